@@ -1,0 +1,96 @@
+"""Functional gradient transformations for JAX: the optimizer catalogue of PaddlePaddle's fluid.
+
+Every optimizer is an `(init, update)` pair of pure functions, a chain of transforms:
+
+>>> import jax.numpy as jnp
+>>> import optfn
+>>> tx = optfn.adam(1e-2, grad_clip=optfn.clip_by_global_norm(1.0))
+>>> state, history = optfn.minimize(
+...     lambda w, x: jnp.mean((x @ w - 1.0) ** 2),
+...     tx,
+...     jnp.zeros(3),
+...     [jnp.eye(3)] * 200,
+...     progress=False,
+... )
+>>> bool(history["loss"][-1] < 0.1 * history["loss"][0])
+True
+
+The tour, from the bottom up: `optfn.numerics` is arithmetic on arrays; `optfn.tree` names leaves;
+`optfn.core` is the protocol; `optfn.learning_rate` and `optfn.schedules` are the rate;
+`optfn.transforms` are the parts, `optfn.optimizers` the chains of them, and `optfn.train` the step,
+the loop and what reads the state.
+"""
+
+from optax import chain
+
+from optfn import schedules
+from optfn.core import apply_updates
+from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
+from optfn.optimizers.adam import adam, adamax, adamw, lamb
+from optfn.optimizers.ftrl import ftrl
+from optfn.optimizers.sgd import asgd, lars, momentum, sgd
+from optfn.train.state import get_learning_rate, set_learning_rate
+from optfn.train.step import TrainState, TrainStep, make_train_step, minimize
+from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
+from optfn.transforms.moment import (
+    scale_by_adadelta,
+    scale_by_adagrad,
+    scale_by_adam,
+    scale_by_adamax,
+    scale_by_asgd,
+    scale_by_decayed_adagrad,
+    scale_by_momentum,
+    scale_by_rms,
+)
+from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
+from optfn.transforms.scaling import (
+    ftrl_proximal,
+    scale_by_lars,
+    scale_by_learning_rate,
+    scale_by_trust_ratio,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TrainState",
+    "TrainStep",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "add_decayed_weights",
+    "apply_updates",
+    "asgd",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "decayed_adagrad",
+    "ftrl",
+    "ftrl_proximal",
+    "get_learning_rate",
+    "l1_decay",
+    "l2_decay",
+    "lamb",
+    "lars",
+    "make_train_step",
+    "minimize",
+    "momentum",
+    "rmsprop",
+    "scale_by_adadelta",
+    "scale_by_adagrad",
+    "scale_by_adam",
+    "scale_by_adamax",
+    "scale_by_asgd",
+    "scale_by_decayed_adagrad",
+    "scale_by_lars",
+    "scale_by_learning_rate",
+    "scale_by_momentum",
+    "scale_by_rms",
+    "scale_by_trust_ratio",
+    "schedules",
+    "set_learning_rate",
+    "sgd",
+]

@@ -1,0 +1,104 @@
+"""Checks of the arguments that optimizers and transforms are made with.
+
+Python and NumPy numbers are checked when the optimizer is made. JAX arrays may be traced, so only
+their shape and dtype are: their value is never branched on.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# A hyper-parameter: a Python or NumPy number, or a 0-d JAX array (traced or not).
+Number = float | int | np.number | np.ndarray | jax.Array
+# A function of the 0-based step (int32) that gives a value.
+Schedule = Callable[[Any], Any]
+
+
+def is_host_number(value: Any) -> bool:
+    """Tell whether `value` is a real Python or NumPy number (a bool is not), of shape ()."""
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, np.ndarray):
+        return value.shape == () and np.issubdtype(value.dtype, np.number)
+    return isinstance(value, int | float | np.integer | np.floating)
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
+) -> Any:
+    """Return `value` if it may be the number that the argument `name` needs.
+
+    A Python or NumPy number comes back as a float within [low, high]; `low_open` and `high_open`
+    exclude the ends. A JAX array must be a real scalar and comes back as it is.
+
+    Raises:
+      TypeError: not a real number.
+      ValueError: NaN, infinite, out of the range, or an array that is not 0-d.
+    """
+    if is_host_number(value):
+        value = float(value)
+        inside = (low < value if low_open else low <= value) and (
+            value < high if high_open else value <= high
+        )
+        if not (math.isfinite(value) and inside):
+            allowed = _range(low, high, low_open, high_open)
+            raise ValueError(f"{name} must be {allowed}; got {value!r}")
+        return value
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.shape != ():
+            raise ValueError(f"{name} must be a scalar; got an array of shape {value.shape}")
+        if jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer):
+            return value
+        raise TypeError(f"{name} must be a real number; got an array of dtype {value.dtype}")
+    raise TypeError(f"{name} must be a number; got {value!r} of type {type(value).__name__}")
+
+
+def _range(low: float, high: float, low_open: bool, high_open: bool) -> str:
+    if low == -math.inf and high == math.inf:
+        return "finite"
+    if high == math.inf:
+        return f"{'>' if low_open else '>='} {low:g} and finite"
+    if low == -math.inf:
+        return f"{'<' if high_open else '<='} {high:g} and finite"
+    return f"in {'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
+
+
+def nonnegative(name: str, value: Any) -> Any:
+    """Return `value`, a number in [0, ∞)."""
+    return number(name, value, low=0.0)
+
+
+def decay(name: str, value: Any) -> Any:
+    """Return `value`, the factor of a moving average: a number in [0, 1)."""
+    return number(name, value, low=0.0, high=1.0, high_open=True)
+
+
+def count(name: str, value: Any, *, low: int = 1) -> int:
+    """Return `value`, a Python integer ≥ `low`: it shapes the program, so it is static."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        hint = " (make it a static argument)" if isinstance(value, jax.Array) else ""
+        raise TypeError(
+            f"{name} must be a Python integer{hint}; got {value!r} of type {type(value).__name__}"
+        )
+    if value < low:
+        raise ValueError(f"{name} must be >= {low}; got {value}")
+    return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value`, a Python bool: it chooses the program, so it is static."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"{name} must be True or False; got {value!r} of type {type(value).__name__}"
+        )
+    return bool(value)

@@ -1,0 +1,158 @@
+"""Steps over the root of squared gradients: adagrad, decayed_adagrad, adadelta, rmsprop.
+
+Shared arguments as in `optfn.optimizers.sgd`.
+"""
+
+import optax
+
+from optfn.checks import Number, Schedule
+from optfn.optimizers.assembly import optimizer
+from optfn.transforms.moment import (
+    scale_by_adadelta,
+    scale_by_adagrad,
+    scale_by_decayed_adagrad,
+    scale_by_momentum,
+    scale_by_rms,
+)
+from optfn.transforms.scaling import scale_by_learning_rate
+
+
+def adagrad(
+    learning_rate: Number | Schedule,
+    *,
+    eps: Number = 1e-6,
+    initial_accumulator_value: Number = 0.0,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Divide by the root of the sum of squares.
+
+        m = m + g²
+        p −= lr·g/(√m + eps)
+
+    Args:
+      learning_rate: lr.
+      eps: > 0.
+      initial_accumulator_value: m before the first step, ≥ 0.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: m, 4 bytes per parameter. Real leaves.
+
+    Source: Duchi et al. 2011; fluid's AdagradOptimizer.
+    """
+    return optimizer(
+        "adagrad",
+        scale_by_adagrad(eps=eps, initial_accumulator_value=initial_accumulator_value),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def decayed_adagrad(
+    learning_rate: Number | Schedule,
+    *,
+    decay: Number = 0.95,
+    eps: Number = 1e-6,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Divide by the root of the mean of squares.
+
+        m = d·m + (1 − d)·g²
+        p −= lr·g/(√m + eps)
+
+    Args:
+      learning_rate: lr.
+      decay: d, in [0, 1).
+      eps: > 0, outside the root.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: m, 4 bytes per parameter. Real leaves.
+
+    Source: fluid's DecayedAdagradOptimizer.
+    """
+    return optimizer(
+        "decayed_adagrad",
+        scale_by_decayed_adagrad(decay=decay, eps=eps),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def adadelta(
+    learning_rate: Number | Schedule,
+    *,
+    rho: Number = 0.95,
+    eps: Number = 1e-6,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Rescale by past updates over past gradients.
+
+        a = ρa + (1 − ρ)g²
+        Δ = √((u + eps)/(a + eps))·g
+        u = ρu + (1 − ρ)Δ²
+        p −= lr·Δ
+
+    Args:
+      learning_rate: lr; 1 is the paper's rule.
+      rho: ρ, in [0, 1).
+      eps: > 0.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: a and u, 8 bytes per parameter. Real leaves.
+
+    Source: Zeiler 2012, arXiv 1212.5701; fluid's AdadeltaOptimizer.
+    """
+    return optimizer(
+        "adadelta",
+        scale_by_adadelta(rho=rho, eps=eps),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def rmsprop(
+    learning_rate: Number | Schedule,
+    *,
+    rho: Number = 0.95,
+    eps: Number = 1e-6,
+    momentum: Number = 0.0,
+    centered: bool = False,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Divide by the root of the mean of squares, with momentum.
+
+        r = ρr + (1 − ρ)g²;  centered: q = ρq + (1 − ρ)g
+        v = μv + lr·g/√(r + eps),  centered: lr·g/√(max(r − q², 0) + eps)
+        p −= v
+
+    Args:
+      learning_rate: lr; it stands inside v.
+      rho: ρ, in [0, 1).
+      eps: > 0, inside the root.
+      momentum: μ, in [0, 1).
+      centered: whether to divide by the root of the variance.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: r and v, 8 bytes per parameter, 12 if centered; v is kept also for μ = 0, so that μ may
+    be a traced number. Real leaves.
+
+    Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
+    """
+    return optimizer(
+        "rmsprop",
+        scale_by_rms(rho=rho, eps=eps, centered=centered),
+        scale_by_learning_rate(learning_rate),
+        scale_by_momentum(momentum),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )

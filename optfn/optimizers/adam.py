@@ -1,0 +1,174 @@
+"""The Adam family: adam, adamw, adamax, lamb.
+
+Shared arguments as in `optfn.optimizers.sgd`.
+"""
+
+import optax
+
+from optfn.checks import Number, Schedule
+from optfn.optimizers.assembly import optimizer
+from optfn.transforms.moment import scale_by_adam, scale_by_adamax
+from optfn.transforms.regularization import add_decayed_weights
+from optfn.transforms.scaling import scale_by_learning_rate, scale_by_trust_ratio
+from optfn.tree import Pattern
+
+
+def adam(
+    learning_rate: Number | Schedule = 1e-3,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    *,
+    eps_hat: bool = True,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adaptive moment estimation.
+
+        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
+        p −= lr·√(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)      eps_hat
+        p −= lr·m̂/(√v̂ + eps)                           otherwise, with m̂, v̂ the corrected moments
+
+    Args:
+      learning_rate: lr.
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: > 0.
+      eps_hat: the form of the fluid page and of Kingma & Ba's §2; False is their Algorithm 1, as in
+        optax, torch and Paddle 2.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: m and v, 8 bytes per parameter. Real and complex leaves.
+
+    Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
+    """
+    return optimizer(
+        "adam",
+        scale_by_adam(b1, b2, eps, eps_hat=eps_hat),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def adamw(
+    learning_rate: Number | Schedule = 1e-3,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    *,
+    weight_decay: Number = 0.01,
+    exclude: Pattern | None = None,
+    eps_hat: bool = False,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with decoupled weight decay: p = (1 − lr·wd)·p, then Adam's step.
+
+    Args:
+      learning_rate: lr; the decay of a step is lr·wd.
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: > 0.
+      weight_decay: wd, ≥ 0.
+      exclude: the leaves without decay: a regular expression that matches their whole path, or a
+        function path -> bool.
+      eps_hat: which form of Adam's step, see `adam`.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g, which the moments see.
+
+    State: m and v, 8 bytes per parameter. Real leaves.
+
+    Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
+    """
+    return optimizer(
+        "adamw",
+        scale_by_adam(b1, b2, eps, eps_hat=eps_hat),
+        add_decayed_weights(weight_decay, exclude=exclude),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def adamax(
+    learning_rate: Number | Schedule = 1e-3,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    *,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with the infinity norm.
+
+        m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps)
+        p −= lr/(1 − β₁ᵗ)·m/u
+
+    Args:
+      learning_rate: lr.
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: > 0.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: m and u, 8 bytes per parameter. Real leaves.
+
+    Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; fluid's AdamaxOptimizer.
+    """
+    return optimizer(
+        "adamax",
+        scale_by_adamax(b1, b2, eps),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def lamb(
+    learning_rate: Number | Schedule = 1e-3,
+    *,
+    weight_decay: Number = 0.01,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-6,
+    bias_correction: bool = False,
+    exclude: Pattern | None = None,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction with a step as long as the tensor.
+
+        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)g²
+        r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction
+        q = ‖p‖/‖r‖  where both > 0, else 1
+        p −= lr·q·r
+
+    Args:
+      learning_rate: lr.
+      weight_decay: wd, ≥ 0.
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: > 0.
+      bias_correction: whether to correct the moments, as the paper and Paddle 2 do; the fluid page
+        does not.
+      exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
+        function path -> bool. They keep their trust ratio.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g, which the moments see.
+
+    State: m and v, 8 bytes per parameter. Real leaves.
+
+    Source: You et al. 2020, arXiv 1904.00962, algorithm 2; fluid's LambOptimizer.
+    """
+    return optimizer(
+        "lamb",
+        scale_by_adam(b1, b2, eps, eps_hat=False, bias_correction=bias_correction),
+        add_decayed_weights(weight_decay, exclude=exclude),
+        scale_by_trust_ratio(),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )

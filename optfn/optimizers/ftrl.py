@@ -1,0 +1,38 @@
+"""Follow the regularized leader. Shared arguments as in `optfn.optimizers.sgd`."""
+
+import optax
+
+from optfn.checks import Number, Schedule
+from optfn.optimizers.assembly import optimizer
+from optfn.transforms.scaling import ftrl_proximal
+
+
+def ftrl(
+    learning_rate: Number | Schedule,
+    *,
+    l1: Number = 0.0,
+    l2: Number = 0.0,
+    lr_power: Number = -0.5,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Follow the regularized leader, proximal: sparse parameters by l1; see `ftrl_proximal`.
+
+    Args:
+      learning_rate: lr; it stands inside the recursion.
+      l1: ≥ 0.
+      l2: ≥ 0.
+      lr_power: k, ≤ 0.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g, beside l1 and l2.
+
+    State: n and z, 8 bytes per parameter. Real leaves.
+
+    Source: McMahan et al. 2013; fluid's FtrlOptimizer.
+    """
+    return optimizer(
+        "ftrl",
+        ftrl_proximal(learning_rate, l1=l1, l2=l2, lr_power=lr_power),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )

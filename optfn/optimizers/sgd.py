@@ -1,0 +1,156 @@
+"""Gradient descent with one velocity at most: sgd, momentum, lars, asgd.
+
+Arguments that all optimizers share: `learning_rate` is a number ≥ 0, a 0-d array or a schedule
+step -> rate (see `scale_by_learning_rate`); `grad_clip` and `regularization` are transforms of the
+gradient g before anything else sees it, in this order. t is the 1-based step, p the parameter.
+"""
+
+import optax
+
+from optfn.checks import Number, Schedule
+from optfn.optimizers.assembly import optimizer
+from optfn.transforms.moment import scale_by_asgd, scale_by_momentum
+from optfn.transforms.regularization import add_decayed_weights
+from optfn.transforms.scaling import scale_by_lars, scale_by_learning_rate
+from optfn.tree import Pattern
+
+
+def sgd(
+    learning_rate: Number | Schedule,
+    *,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Stochastic gradient descent: p −= lr·g.
+
+    Args:
+      learning_rate: lr.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: the rate only. Real and complex leaves.
+
+    Source: fluid's SGDOptimizer.
+
+    >>> import optfn, jax.numpy as jnp
+    >>> tx = optfn.sgd(0.5)
+    >>> params = {"w": jnp.array([1.0, 2.0])}
+    >>> updates, state = tx.update({"w": jnp.array([2.0, 0.0])}, tx.init(params), params)
+    >>> optfn.apply_updates(params, updates)["w"].tolist()
+    [0.0, 2.0]
+    """
+    return optimizer(
+        "sgd",
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def momentum(
+    learning_rate: Number | Schedule,
+    momentum: Number,
+    *,
+    nesterov: bool = False,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Gradient descent with a velocity.
+
+        v = μv + g
+        p −= lr·v,  or lr·(g + μv) with nesterov
+
+    Args:
+      learning_rate: lr; it stands outside v.
+      momentum: μ, in [0, 1).
+      nesterov: whether to look ahead.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: v, 4 bytes per parameter. Real and complex leaves.
+
+    Source: Sutskever et al. 2013; fluid's MomentumOptimizer.
+    """
+    return optimizer(
+        "momentum",
+        scale_by_momentum(momentum, nesterov=nesterov),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def lars(
+    learning_rate: Number | Schedule,
+    momentum: Number,
+    *,
+    lars_coeff: Number = 1e-3,
+    lars_weight_decay: Number = 5e-4,
+    eps: Number = 0.0,
+    exclude: Pattern | None = None,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Layer-wise adaptive rate scaling, with momentum.
+
+        L = lr·coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)    where ‖p‖ > 0 and ‖g‖ > 0, else lr
+        v = μv + L·(g + wd·p)
+        p −= v
+
+    Args:
+      learning_rate: lr; it stands inside v.
+      momentum: μ, in [0, 1).
+      lars_coeff: coeff, > 0.
+      lars_weight_decay: wd, ≥ 0.
+      eps: ≥ 0.
+      exclude: the leaves with wd = 0; a regular expression that matches their whole path, or a
+        function path -> bool. The ratio applies to them as well.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: v, 4 bytes per parameter. Real leaves.
+
+    Source: You et al. 2017, arXiv 1708.03888; fluid's LarsMomentumOptimizer.
+    """
+    return optimizer(
+        "lars",
+        scale_by_lars(lars_coeff, lars_weight_decay, eps, exclude=exclude),
+        scale_by_learning_rate(learning_rate),
+        scale_by_momentum(momentum),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )
+
+
+def asgd(
+    learning_rate: Number | Schedule = 1e-3,
+    *,
+    batch_num: int = 1,
+    weight_decay: Number = 0.0,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Stochastic average gradient.
+
+        i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j
+        p −= lr·(d/min(t, n) + λ·p)
+
+    Args:
+      learning_rate: lr.
+      batch_num: n, the batches in an epoch, which come in the same order in every epoch; static.
+      weight_decay: λ ≥ 0, outside the average; `regularization` enters g and so the average.
+      grad_clip: a clip of g.
+      regularization: a penalty added to g.
+
+    State: y, 4·n bytes per parameter. Real leaves.
+
+    Source: Schmidt et al. 2017, arXiv 1309.2388; Paddle's ASGD.
+    """
+    return optimizer(
+        "asgd",
+        scale_by_asgd(batch_num),
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(learning_rate),
+        grad_clip=grad_clip,
+        regularization=regularization,
+    )

@@ -1,0 +1,1 @@
+"""Around the optimizer: its state, and the step that trains."""

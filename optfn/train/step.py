@@ -1,0 +1,266 @@
+"""The step that trains: fluid's minimize, backward and then apply_gradients.
+
+`make_train_step` compiles it once and updates params and state in place. `minimize` is the whole
+loop, with a progress bar.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optfn import checks, core
+from optfn.train.state import get_learning_rate
+
+
+class TrainState(NamedTuple):
+    """What a training run carries from step to step: the int32 step, params and their state."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A compiled training step; see `make_train_step`."""
+
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformationExtraArgs
+    compiled: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+
+    def init(self, params: Any) -> TrainState:
+        """Return the state of step 0. It holds copies: the caller's arrays stay valid."""
+        params = jax.tree.map(_own, params)
+        return TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params))
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Return the next state and the metrics of this step; `state` is used up (donated)."""
+        return self.compiled(state, batch)
+
+
+def _own(x: Any) -> jax.Array:
+    # A weakly typed parameter would come back strongly typed and compile the step anew.
+    return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    donate: bool = True,
+) -> TrainStep:
+    """Return a jitted training step: gradient, update, new params, in place.
+
+        loss, g = value_and_grad(loss_fn)(params, batch)
+        u, opt_state = tx.update(g, opt_state, params, value=loss)
+        params = params + u
+
+    JAX pairs donated inputs with outputs of the same shape in argument order; the step keeps params
+    before state on both sides, so that each array is overwritten by its own successor and nothing
+    is copied.
+
+    Args:
+      loss_fn: (params, batch) -> loss, a scalar; or (loss, aux) with `has_aux`.
+      tx: an optimizer of optfn or optax.
+      has_aux: whether `loss_fn` gives auxiliary data as well; it comes back as metrics["aux"].
+      value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
+        `loss_fn` where given.
+      donate: whether the step may overwrite the state that it is given.
+
+    Returns:
+      A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
+      gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"].
+
+    Raises:
+      TypeError: an argument of the wrong kind, a loss that is not a real number.
+      ValueError: a loss that is not a scalar.
+
+    >>> import jax.numpy as jnp, optfn
+    >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))
+    >>> state, metrics = step(step.init(jnp.zeros(2)), jnp.array([1.0, 3.0]))
+    >>> float(metrics["loss"]), state.params.tolist()
+    (10.0, [0.5, 1.5])
+    """
+    _check_arguments(loss_fn, tx)
+    extra_tx = optax.with_extra_args_support(tx)
+    gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux))
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        value, grads = gradient(state.params, batch)
+        loss, *aux = value if has_aux else (value,)
+        params, grads, loss = _barrier((state.params, grads, loss))
+        updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss)
+        params = core.apply_updates(params, updates)
+        metrics = {"loss": loss} | ({"aux": aux[0]} if has_aux else {})
+        rate = _learning_rate(opt_state)
+        if rate is not None:
+            metrics["learning_rate"] = rate
+        return TrainState(optax.safe_increment(state.step), params, opt_state), metrics
+
+    donated = (0,) if checks.flag("donate", donate) else ()
+    return TrainStep(loss_fn, extra_tx, jax.jit(step, donate_argnums=donated))
+
+
+def _check_arguments(loss_fn: Any, tx: Any) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            "tx must be a gradient transformation such as optfn.adam(1e-3); "
+            f"got {tx!r} of type {type(tx).__name__}"
+        )
+
+
+def _value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
+
+    def checked(params: Any, batch: Any) -> Any:
+        value = loss_fn(params, batch)
+        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError("with has_aux=True, loss_fn must return the pair (loss, aux)")
+        if not has_aux and isinstance(value, tuple):
+            raise TypeError("loss_fn returned a tuple; pass has_aux=True if it gives (loss, aux)")
+        loss = jnp.asarray(value[0] if has_aux else value)
+        if loss.shape != ():
+            raise ValueError(f"loss_fn must return a scalar; got an array of shape {loss.shape}")
+        if not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
+        return value
+
+    return jax.value_and_grad(checked, has_aux=has_aux, allow_int=True)
+
+
+def _barrier(tree: Any) -> Any:
+    """Keep XLA from mixing the update with the loss that reads the same parameters.
+
+    Where it does, it keeps a copy of the parameters.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [x for x in leaves if x.dtype != jax.dtypes.float0]
+    kept = iter(jax.lax.optimization_barrier(arrays))
+    whole = [x if x.dtype == jax.dtypes.float0 else next(kept) for x in leaves]
+    return jax.tree.unflatten(structure, whole)
+
+
+def _learning_rate(opt_state: Any) -> jax.Array | None:
+    try:
+        return get_learning_rate(opt_state)
+    except ValueError:  # none, or several
+        return None
+
+
+def minimize(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    steps: int | None = None,
+    progress: bool = True,
+    has_aux: bool = False,
+    value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+) -> tuple[TrainState, dict[str, np.ndarray]]:
+    """Train: one step for each batch.
+
+    Args:
+      loss_fn: (params, batch) -> loss, as for `make_train_step`.
+      tx: an optimizer of optfn or optax.
+      params: the tree to start from; it stays as it is.
+      batches: an iterable of batches.
+      steps: how many steps to make at most; None goes to the end of `batches`.
+      progress: whether to show a bar with loss and learning rate on the terminal (by tqdm, where it
+        is installed); where there is no terminal, lines `step <n> loss <number>`.
+      has_aux: as in `make_train_step`.
+      value_and_grad: as in `make_train_step`.
+
+    Returns:
+      The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
+      "learning_rate", with one entry per step.
+
+    Raises:
+      ValueError: `batches` holds nothing, or ends before `steps`.
+    """
+    if steps is not None:
+        checks.count("steps", steps)
+    step = make_train_step(loss_fn, tx, has_aux=has_aux, value_and_grad=value_and_grad)
+    state = step.init(params)
+    history: list[dict[str, Any]] = []
+    with _Progress(steps, checks.flag("progress", progress)) as report:
+        for batch in batches:
+            state, metrics = step(state, batch)
+            history.append({k: metrics[k] for k in ("loss", "learning_rate") if k in metrics})
+            report(len(history), history[-1])
+            if len(history) == steps:
+                break
+    if not history or (steps is not None and len(history) < steps):
+        raise ValueError(
+            f"batches gave {len(history)} batches; {steps or 'at least 1'} steps were asked for"
+        )
+    fetched = jax.device_get(history)
+    return state, {k: np.array([entry[k] for entry in fetched]) for k in fetched[0]}
+
+
+class _Progress:
+    """A progress bar on a terminal, lines elsewhere, nothing where it is turned off.
+
+    Reading a loss waits for the device, so it is read a few times a second at most, and for lines
+    at the first, the last and each tenth part of the steps.
+    """
+
+    def __init__(self, steps: int | None, shown: bool, file: TextIO | None = None) -> None:
+        self.steps = steps
+        self.file = file or sys.stderr
+        self.bar: Any = None
+        self.shown = shown
+        self.every = max(1, steps // 10) if steps else 100
+        self.last: tuple[int, dict[str, Any]] | None = None
+        self.printed = 0
+
+    def __enter__(self) -> "_Progress":
+        if self.shown and self.file.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return self
+            self.bar = tqdm(total=self.steps, file=self.file, unit="step", mininterval=0.25)
+        return self
+
+    def __call__(self, n: int, metrics: dict[str, Any]) -> None:
+        if not self.shown:
+            return
+        self.last = n, metrics
+        if self.bar is not None:
+            if self.bar.update(1):
+                self.bar.set_postfix_str(_words(metrics), refresh=False)
+        elif n == 1 or n % self.every == 0:
+            self._line()
+
+    def _line(self) -> None:
+        if self.last is not None and self.last[0] != self.printed:
+            self.printed, metrics = self.last
+            print(f"step {self.printed} {_words(metrics)}", file=self.file, flush=True)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.bar is not None:
+            if self.last is not None:
+                self.bar.set_postfix_str(_words(self.last[1]), refresh=False)
+            self.bar.close()
+        else:
+            self._line()
+
+
+def _words(metrics: dict[str, Any]) -> str:
+    loss = float(metrics["loss"])
+    words = f"loss {loss:.4f}" if math.isfinite(loss) else f"loss {loss}"
+    if "learning_rate" in metrics:
+        words += f" rate {float(metrics['learning_rate']):.3g}"
+    return words

@@ -1,0 +1,1 @@
+"""The transforms that optimizers are chains of: regularization, clipping, moment, scaling."""

@@ -1,0 +1,96 @@
+"""Gradient clipping by value, by the norm of each tensor and by the norm of all."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core, numerics, tree
+from optfn.checks import Number
+
+
+def clip_factor(norm: jax.Array, max_norm: Any) -> jax.Array:
+    """Return max_norm/max(norm, max_norm): 1 for a norm within bounds, and finite for 0."""
+    max_norm = numerics.scalar(max_norm, norm)
+    return max_norm / jnp.maximum(norm, max_norm)
+
+
+def clip_by_value(
+    max_value: Number, min_value: Number | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Limit each element: g = min(max(g, min_value), max_value).
+
+    Args:
+      max_value: the upper bound; > 0 where `min_value` is left out.
+      min_value: the lower bound, ≤ max_value; −max_value if None.
+
+    No state. Real leaves.
+
+    Source: fluid.clip.GradientClipByValue.
+    """
+    if min_value is None:
+        high = checks.number("max_value", max_value, low=0.0, low_open=True)
+        low = -high
+    else:
+        high = checks.number("max_value", max_value)
+        low = checks.number("min_value", min_value)
+        if isinstance(low, float) and isinstance(high, float) and low > high:
+            raise ValueError(f"min_value must be <= max_value; got {low} and {high}")
+
+    def rule(g: jax.Array) -> jax.Array:
+        return jnp.clip(g, numerics.scalar(low, g), numerics.scalar(high, g))
+
+    return core.stateless("clip_by_value", lambda updates, params: core.map_leaves(rule, updates))
+
+
+def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+    """Limit the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
+
+    Args:
+      max_norm: c, > 0.
+
+    No state. Real and complex leaves.
+
+    Source: fluid.clip.GradientClipByNorm.
+    """
+    c = checks.number("max_norm", max_norm, low=0.0, low_open=True)
+
+    def rule(g: jax.Array) -> jax.Array:
+        return g * clip_factor(numerics.norm(g), c)
+
+    return core.stateless(
+        "clip_by_norm", lambda updates, params: core.map_leaves(rule, updates), complex_leaves=True
+    )
+
+
+def global_norm(updates: Any) -> jax.Array:
+    """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider."""
+    squares = [numerics.sum_of_squares(g) for g in tree.flatten(updates)[0] if not tree.is_hole(g)]
+    if not squares:
+        return jnp.zeros((), jnp.float32)
+    widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)
+    return jnp.sqrt(jnp.stack([s.astype(widest) for s in squares]).sum())
+
+
+def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+    """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
+
+    The factor is one scalar that multiplies each tensor, so that it fuses into what follows; a
+    division of each element would be kept in memory.
+
+    Args:
+      max_norm: c, > 0.
+
+    No state. Real and complex leaves.
+
+    Source: Pascanu et al. 2013, arXiv 1211.5063; fluid.clip.GradientClipByGlobalNorm.
+    """
+    c = checks.number("max_norm", max_norm, low=0.0, low_open=True)
+
+    def update(updates: Any, params: Any) -> Any:
+        del params
+        factor = clip_factor(global_norm(updates), c)
+        return core.map_leaves(lambda g: g * numerics.scalar(factor, g), updates)
+
+    return core.stateless("clip_by_global_norm", update, complex_leaves=True)

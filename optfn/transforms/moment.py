@@ -1,0 +1,392 @@
+"""Transforms that keep moments of the gradient: one per rule.
+
+Each rule is a free function of arrays in the symbols of its source (g gradient, m and v moments),
+above the transform that maps it over a tree. Accumulators are float32 or wider, whatever the dtype
+of the leaf; state sizes below are for float32, in bytes per parameter.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core, numerics
+from optfn.checks import Number
+
+
+class ScaleByMomentumState(NamedTuple):
+    """State of `scale_by_momentum`: 4 bytes per parameter."""
+
+    velocity: Any
+
+
+def momentum_rule(
+    g: jax.Array, v: jax.Array, *, momentum: Any, nesterov: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return (v or g + μv, v) with v = μv + g."""
+    mu = numerics.scalar(momentum, g)
+    v = mu * v + g
+    return (g + mu * v if nesterov else v), v
+
+
+def scale_by_momentum(
+    momentum: Number, *, nesterov: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
+
+    No dampening. Where the learning rate belongs inside the velocity (LARS, RMSProp) this stands
+    after `scale_by_learning_rate`.
+
+    Args:
+      momentum: μ, in [0, 1).
+      nesterov: whether to look ahead.
+
+    State: velocity, 4 bytes per parameter. Real and complex leaves.
+
+    Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
+    MomentumOptimizer.
+    """
+    mu = checks.decay("momentum", momentum)
+    nesterov = checks.flag("nesterov", nesterov)
+
+    return core.accumulating(
+        "scale_by_momentum",
+        partial(momentum_rule, momentum=mu, nesterov=nesterov),
+        ScaleByMomentumState,
+        complex_leaves=True,
+    )
+
+
+class ScaleByAdagradState(NamedTuple):
+    """State of `scale_by_adagrad`: 4 bytes per parameter."""
+
+    accumulator: Any
+
+
+def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Any) -> tuple[jax.Array, jax.Array]:
+    """Return (g/(√m + eps), m) with m = m + g²."""
+    m = m + jnp.square(g)
+    return g / (jnp.sqrt(m) + numerics.scalar(eps, g)), m
+
+
+def scale_by_adagrad(
+    *, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0
+) -> optax.GradientTransformationExtraArgs:
+    """Divide by the root of the sum of squares: m = m + g²; u = g/(√m + eps).
+
+    Args:
+      eps: > 0, outside the root.
+      initial_accumulator_value: m before the first step, ≥ 0.
+
+    State: accumulator, 4 bytes per parameter. Real leaves.
+
+    Source: Duchi et al. 2011, "Adaptive subgradient methods", eq. 1; fluid's AdagradOptimizer.
+    """
+    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    start = checks.nonnegative("initial_accumulator_value", initial_accumulator_value)
+
+    rule = partial(adagrad_rule, eps=eps)
+    return core.accumulating("scale_by_adagrad", rule, ScaleByAdagradState, fill=start)
+
+
+class ScaleByDecayedAdagradState(NamedTuple):
+    """State of `scale_by_decayed_adagrad`: 4 bytes per parameter."""
+
+    accumulator: Any
+
+
+def decayed_adagrad_rule(
+    g: jax.Array, m: jax.Array, *, decay: Any, eps: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return (g/(√m + eps), m) with m = d·m + (1 − d)g²."""
+    m = numerics.moving_average(m, jnp.square(g), decay)
+    return g / (jnp.sqrt(m) + numerics.scalar(eps, g)), m
+
+
+def scale_by_decayed_adagrad(
+    *, decay: Number = 0.95, eps: Number = 1e-6
+) -> optax.GradientTransformationExtraArgs:
+    """Divide by the root of the mean of squares: m = d·m + (1 − d)g²; u = g/(√m + eps).
+
+    Args:
+      decay: d, in [0, 1).
+      eps: > 0, outside the root (`scale_by_rms` has it inside).
+
+    State: accumulator, 4 bytes per parameter. Real leaves.
+
+    Source: fluid's DecayedAdagradOptimizer.
+    """
+    decay = checks.decay("decay", decay)
+    eps = checks.number("eps", eps, low=0.0, low_open=True)
+
+    rule = partial(decayed_adagrad_rule, decay=decay, eps=eps)
+    return core.accumulating("scale_by_decayed_adagrad", rule, ScaleByDecayedAdagradState)
+
+
+class ScaleByAdadeltaState(NamedTuple):
+    """State of `scale_by_adadelta`: 8 bytes per parameter."""
+
+    squared_gradient: Any
+    squared_update: Any
+
+
+def adadelta_rule(
+    g: jax.Array, a: jax.Array, u: jax.Array, *, rho: Any, eps: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (Δ, a, u), in the order of `scale_by_adadelta`."""
+    eps = numerics.scalar(eps, g)
+    a = numerics.moving_average(a, jnp.square(g), rho)
+    delta = jnp.sqrt((u + eps) / (a + eps)) * g
+    return delta, a, numerics.moving_average(u, jnp.square(delta), rho)
+
+
+def scale_by_adadelta(
+    *, rho: Number = 0.95, eps: Number = 1e-6
+) -> optax.GradientTransformationExtraArgs:
+    """Rescale by past updates over past gradients.
+
+        a = ρa + (1 − ρ)g²
+        Δ = √((u + eps)/(a + eps))·g
+        u = ρu + (1 − ρ)Δ²
+
+    Args:
+      rho: ρ, in [0, 1).
+      eps: > 0.
+
+    State: squared_gradient (a) and squared_update (u), 8 bytes per parameter. Real leaves.
+
+    Source: Zeiler 2012, arXiv 1212.5701, algorithm 1; fluid's AdadeltaOptimizer. Paddle 1.8.5 reads
+    u after writing it and leaves out the learning rate; neither is repeated here.
+    """
+    rho = checks.decay("rho", rho)
+    eps = checks.number("eps", eps, low=0.0, low_open=True)
+
+    rule = partial(adadelta_rule, rho=rho, eps=eps)
+    return core.accumulating("scale_by_adadelta", rule, ScaleByAdadeltaState)
+
+
+class ScaleByRmsState(NamedTuple):
+    """State of `scale_by_rms`: 4 bytes per parameter."""
+
+    mean_square: Any
+
+
+class ScaleByCenteredRmsState(NamedTuple):
+    """State of `scale_by_rms(centered=True)`: 8 bytes per parameter."""
+
+    mean_square: Any
+    mean: Any
+
+
+def rms_rule(g: jax.Array, r: jax.Array, *, rho: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
+    """Return (g/√(r + eps), r) with r = ρr + (1 − ρ)g²."""
+    r = numerics.moving_average(r, jnp.square(g), rho)
+    return g / jnp.sqrt(r + numerics.scalar(eps, g)), r
+
+
+def centered_rms_rule(
+    g: jax.Array, r: jax.Array, q: jax.Array, *, rho: Any, eps: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (g/√(max(r − q², 0) + eps), r, q) with q = ρq + (1 − ρ)g."""
+    r = numerics.moving_average(r, jnp.square(g), rho)
+    q = numerics.moving_average(q, g, rho)
+    # The difference of nearly equal squares may come out below zero; that of two that overflowed
+    # is NaN, where the variance is beyond measure.
+    variance = jnp.where(jnp.isinf(r), r, jnp.maximum(r - jnp.square(q), 0))
+    return g / jnp.sqrt(variance + numerics.scalar(eps, g)), r, q
+
+
+def scale_by_rms(
+    *, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Divide by the root of the mean of squares, or of the variance.
+
+        r = ρr + (1 − ρ)g²;  u = g/√(r + eps)
+        centered: q = ρq + (1 − ρ)g;  u = g/√(max(r − q², 0) + eps)
+
+    Args:
+      rho: ρ, in [0, 1).
+      eps: > 0, inside the root.
+      centered: whether to subtract the square of the mean.
+
+    State: mean_square (r), 4 bytes per parameter; centered also mean (q), 8 in all. Real leaves.
+
+    Source: Hinton 2012, "Neural networks for machine learning", lecture 6e; Graves 2013, arXiv
+    1308.0850, eq. 38–41 (centered); fluid's RMSPropOptimizer.
+    """
+    rho = checks.decay("rho", rho)
+    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    if checks.flag("centered", centered):
+        rule = partial(centered_rms_rule, rho=rho, eps=eps)
+        return core.accumulating("scale_by_rms", rule, ScaleByCenteredRmsState)
+    return core.accumulating("scale_by_rms", partial(rms_rule, rho=rho, eps=eps), ScaleByRmsState)
+
+
+class ScaleByAdamState(NamedTuple):
+    """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
+
+    step: jax.Array
+    mu: Any
+    nu: Any
+
+
+def adam_rule(
+    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Any, b2: Any, eps: Any, scale: Any, root: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (scale·m/(root·√v + eps), m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
+    m = numerics.moving_average(m, g, b1)
+    v = numerics.moving_average(v, numerics.abs_squared(g), b2)
+    denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
+    return numerics.scalar(scale, v) * m / denominator, m, v
+
+
+def scale_by_adam(
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    *,
+    eps_hat: bool = True,
+    bias_correction: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    """Divide the mean of the gradient by the root of the mean of its square.
+
+        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
+        eps_hat:      u = √(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)
+        otherwise:    u = m̂/(√v̂ + eps),  m̂ = m/(1 − β₁ᵗ),  v̂ = v/(1 − β₂ᵗ)
+        uncorrected:  u = m/(√v + eps)
+
+    Args:
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: > 0.
+      eps_hat: which of the two forms; they differ in what eps is measured against.
+      bias_correction: whether to divide by the weight that the averages have gathered (LAMB does
+        without).
+
+    State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
+
+    Source: Kingma & Ba 2015, arXiv 1412.6980: §2, "efficiency", is eps_hat, and the fluid page;
+    Algorithm 1 the other form, optax's and torch's.
+    """
+    b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
+    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps_hat = checks.flag("eps_hat", eps_hat)
+    bias_correction = checks.flag("bias_correction", bias_correction)
+
+    def init(params: Any) -> ScaleByAdamState:
+        return ScaleByAdamState(
+            core.first_step(), core.zeros_like(params), core.zeros_like(params, real=True)
+        )
+
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        del params, extra
+        step = core.next_step(state.step)
+        scale: Any = 1.0
+        root: Any = 1.0
+        if bias_correction:
+            scale = 1 / numerics.bias_correction(b1, step)
+            root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
+            if eps_hat:
+                scale, root = scale / root, 1.0
+        updates, mu, nu = core.map_leaves(
+            adam_rule, updates, state.mu, state.nu, b1=b1, b2=b2, eps=eps, scale=scale, root=root
+        )
+        return updates, ScaleByAdamState(step, mu, nu)
+
+    return core.transform("scale_by_adam", init, update, complex_leaves=True)
+
+
+class ScaleByAdamaxState(NamedTuple):
+    """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
+
+    step: jax.Array
+    mu: Any
+    infinity_norm: Any
+
+
+def adamax_rule(
+    g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Any, b2: Any, eps: Any, scale: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (scale·m/u, m, u) with m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
+    m = numerics.moving_average(m, g, b1)
+    u = jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
+    return numerics.scalar(scale, g) * m / u, m, u
+
+
+def scale_by_adamax(
+    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """Divide the mean of the gradient by its decaying maximum.
+
+        m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps);  direction = m/u/(1 − β₁ᵗ)
+
+    Args:
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: > 0, added to the decayed maximum at every step.
+
+    State: step, mu (m) and infinity_norm (u), 8 bytes per parameter. Real leaves.
+
+    Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; eps as in fluid's AdamaxOptimizer.
+    """
+    b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
+    eps = checks.number("eps", eps, low=0.0, low_open=True)
+
+    def init(params: Any) -> ScaleByAdamaxState:
+        return ScaleByAdamaxState(
+            core.first_step(), core.zeros_like(params), core.zeros_like(params)
+        )
+
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        del params, extra
+        step = core.next_step(state.step)
+        scale = 1 / numerics.bias_correction(b1, step)
+        updates, mu, infinity_norm = core.map_leaves(
+            adamax_rule, updates, state.mu, state.infinity_norm, b1=b1, b2=b2, eps=eps, scale=scale
+        )
+        return updates, ScaleByAdamaxState(step, mu, infinity_norm)
+
+    return core.transform("scale_by_adamax", init, update)
+
+
+class ScaleByAsgdState(NamedTuple):
+    """State of `scale_by_asgd`: 4·batch_num bytes per parameter, and the step."""
+
+    step: jax.Array
+    gradients: Any
+
+
+def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
+    """Average the last gradient of each of the n batches of an epoch.
+
+        i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
+
+    d is summed afresh: kept up by d += g − y_i, as fluid does, float32 leaves in it for ever the
+    rounding error of the largest gradient there has been.
+
+    Args:
+      batch_num: n, ≥ 1, static; the batches must come in the same order in every epoch.
+
+    State: step, and gradients (y), shape (n, *leaf), 4·n bytes per parameter. Real leaves.
+
+    Source: Schmidt et al. 2017, arXiv 1309.2388, eq. 3 ("SAG"); Paddle's ASGD.
+    """
+    n = checks.count("batch_num", batch_num)
+
+    def init(params: Any) -> ScaleByAsgdState:
+        return ScaleByAsgdState(core.first_step(), core.zeros_like(params, leading=(n,)))
+
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        del params, extra
+        step = core.next_step(state.step)
+
+        def rule(g: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), state.step % n, 0)
+            return jnp.sum(y, axis=0) / jnp.minimum(step, n).astype(g.dtype), y
+
+        updates, gradients = core.map_leaves(rule, updates, state.gradients, leading=(n,))
+        return updates, ScaleByAsgdState(step, gradients)
+
+    return core.transform("scale_by_asgd", init, update)

@@ -1,0 +1,86 @@
+"""Penalties on the parameters, as terms of the gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core, numerics, tree
+from optfn.checks import Number
+from optfn.tree import Pattern
+
+
+def l1_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
+    """Return g + coeff·sign(p), with sign(0) = 0."""
+    return g + numerics.scalar(coeff, g) * jnp.sign(p)
+
+
+def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
+    """Return g + coeff·p."""
+    return g + numerics.scalar(coeff, g) * p
+
+
+def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
+    """Add the gradient of coeff·‖p‖₁: g = g + coeff·sign(p), sign(0) = 0.
+
+    Args:
+      coeff: the coefficient, ≥ 0.
+
+    No state. Needs params; real leaves.
+
+    Source: fluid.regularizer.L1Decay.
+    """
+    coeff = checks.nonnegative("coeff", coeff)
+    return core.stateless(
+        "l1_decay",
+        lambda updates, params: core.map_leaves(l1_penalty, updates, params, coeff=coeff),
+        needs_params=True,
+    )
+
+
+def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
+    """Add the gradient of coeff/2·‖p‖₂²: g = g + coeff·p.
+
+    Args:
+      coeff: the coefficient, ≥ 0.
+
+    No state. Needs params; real and complex leaves.
+
+    Source: fluid.regularizer.L2Decay.
+    """
+    coeff = checks.nonnegative("coeff", coeff)
+    return core.stateless(
+        "l2_decay",
+        lambda updates, params: core.map_leaves(l2_penalty, updates, params, coeff=coeff),
+        needs_params=True,
+        complex_leaves=True,
+    )
+
+
+def add_decayed_weights(
+    weight_decay: Number, *, exclude: Pattern | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Add decoupled weight decay to a direction: u = u + weight_decay·p.
+
+    Unlike `l2_decay` it stands after the moments, so the decay is not scaled by them.
+
+    Args:
+      weight_decay: the coefficient, ≥ 0.
+      exclude: the leaves that get none: a regular expression that matches their whole path, or a
+        function path -> bool.
+
+    No state. Needs params; real leaves.
+
+    Source: Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2.
+    """
+    coeff = checks.nonnegative("weight_decay", weight_decay)
+    exclude = tree.check_pattern("exclude", exclude)
+
+    def update(updates: Any, params: Any) -> Any:
+        decayed = core.map_leaves(l2_penalty, updates, params, coeff=coeff)
+        if exclude is None:
+            return decayed
+        return tree.choose(exclude, "exclude", updates, decayed)
+
+    return core.stateless("add_decayed_weights", update, needs_params=True)

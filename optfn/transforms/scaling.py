@@ -1,0 +1,217 @@
+"""Transforms that set the length of the step: learning rate, trust ratios, and FTRL's own step."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core, numerics, tree
+from optfn import learning_rate as rates
+from optfn.checks import Number, Schedule
+from optfn.tree import Pattern
+
+
+class ScaleByLearningRateState(NamedTuple):
+    """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
+
+    rate: rates.LearningRateState
+
+
+def scale_by_learning_rate(
+    learning_rate: Number | Schedule,
+) -> optax.GradientTransformationExtraArgs:
+    """Turn an ascent direction into a step: u = −lr·u.
+
+    Args:
+      learning_rate: lr ≥ 0: a Python or NumPy number, which the state owns and
+        `set_learning_rate` changes; or a 0-d array or a schedule step -> lr, which drive it from
+        outside. A schedule is given the 0-based step, int32.
+
+    State: the step and the rate last used (after init, that of step 0), float32. Real and complex
+    leaves.
+    """
+    lr = rates.check(learning_rate)
+
+    def init(params: Any) -> ScaleByLearningRateState:
+        del params
+        return ScaleByLearningRateState(rates.init(lr))
+
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        del params, extra
+        rate, new = rates.advance(lr, state.rate)
+        updates = core.map_leaves(lambda u: -numerics.scalar(rate, u) * u, updates)
+        return updates, ScaleByLearningRateState(new)
+
+    return core.transform("scale_by_learning_rate", init, update, complex_leaves=True)
+
+
+def trust_ratio(numerator: jax.Array, denominator: jax.Array, valid: jax.Array) -> jax.Array:
+    """Return numerator/denominator where `valid`, else 1."""
+    return jnp.where(valid, numerator / jnp.where(valid, denominator, 1), 1)
+
+
+def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
+    """Give each tensor a step as long as its parameters: u = q·u, q = ‖p‖/‖u‖.
+
+    q = 1 where either norm is 0.
+
+    No state. Needs params; real leaves.
+
+    Source: You et al. 2020, arXiv 1904.00962, algorithm 2 (with φ the identity).
+    """
+
+    def rule(u: jax.Array, p: jax.Array) -> jax.Array:
+        p_norm, u_norm = numerics.norm(p), numerics.norm(u)
+        return trust_ratio(p_norm, u_norm, (p_norm > 0) & (u_norm > 0)) * u
+
+    return core.stateless(
+        "scale_by_trust_ratio",
+        lambda updates, params: core.map_leaves(rule, updates, params),
+        needs_params=True,
+    )
+
+
+def lars_rule(
+    g: jax.Array, p: jax.Array, *, lars_coeff: Any, weight_decay: Any, eps: Any
+) -> jax.Array:
+    """Return L·(g + wd·p) with L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps), 1 where ‖p‖ or ‖g‖ is 0."""
+    coeff, wd, eps = (numerics.scalar(h, g) for h in (lars_coeff, weight_decay, eps))
+    p_norm, g_norm = numerics.norm(p), numerics.norm(g)
+    valid = (p_norm > 0) & (g_norm > 0)
+    return trust_ratio(coeff * p_norm, g_norm + wd * p_norm + eps, valid) * (g + wd * p)
+
+
+def scale_by_lars(
+    lars_coeff: Number = 1e-3,
+    lars_weight_decay: Number = 5e-4,
+    eps: Number = 0.0,
+    *,
+    exclude: Pattern | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adapt the rate of each tensor to its norms: u = L·(g + wd·p).
+
+        L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)     where ‖p‖ > 0 and ‖g‖ > 0, else 1
+
+    The ratio applies with wd = 0 as well, also to excluded leaves (Paddle 2 leaves it out there).
+
+    Args:
+      lars_coeff: coeff, > 0.
+      lars_weight_decay: wd, ≥ 0.
+      eps: ≥ 0.
+      exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
+        function path -> bool.
+
+    No state. Needs params; real leaves.
+
+    Source: You et al. 2017, arXiv 1708.03888, algorithm 1; fluid's LarsMomentumOptimizer.
+    """
+    coeff = checks.number("lars_coeff", lars_coeff, low=0.0, low_open=True)
+    wd = checks.nonnegative("lars_weight_decay", lars_weight_decay)
+    eps = checks.nonnegative("eps", eps)
+    exclude = tree.check_pattern("exclude", exclude)
+
+    def update(updates: Any, params: Any) -> Any:
+        def scaled(weight_decay: Any) -> Any:
+            return core.map_leaves(
+                lars_rule, updates, params, lars_coeff=coeff, weight_decay=weight_decay, eps=eps
+            )
+
+        if exclude is None:
+            return scaled(wd)
+        return tree.choose(exclude, "exclude", scaled(0.0), scaled(wd))
+
+    return core.stateless("scale_by_lars", update, needs_params=True)
+
+
+class FtrlProximalState(NamedTuple):
+    """State of `ftrl_proximal`: 8 bytes per parameter, the step and the rate."""
+
+    rate: rates.LearningRateState
+    accumulator: Any
+    linear: Any
+
+
+def ftrl_rule(
+    g: jax.Array,
+    n: jax.Array,
+    z: jax.Array,
+    p: jax.Array,
+    *,
+    rate: Any,
+    l1: Any,
+    l2: Any,
+    lr_power: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (p' − p, n', z') of one FTRL-Proximal step; see `ftrl_proximal`."""
+    lr = numerics.scalar(rate, g)
+    l1, l2 = numerics.scalar(l1, g) + 1e-10, numerics.scalar(l2, g) + 1e-10
+    still = lr == 0
+    lr = jnp.where(still, 1, lr)
+    new_n = n + jnp.square(g)
+    root, new_root = numerics.power(n, -lr_power), numerics.power(new_n, -lr_power)
+    sigma = (new_root - root) / lr
+    new_z = z + g - sigma * p
+    shrunk = (l1 * jnp.sign(new_z) - new_z) / (new_root / lr + 2 * l2)
+    new_p = jnp.where(jnp.abs(new_z) > l1, shrunk, 0)
+    # Where the square of a finite gradient overflows, σ is infinite and the step is not defined.
+    finite = jnp.isfinite(new_root / lr) & jnp.isfinite(new_z) & jnp.isfinite(new_p)
+    stay = still | (jnp.isfinite(g) & ~finite)
+    return jnp.where(stay, 0, new_p - p), jnp.where(stay, n, new_n), jnp.where(stay, z, new_z)
+
+
+def ftrl_proximal(
+    learning_rate: Number | Schedule,
+    *,
+    l1: Number = 0.0,
+    l2: Number = 0.0,
+    lr_power: Number = -0.5,
+) -> optax.GradientTransformationExtraArgs:
+    """Step to the minimiser of the regularized sum of all gradients so far.
+
+        n' = n + g²
+        σ = (n'^(−k) − n^(−k))/lr
+        z = z + g − σ·p
+        p' = (l1·sign(z) − z)/(n'^(−k)/lr + 2·l2) where |z| > l1, else 0
+        u = p' − p
+
+    The rate stands inside the recursion, so no `scale_by_learning_rate` follows. Fluid adds 1e-10
+    to l1 and l2, and so does this. Where lr = 0, p, n and z stay; so does an element whose squared
+    gradient is beyond float32. An element whose gradient has always been 0 becomes 0.
+
+    Args:
+      learning_rate: lr ≥ 0, as in `scale_by_learning_rate`.
+      l1: ≥ 0; makes parameters exactly zero.
+      l2: ≥ 0.
+      lr_power: k, ≤ 0; −½ divides by the root of n.
+
+    State: accumulator (n) and linear (z), 8 bytes per parameter, and the rate. Needs params; real
+    leaves.
+
+    Source: McMahan et al. 2013, "Ad click prediction", algorithm 1; fluid's FtrlOptimizer. Paddle
+    1.8.5 hands l1 over as l2 in Python; that is not repeated here.
+    """
+    lr = rates.check(learning_rate)
+    l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)
+    lr_power = checks.number("lr_power", lr_power, high=0.0)
+
+    def init(params: Any) -> FtrlProximalState:
+        return FtrlProximalState(rates.init(lr), core.zeros_like(params), core.zeros_like(params))
+
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        del extra
+        rate, new = rates.advance(lr, state.rate)
+        updates, accumulator, linear = core.map_leaves(
+            ftrl_rule,
+            updates,
+            state.accumulator,
+            state.linear,
+            params,
+            rate=rate,
+            l1=l1,
+            l2=l2,
+            lr_power=lr_power,
+        )
+        return updates, FtrlProximalState(new, accumulator, linear)
+
+    return core.transform("ftrl_proximal", init, update, needs_params=True)
