@@ -234,57 +234,57 @@ def accumulating(
 def map_leaves(
     rule: Callable[..., Any],
     updates: Any,
-    *trees: Any,
+    *state: Any,
+    params: Any = None,
     leading: tuple[int, ...] = (),
     **scalars: Any,
 ) -> Any:
     """Apply a rule on arrays to every leaf.
 
     Args:
-      rule: (g, *leaves, **scalars) -> array, or a tuple of arrays: the new update, then the new
-        value of each of the first leaves of `trees`, which keeps its dtype.
+      rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; the update
+        alone where there are no accumulators. An accumulator keeps its dtype.
       updates: the gradients.
-      *trees: trees of the same structure (state, params).
-      leading: axes that the leaves of `trees` have before those of the gradient.
+      *state: trees of accumulators, structured as `updates`.
+      params: the parameters, where the rule reads them.
+      leading: axes that accumulators have before those of the gradient.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves.
 
     Returns:
-      A tree, or a tuple of trees, one for each array that the rule gives.
+      The tree of updates, or where there is state, (updates, *state).
 
     Raises:
-      ValueError: a tree has another structure than `updates`, or a state leaf another shape: the
-        state belongs to other params.
+      ValueError: the state has another structure than `updates`, or a leaf of another shape: it
+        belongs to other params.
     """
     gradients, structure = tree.flatten(updates)
-    for other in trees:
-        tree.check_same_structure("update", "the state or params", other, "updates", updates)
-    columns = [tree.flatten(other)[0] for other in trees]
-    outputs: list[Any] = []
-    width = 1
+    for accumulators in state:
+        tree.check_same_structure("update", "the state", accumulators, "updates", updates)
+    columns = [tree.flatten(accumulators)[0] for accumulators in state]
+    parameters = None if params is None else tree.flatten(params)[0]
+    hole = (optax.MaskedNode(),) * (1 + len(state))
+    rows = []
     for i, g in enumerate(gradients):
         if tree.is_hole(g):
-            outputs.append(None)
+            rows.append(hole)
             continue
-        leaves = [column[i] for column in columns]
-        for leaf in leaves:
-            if tree.is_hole(leaf) or jnp.shape(leaf) != (*leading, *g.shape):
+        kept = [column[i] for column in columns]
+        for x in kept:
+            if tree.is_hole(x) or jnp.shape(x) != (*leading, *g.shape):
                 raise ValueError(
                     f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
-                    f"{getattr(leaf, 'shape', None)}, its gradient {g.shape}: "
+                    f"{getattr(x, 'shape', None)}, its gradient {g.shape}: "
                     "the state was made for other params"
                 )
-        result = rule(g, *leaves, **scalars)
-        if isinstance(result, tuple):
-            width = len(result)
-            kept = [x.astype(leaf.dtype) for x, leaf in zip(result[1:], leaves, strict=False)]
-            outputs.append((result[0], *kept))
-        else:
-            outputs.append((result,))
-    whole = [
-        structure.unflatten([optax.MaskedNode() if o is None else o[k] for o in outputs])
-        for k in range(width)
-    ]
-    return whole[0] if width == 1 else tuple(whole)
+        p = () if parameters is None else (parameters[i],)
+        result = rule(g, *kept, *p, **scalars)
+        if not state:
+            rows.append((result,))
+            continue
+        new = [x.astype(old.dtype) for x, old in zip(result[1:], kept, strict=True)]
+        rows.append((result[0], *new))
+    whole = tuple(structure.unflatten([row[k] for row in rows]) for k in range(len(hole)))
+    return whole if state else whole[0]
 
 
 def zeros_like(

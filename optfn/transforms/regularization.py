@@ -34,7 +34,7 @@ def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         "l1_decay",
-        lambda updates, params: core.map_leaves(l1_penalty, updates, params, coeff=coeff),
+        lambda updates, params: core.map_leaves(l1_penalty, updates, params=params, coeff=coeff),
         needs_params=True,
     )
 
@@ -52,7 +52,7 @@ def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         "l2_decay",
-        lambda updates, params: core.map_leaves(l2_penalty, updates, params, coeff=coeff),
+        lambda updates, params: core.map_leaves(l2_penalty, updates, params=params, coeff=coeff),
         needs_params=True,
         complex_leaves=True,
     )
@@ -78,7 +78,7 @@ def add_decayed_weights(
     exclude = tree.check_pattern("exclude", exclude)
 
     def update(updates: Any, params: Any) -> Any:
-        decayed = core.map_leaves(l2_penalty, updates, params, coeff=coeff)
+        decayed = core.map_leaves(l2_penalty, updates, params=params, coeff=coeff)
         if exclude is None:
             return decayed
         return tree.choose(exclude, "exclude", updates, decayed)

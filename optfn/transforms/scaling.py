@@ -46,9 +46,21 @@ def scale_by_learning_rate(
     return core.transform("scale_by_learning_rate", init, update, complex_leaves=True)
 
 
-def trust_ratio(numerator: jax.Array, denominator: jax.Array, valid: jax.Array) -> jax.Array:
-    """Return numerator/denominator where `valid`, else 1."""
-    return jnp.where(valid, numerator / jnp.where(valid, denominator, 1), 1)
+def trust_ratio(
+    p_norm: jax.Array,
+    u_norm: jax.Array,
+    *,
+    coeff: Any = 1.0,
+    weight_decay: Any = 0.0,
+    eps: Any = 0.0,
+) -> jax.Array:
+    """Return coeff·‖p‖/(‖u‖ + wd·‖p‖ + eps) where ‖p‖ > 0 and ‖u‖ > 0, else 1.
+
+    Also 1 where ‖p‖² is beyond float32: ∞/∞ would make a NaN of parameters that are finite.
+    """
+    valid = (p_norm > 0) & (u_norm > 0) & (p_norm < jnp.inf)
+    denominator = jnp.where(valid, u_norm + weight_decay * p_norm + eps, 1)
+    return jnp.where(valid, coeff * p_norm / denominator, 1)
 
 
 def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
@@ -62,12 +74,11 @@ def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
     """
 
     def rule(u: jax.Array, p: jax.Array) -> jax.Array:
-        p_norm, u_norm = numerics.norm(p), numerics.norm(u)
-        return trust_ratio(p_norm, u_norm, (p_norm > 0) & (u_norm > 0)) * u
+        return trust_ratio(numerics.norm(p), numerics.norm(u)) * u
 
     return core.stateless(
         "scale_by_trust_ratio",
-        lambda updates, params: core.map_leaves(rule, updates, params),
+        lambda updates, params: core.map_leaves(rule, updates, params=params),
         needs_params=True,
     )
 
@@ -77,9 +88,8 @@ def lars_rule(
 ) -> jax.Array:
     """Return L·(g + wd·p) with L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps), 1 where ‖p‖ or ‖g‖ is 0."""
     coeff, wd, eps = (numerics.scalar(h, g) for h in (lars_coeff, weight_decay, eps))
-    p_norm, g_norm = numerics.norm(p), numerics.norm(g)
-    valid = (p_norm > 0) & (g_norm > 0)
-    return trust_ratio(coeff * p_norm, g_norm + wd * p_norm + eps, valid) * (g + wd * p)
+    ratio = trust_ratio(numerics.norm(p), numerics.norm(g), coeff=coeff, weight_decay=wd, eps=eps)
+    return ratio * (g + wd * p)
 
 
 def scale_by_lars(
@@ -114,7 +124,12 @@ def scale_by_lars(
     def update(updates: Any, params: Any) -> Any:
         def scaled(weight_decay: Any) -> Any:
             return core.map_leaves(
-                lars_rule, updates, params, lars_coeff=coeff, weight_decay=weight_decay, eps=eps
+                lars_rule,
+                updates,
+                params=params,
+                lars_coeff=coeff,
+                weight_decay=weight_decay,
+                eps=eps,
             )
 
         if exclude is None:
@@ -153,7 +168,7 @@ def ftrl_rule(
     sigma = (new_root - root) / lr
     new_z = z + g - sigma * p
     shrunk = (l1 * jnp.sign(new_z) - new_z) / (new_root / lr + 2 * l2)
-    new_p = jnp.where(jnp.abs(new_z) > l1, shrunk, 0)
+    new_p = jnp.where(jnp.abs(new_z) <= l1, 0, shrunk)  # a NaN is not ≤, and so is not hidden
     # Where the square of a finite gradient overflows, σ is infinite and the step is not defined.
     finite = jnp.isfinite(new_root / lr) & jnp.isfinite(new_z) & jnp.isfinite(new_p)
     stay = still | (jnp.isfinite(g) & ~finite)
@@ -206,7 +221,7 @@ def ftrl_proximal(
             updates,
             state.accumulator,
             state.linear,
-            params,
+            params=params,
             rate=rate,
             l1=l1,
             l2=l2,

@@ -1,0 +1,32 @@
+# Each environment is made once and again when pyproject.toml changes.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m examples.demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.update
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "optfn needs Python 3.11 or newer; PYTHON=$(PYTHON) is $$($(PYTHON) --version)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.%: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache demo-out

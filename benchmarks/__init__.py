@@ -1,0 +1,1 @@
+"""Benchmarks: one script per question, each beside its peer in one process."""

@@ -1,0 +1,152 @@
+"""What the benchmarks share: trees, interleaved timing, the machine's copy bandwidth.
+
+Absolute times are not comparable between runs on a shared machine. Every figure here is taken in
+interleaved rounds, A B A B …, in one process, and reported as median and minimum.
+"""
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Timing(NamedTuple):
+    """Seconds of one call."""
+
+    median: float
+    minimum: float
+
+
+def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
+    """Time each of `calls` once per round, in turn, after one round that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_number in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if round_number:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(statistics.median(s), min(s)) for name, s in seconds.items()}
+
+
+class Machine:
+    """The bandwidth of memory, by the two simplest passes over arrays that exist already."""
+
+    def __init__(self, elements: int = 25_000_000) -> None:
+        self.elements = elements
+        self.x, self.y = jnp.ones(elements), jnp.zeros(elements)
+        # An argument that is not read is dropped, and its buffer with it, unless it is kept.
+        keep = {"donate_argnums": 0, "keep_unused": True}
+        self._copy = jax.jit(lambda y, x: x + 1, **keep)
+        self._in_place = jax.jit(lambda y, x: y + 0.5 * x, **keep)
+
+    def copy(self) -> jax.Array:
+        """Copy: 8 bytes an element."""
+        self.y = self._copy(self.y, self.x)
+        return self.y
+
+    def in_place(self) -> jax.Array:
+        """Add to an array in place, as an update does: 12 bytes an element."""
+        self.y = self._in_place(self.y, self.x)
+        return self.y
+
+    def calls(self) -> dict[str, Callable[[], Any]]:
+        """Return the two passes, for `interleaved`."""
+        return {"copy": self.copy, "in place": self.in_place}
+
+    def bandwidth(self, times: dict[str, Timing]) -> dict[str, float]:
+        """Return the best bytes per second of each pass."""
+        return {
+            "copy": 8 * self.elements / times["copy"].minimum,
+            "in place": 12 * self.elements / times["in place"].minimum,
+        }
+
+
+def resnet50() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of ResNet-50's parameters: 161 leaves, 25.6 M."""
+    shapes: dict[str, tuple[int, ...]] = {"stem/conv": (7, 7, 3, 64), "stem/scale": (64,)}
+    shapes["stem/bias"] = (64,)
+    wide = 64
+    for stage, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)]):
+        for block in range(blocks):
+            at = f"stage{stage}/block{block}"
+            convolutions = [(1, 1, wide, width), (3, 3, width, width), (1, 1, width, 4 * width)]
+            if block == 0:
+                convolutions.append((1, 1, wide, 4 * width))
+            for k, shape in enumerate(convolutions):
+                shapes[f"{at}/conv{k}"] = shape
+                shapes[f"{at}/scale{k}"] = shapes[f"{at}/bias{k}"] = (shape[-1],)
+            wide = 4 * width
+    return shapes | {"head/kernel": (2048, 1000), "head/bias": (1000,)}
+
+
+def gpt2_small() -> dict[str, tuple[int, ...]]:
+    """Return the shapes of GPT-2 small's parameters: 148 leaves, 124 M."""
+    d = 768
+    shapes: dict[str, tuple[int, ...]] = {"wte": (50257, d), "wpe": (1024, d)}
+    for block in range(12):
+        for name, shape in {
+            "ln1/scale": (d,),
+            "ln1/bias": (d,),
+            "attn/qkv": (d, 3 * d),
+            "attn/qkv_bias": (3 * d,),
+            "attn/out": (d, d),
+            "attn/out_bias": (d,),
+            "ln2/scale": (d,),
+            "ln2/bias": (d,),
+            "mlp/in": (d, 4 * d),
+            "mlp/in_bias": (4 * d,),
+            "mlp/out": (4 * d, d),
+            "mlp/out_bias": (d,),
+        }.items():
+            shapes[f"h{block}/{name}"] = shape
+    return shapes | {"ln_f/scale": (d,), "ln_f/bias": (d,)}
+
+
+TREES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
+    "resnet50": resnet50,
+    "gpt2": gpt2_small,
+    "one": lambda: {"w": (25_000_000,)},
+    "toy": lambda: {"w": (64, 64), "b": (64,)},
+}
+
+
+def arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, jax.Array]:
+    """Return normal float32 arrays of these shapes."""
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.standard_normal(s, np.float32)) * 0.1 for k, s in shapes.items()}
+
+
+def size(tree: Any) -> int:
+    """Return the number of elements."""
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def num_bytes(tree: Any) -> int:
+    """Return the bytes of all leaves."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def where() -> dict[str, str]:
+    """Return what a figure depends on: device, versions, commit."""
+    device = jax.devices()[0]
+    kind = device.device_kind
+    if device.platform == "cpu":
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+        kind = f"{len(names)} cores, {names[0]}" if names else kind
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {"device": kind, "jax": jax.__version__, "optax": _version("optax"), "commit": commit}
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)

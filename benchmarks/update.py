@@ -1,0 +1,152 @@
+"""How long is one update of each optimizer, beside optax's counterpart and the copy bandwidth?
+
+    python -m benchmarks.update [--tree resnet50|gpt2|one|toy] [--rounds 15] [--json FILE]
+
+Both sides are `step(params, state, gradients) -> (params, state)`, jitted, params and state
+donated in this order, so that JAX updates both in place. The floor is the time of the bytes that
+the rule must move (parameters, gradients and state read once, parameters and state written once) at
+the bandwidth of an addition in place, y += a·x, measured in the same rounds. Expect parity for
+plain rules, which XLA fuses alike, and a gain where optax keeps temporaries: global-norm clip,
+LARS, LAMB, Adadelta.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+import optfn
+from benchmarks import measure
+
+CLIP = 1.0
+# optfn's optimizer and optax's, set to the same rule where it has it.
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
+    "sgd": (lambda: optfn.sgd(0.1), lambda: optax.sgd(0.1)),
+    "momentum": (lambda: optfn.momentum(0.1, 0.9), lambda: optax.sgd(0.1, 0.9)),
+    "lars": (lambda: optfn.lars(0.1, 0.9), lambda: optax.lars(0.1, 5e-4)),
+    "asgd": (lambda: optfn.asgd(0.1), None),
+    "adagrad": (lambda: optfn.adagrad(0.1), lambda: optax.adagrad(0.1)),
+    "decayed_adagrad": (lambda: optfn.decayed_adagrad(0.1), None),
+    "adadelta": (lambda: optfn.adadelta(1.0), lambda: optax.adadelta(1.0)),
+    "rmsprop": (
+        lambda: optfn.rmsprop(0.1, momentum=0.9),
+        lambda: optax.rmsprop(0.1, momentum=0.9),
+    ),
+    "adam": (lambda: optfn.adam(1e-3, eps_hat=False), lambda: optax.adam(1e-3)),
+    "adam, clip by global norm": (
+        lambda: optfn.adam(1e-3, eps_hat=False, grad_clip=optfn.clip_by_global_norm(CLIP)),
+        lambda: optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(1e-3)),
+    ),
+    "adamw": (lambda: optfn.adamw(1e-3), lambda: optax.adamw(1e-3, weight_decay=0.01)),
+    "adamax": (lambda: optfn.adamax(1e-3), lambda: optax.adamax(1e-3)),
+    "ftrl": (lambda: optfn.ftrl(0.1), None),
+    "lamb": (
+        lambda: optfn.lamb(1e-3, bias_correction=True),
+        lambda: optax.lamb(1e-3, weight_decay=0.01),
+    ),
+}
+
+
+class Side:
+    """One optimizer with its own arrays, stepped in place."""
+
+    def __init__(self, tx: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.params = measure.arrays(shapes, 0)
+        self.gradients = measure.arrays(shapes, 1)
+        self.state = tx.init(self.params)
+        self.bytes_moved = 2 * measure.num_bytes((self.params, self.state)) + measure.num_bytes(
+            self.gradients
+        )
+
+        def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+            self.params, self.state, self.gradients
+        )
+        self.compiled = lowered.compile()
+        memory = self.compiled.memory_analysis()
+        self.temp_per_param = memory.temp_size_in_bytes / measure.size(self.params)
+
+    def __call__(self) -> Any:
+        """Make one step."""
+        self.params, self.state = self.compiled(self.params, self.state, self.gradients)
+        return self.params
+
+
+def run(tree: str, rounds: int, names: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return one row per optimizer."""
+    shapes = measure.TREES[tree]()
+    machine = measure.Machine(25_000_000 if tree != "toy" else 10_000)
+    rows = []
+    for name in names or list(PAIRS):
+        ours, theirs = PAIRS[name]
+        sides = {"optfn": Side(ours(), shapes)}
+        if theirs is not None:
+            sides["optax"] = Side(theirs(), shapes)
+        times = measure.interleaved({**sides, **machine.calls()}, rounds)
+        bandwidth = machine.bandwidth(times)
+        floor = sides["optfn"].bytes_moved / bandwidth["in place"]
+        row = {
+            "optimizer": name,
+            "copy_GBps": bandwidth["copy"] / 1e9,
+            "in_place_GBps": bandwidth["in place"] / 1e9,
+            "floor_ms": 1e3 * floor,
+            "over_floor": times["optfn"].median / floor,
+        }
+        for side, runner in sides.items():
+            row[f"{side}_ms"] = 1e3 * times[side].median
+            row[f"{side}_min_ms"] = 1e3 * times[side].minimum
+            row[f"{side}_temp"] = runner.temp_per_param
+        if theirs is not None:
+            row["ratio"] = times["optax"].median / times["optfn"].median
+            row["ratio_min"] = times["optax"].minimum / times["optfn"].minimum
+        rows.append(row)
+        print(_line(row), flush=True)
+    return rows
+
+
+HEAD = (
+    "| optimizer | optfn ms (min) | optax ms (min) | optax/optfn (min) "
+    "| temporaries B/param, optfn / optax | floor ms | optfn/floor |\n|---|---|---|---|---|---|---|"
+)
+
+
+def _line(row: dict[str, Any]) -> str:
+    peer = ratio = temp = "-"
+    if "ratio" in row:
+        peer = f"{row['optax_ms']:.1f} ({row['optax_min_ms']:.1f})"
+        ratio = f"{row['ratio']:.2f} ({row['ratio_min']:.2f})"
+        temp = f"{row['optax_temp']:.2f}"
+    return (
+        f"| {row['optimizer']} | {row['optfn_ms']:.1f} ({row['optfn_min_ms']:.1f}) | {peer} "
+        f"| {ratio} | {row['optfn_temp']:.2f} / {temp} | {row['floor_ms']:.1f} "
+        f"| {row['over_floor']:.2f} |"
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", choices=measure.TREES, default="resnet50")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", nargs="*", choices=list(PAIRS))
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    about = measure.where() | {"tree": options.tree, "rounds": str(options.rounds)}
+    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD)
+    rows = run(options.tree, options.rounds, options.only)
+    for what in ("copy", "in_place"):
+        best = [row[f"{what}_GBps"] for row in rows]
+        print(f"\n{what} bandwidth {min(best):.1f} to {max(best):.1f} GB/s")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"about": about, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Shared set-up: CPU with several devices, deterministic, strict."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the recordings that are not compared, each with its reason."""
+    import sys
+
+    recordings = sys.modules.get("test_recordings")
+    if recordings is None:
+        return
+    terminalreporter.section("recordings not compared")
+    for case, reason in recordings.skipped().items():
+        terminalreporter.write_line(f"{case}: {reason}")

@@ -1,0 +1,129 @@
+"""How to build every public transform and optimizer, for the tests that run over all of them."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+import optfn
+
+
+class Entry(NamedTuple):
+    """One way to build a public transform."""
+
+    name: str  # of the factory in optfn
+    make: Callable[[], optax.GradientTransformationExtraArgs]
+    complex_leaves: bool = False
+    needs_params: bool = False
+    extra: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of update
+
+
+def _optimizer(name: str, *args: Any, **options: Any) -> Entry:
+    fields = {k: options.pop(k) for k in Entry._fields if k in options}
+    return Entry(name, lambda: getattr(optfn, name)(*args, **options), **fields)
+
+
+LR = 0.1
+
+# One entry per optimizer and flag that changes its program; the names are test ids.
+OPTIMIZERS: dict[str, Entry] = {
+    "sgd": _optimizer("sgd", LR, complex_leaves=True),
+    "momentum": _optimizer("momentum", LR, 0.9, complex_leaves=True),
+    "momentum_nesterov": _optimizer("momentum", LR, 0.9, nesterov=True, complex_leaves=True),
+    "lars": _optimizer("lars", LR, 0.9, lars_coeff=0.1, needs_params=True),
+    "asgd": _optimizer("asgd", LR, needs_params=True),
+    "asgd_batches": _optimizer("asgd", LR, batch_num=3, weight_decay=0.01, needs_params=True),
+    "adagrad": _optimizer("adagrad", LR),
+    "decayed_adagrad": _optimizer("decayed_adagrad", LR),
+    "adadelta": _optimizer("adadelta", 1.0, eps=1e-2),
+    "rmsprop": _optimizer("rmsprop", 0.01, momentum=0.5),
+    "rmsprop_centered": _optimizer("rmsprop", 0.01, centered=True),
+    "adam": _optimizer("adam", LR, complex_leaves=True),
+    "adam_algorithm_1": _optimizer("adam", LR, eps_hat=False, complex_leaves=True),
+    "adamw": _optimizer("adamw", LR, weight_decay=0.1, needs_params=True),
+    "adamw_exclude": _optimizer("adamw", LR, exclude=lambda path: True, needs_params=True),
+    "adamax": _optimizer("adamax", LR),
+    "ftrl": _optimizer("ftrl", LR, l1=0.01, l2=0.01, needs_params=True),
+    "lamb": _optimizer("lamb", 0.01, needs_params=True),
+    "lamb_corrected": _optimizer("lamb", 0.01, bias_correction=True, needs_params=True),
+    "adam_clip_l2": Entry(
+        "adam",
+        lambda: optfn.adam(
+            optfn.schedules.noam(64, 10),
+            grad_clip=optfn.clip_by_global_norm(1.0),
+            regularization=optfn.l2_decay(0.01),
+        ),
+        complex_leaves=True,
+        needs_params=True,
+    ),
+    "sgd_clip_l1": Entry(
+        "sgd",
+        lambda: optfn.sgd(
+            LR, grad_clip=optfn.clip_by_value(0.5), regularization=optfn.l1_decay(0.01)
+        ),
+        needs_params=True,
+    ),
+}
+
+TRANSFORMS: dict[str, Entry] = {
+    "l1_decay": Entry("l1_decay", lambda: optfn.l1_decay(0.1), needs_params=True),
+    "l2_decay": Entry(
+        "l2_decay", lambda: optfn.l2_decay(0.1), complex_leaves=True, needs_params=True
+    ),
+    "add_decayed_weights": Entry(
+        "add_decayed_weights", lambda: optfn.add_decayed_weights(0.1), needs_params=True
+    ),
+    "clip_by_value": Entry("clip_by_value", lambda: optfn.clip_by_value(0.5, -0.25)),
+    "clip_by_norm": Entry("clip_by_norm", lambda: optfn.clip_by_norm(0.5), complex_leaves=True),
+    "clip_by_global_norm": Entry(
+        "clip_by_global_norm", lambda: optfn.clip_by_global_norm(0.5), complex_leaves=True
+    ),
+    "scale_by_momentum": Entry(
+        "scale_by_momentum", lambda: optfn.scale_by_momentum(0.9), complex_leaves=True
+    ),
+    "scale_by_adagrad": Entry("scale_by_adagrad", lambda: optfn.scale_by_adagrad()),
+    "scale_by_decayed_adagrad": Entry(
+        "scale_by_decayed_adagrad", lambda: optfn.scale_by_decayed_adagrad()
+    ),
+    "scale_by_adadelta": Entry("scale_by_adadelta", lambda: optfn.scale_by_adadelta()),
+    "scale_by_rms": Entry("scale_by_rms", lambda: optfn.scale_by_rms(centered=True)),
+    "scale_by_adam": Entry("scale_by_adam", lambda: optfn.scale_by_adam(), complex_leaves=True),
+    "scale_by_adamax": Entry("scale_by_adamax", lambda: optfn.scale_by_adamax()),
+    "scale_by_asgd": Entry("scale_by_asgd", lambda: optfn.scale_by_asgd(2)),
+    "scale_by_learning_rate": Entry(
+        "scale_by_learning_rate", lambda: optfn.scale_by_learning_rate(LR), complex_leaves=True
+    ),
+    "scale_by_learning_rate_schedule": Entry(
+        "scale_by_learning_rate",
+        lambda: optfn.scale_by_learning_rate(optfn.schedules.cosine(LR, 2, 5)),
+        complex_leaves=True,
+    ),
+    "scale_by_trust_ratio": Entry(
+        "scale_by_trust_ratio", lambda: optfn.scale_by_trust_ratio(), needs_params=True
+    ),
+    "scale_by_lars": Entry("scale_by_lars", lambda: optfn.scale_by_lars(), needs_params=True),
+    "ftrl_proximal": Entry("ftrl_proximal", lambda: optfn.ftrl_proximal(LR), needs_params=True),
+    "reduce_on_plateau": Entry(
+        "schedules.reduce_on_plateau",
+        lambda: optfn.schedules.reduce_on_plateau(LR, patience=1),
+        complex_leaves=True,
+        extra={"value": jnp.float32(1.0)},
+    ),
+}
+
+EVERYTHING = OPTIMIZERS | TRANSFORMS
+
+# Public names that are not factories of transforms; each has its own tests.
+OTHER_NAMES = {
+    "TrainState",
+    "TrainStep",
+    "apply_updates",
+    "chain",
+    "get_learning_rate",
+    "make_train_step",
+    "minimize",
+    "schedules",
+    "set_learning_rate",
+}

@@ -1,0 +1,118 @@
+"""Bad arguments: the error names the argument, what came and what is needed."""
+
+import jax.numpy as jnp
+import pytest
+
+import optfn
+
+S = optfn.schedules
+NAN = float("nan")
+
+CASES = [
+    (lambda: optfn.sgd(-0.1), ValueError, r"learning_rate must be >= 0.*-0\.1"),
+    (lambda: optfn.sgd(NAN), ValueError, "learning_rate.*nan"),
+    (lambda: optfn.sgd(float("inf")), ValueError, "learning_rate.*inf"),
+    (lambda: optfn.sgd("0.1"), TypeError, "learning_rate must be a number.*'0.1' of type str"),
+    (lambda: optfn.sgd(None), TypeError, "learning_rate must be a number.*None"),
+    (lambda: optfn.sgd(True), TypeError, "learning_rate.*bool"),
+    (lambda: optfn.sgd(jnp.ones(3)), ValueError, r"learning_rate must be a scalar.*\(3,\)"),
+    (lambda: optfn.sgd(jnp.asarray(1j)), TypeError, "learning_rate.*complex64"),
+    (lambda: optfn.sgd(0.1, grad_clip=1.0), TypeError, "grad_clip must be a gradient.*1.0"),
+    (lambda: optfn.sgd(0.1, regularization=0.1), TypeError, "regularization must be.*l2_decay"),
+    (lambda: optfn.momentum(0.1, 1.0), ValueError, r"momentum must be in \[0, 1\).*1\.0"),
+    (lambda: optfn.momentum(0.1, 0.9, nesterov=1), TypeError, "nesterov must be True or False"),
+    (lambda: optfn.lars(0.1, 0.9, lars_coeff=0), ValueError, "lars_coeff must be > 0"),
+    (lambda: optfn.lars(0.1, 0.9, lars_weight_decay=-1), ValueError, "lars_weight_decay"),
+    (lambda: optfn.lars(0.1, 0.9, exclude=3), TypeError, "exclude must be a regular expression"),
+    (lambda: optfn.lars(0.1, 0.9, exclude="("), ValueError, "exclude: '.' is not a regular"),
+    (lambda: optfn.asgd(0.1, batch_num=0), ValueError, "batch_num must be >= 1; got 0"),
+    (lambda: optfn.asgd(0.1, batch_num=2.0), TypeError, "batch_num must be a Python integer"),
+    (lambda: optfn.asgd(0.1, batch_num=jnp.asarray(2)), TypeError, "static argument"),
+    (lambda: optfn.adagrad(0.1, eps=0.0), ValueError, "eps must be > 0"),
+    (lambda: optfn.adagrad(0.1, initial_accumulator_value=-1.0), ValueError, "initial_acc"),
+    (lambda: optfn.decayed_adagrad(0.1, decay=1.5), ValueError, r"decay must be in \[0, 1\)"),
+    (lambda: optfn.adadelta(0.1, rho=-0.1), ValueError, r"rho must be in \[0, 1\)"),
+    (lambda: optfn.rmsprop(0.1, centered="yes"), TypeError, "centered must be True or False"),
+    (lambda: optfn.adam(0.1, b1=1.0), ValueError, r"b1 must be in \[0, 1\)"),
+    (lambda: optfn.adam(0.1, b2=-0.5), ValueError, "b2"),
+    (lambda: optfn.adam(0.1, eps=NAN), ValueError, "eps.*nan"),
+    (lambda: optfn.adamw(0.1, weight_decay=-1), ValueError, "weight_decay must be >= 0"),
+    (lambda: optfn.adamax(0.1, eps=0), ValueError, "eps must be > 0"),
+    (lambda: optfn.ftrl(0.1, l1=-1), ValueError, "l1 must be >= 0"),
+    (lambda: optfn.ftrl(0.1, l2=NAN), ValueError, "l2"),
+    (lambda: optfn.ftrl(0.1, lr_power=0.5), ValueError, "lr_power must be <= 0"),
+    (lambda: optfn.lamb(0.1, weight_decay="x"), TypeError, "weight_decay"),
+    (lambda: optfn.l1_decay(-1.0), ValueError, "coeff must be >= 0"),
+    (lambda: optfn.l2_decay([1.0]), TypeError, "coeff must be a number"),
+    (lambda: optfn.clip_by_value(0.0), ValueError, "max_value must be > 0"),
+    (lambda: optfn.clip_by_value(1.0, 2.0), ValueError, "min_value must be <= max_value"),
+    (lambda: optfn.clip_by_norm(0.0), ValueError, "max_norm must be > 0"),
+    (lambda: optfn.clip_by_global_norm(-1.0), ValueError, "max_norm must be > 0"),
+    (lambda: S.noam(0, 10), ValueError, "d_model must be > 0"),
+    (lambda: S.exponential(0.1, 0, 0.5), ValueError, "decay_steps must be >= 1"),
+    (lambda: S.exponential(0.1, 10, 0.0), ValueError, "decay_rate must be > 0"),
+    (lambda: S.polynomial(0.1, 10, power=0), ValueError, "power must be > 0"),
+    (lambda: S.piecewise([5, 10], [0.1, 0.2]), ValueError, "2 values and 2 boundaries"),
+    (lambda: S.piecewise([10, 5], [1, 2, 3]), ValueError, "boundaries must increase"),
+    (lambda: S.piecewise([5], [0.1, -0.1]), ValueError, r"values\[1\] must be >= 0"),
+    (lambda: S.cosine(0.1, 0, 10), ValueError, "step_each_epoch"),
+    (lambda: S.linear_warmup("x", 10, 0, 0.1), TypeError, "learning_rate"),
+    (lambda: S.multi_step(0.1, [3, 3]), ValueError, "milestones must increase"),
+    (lambda: S.lambda_decay(0.1, 0.5), TypeError, "lr_lambda must be a function"),
+    (lambda: S.reduce_on_plateau(0.1, mode="up"), ValueError, "mode must be"),
+    (lambda: S.reduce_on_plateau(0.1, threshold_mode="x"), ValueError, "threshold_mode"),
+    (lambda: S.reduce_on_plateau(0.1, decay_rate=1.0), ValueError, "decay_rate"),
+    (lambda: S.reduce_on_plateau(0.1, patience=-1), ValueError, "patience must be >= 0"),
+    (lambda: optfn.make_train_step(3, optfn.sgd(0.1)), TypeError, "loss_fn must be a function"),
+    (lambda: optfn.make_train_step(abs, 0.1), TypeError, "tx must be a gradient transformation"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), CASES)
+def test_bad_arguments(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_schedule_that_is_no_scalar():
+    tx = optfn.sgd(lambda step: jnp.ones(2))
+    with pytest.raises(ValueError, match=r"scalar.*\(2,\)"):
+        tx.init({"w": jnp.ones(2)})
+
+
+def test_pattern_that_matches_nothing_lists_the_paths():
+    params = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(2)}
+    tx = optfn.adamw(0.1, exclude="bias")
+    with pytest.raises(ValueError, match=r"exclude.*'bias' matches no leaf.*'a/w', 'b'"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_pattern_function_must_give_a_bool():
+    params = {"w": jnp.ones(2)}
+    tx = optfn.lamb(0.1, exclude=lambda path: path)
+    with pytest.raises(TypeError, match="exclude must give True or False.*'w'"):
+        tx.update(params, tx.init(params), params)
+
+
+def test_exclude_takes_no_decay():
+    """By a regular expression that matches the whole path, and by a function, alike."""
+    params = {"w": jnp.ones(2), "bias": jnp.ones(2)}
+    zero = {"w": jnp.zeros(2), "bias": jnp.zeros(2)}
+    for exclude in ("bias", lambda path: path == "bias"):
+        tx = optfn.adamw(0.1, weight_decay=0.5, exclude=exclude)
+        updates, _ = tx.update(zero, tx.init(params), params)
+        assert float(updates["bias"][0]) == 0.0
+        assert float(updates["w"][0]) == pytest.approx(-0.05)
+
+
+@pytest.mark.parametrize(
+    ("params", "updates", "words"),
+    [
+        ({"w": jnp.ones(2)}, {"w": jnp.ones(3)}, r"'w' has shape \(3,\)"),
+        ({"w": jnp.ones(2)}, {"w": None}, "'w' is missing"),
+        ({"w": jnp.ones(2)}, {"v": jnp.ones(2)}, "missing 'w'; not expected 'v'"),
+    ],
+)
+def test_apply_updates_refuses_what_does_not_fit(params, updates, words):
+    with pytest.raises(ValueError, match=words):
+        optfn.apply_updates(params, updates)

@@ -1,0 +1,159 @@
+"""make_train_step and minimize: what they compute, in place, and what they show."""
+
+import io
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optfn
+from optfn.train.step import _Progress
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"] - 1.0) ** 2)
+
+
+def params():
+    return {"w": jnp.zeros(3), "b": jnp.zeros(())}
+
+
+def test_train_step_is_gradient_update_apply():
+    tx = optfn.adam(0.1, grad_clip=optfn.clip_by_global_norm(0.5))
+    step = optfn.make_train_step(loss_fn, tx)
+    state = step.init(params())
+    p, opt_state = params(), tx.init(params())
+    for k in range(3):
+        state, metrics = step(state, X)
+        loss, grads = jax.value_and_grad(loss_fn)(p, X)
+        updates, opt_state = tx.update(grads, opt_state, p)
+        p = optax.apply_updates(p, updates)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+        assert int(state.step) == k + 1
+    chex.assert_trees_all_close(state.params, p, rtol=1e-5)
+    assert float(metrics["learning_rate"]) == pytest.approx(0.1)
+
+
+def test_state_is_donated_and_the_callers_arrays_are_not():
+    start = params()
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
+    state = step.init(start)
+    old = state.params["w"]
+    step(state, X)
+    assert old.is_deleted()
+    np.testing.assert_array_equal(start["w"], 0.0)
+    kept = optfn.make_train_step(loss_fn, optfn.adam(0.1), donate=False)
+    state = kept.init(start)
+    kept(state, X)
+    np.testing.assert_array_equal(state.params["w"], 0.0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_compiled_step_keeps_no_copy_of_a_parameter(dtype):
+    """Temporaries are a small part of one parameter's bytes: everything is updated in place."""
+    n = 1 << 18
+    tx = optfn.adam(0.1, grad_clip=optfn.clip_by_global_norm(1.0))
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"].astype(jnp.float32) * x), tx)
+    state = step.init({"w": jnp.zeros(n, dtype)})
+    memory = step.compiled.lower(state, jnp.zeros(n)).compile().memory_analysis()
+    gradient = n * jnp.dtype(dtype).itemsize
+    assert memory.alias_size_in_bytes >= n * (8 + jnp.dtype(dtype).itemsize)
+    assert memory.temp_size_in_bytes <= 1.1 * gradient + n * 4  # the gradient, and its float32
+
+
+def test_one_compilation_for_python_numbers_and_weak_types():
+    """A weakly typed parameter does not compile the step again at step 2."""
+    step = optfn.make_train_step(lambda p, x: (p - x) ** 2, optfn.sgd(0.1))
+    state = step.init(jnp.asarray(2.0))
+    for _ in range(3):
+        state, _ = step(state, 1.0)
+    assert step.compiled._cache_size() == 1
+    step.init(2.0)
+
+
+def test_aux_and_own_gradient():
+    step = optfn.make_train_step(
+        lambda p, x: (jnp.sum(p * x), {"n": x.size}), optfn.sgd(1.0), has_aux=True
+    )
+    state, metrics = step(step.init(jnp.zeros(2)), jnp.ones(2))
+    assert metrics["aux"] == {"n": 2}
+
+    def doubled(p, x):
+        return jnp.sum(p * x), 2 * x
+
+    step = optfn.make_train_step(lambda p, x: 0.0, optfn.sgd(1.0), value_and_grad=doubled)
+    state, _ = step(step.init(jnp.zeros(2)), jnp.ones(2))
+    np.testing.assert_array_equal(state.params, -2.0)
+
+
+def test_integer_leaves_pass_through_the_step():
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] * x), optfn.adam(0.1))
+    state, _ = step(step.init({"w": jnp.zeros(2), "ids": jnp.arange(3)}), jnp.ones(2))
+    np.testing.assert_array_equal(state.params["ids"], [0, 1, 2])
+
+
+def test_the_plateau_gets_the_loss():
+    tx = optfn.chain(optfn.sgd(1.0), optfn.schedules.reduce_on_plateau(0.1, patience=1))
+    step = optfn.make_train_step(lambda p, x: jnp.sum(0.0 * p) + x, tx)
+    state = step.init(jnp.zeros(2))
+    rates = []
+    for _ in range(4):
+        state, metrics = step(state, 1.0)
+        rates.append(float(metrics["learning_rate"]))
+    np.testing.assert_allclose(rates, [0.1, 0.1, 0.1, 0.01], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda p, x: p * x, ValueError, r"scalar.*\(2,\)"),
+        (lambda p, x: jnp.sum(p * x).astype(jnp.int32), TypeError, "real number.*int32"),
+        (lambda p, x: (jnp.sum(p), 1), TypeError, "has_aux=True"),
+    ],
+)
+def test_losses_that_are_none(loss, error, words):
+    step = optfn.make_train_step(loss, optfn.sgd(0.1))
+    with pytest.raises(error, match=words):
+        step(step.init(jnp.ones(2)), jnp.ones(2))
+
+
+def test_minimize_is_the_loop():
+    state, history = optfn.minimize(
+        loss_fn, optfn.adam(0.1), params(), [X] * 20, steps=10, progress=False
+    )
+    assert int(state.step) == 10
+    assert history["loss"].shape == history["learning_rate"].shape == (10,)
+    assert history["loss"][-1] < 0.5 * history["loss"][0]
+
+
+def test_minimize_says_when_batches_run_out():
+    with pytest.raises(ValueError, match="gave 2 batches; 5 steps"):
+        optfn.minimize(loss_fn, optfn.sgd(0.1), params(), [X] * 2, steps=5, progress=False)
+    with pytest.raises(ValueError, match="gave 0 batches"):
+        optfn.minimize(loss_fn, optfn.sgd(0.1), params(), [], progress=False)
+
+
+def test_progress_without_a_terminal_prints_lines(capsys):
+    optfn.minimize(loss_fn, optfn.adam(0.1), params(), [X] * 20, steps=20)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("step 1 loss 1.0000 rate 0.1")
+    assert lines[-1].startswith("step 20 loss ")
+    assert len(lines) == 11
+
+
+def test_progress_on_a_terminal_is_a_bar():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    file = Terminal()
+    with _Progress(3, True, file) as report:
+        for n in range(1, 4):
+            report(n, {"loss": 1.0 / n})
+    assert "3/3" in file.getvalue()
+    assert "loss 0.3333" in file.getvalue()
