@@ -125,7 +125,7 @@ def polynomial(
     power: float = 1.0,
     cycle: bool = False,
 ) -> Schedule:
-    """Return (lr − end)·(1 − min(i, D)/D)^power + end.
+    """Return (lr − end)·((D − min(i, D))/D)^power + end.
 
     Args:
       learning_rate: lr, ≥ 0.
@@ -133,18 +133,19 @@ def polynomial(
       end_learning_rate: end, ≥ 0.
       power: > 0.
       cycle: whether D is replaced by D·max(1, ⌈i/D⌉), so that the rate rises again after each D
-        steps; without it this is `optax.polynomial_schedule`.
+        steps.
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
     steps = checks.count("decay_steps", decay_steps)
     end = checks.nonnegative("end_learning_rate", end_learning_rate)
     exponent = _positive("power", power)
-    if not checks.flag("cycle", cycle):
-        return _schedule(optax.polynomial_schedule(lr, end, exponent, steps))
+    checks.flag("cycle", cycle)
 
     def rule(i: jax.Array) -> jax.Array:
-        length = steps * jnp.maximum(1, -(-i // steps))
-        return (lr - end) * numerics.power(1 - _float(i) / _float(length), exponent) + end
+        length = steps * jnp.maximum(1, -(-i // steps)) if cycle else jnp.asarray(steps)
+        # In this order the end is exact; 1 − D·(1/D), as it may be compiled, is not always 0.
+        left = _float(length - jnp.minimum(i, length)) / _float(length)
+        return (lr - end) * numerics.power(left, exponent) + end
 
     return _schedule(rule)
 

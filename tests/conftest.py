@@ -10,11 +10,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 def pytest_terminal_summary(terminalreporter):
     """Print the recordings that are not compared, each with its reason."""
-    import sys
+    import test_recordings
 
-    recordings = sys.modules.get("test_recordings")
-    if recordings is None:
-        return
     terminalreporter.section("recordings not compared")
-    for case, reason in recordings.skipped().items():
+    for case, reason in test_recordings.skipped().items():
         terminalreporter.write_line(f"{case}: {reason}")

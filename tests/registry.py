@@ -1,4 +1,7 @@
-"""How to build every public transform and optimizer, for the tests that run over all of them."""
+"""How to build every public transform and optimizer, for the tests that run over all of them.
+
+`clip_of` and `penalty_of` build what the references' vocabulary names.
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -127,3 +130,20 @@ OTHER_NAMES = {
     "schedules",
     "set_learning_rate",
 }
+
+
+def clip_of(spec: tuple | None) -> Any:
+    """Return optfn's clip for ("value", max) and so on."""
+    if spec is None:
+        return None
+    kinds = {
+        "value": optfn.clip_by_value,
+        "norm": optfn.clip_by_norm,
+        "global_norm": optfn.clip_by_global_norm,
+    }
+    return kinds[spec[0]](*spec[1:])
+
+
+def penalty_of(spec: tuple | None) -> Any:
+    """Return optfn's regularization for ("l1", c) and ("l2", c)."""
+    return None if spec is None else {"l1": optfn.l1_decay, "l2": optfn.l2_decay}[spec[0]](spec[1])

@@ -1,0 +1,144 @@
+"""Float64 references of the schedules, in NumPy alone.
+
+Each returns a function of i, the 0-based index of use; `reduce_on_plateau` returns the series of
+rates that a list of metrics gives.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Schedule = Callable[[int], float]
+
+
+def series(schedule: Schedule, steps: int) -> np.ndarray:
+    """Return the rates of steps 0 to steps − 1."""
+    return np.array([schedule(i) for i in range(steps)], np.float64)
+
+
+def noam(d_model: float, warmup_steps: float, learning_rate: float = 1.0) -> Schedule:
+    """lr·d^(−½)·min(s^(−½), s·w^(−3/2)), s = i + 1."""
+    return lambda i: (
+        learning_rate * d_model**-0.5 * min((i + 1) ** -0.5, (i + 1) * warmup_steps**-1.5)
+    )
+
+
+def _periods(i: int, decay_steps: int, staircase: bool) -> float:
+    """i/steps, rounded down with staircase."""
+    return i // decay_steps if staircase else i / decay_steps
+
+
+def exponential(
+    learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False
+) -> Schedule:
+    """lr·rate^(i/steps)."""
+    return lambda i: learning_rate * decay_rate ** _periods(i, decay_steps, staircase)
+
+
+def natural_exp(
+    learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False
+) -> Schedule:
+    """lr·e^(−rate·i/steps)."""
+    return lambda i: learning_rate * math.exp(-decay_rate * _periods(i, decay_steps, staircase))
+
+
+def inverse_time(
+    learning_rate: float, decay_steps: int, decay_rate: float, staircase: bool = False
+) -> Schedule:
+    """lr/(1 + rate·i/steps)."""
+    return lambda i: learning_rate / (1 + decay_rate * _periods(i, decay_steps, staircase))
+
+
+def polynomial(
+    learning_rate: float,
+    decay_steps: int,
+    end_learning_rate: float = 1e-4,
+    power: float = 1.0,
+    cycle: bool = False,
+) -> Schedule:
+    """(lr − end)·(1 − min(i, D)/D)^power + end; with cycle D·max(1, ⌈i/D⌉) for D."""
+
+    def schedule(i: int) -> float:
+        d = decay_steps * max(1, -(-i // decay_steps)) if cycle else decay_steps
+        return (learning_rate - end_learning_rate) * (1 - min(i, d) / d) ** power + (
+            end_learning_rate
+        )
+
+    return schedule
+
+
+def piecewise(boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
+    """The first value whose boundary is > i, else the last."""
+    return lambda i: values[sum(boundary <= i for boundary in boundaries)]
+
+
+def cosine(learning_rate: float, step_each_epoch: int, epochs: int) -> Schedule:
+    """lr/2·(cos(π·⌊i/step_each_epoch⌋/epochs) + 1)."""
+    return lambda i: learning_rate / 2 * (math.cos(math.pi * (i // step_each_epoch) / epochs) + 1)
+
+
+def linear_warmup(
+    learning_rate: float | Schedule, warmup_steps: int, start_lr: float, end_lr: float
+) -> Schedule:
+    """start + (end − start)·i/w for i < w, then the rate or the schedule at the same i."""
+
+    def schedule(i: int) -> float:
+        if i < warmup_steps:
+            return start_lr + (end_lr - start_lr) * i / warmup_steps
+        return learning_rate(i) if callable(learning_rate) else learning_rate
+
+    return schedule
+
+
+def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) -> Schedule:
+    """lr·rate^⌊i/step_size⌋."""
+    return lambda i: learning_rate * decay_rate ** (i // step_size)
+
+
+def multi_step(
+    learning_rate: float, milestones: Sequence[int], decay_rate: float = 0.1
+) -> Schedule:
+    """lr·rate^(the number of milestones ≤ i)."""
+    return lambda i: learning_rate * decay_rate ** sum(m <= i for m in milestones)
+
+
+def lambda_decay(learning_rate: float, lr_lambda: Callable[[int], Any]) -> Schedule:
+    """lr·lr_lambda(i)."""
+    return lambda i: learning_rate * lr_lambda(i)
+
+
+def reduce_on_plateau(
+    metrics: Sequence[float],
+    learning_rate: float,
+    *,
+    mode: str = "min",
+    decay_rate: float = 0.1,
+    patience: int = 10,
+    threshold: float = 1e-4,
+    threshold_mode: str = "rel",
+    cooldown: int = 0,
+    min_lr: float = 0.0,
+) -> np.ndarray:
+    """Return the rate in force before each metric is seen.
+
+    A metric is better where it passes the best one by threshold·best ("rel") or threshold
+    ("abs"). More than `patience` metrics in a row that are not better lower the rate; the next
+    `cooldown` metrics are then not looked at.
+    """
+    rate, best, bad, wait = learning_rate, None, 0, 0
+    rates = []
+    for metric in metrics:
+        rates.append(rate)
+        if wait > 0:
+            wait -= 1
+            continue
+        margin = 0.0 if best is None else threshold * (best if threshold_mode == "rel" else 1.0)
+        if best is None or (metric < best - margin if mode == "min" else metric > best + margin):
+            best, bad = metric, 0
+        else:
+            bad += 1
+        if bad > patience:
+            rate, bad, wait = min(rate, max(rate * decay_rate, min_lr)), 0, cooldown
+    return np.array(rates, np.float64)

@@ -1,0 +1,512 @@
+"""Trajectories recorded from the real Paddle (1.8.5, 2.6.2, 3.3.1), against the float64 references
+and against optfn.
+
+`translate` and `translate_schedule` turn a case's Paddle hyper-parameters into the vocabulary of
+optfn, which is also that of the references.
+"""
+
+import functools
+import inspect
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_schedules
+import references
+from registry import clip_of, penalty_of
+
+import optfn
+
+RECORDINGS = Path(__file__).parent / "recordings"
+MANIFEST = json.loads((RECORDINGS / "manifest.json").read_text())
+CASES = {case["case"]: case for case in MANIFEST["cases"]}
+PARAM_ATTRS = "param_attrs" in inspect.signature(optfn.sgd).parameters
+ELSEWHERE = {"ema", "model_average", "sparse", "dgc"}  # families with a test file of their own
+
+# What is not compared, and why
+
+_ALIAS = "1.8.5 moves p by the new u and without the rate; only its accumulators are compared"
+_BEYOND = "beyond the fluid page: optfn.schedules does not have it"
+SKIPPED: dict[str, str] = {
+    "fluid18_adadelta": _ALIAS,
+    "fluid18_adadelta_rho": _ALIAS,
+    "fluid18_adadelta_eps": _ALIAS,
+    "p26_lars_nowd": "2.6.2 leaves the trust ratio out where the weight decay is 0, as it is here",
+    "fluid18_lr_dygraph_LinearLrWarmup": "1.8.5's dygraph warm-up ignores start_lr and starts at 1",
+    "p33_lr_MultiplicativeDecay": _BEYOND,
+    "p33_lr_OneCycleLR": _BEYOND,
+    "p33_lr_CyclicLR": _BEYOND,
+    "p33_lr_LinearLR": _BEYOND,
+    "p33_lr_CosineAnnealingWarmRestarts": _BEYOND,
+}
+# Parameters and steps that are left out of a case of which the rest is compared.
+_NO_RATIO = "this version leaves the trust ratio out where the weight decay is 0, so for excluded b"
+SKIPPED_PARAMS: dict[str, tuple[set[str], str]] = {
+    "p26_lars_exclude": ({"b"}, _NO_RATIO),
+    "p26_lamb_exclude": ({"b"}, _NO_RATIO),
+    "p33_lamb_exclude": ({"b"}, _NO_RATIO),
+}
+SKIPPED_STEPS: dict[str, tuple[set[int], str]] = {
+    "fluid18_lr_static_polynomial_decay__cycle": (
+        {45},
+        "1.8.5 rounds 45·(1/15) up to 4 cycles in float32",
+    ),
+}
+
+
+def skipped() -> dict[str, str]:
+    """Return what is not compared, by case, with the reasons."""
+    partly = {**SKIPPED_PARAMS, **SKIPPED_STEPS}
+    return SKIPPED | {k: f"only {sorted(what)}: {why}" for k, (what, why) in partly.items()}
+
+
+# From Paddle's words to optfn's
+
+
+class Setup(NamedTuple):
+    """An optimizer and its arguments, in the words of `references.run`."""
+
+    optimizer: str
+    hyper: dict[str, Any]  # the optimizer's own arguments; learning_rate may be a Schedule
+    grad_clip: tuple | None = None
+    regularization: tuple | None = None
+    exclude: tuple[str, ...] = ()  # parameters whose name contains one of these have no decay
+    param_attrs: dict[str, dict[str, Any]] | None = None
+    accumulator: float = 0.0  # what ftrl's squared accumulator starts from
+
+    def excluded(self, path: str) -> bool:
+        """Whether the parameter gets no weight decay."""
+        return any(part in path for part in self.exclude)
+
+
+class Schedule(NamedTuple):
+    """A schedule and its arguments, in the words of `optfn.schedules`."""
+
+    name: str
+    args: dict[str, Any]
+    first: int = 0  # the entry of the recording that is our step 0
+
+    def build(self, module: Any) -> Any:
+        """Return the schedule of `module`, optfn's or the references'; inner ones too."""
+        args = {k: v.build(module) if isinstance(v, Schedule) else v for k, v in self.args.items()}
+        return getattr(module, self.name)(**args)
+
+
+OPTIMIZERS = {  # Paddle's class or operator, without the Optimizer at its end
+    "SGD": "sgd",
+    "Momentum": "momentum",
+    "LarsMomentum": "lars",
+    "Adagrad": "adagrad",
+    "DecayedAdagrad": "decayed_adagrad",
+    "decayed_adagrad": "decayed_adagrad",
+    "Adadelta": "adadelta",
+    "RMSProp": "rmsprop",
+    "Adam": "adam",
+    "AdamW": "adamw",
+    "Adamax": "adamax",
+    "Ftrl": "ftrl",
+    "ftrl": "ftrl",
+    "Lamb": "lamb",
+    "ASGD": "asgd",
+}
+ARGUMENTS = {  # Paddle's names of an optimizer's arguments, where they are not ours
+    "epsilon": "eps",
+    "beta1": "b1",
+    "beta2": "b2",
+    "use_nesterov": "nesterov",
+    "lamb_weight_decay": "weight_decay",
+}
+SCHEDULES = {  # Paddle 1.8 in static graphs, 1.8 in dygraph, 2 and 3
+    "noam_decay": "noam",
+    "NoamDecay": "noam",
+    "exponential_decay": "exponential",
+    "ExponentialDecay": "exponential",
+    "natural_exp_decay": "natural_exp",
+    "NaturalExpDecay": "natural_exp",
+    "inverse_time_decay": "inverse_time",
+    "InverseTimeDecay": "inverse_time",
+    "polynomial_decay": "polynomial",
+    "PolynomialDecay": "polynomial",
+    "piecewise_decay": "piecewise",
+    "PiecewiseDecay": "piecewise",
+    "cosine_decay": "cosine",
+    "CosineDecay": "cosine",
+    "CosineAnnealingDecay": "cosine",
+    "linear_lr_warmup": "linear_warmup",
+    "LinearWarmup": "linear_warmup",
+    "StepDecay": "step_decay",
+    "MultiStepDecay": "multi_step",
+    "LambdaDecay": "lambda_decay",
+    "ReduceLROnPlateau": "reduce_on_plateau",
+    "ReduceOnPlateau": "reduce_on_plateau",
+}
+
+
+def translate(case: dict[str, Any]) -> Setup:
+    """Return the setup of a case that has a trajectory."""
+    api = case["api"].removeprefix("raw op ").split("(")[0].split(".")[-1]
+    optimizer = OPTIMIZERS[api.removesuffix("Optimizer")]
+    paddle = dict(case["hyper"])
+    setup: dict[str, Any] = {"grad_clip": _tuple(paddle.pop("grad_clip", None))}
+
+    # A weight decay of 2.x and 3.x is L2 regularization, or what it says; AdamW's is its own.
+    penalty = paddle.pop("regularization", None)
+    if optimizer != "adamw" and "weight_decay" in paddle:
+        penalty = _penalty(paddle.pop("weight_decay"))
+    setup["regularization"] = _tuple(penalty)
+
+    exclude = paddle.pop("exclude_contains", None) or paddle.pop("exclude_from_weight_decay", ())
+    setup["exclude"] = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+
+    if "param_attr" in case:
+        setup["param_attrs"] = {k: _attributes(v) for k, v in case["param_attr"].items()}
+    if "groups" in paddle:
+        setup["param_attrs"] = _groups(paddle.pop("groups"))
+
+    if "boundaries" in paddle:
+        args = {k: paddle.pop(k) for k in ("boundaries", "values")}
+        paddle["learning_rate"] = Schedule("piecewise", args)
+    if paddle.pop("sched", None) == "StepDecay":
+        args = {"decay_rate": paddle.pop("gamma"), "step_size": paddle.pop("step_size")}
+        args["learning_rate"] = paddle["learning_rate"]
+        paddle["learning_rate"] = Schedule("step_decay", args)
+
+    hyper = {ARGUMENTS.get(k, k): v for k, v in paddle.items()}
+    quirks = " ".join(case["quirks"])
+    if optimizer == "adam":
+        assert ("adam_eps_unscaled" in quirks) != ("adam_eps_scaled" in quirks)
+        hyper["eps_hat"] = "adam_eps_unscaled" in quirks
+    if optimizer == "lamb":
+        hyper["bias_correction"] = "lamb_bias_corrected" in quirks
+    if "ftrl_python_passes_l1_as_l2" in quirks:
+        hyper["l2"] = hyper["l1"]  # what the operator, which is right, was given
+    if "('SquaredAccumulator', 0.1)" in case["notes"]:
+        setup["accumulator"] = 0.1
+    return Setup(optimizer, hyper, **setup)
+
+
+def _tuple(value: Any) -> tuple | None:
+    return None if value is None else tuple(value)
+
+
+def _penalty(value: Any) -> Any:
+    return ["l2", value] if isinstance(value, float) else value
+
+
+def _attributes(paddle: dict[str, Any]) -> dict[str, Any]:
+    """Return a ParamAttr's arguments; only `regularizer` has another name here."""
+    words = {"regularizer": "regularization"}
+    return {words.get(k, k): _tuple(v) if k in words else v for k, v in paddle.items()}
+
+
+def _groups(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the attributes that say what parameter groups say: a group's rate is a factor."""
+    attrs: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        own = {"learning_rate": group["learning_rate"]} if "learning_rate" in group else {}
+        if "weight_decay" in group:
+            own["regularization"] = ("l2", group["weight_decay"])
+        attrs |= dict.fromkeys(group["params"], own)
+    return attrs
+
+
+def translate_schedule(case: dict[str, Any]) -> Schedule:
+    """Return the schedule of a case that is a series of rates."""
+    api = case["api"].split(".")[-1]
+    name, paddle, recent = SCHEDULES[api], dict(case["hyper"]), case["paddle"] != "1.8.5"
+    words = {"end_lr": "end_learning_rate"} if name == "polynomial" else {}
+    words |= {"gamma": "decay_rate", "factor": "decay_rate"}
+    args = {words.get(k, k): v for k, v in paddle.items()}
+    args.pop("begin", None)  # 1.8.5: always 0, as here
+    if name in ("exponential", "natural_exp", "inverse_time") and recent:
+        args["decay_steps"] = 1
+    if api == "CosineAnnealingDecay":
+        args = {"learning_rate": args["learning_rate"], "epochs": args["T_max"]}
+        args["step_each_epoch"] = 1
+    if name == "lambda_decay":
+        assert args["lr_lambda"] == "0.95**x"
+        args["lr_lambda"] = lambda i: 0.95**i
+    if name == "linear_warmup" and "boundaries" in args:
+        # The inner schedule of 2.x and 3.x counts from the end of the warm-up.
+        shift = args["warmup_steps"] if recent else 0
+        inner = {"boundaries": [b + shift for b in args.pop("boundaries")]}
+        inner["values"] = args.pop("values")
+        args["learning_rate"] = Schedule("piecewise", inner)
+    # 2.x and 3.x have a rate of 0 before the first step of noam.
+    return Schedule(name, args, first=1 if name == "noam" and recent else 0)
+
+
+# The comparison
+
+
+@functools.cache
+def arrays(name: str) -> dict[str, np.ndarray]:
+    """Return the arrays of a case."""
+    with np.load(RECORDINGS / CASES[name]["file"]) as file:
+        return {k: file[k] for k in file}
+
+
+def leaves(name: str, kind: str) -> dict[str, np.ndarray]:
+    """Return the arrays `kind/<param>` of a case by parameter."""
+    return {k.split("/")[1]: v for k, v in arrays(name).items() if k.startswith(kind + "/")}
+
+
+def tolerance(name: str) -> dict[str, float]:
+    """Return how close a trajectory can be.
+
+    Paddle keeps the powers of Adam's β in float32: 1 − 0.999ᵗ is off by up to 6e-5 in its first
+    steps, and the update with it.
+    """
+    setup = translate(CASES[name])
+    if setup.optimizer in ("adam", "adamw") and setup.hyper.get("b2", 0.999) == 0.999:
+        return {"rtol": 1e-3, "atol": 1e-5}
+    return {"rtol": 1e-5, "atol": 1e-6}
+
+
+def compare(name: str, trajectory: dict[str, np.ndarray]) -> None:
+    """Compare the parameters after each step with the recorded ones."""
+    left_out = SKIPPED_PARAMS.get(name, (set(), ""))[0]
+    recorded = leaves(name, "p")
+    assert set(recorded) == set(trajectory)
+    for k in set(recorded) - left_out:
+        np.testing.assert_allclose(trajectory[k], recorded[k], **tolerance(name), err_msg=k)
+
+
+def compare_rates(name: str, rates: np.ndarray) -> None:
+    """Compare a series of rates, which begins at our step 0, with the recorded one."""
+    recorded = arrays(name)["lr"][translate_schedule(CASES[name]).first :]
+    left_out = SKIPPED_STEPS.get(name, (set(), ""))[0]
+    kept = [i for i in range(len(recorded)) if i not in left_out]
+    # float32 rates, and the float32 powers and cosines that both sides take of them
+    np.testing.assert_allclose(rates[: len(recorded)][kept], recorded[kept], rtol=1e-5, atol=1e-7)
+
+
+def _has(name: str, kind: str) -> bool:
+    return any(k.startswith(kind) for k in CASES[name]["arrays"])
+
+
+DENSE = [k for k, case in CASES.items() if case["family"] not in ELSEWHERE and k not in SKIPPED]
+TRAJECTORIES = [k for k in DENSE if _has(k, "p/")]
+PLATEAUS = [k for k in DENSE if _has(k, "loss")]
+RATES = [k for k in DENSE if k not in TRAJECTORIES + PLATEAUS]
+ACCUMULATED = [k for k in TRAJECTORIES if _has(k, "s/")]
+ACCUMULATED += [k for k, reason in SKIPPED.items() if reason == _ALIAS]
+
+
+def test_every_case_is_compared_or_skipped_with_a_reason():
+    """No recording is forgotten, and the tables of what is left out name real cases."""
+    dense = {k for k, case in CASES.items() if case["family"] not in ELSEWHERE}
+    assert dense == {*TRAJECTORIES, *PLATEAUS, *RATES, *SKIPPED}
+    assert SKIPPED.keys() | SKIPPED_PARAMS.keys() | SKIPPED_STEPS.keys() <= dense
+    assert not SKIPPED.keys() & (SKIPPED_PARAMS.keys() | SKIPPED_STEPS.keys())
+    assert {case["file"] for case in CASES.values()} == {f.name for f in RECORDINGS.glob("*.npz")}
+
+
+# The references
+
+ACCUMULATORS = {  # Paddle's names of accumulators in the order of the references'
+    "momentum": {"velocity": "velocity"},
+    "lars": {"velocity": "velocity"},
+    "adagrad": {"moment": "accumulator"},
+    "decayed_adagrad": {"moment": "accumulator", "Moment": "accumulator"},
+    "adadelta": {"_avg_squared_grad": "accumulator", "_avg_squared_update": "squared_update"},
+    "rmsprop": {"mean_square": "nu", "momentum": "velocity"},
+    "adam": {"moment1": "mu", "moment2": "nu"},
+    "adamw": {"moment1": "mu", "moment2": "nu"},
+    "adamax": {"moment": "mu", "inf_norm": "nu"},
+    "ftrl": {
+        "squared": "accumulator",
+        "linear": "linear",
+        "SquaredAccumulator": "accumulator",
+        "LinearAccumulator": "linear",
+    },
+    "lamb": {"moment1": "mu", "moment2": "nu"},
+    "asgd": {"d": "total", "y": "gradients"},
+}
+
+
+@functools.cache
+def reference(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return a case's trajectory and last accumulators in float64."""
+    setup = translate(CASES[name])
+    hyper = dict(setup.hyper)
+    if isinstance(hyper["learning_rate"], Schedule):
+        hyper["learning_rate"] = hyper["learning_rate"].build(reference_schedules)
+    start = leaves(name, "p0")
+    initial = {k: {"accumulator": np.full(p.shape, setup.accumulator)} for k, p in start.items()}
+    return references.run(
+        setup.optimizer,
+        start,
+        leaves(name, "g"),
+        grad_clip=setup.grad_clip,
+        regularization=setup.regularization,
+        exclude=setup.excluded if setup.exclude else None,
+        param_attrs=setup.param_attrs,
+        initial=initial if setup.optimizer == "ftrl" else None,
+        **hyper,
+    )
+
+
+@pytest.mark.parametrize("name", TRAJECTORIES)
+def test_reference_follows_paddle(name):
+    """The float64 reference takes the steps that Paddle took."""
+    compare(name, reference(name)[0])
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_reference_keeps_paddles_accumulators(name):
+    """The float64 reference ends with the accumulators that Paddle ended with."""
+    names = ACCUMULATORS[translate(CASES[name]).optimizer]
+    left_out = SKIPPED_PARAMS.get(name, (set(), ""))[0]
+    compared = 0
+    for key, recorded in arrays(name).items():
+        kind, *rest = key.split("/")
+        if kind == "s" and rest[0] in names and rest[1] not in left_out:
+            own = reference(name)[1][rest[1]][names[rest[0]]]
+            np.testing.assert_allclose(
+                own, recorded[-1].reshape(own.shape), rtol=1e-4, atol=1e-5, err_msg=key
+            )
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_reference_schedule_follows_paddle(name):
+    """The float64 schedule gives the rates that Paddle used."""
+    schedule = translate_schedule(CASES[name]).build(reference_schedules)
+    compare_rates(name, reference_schedules.series(schedule, len(arrays(name)["lr"])))
+
+
+@pytest.mark.parametrize("name", PLATEAUS)
+def test_reference_plateau_follows_paddle(name):
+    """The float64 rule lowers the rate when Paddle did."""
+    args = translate_schedule(CASES[name]).args
+    compare_rates(name, reference_schedules.reduce_on_plateau(arrays(name)["loss"], **args))
+
+
+# optfn
+
+
+def attributes_of(attrs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the ParamAttrs by path."""
+    made = {}
+    for path, own in attrs.items():
+        if "regularization" in own:
+            own = own | {"regularization": penalty_of(own["regularization"])}
+        made[path] = optfn.ParamAttr(**own)
+    return made
+
+
+def replace_in_state(state: Any, field: str, replace: Any) -> Any:
+    """Return the state with `field` of each NamedTuple in it that has one replaced."""
+    if isinstance(state, tuple):
+        children = [replace_in_state(child, field, replace) for child in state]
+        if not hasattr(state, "_fields"):
+            return tuple(children)
+        new = dict(zip(state._fields, children, strict=True))
+        if field in new:
+            new[field] = jax.tree.map(replace, new[field])
+        return type(state)(**new)
+    if isinstance(state, dict):
+        return {k: replace_in_state(child, field, replace) for k, child in state.items()}
+    return state
+
+
+def trajectory_of(setup: Setup) -> Any:
+    """Return the function from params and gradients to the parameters after each step."""
+    hyper = dict(setup.hyper)
+    if isinstance(hyper["learning_rate"], Schedule):
+        hyper["learning_rate"] = hyper["learning_rate"].build(optfn.schedules)
+    if setup.exclude:
+        hyper["exclude"] = setup.excluded
+    if setup.param_attrs:
+        hyper["param_attrs"] = attributes_of(setup.param_attrs)
+    tx = getattr(optfn, setup.optimizer)(
+        grad_clip=clip_of(setup.grad_clip),
+        regularization=penalty_of(setup.regularization),
+        **hyper,
+    )
+
+    def trajectory(params: Any, gradients: Any) -> Any:
+        state = tx.init(params)
+        if setup.accumulator:
+            changed = replace_in_state(
+                state, "accumulator", lambda n: jnp.full_like(n, setup.accumulator)
+            )
+            assert jax.tree.structure(changed) == jax.tree.structure(state)
+            state = changed
+
+        def step(carry: Any, g: Any) -> Any:
+            params, state = carry
+            updates, state = tx.update(g, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), params
+
+        return jax.lax.scan(step, (params, state), gradients)[1]
+
+    return trajectory
+
+
+@functools.cache
+def followed(optimizer: str) -> dict[str, Any]:
+    """Return optfn's trajectories of all the cases of an optimizer.
+
+    They are one program, in which each setup is compiled once; the cases that share a setup take
+    turns in it.
+    """
+    alike: dict[str, list[str]] = {}
+    for name in TRAJECTORIES:
+        setup = translate(CASES[name])
+        if setup.optimizer == optimizer and (PARAM_ATTRS or not setup.param_attrs):
+            alike.setdefault(repr(setup), []).append(name)
+    runs = [trajectory_of(translate(CASES[names[0]])) for names in alike.values()]
+    program = jax.jit(lambda inputs: [run(*own) for run, own in zip(runs, inputs, strict=True)])
+    found: dict[str, Any] = {}
+    for turn in range(max(map(len, alike.values()))):
+        names = [names[min(turn, len(names) - 1)] for names in alike.values()]
+        inputs = [(leaves(name, "p0"), leaves(name, "g")) for name in names]
+        found |= dict(zip(names, program(inputs), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("name", TRAJECTORIES)
+def test_optfn_follows_paddle(name):
+    """The optimizer takes the steps that Paddle took, all of them inside one scan."""
+    setup = translate(CASES[name])
+    if setup.param_attrs and not PARAM_ATTRS:
+        pytest.skip("optfn has no param_attrs yet")
+    compare(name, followed(setup.optimizer)[name])
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_optfn_schedule_follows_paddle(name):
+    """The schedule gives the rates that Paddle used, for an int32 step under jit."""
+    schedule = translate_schedule(CASES[name]).build(optfn.schedules)
+    steps = jnp.arange(len(arrays(name)["lr"]), dtype=jnp.int32)
+    compare_rates(name, np.asarray(jax.jit(jax.vmap(schedule))(steps)))
+
+
+def plateau_rates(tx: Any, metrics: np.ndarray) -> np.ndarray:
+    """Return what multiplies the updates before each metric is seen."""
+
+    @jax.jit
+    def steps(metrics: Any) -> Any:
+        def step(state: Any, metric: Any) -> Any:
+            updates, state = tx.update(jnp.ones(()), state, jnp.zeros(()), value=metric)
+            return state, updates
+
+        return jax.lax.scan(step, tx.init(jnp.zeros(())), metrics)[1]
+
+    return np.asarray(steps(jnp.asarray(metrics, jnp.float32)))
+
+
+@pytest.mark.parametrize("name", PLATEAUS)
+def test_optfn_plateau_follows_paddle(name):
+    """The transform multiplies updates by the rate in force before the metric is seen."""
+    tx = translate_schedule(CASES[name]).build(optfn.schedules)
+    compare_rates(name, plateau_rates(tx, arrays(name)["loss"]))
