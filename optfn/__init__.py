@@ -25,11 +25,12 @@ from optax import chain
 
 from optfn import schedules
 from optfn.core import apply_updates
+from optfn.learning_rate import get_learning_rate, set_learning_rate
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
-from optfn.train.state import get_learning_rate, set_learning_rate
+from optfn.train.state import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainState, TrainStep, make_train_step, minimize
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from optfn.transforms.moment import (
@@ -49,12 +50,19 @@ from optfn.transforms.scaling import (
     scale_by_learning_rate,
     scale_by_trust_ratio,
 )
+from optfn.wrappers.accumulation import accumulate
+from optfn.wrappers.attributes import ParamAttr
+from optfn.wrappers.averaging import exponential_moving_average, model_average
+from optfn.wrappers.guard import metrics, record_metrics, skip_nonfinite
+from optfn.wrappers.precision import master_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ParamAttr",
     "TrainState",
     "TrainStep",
+    "accumulate",
     "adadelta",
     "adagrad",
     "adam",
@@ -63,11 +71,13 @@ __all__ = [
     "add_decayed_weights",
     "apply_updates",
     "asgd",
+    "averaged_params",
     "chain",
     "clip_by_global_norm",
     "clip_by_norm",
     "clip_by_value",
     "decayed_adagrad",
+    "exponential_moving_average",
     "ftrl",
     "ftrl_proximal",
     "get_learning_rate",
@@ -75,9 +85,14 @@ __all__ = [
     "l2_decay",
     "lamb",
     "lars",
+    "load_state_dict",
     "make_train_step",
+    "master_weights",
+    "metrics",
     "minimize",
+    "model_average",
     "momentum",
+    "record_metrics",
     "rmsprop",
     "scale_by_adadelta",
     "scale_by_adagrad",
@@ -93,4 +108,7 @@ __all__ = [
     "schedules",
     "set_learning_rate",
     "sgd",
+    "skip_nonfinite",
+    "state_dict",
+    "summary",
 ]

@@ -6,7 +6,7 @@ or wider; holes where there is nothing to update. `map_leaves` applies a functio
 leaves of such trees.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -231,6 +231,17 @@ def accumulating(
     return transform(name, init, update, complex_leaves=complex_leaves)
 
 
+class PerLeaf(NamedTuple):
+    """A scalar that differs between leaves: one value per leaf, in the order of `tree.flatten`."""
+
+    values: Sequence[Any]
+
+
+def per_leaf(fn: Callable[[jax.Array], Any], updates: Any) -> PerLeaf:
+    """Return fn of each leaf, None for a hole."""
+    return PerLeaf([None if tree.is_hole(g) else fn(g) for g in tree.flatten(updates)[0]])
+
+
 def map_leaves(
     rule: Callable[..., Any],
     updates: Any,
@@ -248,7 +259,7 @@ def map_leaves(
       *state: trees of accumulators, structured as `updates`.
       params: the parameters, where the rule reads them.
       leading: axes that accumulators have before those of the gradient.
-      **scalars: hyper-parameters and 0-d arrays, the same for all leaves.
+      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
 
     Returns:
       The tree of updates, or where there is state, (updates, *state).
@@ -274,10 +285,11 @@ def map_leaves(
                 raise ValueError(
                     f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
                     f"{getattr(x, 'shape', None)}, its gradient {g.shape}: "
-                    "the state was made for other params"
+                    "it was made for other params"
                 )
         p = () if parameters is None else (parameters[i],)
-        result = rule(g, *kept, *p, **scalars)
+        own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
+        result = rule(g, *kept, *p, **own)
         if not state:
             rows.append((result,))
             continue
@@ -303,6 +315,54 @@ def zeros_like(
         return jnp.full_like(p, fill, dtype=dtype)
 
     return tree.map_arrays(zeros, params)
+
+
+def inexact(params: Any) -> Any:
+    """Return a tree with holes for the leaves that are not floating point."""
+
+    leaves, structure = tree.flatten(params)
+    return structure.unflatten([optax.MaskedNode() if is_absent(x) else x for x in leaves])
+
+
+def is_absent(x: Any) -> bool:
+    """Tell whether a leaf is a hole or not floating point (an integer, a float0)."""
+    if not hasattr(x, "dtype"):
+        return not isinstance(x, float | complex)
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def check_leaves(name: str, updates: Any, what: str, like: Any) -> None:
+    """Raise an error unless `updates` has the structure of `like`, and its arrays their shapes.
+
+    A hole fits anything: what wraps an optimizer leaves it to the optimizer whether a leaf may go
+    without a gradient.
+    """
+    tree.check_same_structure(name, "updates", updates, what, like)
+    pairs = zip(tree.flatten(updates)[0], tree.flatten(like)[0], strict=True)
+    for i, (g, p) in enumerate(pairs):
+        if is_absent(g) or is_absent(p):
+            continue
+        if jnp.shape(g) != jnp.shape(p):
+            raise ValueError(
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {jnp.shape(g)}, "
+                f"{what} {jnp.shape(p)}" + (": made for other params" if "state" in what else "")
+            )
+        if jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
+            raise TypeError(
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex, {what} {p.dtype}"
+            )
+
+
+def check_axis(name: str, axis_name: Any) -> None:
+    """Raise a ValueError unless all mesh axes of `axis_name` are bound here."""
+    for axis in axis_name if isinstance(axis_name, tuple | list) else (axis_name,):
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
+                f"with the axis name {axis!r}"
+            ) from None
 
 
 def first_step() -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
+from optfn import checks, core, tree
 
 
 class LearningRateState(NamedTuple):
@@ -70,3 +70,87 @@ def _driven(learning_rate: Any, step: jax.Array) -> jax.Array:
             f"{rate.shape} and dtype {rate.dtype}"
         )
     return rate.astype(jnp.float32)
+
+
+def is_rate(x: Any) -> bool:
+    """Tell whether `x` is the state of a rate."""
+    return isinstance(x, LearningRateState)
+
+
+def get_learning_rate(opt_state: Any, path: str | None = None) -> jax.Array:
+    """Return the learning rate in a state: after init that of step 0, after k updates the k-th's.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped.
+      path: which rate, where there are several (`optax.partition`): part of the name of its state,
+        whole words, such as the label of the partition.
+
+    Returns:
+      A float32 scalar.
+
+    Raises:
+      ValueError: there is no rate, or there are several different ones; the error lists them.
+    """
+    found = _rates(opt_state, path)
+    values = {name: jax.tree.leaves(rate.learning_rate)[0] for name, rate in found.items()}
+    first, *others = values.values()
+    if any(not _equal(first, other) for other in others):
+        listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
+        raise ValueError(
+            f"the state holds several learning rates; choose one by path=. They are {listed}"
+        )
+    return first
+
+
+def set_learning_rate(opt_state: Any, value: Any, path: str | None = None) -> Any:
+    """Return `opt_state` with another learning rate; nothing is recompiled.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped.
+      value: the rate, a number ≥ 0 or a 0-d array.
+      path: which rate, as in `get_learning_rate`; None sets all.
+
+    Raises:
+      ValueError: there is no rate, or a schedule or an array drives it.
+    """
+    checks.nonnegative("value", value)
+    found = _rates(opt_state, path)
+    driven = [name for name, rate in found.items() if isinstance(rate, DrivenLearningRateState)]
+    if driven:
+        raise ValueError(
+            f"the learning rate of {', '.join(map(repr, driven))} is driven by a schedule or an "
+            "array and cannot be set; make the optimizer with a Python number instead"
+        )
+    chosen = {id(rate) for rate in found.values()}
+
+    def put(node: Any) -> Any:
+        if id(node) not in chosen:
+            return node
+        # Over the leaves, so that a wrapper around the array stays.
+        rate = jax.tree.map(lambda old: jnp.full_like(old, value), node.learning_rate)
+        return node._replace(learning_rate=rate)
+
+    return jax.tree.map(put, opt_state, is_leaf=is_rate)
+
+
+def _rates(opt_state: Any, path: str | None) -> dict[str, LearningRateState]:
+    """Return the rates in a state by name, those that `path` chooses."""
+    parts = tree.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
+    everything = {name: part for name, part in parts if is_rate(part)}
+    # A plateau's rate multiplies that of the optimizer before it, which is 1.
+    plateau = [k for k, v in everything.items() if isinstance(v, PlateauLearningRateState)]
+    found = {name: everything[name] for name in plateau or everything}
+    if not found:
+        raise ValueError("the state holds no learning rate")
+    if path is None:
+        return found
+    chosen = {name: rate for name, rate in found.items() if f"/{path}/" in f"/{name}/"}
+    if not chosen:
+        raise ValueError(f"no learning rate at path {path!r}; there are {', '.join(found)}")
+    return chosen
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return a is b
+    return bool(jnp.array_equal(a, b))

@@ -7,7 +7,7 @@ gradient that is None for an integer parameter) still have the same structure.
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -61,25 +61,27 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def select(pattern: Pattern | None, names: Sequence[str], argument: str) -> list[bool]:
-    """Tell for each of the paths `names` whether `pattern` selects it.
+def select(pattern: Pattern | None, tree: Any, argument: str) -> list[bool]:
+    """Tell for each leaf of `tree`, in the order of `flatten`, whether `pattern` selects it.
 
     Args:
       pattern: a regular expression that must match a whole path, or a function path -> bool; None
         selects nothing.
-      names: the paths.
+      tree: the tree whose paths are meant; holes have paths too.
       argument: how the pattern is called in an error.
 
     Raises:
-      ValueError: a regular expression matches none of the paths.
+      ValueError: a regular expression matches none of the paths of a tree that has leaves.
       TypeError: a function gives something other than a bool.
     """
+    leaves = flatten(tree)[0]
     if pattern is None:
-        return [False] * len(names)
+        return [False] * len(leaves)
+    names = paths(tree)
     if isinstance(pattern, str | re.Pattern):
         compiled = re.compile(pattern)
         selected = [compiled.fullmatch(name) is not None for name in names]
-        if names and not any(selected):
+        if not (any(selected) or all(map(is_hole, leaves))):
             raise ValueError(
                 f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
                 f"it must match a whole path. The paths are: {listed(names)}"
@@ -132,9 +134,72 @@ def check_same_structure(who: str, what: str, tree: Any, than: str, reference: A
     raise ValueError(f"{who}: {what} must have the tree structure of {than}: {where}")
 
 
-def choose(pattern: Pattern | None, argument: str, selected: Any, others: Any) -> Any:
-    """Return a tree of the leaves of `selected` where `pattern` matches, else of `others`."""
-    chosen = select(pattern, paths(others), argument)
-    yes, structure = flatten(selected)
-    no = flatten(others)[0]
-    return structure.unflatten([a if c else b for c, a, b in zip(chosen, yes, no, strict=True)])
+def is_state(x: Any) -> bool:
+    """Tell whether `x` is the state of a transform: a NamedTuple of a type named …State."""
+    return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
+
+
+def _holds_states(x: Any) -> bool:
+    if is_state(x):
+        return True
+    if isinstance(x, dict):
+        return any(map(_holds_states, x.values()))
+    return isinstance(x, tuple | list) and any(map(_holds_states, x))
+
+
+def _word(state: Any) -> str:
+    """Return "scale_by_adam" for a ScaleByAdamState, also for a subclass of it."""
+    kind = next(c for c in type(state).__mro__ if c.__bases__ == (tuple,))
+    name = kind.__name__.removesuffix("State")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def named_parts(
+    state: Any,
+    stop: Callable[[Any], bool] = lambda x: False,
+    *,
+    unnamed: Callable[[Any], bool] = lambda x: False,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
+
+    A name is made of words: the transform that owns the leaf, from the type of its state, then the
+    field, then the path in a tree like the parameters: "scale_by_adam/mu/layers/0/w". Neither
+    positions in a chain nor wrappers enter, so that a transform put before or around another leaves
+    its names as they were; a second one of the same type is numbered, "scale_by_momentum_2". The
+    labels of a dict of states (`optax.partition`) stand before: "fast/scale_by_adam/mu/w".
+
+    Args:
+      state: the state of an optimizer, however wrapped.
+      stop: states that are yielded whole.
+      unnamed: states whose own word is left out, because what holds them says it all.
+    """
+    seen: dict[str, int] = {}
+
+    def join(*words: str) -> str:
+        return "/".join(filter(None, words))
+
+    def walk(node: Any, own: str, labels: str) -> Iterator[tuple[str, Any]]:
+        if is_state(node) and node._fields:
+            name = own
+            if not unnamed(node):
+                name = join(labels, _word(node))
+                seen[name] = seen.get(name, 0) + 1
+                name += f"_{seen[name]}" if seen[name] > 1 else ""
+            if stop(node):
+                yield name, node
+                return
+            for field, child in zip(node._fields, node, strict=True):
+                own_field = name if _holds_states(child) else join(name, field)
+                yield from walk(child, own_field, labels)
+        elif _holds_states(node):
+            children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+            for (key,), child in children:
+                label = _key_name(key) if isinstance(node, dict) else ""
+                yield from walk(child, own, join(labels, label))
+        else:
+            leaves = jax.tree.leaves(node, is_leaf=is_hole)
+            for path, leaf in zip(paths(node), leaves, strict=True):
+                if not is_hole(leaf):
+                    yield join(own, path), leaf
+
+    yield from walk(state, "", "")

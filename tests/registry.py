@@ -20,6 +20,8 @@ class Entry(NamedTuple):
     make: Callable[[], optax.GradientTransformationExtraArgs]
     complex_leaves: bool = False
     needs_params: bool = False
+    wide_updates: bool = False  # updates of narrow parameters are float32
+    hides_nan: bool = False  # a gradient that is not finite is skipped
     extra: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of update
 
 
@@ -116,19 +118,101 @@ TRANSFORMS: dict[str, Entry] = {
     ),
 }
 
-EVERYTHING = OPTIMIZERS | TRANSFORMS
+# Each matches something in every tree of the contract tests.
+ATTRS = {
+    r".*w|0|z": optfn.ParamAttr(learning_rate=0.5, regularization=optfn.l2_decay(0.1)),
+    r".*": optfn.ParamAttr(need_clip=False),
+}
+
+WRAPPERS: dict[str, Entry] = {
+    "master_weights": Entry(
+        "master_weights",
+        lambda: optfn.master_weights(optfn.adam(LR)),
+        complex_leaves=True,
+        needs_params=True,
+        wide_updates=True,
+    ),
+    "multi_precision": Entry(
+        "ftrl",
+        lambda: optfn.ftrl(LR, multi_precision=True),
+        needs_params=True,
+        wide_updates=True,
+    ),
+    "param_attrs": Entry(
+        "momentum",
+        lambda: optfn.momentum(LR, 0.9, grad_clip=optfn.clip_by_norm(0.5), param_attrs=ATTRS),
+        complex_leaves=True,
+        needs_params=True,
+    ),
+    "accumulate": Entry(
+        "accumulate", lambda: optfn.accumulate(optfn.adam(LR), 2), complex_leaves=True
+    ),
+    "skip_nonfinite": Entry(
+        "skip_nonfinite", lambda: optfn.skip_nonfinite(optfn.rmsprop(LR)), hides_nan=True
+    ),
+    "record_metrics": Entry(
+        "record_metrics",
+        lambda: optfn.record_metrics(
+            optfn.sgd(LR, grad_clip=optfn.clip_by_global_norm(1.0)),
+        ),
+        complex_leaves=True,
+        needs_params=True,
+    ),
+    "exponential_moving_average": Entry(
+        "exponential_moving_average",
+        lambda: optfn.chain(optfn.sgd(LR), optfn.exponential_moving_average(thres_steps=True)),
+        complex_leaves=True,
+        needs_params=True,
+    ),
+    "model_average": Entry(
+        "model_average",
+        lambda: optfn.chain(
+            optfn.sgd(LR), optfn.model_average(0.5, min_average_window=1, max_average_window=2)
+        ),
+        complex_leaves=True,
+        needs_params=True,
+    ),
+    "stack": Entry(
+        "master_weights",
+        lambda: optfn.record_metrics(
+            optfn.master_weights(
+                optfn.skip_nonfinite(
+                    optfn.accumulate(
+                        optfn.chain(
+                            optfn.adamw(LR, grad_clip=optfn.clip_by_global_norm(1.0)),
+                            optfn.exponential_moving_average(0.9),
+                            optfn.model_average(0.5),
+                        ),
+                        2,
+                    )
+                )
+            )
+        ),
+        needs_params=True,
+        wide_updates=True,
+        hides_nan=True,
+    ),
+}
+
+EVERYTHING = OPTIMIZERS | TRANSFORMS | WRAPPERS
 
 # Public names that are not factories of transforms; each has its own tests.
 OTHER_NAMES = {
+    "ParamAttr",
     "TrainState",
     "TrainStep",
     "apply_updates",
+    "averaged_params",
     "chain",
     "get_learning_rate",
+    "load_state_dict",
     "make_train_step",
+    "metrics",
     "minimize",
     "schedules",
     "set_learning_rate",
+    "state_dict",
+    "summary",
 }
 
 

@@ -15,6 +15,7 @@ from optfn.transforms.moment import (
     scale_by_rms,
 )
 from optfn.transforms.scaling import scale_by_learning_rate
+from optfn.wrappers.attributes import ParamAttrs
 
 
 def adagrad(
@@ -24,6 +25,8 @@ def adagrad(
     initial_accumulator_value: Number = 0.0,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the sum of squares.
 
@@ -36,6 +39,8 @@ def adagrad(
       initial_accumulator_value: m before the first step, ≥ 0.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m, 4 bytes per parameter. Real leaves.
 
@@ -47,6 +52,8 @@ def adagrad(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -57,6 +64,8 @@ def decayed_adagrad(
     eps: Number = 1e-6,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares.
 
@@ -69,6 +78,8 @@ def decayed_adagrad(
       eps: > 0, outside the root.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m, 4 bytes per parameter. Real leaves.
 
@@ -80,6 +91,8 @@ def decayed_adagrad(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -90,6 +103,8 @@ def adadelta(
     eps: Number = 1e-6,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale by past updates over past gradients.
 
@@ -104,6 +119,8 @@ def adadelta(
       eps: > 0.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: a and u, 8 bytes per parameter. Real leaves.
 
@@ -115,6 +132,8 @@ def adadelta(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -127,6 +146,8 @@ def rmsprop(
     centered: bool = False,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares, with momentum.
 
@@ -142,6 +163,8 @@ def rmsprop(
       centered: whether to divide by the root of the variance.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: r and v, 8 bytes per parameter, 12 if centered; v is kept also for μ = 0, so that μ may
     be a traced number. Real leaves.
@@ -155,4 +178,6 @@ def rmsprop(
         scale_by_momentum(momentum),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )

@@ -11,6 +11,7 @@ from optfn.transforms.moment import scale_by_adam, scale_by_adamax
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_learning_rate, scale_by_trust_ratio
 from optfn.tree import Pattern
+from optfn.wrappers.attributes import ParamAttrs
 
 
 def adam(
@@ -22,6 +23,8 @@ def adam(
     eps_hat: bool = True,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adaptive moment estimation.
 
@@ -38,6 +41,8 @@ def adam(
         optax, torch and Paddle 2.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and v, 8 bytes per parameter. Real and complex leaves.
 
@@ -49,6 +54,8 @@ def adam(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -63,6 +70,8 @@ def adamw(
     eps_hat: bool = False,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with decoupled weight decay: p = (1 − lr·wd)·p, then Adam's step.
 
@@ -77,6 +86,8 @@ def adamw(
       eps_hat: which form of Adam's step, see `adam`.
       grad_clip: a clip of g.
       regularization: a penalty added to g, which the moments see.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and v, 8 bytes per parameter. Real leaves.
 
@@ -89,6 +100,8 @@ def adamw(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -100,6 +113,8 @@ def adamax(
     *,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with the infinity norm.
 
@@ -113,6 +128,8 @@ def adamax(
       eps: > 0.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and u, 8 bytes per parameter. Real leaves.
 
@@ -124,6 +141,8 @@ def adamax(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -138,6 +157,8 @@ def lamb(
     exclude: Pattern | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction with a step as long as the tensor.
 
@@ -158,6 +179,8 @@ def lamb(
         function path -> bool. They keep their trust ratio.
       grad_clip: a clip of g.
       regularization: a penalty added to g, which the moments see.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and v, 8 bytes per parameter. Real leaves.
 
@@ -171,4 +194,6 @@ def lamb(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )

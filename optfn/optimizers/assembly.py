@@ -4,14 +4,24 @@ from typing import Any
 
 import optax
 
-from optfn import core
+from optfn import checks, core
+from optfn.wrappers.attributes import (
+    ParamAttrs,
+    attributed,
+    check_param_attrs,
+    clipping,
+    regularizing,
+)
+from optfn.wrappers.precision import master_weights
 
 
 def optimizer(
     name: str,
     *rule: optax.GradientTransformation,
-    grad_clip: optax.GradientTransformation | None = None,
-    regularization: optax.GradientTransformation | None = None,
+    grad_clip: optax.GradientTransformation | None,
+    regularization: optax.GradientTransformation | None,
+    param_attrs: ParamAttrs | None,
+    multi_precision: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the chain clip → regularize → rule as one transform.
 
@@ -24,21 +34,16 @@ def optimizer(
       *rule: the transforms that make a step from a gradient.
       grad_clip: a transform of the raw gradients, such as `clip_by_global_norm(1.0)`.
       regularization: a transform that adds a penalty's gradient, such as `l2_decay(1e-4)`.
+      param_attrs: a mapping from a pattern of paths to a ParamAttr.
+      multi_precision: whether to keep float32 masters of narrower parameters.
     """
-    before = [
-        _check(argument, tx)
-        for argument, tx in (("grad_clip", grad_clip), ("regularization", regularization))
-        if tx is not None
-    ]
-    chain = optax.chain(*before, *rule)
-    return core.transform(name, chain.init, chain.update, complex_leaves=True)
-
-
-def _check(argument: str, tx: Any) -> optax.GradientTransformation:
-    if not isinstance(tx, optax.GradientTransformation):
-        example = {"grad_clip": "clip_by_norm(1.0)", "regularization": "l2_decay(1e-4)"}[argument]
-        raise TypeError(
-            f"{argument} must be a gradient transformation such as optfn.{example}; "
-            f"got {tx!r} of type {type(tx).__name__}"
-        )
-    return tx
+    attrs = check_param_attrs(param_attrs)
+    chain = optax.chain(
+        *clipping(grad_clip, attrs),
+        *regularizing(regularization, attrs),
+        *rule,
+    )
+    tx: Any = core.transform(name, chain.init, chain.update, complex_leaves=True)
+    if checks.flag("multi_precision", multi_precision):
+        tx = master_weights(tx)
+    return attributed(name, tx, attrs)

@@ -5,6 +5,7 @@ import optax
 from optfn.checks import Number, Schedule
 from optfn.optimizers.assembly import optimizer
 from optfn.transforms.scaling import ftrl_proximal
+from optfn.wrappers.attributes import ParamAttrs
 
 
 def ftrl(
@@ -15,6 +16,8 @@ def ftrl(
     lr_power: Number = -0.5,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Follow the regularized leader, proximal: sparse parameters by l1; see `ftrl_proximal`.
 
@@ -25,6 +28,8 @@ def ftrl(
       lr_power: k, ≤ 0.
       grad_clip: a clip of g.
       regularization: a penalty added to g, beside l1 and l2.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: n and z, 8 bytes per parameter. Real leaves.
 
@@ -35,4 +40,6 @@ def ftrl(
         ftrl_proximal(learning_rate, l1=l1, l2=l2, lr_power=lr_power),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )

@@ -2,7 +2,9 @@
 
 Arguments that all optimizers share: `learning_rate` is a number ≥ 0, a 0-d array or a schedule
 step -> rate (see `scale_by_learning_rate`); `grad_clip` and `regularization` are transforms of the
-gradient g before anything else sees it, in this order. t is the 1-based step, p the parameter.
+gradient g before anything else sees it, in this order; `param_attrs` maps regular expressions that
+match whole paths of leaves to a ParamAttr, of which the first match counts; `multi_precision` is
+`master_weights`. t is the 1-based step, p the parameter.
 """
 
 import optax
@@ -13,6 +15,7 @@ from optfn.transforms.moment import scale_by_asgd, scale_by_momentum
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_lars, scale_by_learning_rate
 from optfn.tree import Pattern
+from optfn.wrappers.attributes import ParamAttrs
 
 
 def sgd(
@@ -20,6 +23,8 @@ def sgd(
     *,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent: p −= lr·g.
 
@@ -27,6 +32,8 @@ def sgd(
       learning_rate: lr.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: the rate only. Real and complex leaves.
 
@@ -44,6 +51,8 @@ def sgd(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -54,6 +63,8 @@ def momentum(
     nesterov: bool = False,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Gradient descent with a velocity.
 
@@ -66,6 +77,8 @@ def momentum(
       nesterov: whether to look ahead.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: v, 4 bytes per parameter. Real and complex leaves.
 
@@ -77,6 +90,8 @@ def momentum(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -90,6 +105,8 @@ def lars(
     exclude: Pattern | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Layer-wise adaptive rate scaling, with momentum.
 
@@ -107,6 +124,8 @@ def lars(
         function path -> bool. The ratio applies to them as well.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: v, 4 bytes per parameter. Real leaves.
 
@@ -119,6 +138,8 @@ def lars(
         scale_by_momentum(momentum),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )
 
 
@@ -129,6 +150,8 @@ def asgd(
     weight_decay: Number = 0.0,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic average gradient.
 
@@ -141,6 +164,8 @@ def asgd(
       weight_decay: λ ≥ 0, outside the average; `regularization` enters g and so the average.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
+      param_attrs: attributes of parameters, by patterns of paths.
+      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: y, 4·n bytes per parameter. Real leaves.
 
@@ -153,4 +178,6 @@ def asgd(
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
+        param_attrs=param_attrs,
+        multi_precision=multi_precision,
     )

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from optfn import checks, core
-from optfn.train.state import get_learning_rate
+from optfn.learning_rate import get_learning_rate
 
 
 class TrainState(NamedTuple):

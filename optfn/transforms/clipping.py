@@ -1,6 +1,6 @@
 """Gradient clipping by value, by the norm of each tensor and by the norm of all."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,17 @@ import optax
 
 from optfn import checks, core, numerics, tree
 from optfn.checks import Number
+
+
+class ClipState(NamedTuple):
+    """State of the clips by norm: the (smallest) factor of the last update, 4 bytes."""
+
+    factor: jax.Array
+
+
+def _unclipped(params: Any) -> ClipState:
+    del params
+    return ClipState(jnp.ones((), jnp.float32))
 
 
 def clip_factor(norm: jax.Array, max_norm: Any) -> jax.Array:
@@ -50,18 +61,26 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     Args:
       max_norm: c, > 0.
 
-    No state. Real and complex leaves.
+    State: the smallest factor of the last update, 4 bytes. Real and complex leaves.
 
     Source: fluid.clip.GradientClipByNorm.
     """
     c = checks.number("max_norm", max_norm, low=0.0, low_open=True)
 
-    def rule(g: jax.Array) -> jax.Array:
-        return g * clip_factor(numerics.norm(g), c)
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
+        del state, params, extra
+        factors = core.per_leaf(lambda g: clip_factor(numerics.norm(g), c), updates)
+        smallest = jnp.ones((), jnp.float32)
+        for factor in factors.values:
+            if factor is not None:
+                smallest = jnp.minimum(smallest, factor.astype(jnp.float32))
+        return core.map_leaves(_multiply, updates, factor=factors), ClipState(smallest)
 
-    return core.stateless(
-        "clip_by_norm", lambda updates, params: core.map_leaves(rule, updates), complex_leaves=True
-    )
+    return core.transform("clip_by_norm", _unclipped, update, complex_leaves=True)
+
+
+def _multiply(g: jax.Array, *, factor: Any) -> jax.Array:
+    return g * numerics.scalar(factor, g)
 
 
 def global_norm(updates: Any) -> jax.Array:
@@ -82,15 +101,16 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
     Args:
       max_norm: c, > 0.
 
-    No state. Real and complex leaves.
+    State: the factor of the last update, 4 bytes. Real and complex leaves.
 
     Source: Pascanu et al. 2013, arXiv 1211.5063; fluid.clip.GradientClipByGlobalNorm.
     """
     c = checks.number("max_norm", max_norm, low=0.0, low_open=True)
 
-    def update(updates: Any, params: Any) -> Any:
-        del params
+    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
+        del state, params, extra
         factor = clip_factor(global_norm(updates), c)
-        return core.map_leaves(lambda g: g * numerics.scalar(factor, g), updates)
+        new = core.map_leaves(_multiply, updates, factor=factor)
+        return new, ClipState(factor.astype(jnp.float32))
 
-    return core.stateless("clip_by_global_norm", update, complex_leaves=True)
+    return core.transform("clip_by_global_norm", _unclipped, update, complex_leaves=True)

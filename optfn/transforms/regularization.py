@@ -21,6 +21,12 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
     return g + numerics.scalar(coeff, g) * p
 
 
+def without(exclude: Pattern | None, coeff: Any, updates: Any) -> core.PerLeaf:
+    """Return the decay of each leaf: `coeff`, or 0 where `exclude` selects the leaf."""
+    excluded = tree.select(exclude, updates, "exclude")
+    return core.PerLeaf([0.0 if out else coeff for out in excluded])
+
+
 def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     """Add the gradient of coeff·‖p‖₁: g = g + coeff·sign(p), sign(0) = 0.
 
@@ -78,9 +84,7 @@ def add_decayed_weights(
     exclude = tree.check_pattern("exclude", exclude)
 
     def update(updates: Any, params: Any) -> Any:
-        decayed = core.map_leaves(l2_penalty, updates, params=params, coeff=coeff)
-        if exclude is None:
-            return decayed
-        return tree.choose(exclude, "exclude", updates, decayed)
+        coeffs = without(exclude, coeff, updates)
+        return core.map_leaves(l2_penalty, updates, params=params, coeff=coeffs)
 
     return core.stateless("add_decayed_weights", update, needs_params=True)

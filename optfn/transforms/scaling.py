@@ -9,6 +9,7 @@ import optax
 from optfn import checks, core, numerics, tree
 from optfn import learning_rate as rates
 from optfn.checks import Number, Schedule
+from optfn.transforms.regularization import without
 from optfn.tree import Pattern
 
 
@@ -28,6 +29,9 @@ def scale_by_learning_rate(
         `set_learning_rate` changes; or a 0-d array or a schedule step -> lr, which drive it from
         outside. A schedule is given the 0-based step, int32.
 
+    `update` takes `rate_factors`, a factor of the rate for each leaf, from an optimizer with
+    `param_attrs`.
+
     State: the step and the rate last used (after init, that of step 0), float32. Real and complex
     leaves.
     """
@@ -37,10 +41,15 @@ def scale_by_learning_rate(
         del params
         return ScaleByLearningRateState(rates.init(lr))
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def rule(u: jax.Array, *, rate: Any, factor: Any) -> jax.Array:
+        return -numerics.scalar(rate * factor, u) * u
+
+    def update(
+        updates: Any, state: Any, params: Any, *, rate_factors: Any = 1.0, **extra: Any
+    ) -> tuple[Any, Any]:
         del params, extra
         rate, new = rates.advance(lr, state.rate)
-        updates = core.map_leaves(lambda u: -numerics.scalar(rate, u) * u, updates)
+        updates = core.map_leaves(rule, updates, rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
     return core.transform("scale_by_learning_rate", init, update, complex_leaves=True)
@@ -122,19 +131,14 @@ def scale_by_lars(
     exclude = tree.check_pattern("exclude", exclude)
 
     def update(updates: Any, params: Any) -> Any:
-        def scaled(weight_decay: Any) -> Any:
-            return core.map_leaves(
-                lars_rule,
-                updates,
-                params=params,
-                lars_coeff=coeff,
-                weight_decay=weight_decay,
-                eps=eps,
-            )
-
-        if exclude is None:
-            return scaled(wd)
-        return tree.choose(exclude, "exclude", scaled(0.0), scaled(wd))
+        return core.map_leaves(
+            lars_rule,
+            updates,
+            params=params,
+            lars_coeff=coeff,
+            weight_decay=without(exclude, wd, updates),
+            eps=eps,
+        )
 
     return core.stateless("scale_by_lars", update, needs_params=True)
 
@@ -154,12 +158,13 @@ def ftrl_rule(
     p: jax.Array,
     *,
     rate: Any,
+    factor: Any,
     l1: Any,
     l2: Any,
     lr_power: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (p' − p, n', z') of one FTRL-Proximal step; see `ftrl_proximal`."""
-    lr = numerics.scalar(rate, g)
+    lr = numerics.scalar(rate * factor, g)
     l1, l2 = numerics.scalar(l1, g) + 1e-10, numerics.scalar(l2, g) + 1e-10
     still = lr == 0
     lr = jnp.where(still, 1, lr)
@@ -213,7 +218,9 @@ def ftrl_proximal(
     def init(params: Any) -> FtrlProximalState:
         return FtrlProximalState(rates.init(lr), core.zeros_like(params), core.zeros_like(params))
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Any, state: Any, params: Any, *, rate_factors: Any = 1.0, **extra: Any
+    ) -> tuple[Any, Any]:
         del extra
         rate, new = rates.advance(lr, state.rate)
         updates, accumulator, linear = core.map_leaves(
@@ -223,6 +230,7 @@ def ftrl_proximal(
             state.linear,
             params=params,
             rate=rate,
+            factor=rate_factors,
             l1=l1,
             l2=l2,
             lr_power=lr_power,

@@ -1,0 +1,193 @@
+"""Averages of the parameters along their way, for evaluation: EMA and fluid's ModelAverage.
+
+They come last in a chain, where params + updates is what the parameters will be. Reading one
+(`averaged_params`) changes nothing; going back is keeping the params one has.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core, numerics, tree
+from optfn.checks import Number
+
+
+class ExponentialMovingAverageState(NamedTuple):
+    """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
+
+    step: jax.Array
+    weight: jax.Array
+    average: Any
+
+
+class ModelAverageState(NamedTuple):
+    """State of `model_average`: 12 bytes per parameter and three counters."""
+
+    num_updates: jax.Array
+    num_accumulates: jax.Array
+    old_num_accumulates: jax.Array
+    sum_1: Any
+    sum_2: Any
+    sum_3: Any
+
+
+def _moved(name: str, updates: Any, params: Any) -> Any:
+    """Return the parameters after the update, rounded as `apply_updates` rounds them."""
+    if params is None:
+        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+    return core.inexact(core.apply_updates(params, updates))
+
+
+def _widen(p: jax.Array) -> jax.Array:
+    return p.astype(numerics.accumulator_dtype(p.dtype))
+
+
+def exponential_moving_average(
+    decay: Number = 0.999, *, thres_steps: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """Keep an exponential moving average of the parameters.
+
+        d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
+        e = d·e + (1 − d)·p        p after the update
+        w = d·w + (1 − d)          the weight gathered, 1 − ∏d
+        reading: e/w
+
+    Updates pass through unchanged. Inside `master_weights` it sees the masters; inside `accumulate`
+    and `skip_nonfinite` it advances with the real steps.
+
+    Args:
+      decay: in [0, 1).
+      thres_steps: whether the decay grows with the steps that the average has seen, for a quick
+        start.
+
+    State: step, weight, average; 4 bytes per parameter. Needs params.
+
+    Source: fluid's ExponentialMovingAverage. Paddle 1.8.5 corrects by the current d to the power t,
+    which is 1 − ∏d only for a constant decay.
+    """
+    decay = checks.decay("decay", decay)
+    thres_steps = checks.flag("thres_steps", thres_steps)
+
+    def init(params: Any) -> ExponentialMovingAverageState:
+        zero = jnp.zeros((), jnp.float32)
+        average = core.zeros_like(core.inexact(params))
+        return ExponentialMovingAverageState(core.first_step(), zero, average)
+
+    def rule(p: jax.Array, e: jax.Array, *, d: Any, rest: Any) -> tuple[jax.Array, jax.Array]:
+        p = _widen(p)
+        return p, numerics.scalar(d, p) * e + numerics.scalar(rest, p) * p
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del extra
+        p = _moved("exponential_moving_average", updates, params)
+        d, rest = decay, 1 - decay
+        if thres_steps:
+            s = state.step.astype(jnp.float32)
+            # 1 − d is taken before d is rounded: it is what small weights are made of.
+            d = jnp.minimum(decay, (1 + s) / (10 + s))
+            rest = jnp.maximum(1 - decay, 9 / (10 + s))
+        _, average = core.map_leaves(rule, p, state.average, d=d, rest=rest)
+        weight = (d * state.weight + rest).astype(jnp.float32)
+        step = core.next_step(state.step)
+        return updates, ExponentialMovingAverageState(step, weight, average)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+# Fluid moves the first sum into the second this often, to keep float32 sums short.
+_SUM_LENGTH = 16384
+
+
+def model_average(
+    average_window_rate: Number,
+    *,
+    min_average_window: int = 10000,
+    max_average_window: int = 10000,
+) -> optax.GradientTransformationExtraArgs:
+    """Average the parameters over a window of the last updates.
+
+        updates += 1;  acc += 1;  s1 += p                     p after the update
+        if updates mod 16384 = 0:  s2 += s1;  s1 = 0
+        if acc ≥ min_window and acc ≥ min(max_window, ⌊updates·rate⌋):
+            s3 = s1 + s2;  s1 = s2 = 0;  old = acc;  acc = 0
+        reading: (s1 + s2 + s3)/(acc + old)
+
+    Updates pass through unchanged. The product updates·rate is taken in float32, as in fluid.
+
+    Args:
+      average_window_rate: rate, ≥ 0.
+      min_average_window: ≥ 1, and ≤ max_average_window.
+      max_average_window: ≥ 1.
+
+    State: three sums and three int32 counters; 12 bytes per parameter. Needs params.
+
+    Source: fluid's ModelAverage.
+    """
+    rate = checks.nonnegative("average_window_rate", average_window_rate)
+    shortest = checks.count("min_average_window", min_average_window)
+    longest = checks.count("max_average_window", max_average_window)
+    if shortest > longest:
+        raise ValueError(
+            f"min_average_window must be <= max_average_window; got {shortest} and {longest}"
+        )
+
+    def init(params: Any) -> ModelAverageState:
+        sums = (core.zeros_like(core.inexact(params)) for _ in range(3))
+        return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
+
+    def rule(
+        p: jax.Array, s1: jax.Array, s2: jax.Array, s3: jax.Array, *, full: Any, close: Any
+    ) -> tuple[jax.Array, ...]:
+        s1 = s1 + _widen(p)
+        s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
+        whole = s1 + s2
+        return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, whole, s3)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del extra
+        p = _moved("model_average", updates, params)
+        num_updates = core.next_step(state.num_updates)
+        acc = state.num_accumulates + 1
+        product = jnp.floor(num_updates.astype(jnp.float32) * jnp.asarray(rate, jnp.float32))
+        window = jnp.minimum(longest, product)
+        close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
+        full = num_updates % _SUM_LENGTH == 0
+        sums = core.map_leaves(
+            rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
+        )[1:]
+        old = jnp.where(close, acc, state.old_num_accumulates)
+        return updates, ModelAverageState(num_updates, jnp.where(close, 0, acc), old, *sums)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def read_average(state: Any, params: Any) -> Any:
+    """Return the average that `state` holds, in the structure and dtypes of `params`.
+
+    Leaves without an average, and all of them before the first update, come from `params`, copied:
+    the result shares no buffer with its arguments. Wrappers around leaves are seen through.
+    """
+    if isinstance(state, ExponentialMovingAverageState):
+        step, weight = (jax.tree.leaves(x)[0] for x in (state.step, state.weight))
+        sums, count = [state.average], weight
+    else:
+        sums = [state.sum_1, state.sum_2, state.sum_3]
+        step, acc, old = (jax.tree.leaves(x)[0] for x in state[:3])
+        count = (acc + old).astype(jnp.float32)
+
+    def read(p: Any, *parts: Any) -> Any:
+        if tree.is_hole(p):
+            return p
+        if tree.is_hole(parts[0]):
+            return jnp.array(p, copy=True)
+        total = sum(parts[1:], parts[0])
+        average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
+        return jnp.where(step > 0, average.astype(p.dtype), p)
+
+    leaves, structure = tree.flatten(params)
+    columns = [tree.flatten(part)[0] for part in sums]
+    if any(len(column) != len(leaves) for column in columns):
+        raise ValueError("averaged_params: the average was made for other params")
+    return structure.unflatten([read(*row) for row in zip(leaves, *columns, strict=True)])
