@@ -4,7 +4,9 @@
 loop, with a progress bar.
 """
 
+import contextlib
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +19,7 @@ import optax
 
 from optfn import checks, core
 from optfn.learning_rate import get_learning_rate
+from optfn.wrappers.guard import SkipNonfiniteState
 
 
 class TrainState(NamedTuple):
@@ -34,6 +37,7 @@ class TrainStep:
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformationExtraArgs
     compiled: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
 
     def init(self, params: Any) -> TrainState:
         """Return the state of step 0. It holds copies: the caller's arrays stay valid."""
@@ -41,8 +45,27 @@ class TrainStep:
         return TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """Return the next state and the metrics of this step; `state` is used up (donated)."""
-        return self.compiled(state, batch)
+        """Return the next state and the metrics of this step; `state` is used up (donated).
+
+        Raises:
+          FloatingPointError: `skip_nonfinite` gave up in the step before.
+        """
+        self.check()
+        state, metrics = self.compiled(state, batch)
+        if "gave_up" in metrics:
+            self._gave_up.append(metrics["gave_up"])
+        return state, metrics
+
+    def check(self) -> None:
+        """Raise a FloatingPointError if `skip_nonfinite` gave up in the last step.
+
+        A call asks this of the step before it, so that the host need not wait for its own.
+        """
+        if self._gave_up and bool(self._gave_up.pop()):
+            raise FloatingPointError(
+                "skip_nonfinite: more gradients in a row than max_consecutive were not finite; the "
+                "last one has gone into the parameters"
+            )
 
 
 def _own(x: Any) -> jax.Array:
@@ -78,7 +101,8 @@ def make_train_step(
 
     Returns:
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
-      gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"].
+      gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
+      `skip_nonfinite` in tx also ["gave_up"], which makes the next call raise.
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
@@ -101,9 +125,7 @@ def make_train_step(
         updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss)
         params = core.apply_updates(params, updates)
         metrics = {"loss": loss} | ({"aux": aux[0]} if has_aux else {})
-        rate = _learning_rate(opt_state)
-        if rate is not None:
-            metrics["learning_rate"] = rate
+        metrics |= _gauges(opt_state)
         return TrainState(optax.safe_increment(state.step), params, opt_state), metrics
 
     donated = (0,) if checks.flag("donate", donate) else ()
@@ -151,11 +173,19 @@ def _barrier(tree: Any) -> Any:
     return jax.tree.unflatten(structure, whole)
 
 
-def _learning_rate(opt_state: Any) -> jax.Array | None:
-    try:
-        return get_learning_rate(opt_state)
-    except ValueError:  # none, or several
-        return None
+def _gauges(opt_state: Any) -> dict[str, jax.Array]:
+    """Return what a state has to tell the host: its rate, and whether a guard gave up."""
+
+    def guard(x: Any) -> bool:
+        return isinstance(x, SkipNonfiniteState)
+
+    gauges = {}
+    flags = [x.gave_up for x in jax.tree.leaves(opt_state, is_leaf=guard) if guard(x)]
+    if flags:
+        gauges["gave_up"] = functools.reduce(jnp.logical_or, flags)
+    with contextlib.suppress(ValueError):  # no rate, or several
+        gauges["learning_rate"] = get_learning_rate(opt_state)
+    return gauges
 
 
 def minimize(
@@ -201,6 +231,7 @@ def minimize(
             report(len(history), history[-1])
             if len(history) == steps:
                 break
+    step.check()
     if not history or (steps is not None and len(history) < steps):
         raise ValueError(
             f"batches gave {len(history)} batches; {steps or 'at least 1'} steps were asked for"
