@@ -30,6 +30,7 @@ from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
+from optfn.train.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from optfn.train.state import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainState, TrainStep, make_train_step, minimize
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
@@ -85,6 +86,7 @@ __all__ = [
     "l2_decay",
     "lamb",
     "lars",
+    "load_checkpoint",
     "load_state_dict",
     "make_train_step",
     "master_weights",
@@ -93,7 +95,9 @@ __all__ = [
     "model_average",
     "momentum",
     "record_metrics",
+    "restore_checkpoint",
     "rmsprop",
+    "save_checkpoint",
     "scale_by_adadelta",
     "scale_by_adagrad",
     "scale_by_adam",

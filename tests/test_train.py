@@ -152,7 +152,7 @@ def test_progress_on_a_terminal_is_a_bar():
             return True
 
     file = Terminal()
-    with _Progress(3, True, file) as report:
+    with _Progress(3, True, file=file) as report:
         for n in range(1, 4):
             report(n, {"loss": 1.0 / n})
     assert "3/3" in file.getvalue()

@@ -7,7 +7,9 @@ loop, with a progress bar.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TextIO
@@ -19,6 +21,7 @@ import optax
 
 from optfn import checks, core
 from optfn.learning_rate import get_learning_rate
+from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.wrappers.guard import SkipNonfiniteState
 
 
@@ -198,6 +201,8 @@ def minimize(
     progress: bool = True,
     has_aux: bool = False,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train: one step for each batch.
 
@@ -211,33 +216,64 @@ def minimize(
         is installed); where there is no terminal, lines `step <n> loss <number>`.
       has_aux: as in `make_train_step`.
       value_and_grad: as in `make_train_step`.
+      checkpoint: a directory for checkpoints. A run that finds one there goes on from it: it passes
+        over the batches that were used, so give it the same ones, and ends bit for bit as if it had
+        not been stopped.
+      save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
       "learning_rate", with one entry per step.
 
     Raises:
-      ValueError: `batches` holds nothing, or ends before `steps`.
+      ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.
+      FloatingPointError: `skip_nonfinite` gave up.
     """
     if steps is not None:
         checks.count("steps", steps)
     step = make_train_step(loss_fn, tx, has_aux=has_aux, value_and_grad=value_and_grad)
     state = step.init(params)
-    history: list[dict[str, Any]] = []
-    with _Progress(steps, checks.flag("progress", progress)) as report:
-        for batch in batches:
+    checks.count("save_every", save_every)
+    run = _History()
+    if checkpoint is not None:
+        restored = restore_checkpoint(checkpoint, state)
+        if restored is not None:
+            state, run.earlier = restored
+    n = done = int(state.step)
+    saved = done if done else None
+    with _Progress(steps, checks.flag("progress", progress), done) as report:
+        for batch in itertools.islice(batches, done, steps):
             state, metrics = step(state, batch)
-            history.append({k: metrics[k] for k in ("loss", "learning_rate") if k in metrics})
-            report(len(history), history[-1])
-            if len(history) == steps:
-                break
+            n += 1
+            run.append(metrics)
+            report(n, metrics)
+            if checkpoint is not None and n % save_every == 0:
+                step.check()
+                save_checkpoint(checkpoint, state, run.arrays())
+                saved = n
     step.check()
-    if not history or (steps is not None and len(history) < steps):
-        raise ValueError(
-            f"batches gave {len(history)} batches; {steps or 'at least 1'} steps were asked for"
-        )
-    fetched = jax.device_get(history)
-    return state, {k: np.array([entry[k] for entry in fetched]) for k in fetched[0]}
+    if not n or (steps is not None and n < steps):
+        raise ValueError(f"batches gave {n} batches; {steps or 'at least 1'} steps were asked for")
+    if checkpoint is not None and saved != n:
+        save_checkpoint(checkpoint, state, run.arrays())
+    return state, run.arrays()
+
+
+class _History:
+    """What each step reports; on the device until it is asked for."""
+
+    def __init__(self) -> None:
+        self.earlier: dict[str, np.ndarray] = {}
+        self.entries: list[dict[str, Any]] = []
+
+    def append(self, metrics: dict[str, Any]) -> None:
+        self.entries.append({k: metrics[k] for k in ("loss", "learning_rate") if k in metrics})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        fetched = jax.device_get(self.entries)
+        new = {k: np.array([entry[k] for entry in fetched]) for k in (fetched or [{}])[0]}
+        both = {k: [x[k] for x in (self.earlier, new) if k in x] for k in self.earlier | new}
+        return {k: np.concatenate(parts) for k, parts in both.items()}
 
 
 class _Progress:
@@ -247,8 +283,10 @@ class _Progress:
     at the first, the last and each tenth part of the steps.
     """
 
-    def __init__(self, steps: int | None, shown: bool, file: TextIO | None = None) -> None:
-        self.steps = steps
+    def __init__(
+        self, steps: int | None, shown: bool, done: int = 0, file: TextIO | None = None
+    ) -> None:
+        self.steps, self.done = steps, done
         self.file = file or sys.stderr
         self.bar: Any = None
         self.shown = shown
@@ -262,7 +300,9 @@ class _Progress:
                 from tqdm import tqdm
             except ImportError:
                 return self
-            self.bar = tqdm(total=self.steps, file=self.file, unit="step", mininterval=0.25)
+            self.bar = tqdm(
+                total=self.steps, initial=self.done, file=self.file, unit="step", mininterval=0.25
+            )
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any]) -> None:
@@ -272,7 +312,7 @@ class _Progress:
         if self.bar is not None:
             if self.bar.update(1):
                 self.bar.set_postfix_str(_words(metrics), refresh=False)
-        elif n == 1 or n % self.every == 0:
+        elif n == self.done + 1 or n % self.every == 0:
             self._line()
 
     def _line(self) -> None:

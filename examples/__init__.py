@@ -1,0 +1,1 @@
+"""Examples that train real models: `make demo`, or `python -m examples.demo`."""

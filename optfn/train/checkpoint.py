@@ -1,0 +1,116 @@
+"""Checkpoints of a run: one npz file per saved step, written whole or not at all."""
+
+import os
+import re
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optfn.train.state import load_state_dict, state_dict
+
+_NAME = re.compile(r"step_(\d+)\.npz")
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    state: Any,
+    history: Mapping[str, Any] | None = None,
+    *,
+    keep: int = 2,
+) -> Path:
+    """Write a training state to `directory`/step_<n>.npz.
+
+    The file appears under its name only when all of it is on the disk, so that a process killed at
+    any moment leaves the newest checkpoint whole. In a run of several processes each writes its
+    own directory.
+
+    Args:
+      directory: made if it is not there.
+      state: a TrainState.
+      history: arrays by name to keep beside it.
+      keep: how many checkpoints stay; older ones are removed.
+
+    Returns:
+      The path of the file.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = state_dict(state) | {f"history/{k}": np.asarray(v) for k, v in (history or {}).items()}
+    path = directory / f"step_{int(state.step):09d}.npz"
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    _sync(directory)
+    for old in checkpoints(directory)[:-keep]:
+        old.unlink()
+    return path
+
+
+def _sync(directory: Path) -> None:
+    """Bring a renaming to the disk, where the system lets a directory be opened."""
+    if hasattr(os, "O_DIRECTORY"):
+        descriptor = os.open(directory, os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints in `directory`, the newest last."""
+    found = [path for path in Path(directory).glob("step_*.npz") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("step_")))
+
+
+def load_checkpoint(path: str | os.PathLike[str], state: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    """Return the TrainState in a file, and the history beside it.
+
+    Args:
+      path: a file that `save_checkpoint` wrote.
+      state: a TrainState of the same run, as a template.
+
+    Raises:
+      ValueError: the file is truncated or damaged, or holds the state of another run.
+    """
+    try:
+        with open(path, "rb") as stream, np.load(stream) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
+    history = {k.removeprefix("history/"): arrays.pop(k) for k in list(arrays) if "history/" in k}
+    return load_state_dict(state, arrays), history
+
+
+def restore_checkpoint(
+    directory: str | os.PathLike[str], state: Any
+) -> tuple[Any, dict[str, np.ndarray]] | None:
+    """Return what the newest whole checkpoint in `directory` holds; None where there is none.
+
+    A damaged file is passed over with a warning that names it, and the one before it is taken.
+
+    Args:
+      directory: where `save_checkpoint` wrote.
+      state: a TrainState of the same run, as a template.
+
+    Raises:
+      ValueError: there are checkpoints, and none can be loaded.
+    """
+    found = checkpoints(directory)
+    problems = []
+    for path in reversed(found):
+        try:
+            return load_checkpoint(path, state)
+        except ValueError as error:
+            problems.append(str(error))
+            warnings.warn(f"passed over: {error}", stacklevel=2)
+    if found:
+        raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
+    return None

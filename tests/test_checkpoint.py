@@ -1,0 +1,139 @@
+"""A run that is stopped, or killed, and goes on: bit for bit as if it had not been."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+
+X = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch @ w.astype(jnp.float32) - 1.0) ** 2)
+
+
+def optimizer():
+    tx = optfn.adam(optfn.schedules.noam(8, 10), multi_precision=True)
+    return optfn.accumulate(optfn.chain(tx, optfn.exponential_moving_average(0.9)), 2)
+
+
+def run(directory=None, steps=40, **options):
+    return optfn.minimize(
+        loss_fn,
+        optimizer(),
+        jnp.zeros(3, jnp.bfloat16),
+        X,
+        steps=steps,
+        progress=False,
+        checkpoint=directory,
+        **options,
+    )
+
+
+def test_a_stopped_run_goes_on_bit_identical(tmp_path):
+    whole, history = run()
+    run(tmp_path, steps=13, save_every=5)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [
+        "step_000000010.npz",
+        "step_000000013.npz",
+    ]
+    state, resumed = run(tmp_path, save_every=7)
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(whole))
+    chex.assert_trees_all_equal(resumed, history)
+    again, _ = run(tmp_path)  # nothing is left to do
+    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(whole))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
+def test_a_damaged_file_is_refused_and_the_one_before_loads(damage, tmp_path):
+    run(tmp_path, steps=10, save_every=5)
+    newest = optfn.train.checkpoint.checkpoints(tmp_path)[-1]
+    data = bytearray(newest.read_bytes())
+    if damage == "flipped":
+        with zipfile.ZipFile(newest) as file:
+            info = file.getinfo("train/params.npy")
+        data[info.header_offset + 30 + len(info.filename) + info.file_size] ^= 0xFF
+    length = {"truncated": len(data) // 2, "flipped": len(data), "empty": 0}[damage]
+    newest.write_bytes(data[:length])
+    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
+    with pytest.raises(ValueError, match=rf"{newest.name} is not a whole checkpoint"):
+        optfn.load_checkpoint(newest, template)
+    with pytest.warns(UserWarning, match=newest.name):
+        state, _ = optfn.restore_checkpoint(tmp_path, template)
+    assert int(state.step) == 5
+    with pytest.warns(UserWarning, match=newest.name):
+        state, _ = run(tmp_path)
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(run()[0]))
+
+
+def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
+    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
+    assert optfn.restore_checkpoint(tmp_path / "none", template) is None
+    run(tmp_path, steps=2)
+    other = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(jnp.zeros(3, jnp.bfloat16))
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="no checkpoint can be loaded"):
+        optfn.restore_checkpoint(tmp_path, other)
+
+
+def test_bad_options(tmp_path):
+    with pytest.raises(ValueError, match="save_every must be >= 1"):
+        run(tmp_path, save_every=0)
+
+
+RUN = """
+import sys, time
+import numpy as np
+sys.path.insert(0, {tests!r})
+import test_checkpoint as t
+
+class Slow:
+    def __iter__(self):
+        for x in t.X:
+            time.sleep(0.02)
+            yield x
+
+t.X_slow = Slow()
+state, _ = t.optfn.minimize(
+    t.loss_fn, t.optimizer(), t.jnp.zeros(3, t.jnp.bfloat16), t.X_slow, steps=40,
+    progress=False, checkpoint={directory!r}, save_every=1,
+)
+"""
+
+
+def test_a_killed_run_ends_bit_identical(tmp_path):
+    """A real process, killed by SIGKILL at random moments while it saves at every step."""
+    code = RUN.format(tests=str(Path(__file__).parent), directory=str(tmp_path))
+    pick = random.Random(0)
+    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
+    seen = 0
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", code], env=os.environ)
+        while newest(tmp_path) <= seen:
+            assert process.poll() is None, "the run ended before it was killed"
+            time.sleep(0.005)
+        time.sleep(pick.uniform(0.0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        state, _ = optfn.restore_checkpoint(tmp_path, template)  # whole, without a warning
+        seen = int(state.step)
+        assert seen < 40
+    subprocess.run([sys.executable, "-c", code], env=os.environ, check=True, timeout=120)
+    state, _ = optfn.restore_checkpoint(tmp_path, template)
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(run()[0]))
+
+
+def newest(directory):
+    found = optfn.train.checkpoint.checkpoints(directory)
+    return int(found[-1].stem[5:]) if found else 0
