@@ -128,12 +128,9 @@ def draw(
         sums = np.cumsum(np.insert(curve, 0, 0.0))
         ends = np.arange(1, len(curve) + 1)
         starts = np.maximum(0, ends - window)
-        (line,) = axes.plot(ends, (sums[ends] - sums[starts]) / (ends - starts), label=name)
+        label = f"{name}, held out {after[name]:.2f}"
+        (line,) = axes.plot(ends, (sums[ends] - sums[starts]) / (ends - starts), label=label)
         axes.plot(steps * 1.02, after[name], "o", color=line.get_color(), clip_on=False)
-        axes.annotate(
-            f"{after[name]:.2f}", (steps * 1.02, after[name]), (7, -3),
-            textcoords="offset points", color=line.get_color(), annotation_clip=False,
-        )  # fmt: skip
     for (name, bits), style in zip(baselines.items(), ("--", ":"), strict=True):
         axes.axhline(bits, color="gray", linestyle=style, linewidth=1, label=f"{name} {bits:.2f}")
     axes.set(

@@ -28,12 +28,18 @@ LAYERS = [
     "transforms.clipping",
     "transforms.moment",
     "transforms.scaling",
+    "wrappers.attributes",
+    "wrappers.averaging",
+    "wrappers.precision",
+    "wrappers.accumulation",
+    "wrappers.guard",
     "optimizers.assembly",
     "optimizers.sgd",
     "optimizers.adagrad",
     "optimizers.adam",
     "optimizers.ftrl",
     "train.state",
+    "train.checkpoint",
     "train.step",
 ]
 SIGNATURES = {
@@ -54,7 +60,7 @@ SIGNATURES = {
     "bias_correction=False, exclude=None",
     "asgd": "learning_rate=1e-3, *, batch_num=1, weight_decay=0.0",
 }
-COMMON = "grad_clip=None, regularization=None"
+COMMON = "grad_clip=None, regularization=None, param_attrs=None, multi_precision=False"
 
 
 def modules() -> list[str]:
@@ -130,10 +136,11 @@ def test_docstrings(module):
         if name.startswith("_") or not own or not callable(thing):
             continue
         assert thing.__doc__, f"{module}.{name} has no docstring"
-        if module.startswith(("transforms", "optimizers")) and name in optfn.__all__:
+        if module.startswith(("transforms", "optimizers", "wrappers")) and name in optfn.__all__:
             assert "tate" in thing.__doc__, f"{name} does not say what state it keeps"
             for argument in inspect.signature(thing).parameters:
-                assert f"      {argument}: " in thing.__doc__, f"{name}: {argument} undocumented"
+                described = f"\n  {argument}: " in inspect.getdoc(thing)
+                assert described, f"{name}: {argument} undocumented"
 
 
 @pytest.mark.parametrize("module", ["", *(f".{m}" for m in LAYERS)])

@@ -158,6 +158,9 @@ def _gauges(inner_state: Any) -> tuple[jax.Array, jax.Array]:
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
     """Return what `record_metrics` has recorded, float32 scalars by name.
 
+    Args:
+      opt_state: the state of an optimizer with a `record_metrics` in it.
+
     Raises:
       ValueError: the state has no `record_metrics` in it, or several.
     """
