@@ -310,9 +310,9 @@ def zeros_like(
     def zeros(p: Any) -> jax.Array:
         dtype = numerics.accumulator_dtype(p.dtype)
         dtype = numerics.real_dtype(dtype) if real else dtype
-        if leading:
-            return jnp.full((*leading, *p.shape), fill, dtype)
-        return jnp.full_like(p, fill, dtype=dtype)
+        # Made like p and then broadcast, so that it is sharded as p is.
+        filled = jnp.full_like(p, fill, dtype=dtype)
+        return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
     return tree.map_arrays(zeros, params)
 

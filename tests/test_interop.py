@@ -4,13 +4,14 @@ import functools
 
 import chex
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import registry
-from flax import nnx, serialization
+from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
 
 import optfn
@@ -223,3 +224,33 @@ def test_optax_optimizers_run_in_our_train_step():
     state, metrics = step(step.init(jnp.zeros(3)), jnp.ones(3))
     np.testing.assert_allclose(state.params, 0.1, rtol=1e-3)
     assert "learning_rate" not in metrics
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_attributes_on_the_trees_of_every_library():
+    """The same two leaves by path, in a flax, an nnx, a haiku and an equinox model."""
+    x = jnp.ones((1, 3))
+    flax_params = linen.Dense(2).init(jax.random.key(0), x)
+    net = hk.transform(lambda x: hk.Linear(2, name="out")(x))
+    haiku_params = net.init(jax.random.key(0), x)
+    nnx_params = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    equinox_params = eqx.filter(eqx.nn.Linear(3, 2, key=jax.random.key(0)), eqx.is_array)
+    for params, bias, weight in (
+        (flax_params, "params/bias", "params/kernel"),
+        (haiku_params, "out/b", "out/w"),
+        (nnx_params, "bias", "kernel"),
+        (equinox_params, "bias", "weight"),
+    ):
+        attrs = {
+            bias: optfn.ParamAttr(trainable=False),
+            weight: optfn.ParamAttr(learning_rate=0.5),
+        }
+        tx = optfn.sgd(1.0, param_attrs=attrs)
+        grads = jax.tree.map(jnp.ones_like, params)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        by_ndim = {u.ndim: np.unique(u) for u in jax.tree.leaves(updates)}
+        np.testing.assert_array_equal(by_ndim[1], 0.0)
+        np.testing.assert_array_equal(by_ndim[2], -0.5)
+        with pytest.raises(ValueError, match=f"'{weight}'"):
+            optfn.sgd(1.0, param_attrs={"nothing": optfn.ParamAttr()}).init(params)

@@ -82,8 +82,8 @@ def _when(due: jax.Array, step: Any, totals: Any, inner_state: Any) -> tuple[Any
     leaves, structure = tree.flatten(shapes)
     moving = [not core.is_absent(leaf) for leaf in leaves]
     still = [
-        jnp.full(leaf.shape, -0.0, leaf.dtype)
-        for leaf, moves in zip(leaves, moving, strict=True)
+        _still(total, leaf.dtype)
+        for total, leaf, moves in zip(totals, leaves, moving, strict=True)
         if moves
     ]
 
@@ -102,6 +102,11 @@ def _when(due: jax.Array, step: Any, totals: Any, inner_state: Any) -> tuple[Any
         next(parts) if moves else _zero(leaf) for leaf, moves in zip(leaves, moving, strict=True)
     ]
     return structure.unflatten(updates), totals, inner_state
+
+
+def _still(total: jax.Array, dtype: Any) -> jax.Array:
+    """Return −0.0 like `total`, sharded over the mesh and varying over its axes as it is."""
+    return jnp.where(jnp.zeros_like(total, dtype=bool), total.astype(dtype), -0.0)
 
 
 def _zero(leaf: Any) -> Any:
