@@ -3,11 +3,9 @@
 `clip_of` and `penalty_of` build what the references' vocabulary names.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import optax
 
 import optfn
@@ -22,7 +20,7 @@ class Entry(NamedTuple):
     needs_params: bool = False
     wide_updates: bool = False  # updates of narrow parameters are float32
     hides_nan: bool = False  # a gradient that is not finite is skipped
-    extra: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of update
+    extra: Any = ()  # keyword arguments of update, as pairs
 
 
 def _optimizer(name: str, *args: Any, **options: Any) -> Entry:
@@ -114,7 +112,7 @@ TRANSFORMS: dict[str, Entry] = {
         "schedules.reduce_on_plateau",
         lambda: optfn.schedules.reduce_on_plateau(LR, patience=1),
         complex_leaves=True,
-        extra={"value": jnp.float32(1.0)},
+        extra=(("value", 1.0),),
     ),
 }
 

@@ -30,7 +30,7 @@ def arrays(seed):
 
 def steps(entry, tx, params, state, gradients):
     for grads in gradients:
-        updates, state = tx.update(grads, state, params, **entry.extra)
+        updates, state = tx.update(grads, state, params, **dict(entry.extra))
         params = optax.apply_updates(params, updates)
     return params, state
 

@@ -26,7 +26,7 @@ def trained(entry, dtype=jnp.float32):
     tx, params = entry.make(), tree(0, dtype)
     state = tx.init(params)
     for k in (1, 2):
-        _, state = tx.update(tree(k, dtype), state, params, **entry.extra)
+        _, state = tx.update(tree(k, dtype), state, params, **dict(entry.extra))
     return tx, params, state
 
 
