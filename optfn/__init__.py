@@ -17,13 +17,14 @@ True
 
 The tour, from the bottom up: `optfn.numerics` is arithmetic on arrays; `optfn.tree` names leaves;
 `optfn.core` is the protocol; `optfn.learning_rate` and `optfn.schedules` are the rate;
-`optfn.transforms` are the parts, `optfn.optimizers` the chains of them, and `optfn.train` the step,
-the loop and what reads the state.
+`optfn.transforms` are the parts, `optfn.wrappers` what goes around them, `optfn.optimizers` the
+chains; `optfn.distributed` is the pipeline, and `optfn.train` the step, the loop and what reads the
+state.
 """
 
 from optax import chain
 
-from optfn import schedules
+from optfn import distributed, schedules
 from optfn.core import apply_updates
 from optfn.learning_rate import get_learning_rate, set_learning_rate
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
@@ -78,6 +79,7 @@ __all__ = [
     "clip_by_norm",
     "clip_by_value",
     "decayed_adagrad",
+    "distributed",
     "exponential_moving_average",
     "ftrl",
     "ftrl_proximal",
