@@ -1,0 +1,65 @@
+"""The demo and the benchmarks run, at toy size, and say what they promise."""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import measure, update
+from examples import demo, text, transformer
+
+
+def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
+    """A few steps of one optimizer on a small model; the picture's path is on a line of its own."""
+    small = transformer.Config(width=16, heads=2, blocks=1, hidden=32, length=16, recent=2)
+    monkeypatch.setattr(demo, "CONFIG", small)
+    full = text.standard_library
+    monkeypatch.setattr(text, "standard_library", lambda: tuple(t[:4000] for t in full()))
+    arguments = ["demo", "--optimizers", "adamw", "--average", "--resume", "--out", str(tmp_path)]
+    for steps in ("2", "4"):
+        monkeypatch.setattr(sys, "argv", [*arguments, "--steps", steps])
+        demo.main()
+        out = capsys.readouterr()
+    assert f"picture: {tmp_path / 'curves.png'}" in out.out.splitlines()
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "step 3 loss" in out.err  # it went on from step 2
+    assert "held-out bits per byte" in out.out
+    assert "embed/table" in out.out
+
+
+def test_the_text_is_split_by_file_and_compressed():
+    train, held_out = text.standard_library()
+    assert 0.005 < len(held_out) / len(train) < 0.2
+    bits = text.compressors(held_out[:20000])
+    assert 0 < bits["lzma"] < 8
+    assert 0 < bits["zlib"] < 8
+
+
+def test_a_uniform_model_needs_eight_bits():
+    params = transformer.init(jax.random.key(0), transformer.Config(blocks=1, length=16))
+    bits = text.bits_per_byte(
+        lambda p, w: transformer.losses(p, w, transformer.Config(blocks=1, length=16)),
+        params,
+        np.arange(2000, dtype=np.uint8),
+        16,
+        batch=4,
+    )
+    assert bits == pytest.approx(8.0)
+
+
+def test_the_update_benchmark_at_toy_size(capsys):
+    (sgd, ftrl) = update.run("toy", 1, ["sgd", "ftrl"])
+    assert sgd["ratio"] > 0 and sgd["over_floor"] > 0
+    assert "optax_ms" not in ftrl
+    assert capsys.readouterr().out.count("|") > 10
+
+
+def test_trees_are_the_models():
+    shapes = {name: make() for name, make in measure.TREES.items()}
+    sizes = {name: sum(int(np.prod(s)) for s in tree.values()) for name, tree in shapes.items()}
+    assert len(shapes["resnet50"]) == 161 and round(sizes["resnet50"] / 1e6, 1) == 25.6
+    assert len(shapes["gpt2"]) == 148 and round(sizes["gpt2"] / 1e6) == 124
