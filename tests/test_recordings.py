@@ -6,7 +6,6 @@ optfn, which is also that of the references.
 """
 
 import functools
-import inspect
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ import optfn
 RECORDINGS = Path(__file__).parent / "recordings"
 MANIFEST = json.loads((RECORDINGS / "manifest.json").read_text())
 CASES = {case["case"]: case for case in MANIFEST["cases"]}
-PARAM_ATTRS = "param_attrs" in inspect.signature(optfn.sgd).parameters
 ELSEWHERE = {"ema", "model_average", "sparse", "dgc"}  # families with a test file of their own
 
 # What is not compared, and why
@@ -462,7 +460,7 @@ def followed(optimizer: str) -> dict[str, Any]:
     alike: dict[str, list[str]] = {}
     for name in TRAJECTORIES:
         setup = translate(CASES[name])
-        if setup.optimizer == optimizer and (PARAM_ATTRS or not setup.param_attrs):
+        if setup.optimizer == optimizer:
             alike.setdefault(repr(setup), []).append(name)
     runs = [trajectory_of(translate(CASES[names[0]])) for names in alike.values()]
     program = jax.jit(lambda inputs: [run(*own) for run, own in zip(runs, inputs, strict=True)])
@@ -478,8 +476,6 @@ def followed(optimizer: str) -> dict[str, Any]:
 def test_optfn_follows_paddle(name):
     """The optimizer takes the steps that Paddle took, all of them inside one scan."""
     setup = translate(CASES[name])
-    if setup.param_attrs and not PARAM_ATTRS:
-        pytest.skip("optfn has no param_attrs yet")
     compare(name, followed(setup.optimizer)[name])
 
 

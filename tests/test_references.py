@@ -9,7 +9,6 @@ fraction of the path a rule may be off, and why.
 """
 
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ import optfn
 STEPS = 50
 EPSILON = float(np.finfo(np.float32).eps)
 TINY = 1e-36  # below this float32 products lose digits, and XLA flushes them to 0
-PARAM_ATTRS = "param_attrs" in inspect.signature(optfn.sgd).parameters
 
 
 class Config(NamedTuple):
@@ -356,7 +354,6 @@ def test_clip_and_regularization_come_before_the_rule(name, clip):
         assert_follows(found, expected, params, **bound)
 
 
-@pytest.mark.skipif(not PARAM_ATTRS, reason="optfn has no param_attrs yet")
 @pytest.mark.parametrize("name", ["momentum", "adam", "lamb"])
 def test_attributes_of_parameters(name):
     """Each attribute does to its leaf what it does in the reference; a held leaf stays as it is."""

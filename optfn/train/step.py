@@ -22,6 +22,7 @@ import optax
 from optfn import checks, core
 from optfn.learning_rate import get_learning_rate
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
+from optfn.wrappers.attributes import check_transform
 from optfn.wrappers.guard import SkipNonfiniteState
 
 
@@ -138,11 +139,7 @@ def make_train_step(
 def _check_arguments(loss_fn: Any, tx: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            "tx must be a gradient transformation such as optfn.adam(1e-3); "
-            f"got {tx!r} of type {type(tx).__name__}"
-        )
+    check_transform("tx", tx, "adam(1e-3)")
 
 
 def _value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
