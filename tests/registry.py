@@ -6,6 +6,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optfn
@@ -233,3 +236,17 @@ def clip_of(spec: tuple | None) -> Any:
 def penalty_of(spec: tuple | None) -> Any:
     """Return optfn's regularization for ("l1", c) and ("l2", c)."""
     return None if spec is None else {"l1": optfn.l1_decay, "l2": optfn.l2_decay}[spec[0]](spec[1])
+
+
+def plateau_rates(tx: Any, metrics: np.ndarray) -> np.ndarray:
+    """Return what multiplies the updates before each metric is seen."""
+
+    @jax.jit
+    def steps(metrics: Any) -> Any:
+        def step(state: Any, metric: Any) -> Any:
+            updates, state = tx.update(jnp.ones(()), state, jnp.zeros(()), value=metric)
+            return state, updates
+
+        return jax.lax.scan(step, tx.init(jnp.zeros(())), metrics)[1]
+
+    return np.asarray(steps(jnp.asarray(metrics, jnp.float32)))

@@ -17,7 +17,7 @@ import optax
 import pytest
 import reference_schedules
 import references
-from registry import clip_of, penalty_of
+from registry import clip_of, penalty_of, plateau_rates
 
 import optfn
 
@@ -485,20 +485,6 @@ def test_optfn_schedule_follows_paddle(name):
     schedule = translate_schedule(CASES[name]).build(optfn.schedules)
     steps = jnp.arange(len(arrays(name)["lr"]), dtype=jnp.int32)
     compare_rates(name, np.asarray(jax.jit(jax.vmap(schedule))(steps)))
-
-
-def plateau_rates(tx: Any, metrics: np.ndarray) -> np.ndarray:
-    """Return what multiplies the updates before each metric is seen."""
-
-    @jax.jit
-    def steps(metrics: Any) -> Any:
-        def step(state: Any, metric: Any) -> Any:
-            updates, state = tx.update(jnp.ones(()), state, jnp.zeros(()), value=metric)
-            return state, updates
-
-        return jax.lax.scan(step, tx.init(jnp.zeros(())), metrics)[1]
-
-    return np.asarray(steps(jnp.asarray(metrics, jnp.float32)))
 
 
 @pytest.mark.parametrize("name", PLATEAUS)
