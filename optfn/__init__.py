@@ -45,6 +45,7 @@ from optfn.transforms.moment import (
     scale_by_momentum,
     scale_by_rms,
 )
+from optfn.transforms.quantized import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
 from optfn.transforms.scaling import (
     ftrl_proximal,
@@ -109,6 +110,7 @@ __all__ = [
     "scale_by_lars",
     "scale_by_learning_rate",
     "scale_by_momentum",
+    "scale_by_quantized_adam",
     "scale_by_rms",
     "scale_by_trust_ratio",
     "schedules",

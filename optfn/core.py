@@ -247,7 +247,7 @@ def map_leaves(
     updates: Any,
     *state: Any,
     params: Any = None,
-    leading: tuple[int, ...] = (),
+    shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
     **scalars: Any,
 ) -> Any:
     """Apply a rule on arrays to every leaf.
@@ -258,7 +258,8 @@ def map_leaves(
       updates: the gradients.
       *state: trees of accumulators, structured as `updates`.
       params: the parameters, where the rule reads them.
-      leading: axes that accumulators have before those of the gradient.
+      shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
+        it they are shaped like the gradient.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
 
     Returns:
@@ -280,8 +281,9 @@ def map_leaves(
             rows.append(hole)
             continue
         kept = [column[i] for column in columns]
-        for x in kept:
-            if tree.is_hole(x) or jnp.shape(x) != (*leading, *g.shape):
+        expected = [g.shape] * len(kept) if shapes is None else shapes(g.shape)
+        for x, shape in zip(kept, expected, strict=True):
+            if tree.is_hole(x) or jnp.shape(x) != shape:
                 raise ValueError(
                     f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
                     f"{getattr(x, 'shape', None)}, its gradient {g.shape}: "
@@ -300,18 +302,24 @@ def map_leaves(
 
 
 def zeros_like(
-    params: Any, *, real: bool = False, fill: Any = 0.0, leading: tuple[int, ...] = ()
+    params: Any,
+    *,
+    real: bool = False,
+    fill: Any = 0.0,
+    leading: tuple[int, ...] = (),
+    dtype: Any = None,
 ) -> Any:
     """Return a tree of accumulators for `params`, float32 or wider, filled with `fill`.
 
-    `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape.
+    `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape; `dtype`
+    is used as it is.
     """
 
     def zeros(p: Any) -> jax.Array:
-        dtype = numerics.accumulator_dtype(p.dtype)
-        dtype = numerics.real_dtype(dtype) if real else dtype
+        own = numerics.accumulator_dtype(p.dtype)
+        own = numerics.real_dtype(own) if real else own
         # Made like p and then broadcast, so that it is sharded as p is.
-        filled = jnp.full_like(p, fill, dtype=dtype)
+        filled = jnp.full_like(p, fill, dtype=own if dtype is None else dtype)
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
     return tree.map_arrays(zeros, params)
@@ -363,6 +371,17 @@ def check_axis(name: str, axis_name: Any) -> None:
                 f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
                 f"with the axis name {axis!r}"
             ) from None
+
+
+def when(due: jax.Array, fn: Callable[..., tuple[Any, ...]], *carry: Any) -> tuple[Any, ...]:
+    """Return fn(*carry) where `due`, a bool scalar, is true, else `carry`.
+
+    A loop of one turn or none: what a cond returns is new memory, what a loop carries is updated in
+    place, and nothing that comes after is fused into it.
+    """
+    return jax.lax.while_loop(
+        lambda state: state[0], lambda state: (jnp.zeros_like(due), *fn(*state[1:])), (due, *carry)
+    )[1:]
 
 
 def first_step() -> jax.Array:

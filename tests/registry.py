@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     needs_params: bool = False
     wide_updates: bool = False  # updates of narrow parameters are float32
     hides_nan: bool = False  # a gradient that is not finite is skipped
+    quantized: bool = False  # moments in fewer bits, of other shapes
     extra: Any = ()  # keyword arguments of update, as pairs
 
 
@@ -50,6 +51,8 @@ OPTIMIZERS: dict[str, Entry] = {
     "adam_algorithm_1": _optimizer("adam", LR, eps_hat=False, complex_leaves=True),
     "adamw": _optimizer("adamw", LR, weight_decay=0.1, needs_params=True),
     "adamw_exclude": _optimizer("adamw", LR, exclude=lambda path: True, needs_params=True),
+    "adam_bfloat16": _optimizer("adam", LR, moment_dtype="bfloat16", quantized=True),
+    "adamw_int8": _optimizer("adamw", LR, moment_dtype="int8", needs_params=True, quantized=True),
     "adamax": _optimizer("adamax", LR),
     "ftrl": _optimizer("ftrl", LR, l1=0.01, l2=0.01, needs_params=True),
     "lamb": _optimizer("lamb", 0.01, needs_params=True),
@@ -96,6 +99,9 @@ TRANSFORMS: dict[str, Entry] = {
     "scale_by_adadelta": Entry("scale_by_adadelta", lambda: optfn.scale_by_adadelta()),
     "scale_by_rms": Entry("scale_by_rms", lambda: optfn.scale_by_rms(centered=True)),
     "scale_by_adam": Entry("scale_by_adam", lambda: optfn.scale_by_adam(), complex_leaves=True),
+    "scale_by_quantized_adam": Entry(
+        "scale_by_quantized_adam", lambda: optfn.scale_by_quantized_adam(), quantized=True
+    ),
     "scale_by_adamax": Entry("scale_by_adamax", lambda: optfn.scale_by_adamax()),
     "scale_by_asgd": Entry("scale_by_asgd", lambda: optfn.scale_by_asgd(2)),
     "scale_by_learning_rate": Entry(

@@ -20,6 +20,7 @@ PACKAGE = ROOT / "optfn"
 LAYERS = [
     "checks",
     "numerics",
+    "quantization",
     "tree",
     "core",
     "learning_rate",
@@ -27,6 +28,7 @@ LAYERS = [
     "transforms.regularization",
     "transforms.clipping",
     "transforms.moment",
+    "transforms.quantized",
     "transforms.scaling",
     "wrappers.attributes",
     "wrappers.averaging",
@@ -60,9 +62,9 @@ SIGNATURES = {
     "decayed_adagrad": "learning_rate, *, decay=0.95, eps=1e-6",
     "adadelta": "learning_rate, *, rho=0.95, eps=1e-6",
     "rmsprop": "learning_rate, *, rho=0.95, eps=1e-6, momentum=0.0, centered=False",
-    "adam": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, eps_hat=True",
+    "adam": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, eps_hat=True, moment_dtype=None",
     "adamw": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, weight_decay=0.01, exclude=None, "
-    "eps_hat=False",
+    "eps_hat=False, moment_dtype=None",
     "adamax": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *",
     "ftrl": "learning_rate, *, l1=0.0, l2=0.0, lr_power=-0.5",
     "lamb": "learning_rate=1e-3, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-6, "

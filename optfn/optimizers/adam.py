@@ -5,13 +5,24 @@ Shared arguments as in `optfn.optimizers.sgd`.
 
 import optax
 
+from optfn import checks
 from optfn.checks import Number, Schedule
 from optfn.optimizers.assembly import optimizer
 from optfn.transforms.moment import scale_by_adam, scale_by_adamax
+from optfn.transforms.quantized import MOMENT_DTYPES, scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_learning_rate, scale_by_trust_ratio
 from optfn.tree import Pattern
 from optfn.wrappers.attributes import ParamAttrs
+
+
+def _moments(
+    b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None
+) -> optax.GradientTransformationExtraArgs:
+    if moment_dtype is None:
+        return scale_by_adam(b1, b2, eps, eps_hat=eps_hat)
+    checks.choice("moment_dtype", moment_dtype, MOMENT_DTYPES)
+    return scale_by_quantized_adam(b1, b2, eps, eps_hat=eps_hat, dtype=moment_dtype)
 
 
 def adam(
@@ -21,6 +32,7 @@ def adam(
     eps: Number = 1e-8,
     *,
     eps_hat: bool = True,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
@@ -39,18 +51,21 @@ def adam(
       eps: > 0.
       eps_hat: the form of the fluid page and of Kingma & Ba's §2; False is their Algorithm 1, as in
         optax, torch and Paddle 2.
+      moment_dtype: "bfloat16" or "int8" keeps the moments in few bits, stochastically rounded; see
+        `scale_by_quantized_adam`.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
       param_attrs: attributes of parameters, by patterns of paths.
       multi_precision: whether to keep float32 masters of narrower parameters.
 
-    State: m and v, 8 bytes per parameter. Real and complex leaves.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and with
+    float32 moments complex ones.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
     return optimizer(
         "adam",
-        scale_by_adam(b1, b2, eps, eps_hat=eps_hat),
+        _moments(b1, b2, eps, eps_hat, moment_dtype),
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
@@ -68,6 +83,7 @@ def adamw(
     weight_decay: Number = 0.01,
     exclude: Pattern | None = None,
     eps_hat: bool = False,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
@@ -84,18 +100,19 @@ def adamw(
       exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
       eps_hat: which form of Adam's step, see `adam`.
+      moment_dtype: "bfloat16" or "int8", see `adam`.
       grad_clip: a clip of g.
       regularization: a penalty added to g, which the moments see.
       param_attrs: attributes of parameters, by patterns of paths.
       multi_precision: whether to keep float32 masters of narrower parameters.
 
-    State: m and v, 8 bytes per parameter. Real leaves.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves.
 
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
     return optimizer(
         "adamw",
-        scale_by_adam(b1, b2, eps, eps_hat=eps_hat),
+        _moments(b1, b2, eps, eps_hat, moment_dtype),
         add_decayed_weights(weight_decay, exclude=exclude),
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,

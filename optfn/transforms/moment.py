@@ -238,8 +238,20 @@ def adam_rule(
     """Return (scale·m/(root·√v + eps), m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
     m = numerics.moving_average(m, g, b1)
     v = numerics.moving_average(v, numerics.abs_squared(g), b2)
+    return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
+
+
+def adam_direction(m: jax.Array, v: jax.Array, *, eps: Any, scale: Any, root: Any) -> jax.Array:
+    """Return scale·m/(root·√v + eps)."""
     denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
-    return numerics.scalar(scale, v) * m / denominator, m, v
+    return numerics.scalar(scale, v) * m / denominator
+
+
+def adam_factors(b1: Any, b2: Any, step: jax.Array, eps_hat: bool) -> tuple[Any, Any]:
+    """Return the scale of m and that of √v: the bias corrections of step t, in either form."""
+    scale = 1 / numerics.bias_correction(b1, step)
+    root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
+    return (scale / root, 1.0) if eps_hat else (scale, root)
 
 
 def scale_by_adam(
@@ -283,13 +295,7 @@ def scale_by_adam(
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
         step = core.next_step(state.step)
-        scale: Any = 1.0
-        root: Any = 1.0
-        if bias_correction:
-            scale = 1 / numerics.bias_correction(b1, step)
-            root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
-            if eps_hat:
-                scale, root = scale / root, 1.0
+        scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
         updates, mu, nu = core.map_leaves(
             adam_rule, updates, state.mu, state.nu, b1=b1, b2=b2, eps=eps, scale=scale, root=root
         )
@@ -386,7 +392,9 @@ def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
             y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), state.step % n, 0)
             return jnp.sum(y, axis=0) / jnp.minimum(step, n).astype(g.dtype), y
 
-        updates, gradients = core.map_leaves(rule, updates, state.gradients, leading=(n,))
+        updates, gradients = core.map_leaves(
+            rule, updates, state.gradients, shapes=lambda shape: [(n, *shape)]
+        )
         return updates, ScaleByAsgdState(step, gradients)
 
     return core.transform("scale_by_asgd", init, update)
