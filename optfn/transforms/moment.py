@@ -135,11 +135,18 @@ class ScaleByAdadeltaState(NamedTuple):
 def adadelta_rule(
     g: jax.Array, a: jax.Array, u: jax.Array, *, rho: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (Δ, a, u), in the order of `scale_by_adadelta`."""
-    eps = numerics.scalar(eps, g)
-    a = numerics.moving_average(a, jnp.square(g), rho)
-    delta = jnp.sqrt((u + eps) / (a + eps)) * g
-    return delta, a, numerics.moving_average(u, jnp.square(delta), rho)
+    """Return (Δ, a', u') with Δ = √((u + eps)/(a' + eps))·g, see `scale_by_adadelta`.
+
+    Δ is taken from u', by (u + eps)/(a' + eps) = (u' + ρ·eps)/(ρ(a' + eps) + (1 − ρ)g²): what needs
+    only the new accumulators lets both change in place.
+    """
+    eps, rho = numerics.scalar(eps, g), numerics.scalar(rho, g)
+    square = jnp.square(g)
+    a = numerics.moving_average(a, square, rho)
+    share = jnp.where(jnp.isinf(square), 0, square / (a + eps))  # a' is infinite as well
+    u = numerics.moving_average(u, (u + eps) * share, rho)
+    below = jnp.maximum(rho * (a + eps) + (1 - rho) * square, jnp.finfo(g.dtype).tiny)
+    return jnp.sqrt((u + rho * eps) / below) * g, a, u
 
 
 def scale_by_adadelta(
