@@ -151,6 +151,12 @@ WRAPPERS: dict[str, Entry] = {
         complex_leaves=True,
         needs_params=True,
     ),
+    "master_weights_accumulate_attributes": Entry(
+        "master_weights",
+        lambda: optfn.master_weights(optfn.accumulate(optfn.adam(LR, param_attrs=ATTRS), 2)),
+        needs_params=True,
+        wide_updates=True,
+    ),
     "accumulate": Entry(
         "accumulate", lambda: optfn.accumulate(optfn.adam(LR), 2), complex_leaves=True
     ),
