@@ -72,9 +72,8 @@ def recompute(
 
     >>> import jax, jax.numpy as jnp
     >>> deep = recompute([lambda p, x: jnp.sin(p * x)] * 9, segments="sqrt")
-    >>> gradient = jax.grad(deep)([1.0] * 9, 0.5)
-    >>> [round(float(g), 4) for g in gradient[-2:]]
-    [0.0752, 0.1004]
+    >>> [round(float(g), 3) for g in jax.grad(deep)([1.0] * 9, 0.5)[:3]]
+    [0.206, 0.225, 0.244]
     """
     options = {"checkpoints": checkpoints, "segments": segments, "memory_budget": memory_budget}
     given = [name for name, value in options.items() if value is not None]
@@ -105,6 +104,7 @@ def _cut_at_names(fn: Any, names: Any) -> Callable[..., Any]:
         raise TypeError(f"checkpoints must be a sequence of names; got {names!r}")
     names = tuple(names)
 
+    @functools.wraps(fn)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         of_arrays, arrays = _of_arrays(fn, args, kwargs)
         program = Equations(of_arrays, arrays)

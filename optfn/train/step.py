@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optfn import checks, core
 from optfn.learning_rate import get_learning_rate
@@ -47,7 +48,7 @@ class TrainStep:
     def init(self, params: Any) -> TrainState:
         """Return the state of step 0. It holds copies: the caller's arrays stay valid."""
         params = jax.tree.map(_own, params)
-        return TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params))
+        return _on_one_mesh(TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics of this step; `state` is used up (donated).
@@ -76,6 +77,26 @@ class TrainStep:
 def _own(x: Any) -> jax.Array:
     # A weakly typed parameter would come back strongly typed and compile the step anew.
     return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
+
+
+def _on_one_mesh(state: TrainState) -> TrainState:
+    """Repeat what lies on one device, such as counters, over the mesh of the params if any.
+
+    The step would do so, and then be compiled anew for a state that lies elsewhere.
+    """
+    leaves = jax.tree.leaves(state.params)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return state
+    meshes = {x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def placed(x: jax.Array) -> jax.Array:
+        on_mesh = isinstance(x.sharding, NamedSharding)
+        return x if on_mesh else jax.device_put(x, everywhere)
+
+    return jax.tree.map(placed, state)
 
 
 def make_train_step(
