@@ -32,6 +32,7 @@ from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.train.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.train.recompute import recompute
 from optfn.train.state import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainState, TrainStep, make_train_step, minimize
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
@@ -97,6 +98,7 @@ __all__ = [
     "minimize",
     "model_average",
     "momentum",
+    "recompute",
     "record_metrics",
     "restore_checkpoint",
     "rmsprop",

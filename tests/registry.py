@@ -224,6 +224,7 @@ OTHER_NAMES = {
     "make_train_step",
     "metrics",
     "minimize",
+    "recompute",
     "restore_checkpoint",
     "save_checkpoint",
     "schedules",

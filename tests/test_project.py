@@ -51,6 +51,9 @@ LAYERS = [
     "distributed.pipeline",
     "train.state",
     "train.checkpoint",
+    "train.rotor",
+    "train.costs",
+    "train.recompute",
     "train.step",
 ]
 SIGNATURES = {

@@ -26,6 +26,7 @@ from optfn.distributed.stage import floats
 
 _STASHES = ("input", "residual")
 _REDUCTIONS = ("mean", None)
+_PAIRED = object()  # the targets come with the inputs
 
 
 def pipeline_value_and_grad(
@@ -44,6 +45,7 @@ def pipeline_value_and_grad(
     """Return a function that gives the loss and gradients of a pipelined model.
 
         f(params, inputs, targets, *, rng=None) -> (loss, grads)
+        f(params, (inputs, targets), *, rng=None), as `make_train_step` calls its value_and_grad
 
     They are those of the whole model in one place: y = inputs; y = stage_fn(params[s], y) for each
     stage s; loss_fn(y, targets).
@@ -139,9 +141,16 @@ def pipeline_value_and_grad(
     compiled = jax.jit(pipeline.value_and_grad)
 
     def value_and_grad(
-        params: Any, inputs: Any, targets: Any, *, rng: Any = None
+        params: Any, inputs: Any, targets: Any = _PAIRED, *, rng: Any = None
     ) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients of the batch; see `pipeline_value_and_grad`."""
+        if targets is _PAIRED:
+            if not isinstance(inputs, list | tuple) or len(inputs) != 2:
+                raise TypeError(
+                    "targets are missing: the batch must be two arguments, inputs and targets, or "
+                    f"the pair (inputs, targets); got {type(inputs).__name__} alone"
+                )
+            inputs, targets = inputs
         return compiled(params, inputs, targets, rng)
 
     return value_and_grad

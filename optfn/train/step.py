@@ -11,17 +11,19 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optfn import checks, core
 from optfn.learning_rate import get_learning_rate
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
+from optfn.train.recompute import recompute as recomputing
 from optfn.wrappers.attributes import check_transform
 from optfn.wrappers.guard import SkipNonfiniteState
 
@@ -46,7 +48,7 @@ class TrainStep:
     def init(self, params: Any) -> TrainState:
         """Return the state of step 0. It holds copies: the caller's arrays stay valid."""
         params = jax.tree.map(_own, params)
-        return TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params))
+        return _on_one_mesh(TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics of this step; `state` is used up (donated).
@@ -77,11 +79,32 @@ def _own(x: Any) -> jax.Array:
     return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
 
 
+def _on_one_mesh(state: TrainState) -> TrainState:
+    """Repeat what lies on one device, such as counters, over the mesh of the params if any.
+
+    The step would do so, and then be compiled anew for a state that lies elsewhere.
+    """
+    leaves = jax.tree.leaves(state.params)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return state
+    meshes = {x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def placed(x: jax.Array) -> jax.Array:
+        on_mesh = isinstance(x.sharding, NamedSharding)
+        return x if on_mesh else jax.device_put(x, everywhere)
+
+    return jax.tree.map(placed, state)
+
+
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
+    recompute: Sequence[str] | None = None,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -99,8 +122,10 @@ def make_train_step(
       loss_fn: (params, batch) -> loss, a scalar; or (loss, aux) with `has_aux`.
       tx: an optimizer of optfn or optax.
       has_aux: whether `loss_fn` gives auxiliary data as well; it comes back as metrics["aux"].
+      recompute: names of values in `loss_fn` that its backward keeps; what lies between them it
+        computes again, by `optfn.recompute`.
       value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
-        `loss_fn` where given.
+        `loss_fn` where given: that of a pipeline, with (inputs, targets) as the batch.
       donate: whether the step may overwrite the state that it is given.
 
     Returns:
@@ -110,7 +135,8 @@ def make_train_step(
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
-      ValueError: a loss that is not a scalar.
+      ValueError: a loss that is not a scalar; names for `recompute` that `loss_fn` does not give,
+        or beside `value_and_grad`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))
@@ -120,6 +146,10 @@ def make_train_step(
     """
     _check_arguments(loss_fn, tx)
     extra_tx = optax.with_extra_args_support(tx)
+    if recompute is not None:
+        if value_and_grad is not None:
+            raise ValueError("recompute concerns loss_fn, which value_and_grad takes the place of")
+        loss_fn = recomputing(loss_fn, checkpoints=recompute)
     gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux))
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -197,6 +227,7 @@ def minimize(
     steps: int | None = None,
     progress: bool = True,
     has_aux: bool = False,
+    recompute: Sequence[str] | None = None,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
@@ -212,6 +243,7 @@ def minimize(
       progress: whether to show a bar with loss and learning rate on the terminal (by tqdm, where it
         is installed); where there is no terminal, lines `step <n> loss <number>`.
       has_aux: as in `make_train_step`.
+      recompute: as in `make_train_step`.
       value_and_grad: as in `make_train_step`.
       checkpoint: a directory for checkpoints. A run that finds one there goes on from it: it passes
         over the batches that were used, so give it the same ones, and ends bit for bit as if it had
@@ -228,7 +260,9 @@ def minimize(
     """
     if steps is not None:
         checks.count("steps", steps)
-    step = make_train_step(loss_fn, tx, has_aux=has_aux, value_and_grad=value_and_grad)
+    step = make_train_step(
+        loss_fn, tx, has_aux=has_aux, recompute=recompute, value_and_grad=value_and_grad
+    )
     state = step.init(params)
     checks.count("save_every", save_every)
     run = _History()
