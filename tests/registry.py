@@ -202,6 +202,7 @@ OTHER_NAMES = {
     "apply_updates",
     "averaged_params",
     "chain",
+    "dgc_momentum",
     "distributed",
     "get_learning_rate",
     "load_checkpoint",
