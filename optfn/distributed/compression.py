@@ -274,7 +274,7 @@ def _update(
     for column, values in zip((direction, velocity), new, strict=True):
         _put(column, small, values)
     if large:
-        phase = jnp.where(bad, 0, jnp.where(step < options.rampup_begin_step, 1, 2))
+        phase = jnp.where(bad, 0, jnp.where(step >= options.rampup_begin_step, 1, 2))
         own = (_at(column, large) for column in (leaves, u, v))
         kept = _compressed_leaves(options, phase, step, *own)
         for column, values in zip((direction, u, v), kept, strict=True):
@@ -387,7 +387,7 @@ def _mean_in_one(g: Leaves, axes: tuple[Any, ...]) -> Leaves:
 def _compressed_leaves(
     options: _Options, phase: jax.Array, step: jax.Array, g: Leaves, u: Leaves, v: Leaves
 ) -> tuple[Leaves, Leaves, Leaves]:
-    """Return directions, u and v of the compressed leaves: phase 0 skips, 1 is dense, 2 sparse."""
+    """Return directions, u and v of the compressed leaves: phase 0 skips, 1 is sparse, 2 dense."""
     axes = mesh.axes(options.axis_name)
     checked = mesh.checked_axes(axes)
     shapes = [x.shape for x in g]
@@ -412,7 +412,8 @@ def _compressed_leaves(
         return _exchange(options, step, [a for a, _ in pairs], [b for _, b in pairs])
 
     # The phase is the same on all workers, so that collectives may stand in its branches.
-    direction, u, v = lax.switch(phase, [skip, dense, sparse], flat, u, v)
+    phases = [skip, sparse] + ([dense] if options.rampup_begin_step else [])
+    direction, u, v = lax.switch(phase, phases, flat, u, v)
     return [d.reshape(shape) for d, shape in zip(direction, shapes, strict=True)], u, v
 
 
