@@ -51,8 +51,10 @@ LAYERS = [
     "distributed.selection",
     "distributed.wire",
     "distributed.compression",
+    "distributed.placement",
     "train.state",
     "train.checkpoint",
+    "train.parallel",
     "train.step",
 ]
 SIGNATURES = {
