@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_other_workers(workers):
     assert int(new.num_workers) == workers
     for field in ("local_velocity", "residual"):
         before = np.asarray(getattr(old, field)["w"]).reshape(N, -1)
-            before = before.mean(axis=0, dtype=np.float64)
+        before = before.mean(axis=0, dtype=np.float64)
         after = np.asarray(getattr(new, field)["w"]).reshape(workers, -1)
         assert np.any(before)
         np.testing.assert_allclose(after, np.stack([before] * workers), rtol=1e-6, atol=1e-9)
