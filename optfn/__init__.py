@@ -26,6 +26,7 @@ from optax import chain
 
 from optfn import distributed, schedules
 from optfn.core import apply_updates
+from optfn.distributed.compression import dgc_momentum
 from optfn.learning_rate import get_learning_rate, set_learning_rate
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
@@ -81,6 +82,7 @@ __all__ = [
     "clip_by_norm",
     "clip_by_value",
     "decayed_adagrad",
+    "dgc_momentum",
     "distributed",
     "exponential_moving_average",
     "ftrl",

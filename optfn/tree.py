@@ -147,9 +147,9 @@ def _holds_states(x: Any) -> bool:
     return isinstance(x, tuple | list) and any(map(_holds_states, x))
 
 
-def _word(state: Any) -> str:
-    """Return "scale_by_adam" for a ScaleByAdamState, also for a subclass of it."""
-    kind = next(c for c in type(state).__mro__ if c.__bases__ == (tuple,))
+def state_word(state_type: type) -> str:
+    """Return "scale_by_adam" for ScaleByAdamState, also for a subclass of it."""
+    kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
     name = kind.__name__.removesuffix("State")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -182,7 +182,7 @@ def named_parts(
         if is_state(node) and node._fields:
             name = own
             if not unnamed(node):
-                name = join(labels, _word(node))
+                name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
             if stop(node):

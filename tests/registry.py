@@ -154,6 +154,7 @@ WRAPPERS: dict[str, Entry] = {
     "master_weights_accumulate_attributes": Entry(
         "master_weights",
         lambda: optfn.master_weights(optfn.accumulate(optfn.adam(LR, param_attrs=ATTRS), 2)),
+        complex_leaves=True,
         needs_params=True,
         wide_updates=True,
     ),
@@ -217,6 +218,7 @@ OTHER_NAMES = {
     "apply_updates",
     "averaged_params",
     "chain",
+    "dgc_momentum",
     "distributed",
     "get_learning_rate",
     "load_checkpoint",

@@ -53,9 +53,10 @@ def skip_nonfinite(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         bad = ~_all_finite(updates)
-        if axis_name is not None:
-            core.check_axis("skip_nonfinite", axis_name)
-            bad = jax.lax.pmax(bad.astype(jnp.int32), axis_name) > 0
+        over = _axis(axis_name, extra)
+        if over is not None:
+            core.check_axis("skip_nonfinite", over)
+            bad = jax.lax.pmax(bad.astype(jnp.int32), over) > 0
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
         new, inner_state = inner.update(updates, state.inner_state, params, **extra)
@@ -74,6 +75,11 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _axis(axis_name: Any, extra: dict[str, Any]) -> Any:
+    """Return the wrapper's own axis, else the one over which the training step goes."""
+    return extra.get("axis_name") if axis_name is None else axis_name
 
 
 def _all_finite(updates: Any) -> jax.Array:
@@ -124,7 +130,7 @@ def record_metrics(
                 "record_metrics needs the parameters: call update(updates, state, params)"
             )
         new, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        norms = [_norm(x, axis_name) for x in (updates, new, params)]
+        norms = [_norm(x, _axis(axis_name, extra)) for x in (updates, new, params)]
         return new, RecordMetricsState(*norms, *_gauges(inner_state), inner_state)  # type: ignore[call-arg]
 
     return optax.GradientTransformationExtraArgs(init, update)
