@@ -24,7 +24,7 @@ state.
 
 from optax import chain
 
-from optfn import distributed, schedules
+from optfn import distributed, schedules, sparse
 from optfn.core import apply_updates
 from optfn.distributed.compression import dgc_momentum
 from optfn.learning_rate import get_learning_rate, set_learning_rate
@@ -37,6 +37,7 @@ from optfn.train.recompute import recompute
 from optfn.train.state import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainState, TrainStep, make_train_step, minimize
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
+from optfn.transforms.lazy import scale_by_catch_up_adam
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
@@ -110,6 +111,7 @@ __all__ = [
     "scale_by_adam",
     "scale_by_adamax",
     "scale_by_asgd",
+    "scale_by_catch_up_adam",
     "scale_by_decayed_adagrad",
     "scale_by_lars",
     "scale_by_learning_rate",
@@ -121,6 +123,7 @@ __all__ = [
     "set_learning_rate",
     "sgd",
     "skip_nonfinite",
+    "sparse",
     "state_dict",
     "summary",
 ]

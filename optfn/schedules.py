@@ -358,7 +358,7 @@ def reduce_on_plateau(
             min_lr=min_lr,
         )
         rate = state.rate.learning_rate
-        new = core.map_leaves(lambda u: numerics.scalar(rate, u) * u, updates)
+        new = core.map_leaves(lambda u: numerics.scalar(rate, u) * u, updates, touched=True)
         value = extra["value"]
         state = state._replace(
             rate=state.rate._replace(step=core.next_step(state.rate.step)),

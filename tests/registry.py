@@ -51,6 +51,8 @@ OPTIMIZERS: dict[str, Entry] = {
     "adam_algorithm_1": _optimizer("adam", LR, eps_hat=False, complex_leaves=True),
     "adamw": _optimizer("adamw", LR, weight_decay=0.1, needs_params=True),
     "adamw_exclude": _optimizer("adamw", LR, exclude=lambda path: True, needs_params=True),
+    "adam_lazy": _optimizer("adam", LR, lazy=True, complex_leaves=True),
+    "adamw_lazy_exact": _optimizer("adamw", LR, lazy="exact", weight_decay=0.1, needs_params=True),
     "adam_bfloat16": _optimizer("adam", LR, moment_dtype="bfloat16", quantized=True),
     "adamw_int8": _optimizer("adamw", LR, moment_dtype="int8", needs_params=True, quantized=True),
     "adamax": _optimizer("adamax", LR),
@@ -99,6 +101,9 @@ TRANSFORMS: dict[str, Entry] = {
     "scale_by_adadelta": Entry("scale_by_adadelta", lambda: optfn.scale_by_adadelta()),
     "scale_by_rms": Entry("scale_by_rms", lambda: optfn.scale_by_rms(centered=True)),
     "scale_by_adam": Entry("scale_by_adam", lambda: optfn.scale_by_adam(), complex_leaves=True),
+    "scale_by_catch_up_adam": Entry(
+        "scale_by_catch_up_adam", lambda: optfn.scale_by_catch_up_adam()
+    ),
     "scale_by_quantized_adam": Entry(
         "scale_by_quantized_adam", lambda: optfn.scale_by_quantized_adam(), quantized=True
     ),
@@ -231,6 +236,7 @@ OTHER_NAMES = {
     "save_checkpoint",
     "schedules",
     "set_learning_rate",
+    "sparse",
     "state_dict",
     "summary",
 }

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import tree
 from optfn.distributed.mesh import AxisName, axes
 from optfn.distributed.placement import is_compressed, num_workers, specs_of
+from optfn.rows import Rows, mean_over
 
 
 def on_workers(
@@ -52,16 +53,21 @@ def batch_spec(x: Any, data_axis: AxisName) -> P:
 
 
 def mean_over_workers(x: Any, axis_name: AxisName) -> Any:
-    """Return the mean over workers of each floating-point leaf, the sum of each integer."""
+    """Return the mean over workers of each floating-point leaf, the sum of each integer.
+
+    That of row-sparse leaves is the rows of all workers.
+    """
 
     def reduce(leaf: Any) -> Any:
+        if isinstance(leaf, Rows):
+            return mean_over(leaf, axes(axis_name))
         if tree.is_hole(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
         leaf = jnp.asarray(leaf)
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return (lax.pmean if inexact else lax.psum)(leaf, axes(axis_name))
 
-    return jax.tree.map(reduce, x, is_leaf=tree.is_hole)
+    return jax.tree.map(reduce, x, is_leaf=tree.is_leaf)
 
 
 def for_optimizer(grads: Any, opt_state: Any, axis_name: AxisName) -> tuple[Any, dict[str, Any]]:

@@ -20,13 +20,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optfn import checks, core
+from optfn import checks, core, sparse
 from optfn.distributed.mesh import AxisName
 from optfn.distributed.placement import init_state, num_workers
 from optfn.learning_rate import get_learning_rate
 from optfn.train import parallel
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.recompute import recompute as recomputing
+from optfn.tree import Pattern
 from optfn.wrappers.attributes import check_transform
 from optfn.wrappers.guard import SkipNonfiniteState
 
@@ -122,6 +123,7 @@ def make_train_step(
     mesh: Mesh | None = None,
     data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
+    tables: Pattern | None = None,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -147,6 +149,8 @@ def make_train_step(
         `axis_name` of Deep Gradient Compression.
       recompute: names of values in `loss_fn` that its backward keeps; what lies between them it
         computes again, by `optfn.recompute`.
+      tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
+        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
       value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
         `loss_fn` where given: that of a pipeline, with (inputs, targets) as the batch.
       donate: whether the step may overwrite the state that it is given.
@@ -159,7 +163,7 @@ def make_train_step(
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
       ValueError: a loss that is not a scalar; a mesh without `data_axis`; names for `recompute`
-        that `loss_fn` does not give, or beside `value_and_grad`.
+        that `loss_fn` does not give; `recompute` or `tables` beside `value_and_grad`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))
@@ -170,10 +174,11 @@ def make_train_step(
     _check_arguments(loss_fn, tx)
     extra_tx = optax.with_extra_args_support(tx)
     if recompute is not None:
-        if value_and_grad is not None:
-            raise ValueError("recompute concerns loss_fn, which value_and_grad takes the place of")
+        _check_unused("recompute", value_and_grad)
         loss_fn = recomputing(loss_fn, checkpoints=recompute)
-    gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux))
+    if tables is not None:
+        _check_unused("tables", value_and_grad)
+    gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux), tables)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         value, grads = gradient(state.params, batch)
@@ -204,7 +209,14 @@ def _check_arguments(loss_fn: Any, tx: Any) -> None:
     check_transform("tx", tx, "adam(1e-3)")
 
 
-def _value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _check_unused(argument: str, value_and_grad: Any) -> None:
+    if value_and_grad is not None:
+        raise ValueError(f"{argument} concerns loss_fn, which value_and_grad takes the place of")
+
+
+def _value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool, tables: Pattern | None
+) -> Callable[..., Any]:
     """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
 
     def checked(params: Any, batch: Any) -> Any:
@@ -220,6 +232,8 @@ def _value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[...,
             raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
         return value
 
+    if tables is not None:
+        return sparse.value_and_grad(checked, tables, has_aux=has_aux)
     return jax.value_and_grad(checked, has_aux=has_aux, allow_int=True)
 
 
@@ -262,6 +276,7 @@ def minimize(
     mesh: Mesh | None = None,
     data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
+    tables: Pattern | None = None,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
@@ -280,6 +295,7 @@ def minimize(
       mesh: as in `make_train_step`.
       data_axis: as in `make_train_step`.
       recompute: as in `make_train_step`.
+      tables: as in `make_train_step`.
       value_and_grad: as in `make_train_step`.
       checkpoint: a directory for checkpoints. A run that finds one there goes on from it: it passes
         over the batches that were used, so give it the same ones, and ends bit for bit as if it had
@@ -303,6 +319,7 @@ def minimize(
         mesh=mesh,
         data_axis=data_axis,
         recompute=recompute,
+        tables=tables,
         value_and_grad=value_and_grad,
     )
     state = step.init(params)

@@ -88,7 +88,9 @@ def scale_by_adagrad(
     start = checks.nonnegative("initial_accumulator_value", initial_accumulator_value)
 
     rule = partial(adagrad_rule, eps=eps)
-    return core.accumulating("scale_by_adagrad", rule, ScaleByAdagradState, fill=start)
+    return core.accumulating(
+        "scale_by_adagrad", rule, ScaleByAdagradState, fill=start, touched=True
+    )
 
 
 class ScaleByDecayedAdagradState(NamedTuple):
@@ -268,6 +270,7 @@ def scale_by_adam(
     *,
     eps_hat: bool = True,
     bias_correction: bool = True,
+    lazy: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide the mean of the gradient by the root of the mean of its square.
 
@@ -283,6 +286,8 @@ def scale_by_adam(
       eps_hat: which of the two forms; they differ in what eps is measured against.
       bias_correction: whether to divide by the weight that the averages have gathered (LAMB does
         without).
+      lazy: whether a row-sparse gradient changes the moments of the rows that it touches only; else
+        it becomes dense, and the moments of all rows decay. The step counts for all rows.
 
     State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
 
@@ -293,6 +298,7 @@ def scale_by_adam(
     eps = checks.number("eps", eps, low=0.0, low_open=True)
     eps_hat = checks.flag("eps_hat", eps_hat)
     bias_correction = checks.flag("bias_correction", bias_correction)
+    lazy = checks.flag("lazy", lazy)
 
     def init(params: Any) -> ScaleByAdamState:
         return ScaleByAdamState(
@@ -304,7 +310,11 @@ def scale_by_adam(
         step = core.next_step(state.step)
         scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
         updates, mu, nu = core.map_leaves(
-            adam_rule, updates, state.mu, state.nu, b1=b1, b2=b2, eps=eps, scale=scale, root=root
+            partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root),
+            updates,
+            state.mu,
+            state.nu,
+            touched=lazy,
         )
         return updates, ScaleByAdamState(step, mu, nu)
 

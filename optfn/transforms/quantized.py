@@ -162,7 +162,7 @@ def scale_by_quantized_adam(
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
-        step = core.next_step(state.step)
+        step, updates = core.next_step(state.step), core.densify(updates)
 
         def advance(*kept: Any) -> Any:
             return core.map_leaves(

@@ -49,7 +49,7 @@ def scale_by_learning_rate(
     ) -> tuple[Any, Any]:
         del params, extra
         rate, new = rates.advance(lr, state.rate)
-        updates = core.map_leaves(rule, updates, rate=rate, factor=rate_factors)
+        updates = core.map_leaves(rule, updates, touched=True, rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
     return core.transform("scale_by_learning_rate", init, update, complex_leaves=True)
@@ -239,6 +239,7 @@ def ftrl_proximal(
         del extra
         rate, new = rates.advance(lr, state.rate)
         own = {"rate": rate, "factor": rate_factors, "lr_power": lr_power}
+        updates = core.densify(updates)
 
         def accumulate(n: Any, z: Any) -> Any:
             return core.map_leaves(ftrl_accumulate, updates, n, z, params=params, **own)[1:]

@@ -8,6 +8,7 @@ import optax
 
 from optfn import checks, core, tree
 from optfn import learning_rate as rates
+from optfn.rows import Rows
 from optfn.transforms.clipping import ClipState, global_norm
 
 
@@ -62,6 +63,8 @@ def skip_nonfinite(
         new, inner_state = inner.update(updates, state.inner_state, params, **extra)
 
         def still(u: Any) -> Any:
+            if isinstance(u, Rows):
+                return u.map(still)
             return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
 
         def keep(after: Any, before: Any) -> Any:
@@ -84,9 +87,8 @@ def _axis(axis_name: Any, extra: dict[str, Any]) -> Any:
 
 def _all_finite(updates: Any) -> jax.Array:
     finite = jnp.asarray(True)
-    for g in tree.flatten(core.inexact(updates))[0]:
-        if not tree.is_hole(g):
-            finite &= jnp.all(jnp.isfinite(g))
+    for ok in core.per_leaf(lambda g: jnp.all(jnp.isfinite(g)), core.inexact(updates)).values:
+        finite = finite if ok is None else finite & ok
     return finite
 
 
