@@ -54,7 +54,9 @@ def catch_up_adam_rule(
     ratio = numerics.scalar(b1, m) / jnp.sqrt(jnp.asarray(numerics.scalar(b2, m), m.dtype))
     faded = jnp.power(ratio, n)
     # Where the missed steps lie on average, each with its weight in the sum.
-    middle = last + 1 / (1 - ratio) - jnp.where(missed > 0, n * faded / (1 - faded), 0)
+    middle = (
+        last.astype(m.dtype) + 1 / (1 - ratio) - jnp.where(missed > 0, n * faded / (1 - faded), 0)
+    )
     scale, root = adam_factors(b1, b2, jnp.maximum(middle, 1), eps_hat)
     late = adam_direction(
         m, v, eps=eps, scale=_per_row(scale, m), root=root if eps_hat else _per_row(root, m)
@@ -82,8 +84,8 @@ def scale_by_catch_up_adam(
     of all rows. The parameter of a row lags between two touches by at most the missed steps, whose
     sum is below d·r/(1 − r), about 9 steps for the defaults. Once touched it differs from dense
     Adam's by what the learning rate changed over the missed steps (the sum takes the present one),
-    by the curve of the bias correction over them, and by eps where √v is as small: with the defaults
-    and a constant rate by less than 1 % of the way
+    by the curve of the bias correction over them, and by eps where √v is as small: with the
+    defaults and a constant rate by less than 1 % of the way
     (`tests/test_sparse.py::test_exact_lazy_catches_up_with_dense_adam`).
 
     Args:

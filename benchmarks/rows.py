@@ -1,0 +1,121 @@
+"""What is a step on a table worth, of which it touches some rows?
+
+    python -m benchmarks.rows [--rows 1000000] [--width 64] [--touched 4096] [--rounds 9]
+
+A table of 1 M × 64, 4,096 rows a step, repeated ones among them: optfn's lazy and exact-lazy Adam
+on rows, its Adam on the dense gradient, optax's Adam, and torch's SparseAdam where torch is
+installed. All in one process, in interleaved rounds; JAX's sides donate params and state in the
+order in which they are updated in place. The dense sides are given the dense gradient, which costs
+them nothing here.
+"""
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optfn
+from benchmarks import measure
+
+
+class Step:
+    """One optimizer on the table, stepped in place."""
+
+    def __init__(self, tx: Any, params: Any, gradients: Any) -> None:
+        self.params = jax.tree.map(jnp.copy, params)
+        self.state, self.gradients = tx.init(self.params), gradients
+
+        def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+            updates, state = tx.update(gradients, state, params)
+            return optfn.apply_updates(params, updates), state
+
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+            self.params, self.state, self.gradients
+        )
+        self.compiled = lowered.compile()
+        self.temporaries = self.compiled.memory_analysis().temp_size_in_bytes
+
+    def __call__(self) -> Any:
+        """Make one step."""
+        self.params, self.state = self.compiled(self.params, self.state, self.gradients)
+        return self.params
+
+
+def torch_step(table: np.ndarray, indices: np.ndarray, values: np.ndarray) -> Callable[[], Any]:
+    """Return a step of torch's SparseAdam, its gradient made once."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.tensor(table))
+    optimizer = torch.optim.SparseAdam([parameter], lr=1e-3)
+    gradient = torch.sparse_coo_tensor(
+        torch.tensor(indices[None].astype(np.int64)), torch.tensor(values), table.shape
+    )
+
+    def step() -> None:
+        parameter.grad = gradient
+        optimizer.step()
+
+    return step
+
+
+def run(rows: int, width: int, touched: int, rounds: int) -> list[dict[str, Any]]:
+    """Return one row per optimizer, optax's dense Adam first."""
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((rows, width), np.float32)
+    indices = rng.integers(0, rows, touched).astype(np.int32)
+    values = rng.standard_normal((touched, width), np.float32)
+    params = {"table": jnp.asarray(table)}
+    sparse = {"table": optfn.sparse.Rows(jnp.asarray(indices), jnp.asarray(values), rows)}
+    dense = {"table": jnp.zeros((rows, width)) + sparse["table"]}
+    sides: dict[str, Any] = {
+        "optax adam, dense": Step(optax.adam(1e-3), params, dense),
+        "optfn adam, dense": Step(optfn.adam(1e-3, eps_hat=False), params, dense),
+        "optfn adam, lazy": Step(optfn.adam(1e-3, eps_hat=False, lazy=True), params, sparse),
+        'optfn adam, "exact"': Step(optfn.adam(1e-3, eps_hat=False, lazy="exact"), params, sparse),
+        "optfn sgd": Step(optfn.sgd(1e-3), params, sparse),
+        "optfn adagrad": Step(optfn.adagrad(1e-3), params, sparse),
+    }
+    if importlib.util.find_spec("torch"):
+        sides["torch SparseAdam"] = torch_step(table, indices, values)
+    times = measure.interleaved(sides, rounds)
+    peer = times["optax adam, dense"]
+    found = []
+    for name, side in sides.items():
+        row = {
+            "optimizer": name,
+            "ms": 1e3 * times[name].median,
+            "min_ms": 1e3 * times[name].minimum,
+            "ratio": peer.median / times[name].median,
+            "ratio_min": peer.minimum / times[name].minimum,
+            "temporaries_MB": side.temporaries / 1e6 if isinstance(side, Step) else None,
+        }
+        found.append(row)
+        temporaries = "-" if row["temporaries_MB"] is None else f"{row['temporaries_MB']:.2f}"
+        print(
+            f"| {name} | {row['ms']:.2f} ({row['min_ms']:.2f}) "
+            f"| {row['ratio']:.1f} ({row['ratio_min']:.1f}) | {temporaries} |",
+            flush=True,
+        )
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--touched", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    print(", ".join(f"{k} {v}" for k, v in measure.where().items()), "\n")
+    print("| optimizer | ms (min) | optax dense / it (min) | temporaries MB |\n|---|---|---|---|")
+    run(options.rows, options.width, options.touched, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
