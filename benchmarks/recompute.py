@@ -192,7 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     about = measure.where() | {"model": options.model, "effective": str(is_effective())}
     print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD)
-    rows = run(options.model, (0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8))
+    rows = run(options.model, (0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8))
     if options.picture:
         draw(rows, options.picture)
     if options.json:

@@ -35,7 +35,7 @@ import optfn
 from examples import text, transformer
 from optfn.distributed import pipeline_value_and_grad, plan
 
-STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 128
+STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 96
 CONFIG = transformer.Config(width=32, heads=2, hidden=64, blocks=16, length=64)
 
 
@@ -140,7 +140,7 @@ def draw(schedule: optfn.distributed.Plan, directory: Path) -> None:
 def main() -> None:
     """Print the schedule and the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--schedule", choices=("1f1b", "gpipe", "zb"), default="1f1b")
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     options = parser.parse_args()

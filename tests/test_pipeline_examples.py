@@ -35,7 +35,8 @@ def test_the_example_trains_as_one_device(monkeypatch, tmp_path, capsys):
 
 
 def test_stages_hold_the_whole_model():
-    params = transformer.init(pipeline.jax.random.key(0), pipeline.CONFIG)
+    key = pipeline.jax.random.key(0)
+    params = pipeline.jax.eval_shape(lambda: transformer.init(key, pipeline.CONFIG))
     stages = pipeline.split(params)
     assert len(stages) == pipeline.STAGES
     leaves = pipeline.jax.tree.leaves

@@ -20,7 +20,7 @@ from optfn.distributed.stage import floats, pullback
 from optfn.train.costs import num_bytes, piece_of
 from optfn.train.rotor import Plan, Rotor
 
-TRIALS = 8  # plans that are compiled at most to keep a budget
+TRIALS = 6  # plans that are compiled at most to keep a budget
 
 
 def recompute(
@@ -261,21 +261,24 @@ def _budgeted(fns: Sequence[Callable[[Any, Any], Any]], budget: int) -> Callable
 def _fitting(rotor: Rotor, budget: int, taken: Callable[[Plan], tuple[int, bool]]) -> Plan:
     """Return the best plan that takes at most `budget` bytes.
 
-    What a compiler makes of a plan is within a third of what the table says. So the table is asked
-    for what should fit, and for less until it does.
+    The table knows well what a piece adds to the peak, and less well the peak itself. So what is
+    asked of it is corrected by how far the plan before was off; by halves towards the least, whose
+    plan may cost much more than one beside it.
     """
     needed, asked = rotor.least, max(budget, 1.5 * rotor.least)
-    for _ in range(TRIALS):
-        plan = rotor.plan(asked)
+    for trial in range(TRIALS):
+        asked = rotor.least if trial == TRIALS - 1 else asked
+        plan, expected = rotor.plan(asked), rotor.peak(asked)
         size, exact = taken(plan)
-        if size <= budget and (exact or asked <= budget):
+        if size <= budget and (exact or expected <= budget):
             return plan
         if exact:
             needed = size
-        if asked <= rotor.least:
+        if expected <= rotor.least:
             break
-        asked = max(rotor.least, min(0.95 * asked, asked * budget / max(size, budget)))
-        asked = asked if exact else min(asked, max(rotor.least, budget))
+        off = size - expected if exact else 0.0
+        halved = (expected + rotor.least) / 2
+        asked = max(rotor.least, min(expected - rotor.unit, max(budget - off, halved)))
     raise ValueError(
         f"memory_budget must be at least {needed} bytes for this chain and batch; got {budget}"
     )

@@ -86,6 +86,11 @@ class Rotor:
         """Return the best plan for `budget` bytes, at least `least`."""
         return self.best(0, len(self.pieces) - 1, self.floor(budget))
 
+    def peak(self, budget: float) -> float:
+        """Return the bytes that the best plan for `budget` needs of it."""
+        flops = self.extra_flops[self.floor(budget)]
+        return int((self.extra_flops <= flops).argmax()) * self.unit
+
     def floor(self, size: float) -> int:
         """Return the whole units in `size` bytes, no more than the chain can use."""
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
