@@ -16,7 +16,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.demo
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.update
 
 $(VENV)/bin/python:

@@ -56,7 +56,7 @@ AVERAGE = optfn.exponential_moving_average(0.99, thres_steps=True)
 def main() -> None:
     """Train, print the table, draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1800)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--average", action="store_true", help="also average the parameters")

@@ -24,8 +24,9 @@ state.
 
 from optax import chain
 
-from optfn import distributed, schedules
+from optfn import distributed, schedules, sparse
 from optfn.core import apply_updates
+from optfn.distributed.compression import dgc_momentum
 from optfn.learning_rate import get_learning_rate, set_learning_rate
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
@@ -36,6 +37,7 @@ from optfn.train.recompute import recompute
 from optfn.train.state import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainState, TrainStep, make_train_step, minimize
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
+from optfn.transforms.lazy import scale_by_catch_up_adam
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
@@ -46,6 +48,7 @@ from optfn.transforms.moment import (
     scale_by_momentum,
     scale_by_rms,
 )
+from optfn.transforms.quantized import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
 from optfn.transforms.scaling import (
     ftrl_proximal,
@@ -80,6 +83,7 @@ __all__ = [
     "clip_by_norm",
     "clip_by_value",
     "decayed_adagrad",
+    "dgc_momentum",
     "distributed",
     "exponential_moving_average",
     "ftrl",
@@ -107,16 +111,19 @@ __all__ = [
     "scale_by_adam",
     "scale_by_adamax",
     "scale_by_asgd",
+    "scale_by_catch_up_adam",
     "scale_by_decayed_adagrad",
     "scale_by_lars",
     "scale_by_learning_rate",
     "scale_by_momentum",
+    "scale_by_quantized_adam",
     "scale_by_rms",
     "scale_by_trust_ratio",
     "schedules",
     "set_learning_rate",
     "sgd",
     "skip_nonfinite",
+    "sparse",
     "state_dict",
     "summary",
 ]

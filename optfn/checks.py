@@ -5,7 +5,7 @@ their shape and dtype are: their value is never branched on.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,3 +102,11 @@ def flag(name: str, value: Any) -> bool:
             f"{name} must be True or False; got {value!r} of type {type(value).__name__}"
         )
     return bool(value)
+
+
+def choice(name: str, value: Any, options: Sequence[str]) -> str:
+    """Return `value`, one of the strings in `options`."""
+    if value not in options:
+        allowed = ", ".join(map(repr, options))
+        raise ValueError(f"{name} must be one of {allowed}; got {value!r}")
+    return value

@@ -6,7 +6,9 @@ or wider; holes where there is nothing to update. `map_leaves` applies a functio
 leaves of such trees.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import numerics, tree
+from optfn import numerics, rows, tree
+from optfn.rows import Rows
 
 
 def transform(
@@ -101,7 +104,7 @@ def _align(name: str, updates: Any, params: Any, complex_leaves: bool) -> _Leave
             _check_gradient(name, g, p, live, updates, i)
         if live:
             dtype = numerics.accumulator_dtype(like.dtype)
-            out.updates.append(jnp.asarray(g).astype(dtype))
+            out.updates.append((g if isinstance(g, Rows) else jnp.asarray(g)).astype(dtype))
             out.params.append(p if p is None else jnp.asarray(p).astype(dtype))
             out.dtypes.append(like.dtype)
             out.held.append(None)
@@ -154,6 +157,8 @@ def _kind(name: str, what: str, x: Any, of: Any, i: int, complex_leaves: bool) -
             f"has dtype {x.dtype}"
         )
     if jnp.issubdtype(x.dtype, jnp.inexact):
+        if isinstance(x, Rows):
+            _check_rows(f"{name}: {what} {tree.paths(of)[i]!r}", x)
         return "live"
     if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_:
         if what == "gradient" and not _is_known_zero(x):
@@ -182,16 +187,32 @@ def _check_gradient(name: str, g: Any, p: Any, live: bool, updates: Any, i: int)
         )
     if tree.is_hole(g):
         raise ValueError(f"{what()}, but the parameter is a {p.dtype} array of shape {p.shape}")
+    if isinstance(g, Rows):
+        _check_rows(f"{name}: the gradient of {tree.paths(updates)[i]!r}", g)
     if not hasattr(g, "dtype") or not jnp.issubdtype(g.dtype, jnp.inexact):
         raise TypeError(f"{what()}; it must be a floating-point array of shape {p.shape}")
     if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
         raise TypeError(f"{what()}, complex, but the parameter has dtype {p.dtype}")
-    if jnp.shape(g) != jnp.shape(p):
+    if g.shape != p.shape:
         raise ValueError(f"{what()} of shape {g.shape}; the parameter has shape {p.shape}")
 
 
+def _check_rows(what: str, g: Rows) -> None:
+    """Raise unless indices and values are what Rows are made of."""
+    if g.indices.dtype != jnp.int32:
+        raise TypeError(
+            f"{what} has indices of dtype {g.indices.dtype}; they must be int32 (a transform that "
+            "scales every array takes no Rows: put optfn.sparse.densify() before it)"
+        )
+    if g.indices.ndim != 1 or g.values.shape[:1] != g.indices.shape:
+        raise ValueError(
+            f"{what} has indices of shape {g.indices.shape} and values of shape {g.values.shape}; "
+            "they must be (k,) and (k, …)"
+        )
+
+
 def stateless(
-    name: str, update: Callable[[Any, Any], Any], **options: bool
+    name: str, update: Callable[[Any, Any], Any], **options: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transform of a rule without state, (updates, params) -> updates."""
 
@@ -209,6 +230,7 @@ def accumulating(
     *,
     fill: Any = 0.0,
     complex_leaves: bool = False,
+    touched: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Return the transform of a rule that keeps one accumulator per field of `state_type`.
 
@@ -218,6 +240,7 @@ def accumulating(
       state_type: a NamedTuple class; its fields, in order, are the accumulators.
       fill: what the accumulators start with.
       complex_leaves: whether the rule is defined for complex leaves.
+      touched: see `map_leaves`.
     """
 
     def init(params: Any) -> Any:
@@ -225,7 +248,7 @@ def accumulating(
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
-        updates, *accumulators = map_leaves(rule, updates, *state)
+        updates, *accumulators = map_leaves(rule, updates, *state, touched=touched)
         return updates, state_type(*accumulators)
 
     return transform(name, init, update, complex_leaves=complex_leaves)
@@ -238,8 +261,30 @@ class PerLeaf(NamedTuple):
 
 
 def per_leaf(fn: Callable[[jax.Array], Any], updates: Any) -> PerLeaf:
-    """Return fn of each leaf, None for a hole."""
-    return PerLeaf([None if tree.is_hole(g) else fn(g) for g in tree.flatten(updates)[0]])
+    """Return fn of each leaf, of the values of a row-sparse one, None for a hole."""
+    leaves = [g.values if isinstance(g, Rows) else g for g in tree.flatten(updates)[0]]
+    return PerLeaf([None if tree.is_hole(g) else fn(g) for g in leaves])
+
+
+def merge_rows(updates: Any) -> Any:
+    """Return `updates` with each row of a row-sparse leaf once, as norms want it."""
+    return _map_rows(rows.merged, updates)
+
+
+def densify(updates: Any, warning: str = "") -> Any:
+    """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
+
+    def dense(g: Rows) -> jax.Array:
+        if warning:
+            warnings.warn(f"{warning}; it costs the whole table", stacklevel=2)
+        return rows.dense(g)
+
+    return _map_rows(dense, updates)
+
+
+def _map_rows(fn: Callable[[Rows], Any], updates: Any) -> Any:
+    leaves, structure = tree.flatten(updates)
+    return structure.unflatten([fn(g) if isinstance(g, Rows) else g for g in leaves])
 
 
 def map_leaves(
@@ -247,7 +292,8 @@ def map_leaves(
     updates: Any,
     *state: Any,
     params: Any = None,
-    leading: tuple[int, ...] = (),
+    shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
+    touched: bool = False,
     **scalars: Any,
 ) -> Any:
     """Apply a rule on arrays to every leaf.
@@ -258,7 +304,11 @@ def map_leaves(
       updates: the gradients.
       *state: trees of accumulators, structured as `updates`.
       params: the parameters, where the rule reads them.
-      leading: axes that accumulators have before those of the gradient.
+      shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
+        it they are shaped like the gradient.
+      touched: whether a row-sparse gradient concerns only the rows that it touches: the rule is
+        then applied to these rows, each once, of gradient, accumulators and parameter. Else it
+        becomes dense.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
 
     Returns:
@@ -274,44 +324,62 @@ def map_leaves(
     columns = [tree.flatten(accumulators)[0] for accumulators in state]
     parameters = None if params is None else tree.flatten(params)[0]
     hole = (optax.MaskedNode(),) * (1 + len(state))
-    rows = []
+    results = []
     for i, g in enumerate(gradients):
         if tree.is_hole(g):
-            rows.append(hole)
+            results.append(hole)
             continue
         kept = [column[i] for column in columns]
-        for x in kept:
-            if tree.is_hole(x) or jnp.shape(x) != (*leading, *g.shape):
+        expected = [g.shape] * len(kept) if shapes is None else shapes(g.shape)
+        for x, shape in zip(kept, expected, strict=True):
+            if tree.is_hole(x) or jnp.shape(x) != shape:
                 raise ValueError(
                     f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
                     f"{getattr(x, 'shape', None)}, its gradient {g.shape}: "
                     "it was made for other params"
                 )
-        p = () if parameters is None else (parameters[i],)
+        p = [] if parameters is None else [parameters[i]]
         own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
-        result = rule(g, *kept, *p, **own)
-        if not state:
-            rows.append((result,))
-            continue
-        new = [x.astype(old.dtype) for x, old in zip(result[1:], kept, strict=True)]
-        rows.append((result[0], *new))
-    whole = tuple(structure.unflatten([row[k] for row in rows]) for k in range(len(hole)))
+        results.append(_apply(partial(rule, **own), g, kept, p, touched))
+    whole = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(hole)))
     return whole if state else whole[0]
 
 
+def _apply(
+    rule: Callable[..., Any], g: Any, kept: list[Any], p: list[Any], touched: bool
+) -> tuple[Any, ...]:
+    """Return (update, *accumulators) of one leaf."""
+    if isinstance(g, Rows) and touched:
+        g = rows.merged(g)
+        result = rule(g.values, *(rows.take(x, g) for x in (*kept, *p)))
+        u, *new = result if kept else (result,)
+        return g.map(lambda values: u), *(
+            rows.put(x, g, rows_of_x) for x, rows_of_x in zip(kept, new, strict=True)
+        )
+    result = rule(rows.dense(g) if isinstance(g, Rows) else g, *kept, *p)
+    u, *new = result if kept else (result,)
+    return u, *(x.astype(old.dtype) for x, old in zip(new, kept, strict=True))
+
+
 def zeros_like(
-    params: Any, *, real: bool = False, fill: Any = 0.0, leading: tuple[int, ...] = ()
+    params: Any,
+    *,
+    real: bool = False,
+    fill: Any = 0.0,
+    leading: tuple[int, ...] = (),
+    dtype: Any = None,
 ) -> Any:
     """Return a tree of accumulators for `params`, float32 or wider, filled with `fill`.
 
-    `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape.
+    `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape; `dtype`
+    is used as it is.
     """
 
     def zeros(p: Any) -> jax.Array:
-        dtype = numerics.accumulator_dtype(p.dtype)
-        dtype = numerics.real_dtype(dtype) if real else dtype
+        own = numerics.accumulator_dtype(p.dtype)
+        own = numerics.real_dtype(own) if real else own
         # Made like p and then broadcast, so that it is sharded as p is.
-        filled = jnp.full_like(p, fill, dtype=dtype)
+        filled = jnp.full_like(p, fill, dtype=own if dtype is None else dtype)
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
     return tree.map_arrays(zeros, params)
@@ -342,15 +410,23 @@ def check_leaves(name: str, updates: Any, what: str, like: Any) -> None:
     for i, (g, p) in enumerate(pairs):
         if is_absent(g) or is_absent(p):
             continue
-        if jnp.shape(g) != jnp.shape(p):
+        if _shape(g) != _shape(p):
             raise ValueError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {jnp.shape(g)}, "
-                f"{what} {jnp.shape(p)}" + (": made for other params" if "state" in what else "")
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {_shape(g)}, "
+                f"{what} {_shape(p)}" + (": made for other params" if "state" in what else "")
             )
-        if jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
+        if _is_complex(g) and not _is_complex(p):
             raise TypeError(
                 f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex, {what} {p.dtype}"
             )
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.shape if isinstance(x, Rows) else jnp.shape(x)
+
+
+def _is_complex(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.complexfloating) if hasattr(x, "dtype") else False
 
 
 def check_axis(name: str, axis_name: Any) -> None:
@@ -363,6 +439,17 @@ def check_axis(name: str, axis_name: Any) -> None:
                 f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
                 f"with the axis name {axis!r}"
             ) from None
+
+
+def when(due: jax.Array, fn: Callable[..., tuple[Any, ...]], *carry: Any) -> tuple[Any, ...]:
+    """Return fn(*carry) where `due`, a bool scalar, is true, else `carry`.
+
+    A loop of one turn or none: what a cond returns is new memory, what a loop carries is updated in
+    place, and nothing that comes after is fused into it.
+    """
+    return jax.lax.while_loop(
+        lambda state: state[0], lambda state: (jnp.zeros_like(due), *fn(*state[1:])), (due, *carry)
+    )[1:]
 
 
 def first_step() -> jax.Array:
@@ -378,7 +465,8 @@ def next_step(step: jax.Array) -> jax.Array:
 def apply_updates(params: Any, updates: Any) -> Any:
     """Return params + updates, each leaf in the dtype of the parameter.
 
-    The sum is taken in the wider of the two dtypes and rounded once. Holes stay holes.
+    The sum is taken in the wider of the two dtypes and rounded once. Holes stay holes. A row-sparse
+    update is scattered into the parameter: in place, where that is donated.
 
     Args:
       params: a tree of arrays.
@@ -394,12 +482,14 @@ def apply_updates(params: Any, updates: Any) -> Any:
         if tree.is_hole(p):
             return p
         p = jnp.asarray(p)
-        if tree.is_hole(u) or jnp.shape(u) != p.shape:
-            came = f"has shape {jnp.shape(u)}" if not tree.is_hole(u) else "is missing"
+        if tree.is_hole(u) or _shape(u) != p.shape:
+            came = f"has shape {_shape(u)}" if not tree.is_hole(u) else "is missing"
             raise ValueError(
                 f"apply_updates: the update of leaf {tree.paths(params)[i]!r} {came}; "
                 f"the parameter has shape {p.shape}"
             )
+        if isinstance(u, Rows):
+            return rows.add(p, u)
         u = jnp.asarray(u)
         wide = p.dtype
         if jnp.issubdtype(p.dtype, jnp.inexact) and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:

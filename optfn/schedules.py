@@ -328,7 +328,6 @@ def reduce_on_plateau(
     cooldown = checks.count("cooldown", cooldown, low=0)
     min_lr = checks.nonnegative("min_lr", min_lr)
     sign = 1.0 if mode == "min" else -1.0
-    relative = threshold_mode == "rel"
 
     def init(params: Any) -> ReduceOnPlateauState:
         del params
@@ -341,25 +340,6 @@ def reduce_on_plateau(
             cooldown=jnp.zeros((), jnp.int32),
         )
 
-    def observe(state: ReduceOnPlateauState) -> ReduceOnPlateauState:
-        """Take in the metric of the update before."""
-        # `best` and `value` carry the sign of the mode, so that smaller is better.
-        gap = sign * threshold * state.best if relative else threshold
-        better = jnp.isinf(state.best) | (state.value < state.best - gap)
-        bad = jnp.where(better, 0, state.bad_values + 1)
-        reduce = bad > patience
-        rate = state.rate.learning_rate
-        lower = jnp.minimum(rate, jnp.maximum(rate * factor, min_lr))
-        counted = state._replace(
-            rate=state.rate._replace(learning_rate=jnp.where(reduce, lower, rate)),
-            best=jnp.where(better, state.value, state.best),
-            bad_values=jnp.where(reduce, 0, bad),
-            cooldown=jnp.where(reduce, cooldown, 0),
-        )
-        cooled = state._replace(cooldown=state.cooldown - 1)
-        seen = _choose(state.cooldown > 0, cooled, counted)
-        return _choose(state.observed, seen, state)
-
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params
         if "value" not in extra:
@@ -367,9 +347,18 @@ def reduce_on_plateau(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
                 "value=metric), with value=None where there is none"
             )
-        state = observe(state)
+        state = _observe(
+            state,
+            sign=sign,
+            factor=factor,
+            patience=patience,
+            threshold=threshold,
+            relative=threshold_mode == "rel",
+            cooldown=cooldown,
+            min_lr=min_lr,
+        )
         rate = state.rate.learning_rate
-        new = core.map_leaves(lambda u: numerics.scalar(rate, u) * u, updates)
+        new = core.map_leaves(lambda u: numerics.scalar(rate, u) * u, updates, touched=True)
         value = extra["value"]
         state = state._replace(
             rate=state.rate._replace(step=core.next_step(state.rate.step)),
@@ -383,3 +372,33 @@ def reduce_on_plateau(
         return new, state
 
     return core.transform("reduce_on_plateau", init, update, complex_leaves=True)
+
+
+def _observe(
+    state: ReduceOnPlateauState,
+    *,
+    sign: float,
+    factor: Any,
+    patience: int,
+    threshold: Any,
+    relative: bool,
+    cooldown: int,
+    min_lr: Any,
+) -> ReduceOnPlateauState:
+    """Take in the metric of the update before."""
+    # `best` and `value` carry the sign of the mode, so that smaller is better.
+    gap = sign * threshold * state.best if relative else threshold
+    better = jnp.isinf(state.best) | (state.value < state.best - gap)
+    bad = jnp.where(better, 0, state.bad_values + 1)
+    reduce = bad > patience
+    rate = state.rate.learning_rate
+    lower = jnp.minimum(rate, jnp.maximum(rate * factor, min_lr))
+    counted = state._replace(
+        rate=state.rate._replace(learning_rate=jnp.where(reduce, lower, rate)),
+        best=jnp.where(better, state.value, state.best),
+        bad_values=jnp.where(reduce, 0, bad),
+        cooldown=jnp.where(reduce, cooldown, 0),
+    )
+    cooled = state._replace(cooldown=state.cooldown - 1)
+    seen = _choose(state.cooldown > 0, cooled, counted)
+    return _choose(state.observed, seen, state)

@@ -2,7 +2,8 @@
 
 A tree here may have holes: None, and optax's MaskedNode where `optax.masked` or `optax.partition`
 has taken a leaf out. A hole counts as a leaf, so that trees with holes in different places (a
-gradient that is None for an integer parameter) still have the same structure.
+gradient that is None for an integer parameter) still have the same structure. A row-sparse gradient
+is one leaf as well.
 """
 
 import re
@@ -13,6 +14,8 @@ from typing import Any
 import jax
 import optax
 
+from optfn.rows import Rows
+
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
@@ -22,14 +25,19 @@ def is_hole(x: Any) -> bool:
     return x is None or isinstance(x, optax.MaskedNode)
 
 
+def is_leaf(x: Any) -> bool:
+    """Tell whether `x` is one leaf here where JAX sees a tree: a hole, or Rows."""
+    return is_hole(x) or isinstance(x, Rows)
+
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves of `tree`, holes included, and its structure."""
-    return jax.tree.flatten(tree, is_leaf=is_hole)
+    return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
 def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Map `fn` over the leaves of `tree` that are not holes; holes stay as they are."""
-    return jax.tree.map(lambda x: x if is_hole(x) else fn(x), tree, is_leaf=is_hole)
+    return jax.tree.map(lambda x: x if is_hole(x) else fn(x), tree, is_leaf=is_leaf)
 
 
 def paths(tree: Any) -> list[str]:
@@ -42,14 +50,14 @@ def paths(tree: Any) -> list[str]:
     variable = getattr(nnx, "Variable", ())
 
     def stop(x: Any) -> bool:
-        return is_hole(x) or isinstance(x, variable)
+        return is_leaf(x) or isinstance(x, variable)
 
     names = []
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         name = "/".join(map(_key_name, keys))
         inside = 1
         if not is_hole(node) and isinstance(node, variable):
-            inside = len(jax.tree.leaves(node, is_leaf=is_hole))
+            inside = len(jax.tree.leaves(node, is_leaf=is_leaf))
         names.extend([name] * inside)
     return names
 
@@ -147,9 +155,9 @@ def _holds_states(x: Any) -> bool:
     return isinstance(x, tuple | list) and any(map(_holds_states, x))
 
 
-def _word(state: Any) -> str:
-    """Return "scale_by_adam" for a ScaleByAdamState, also for a subclass of it."""
-    kind = next(c for c in type(state).__mro__ if c.__bases__ == (tuple,))
+def state_word(state_type: type) -> str:
+    """Return "scale_by_adam" for ScaleByAdamState, also for a subclass of it."""
+    kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
     name = kind.__name__.removesuffix("State")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
@@ -182,7 +190,7 @@ def named_parts(
         if is_state(node) and node._fields:
             name = own
             if not unnamed(node):
-                name = join(labels, _word(node))
+                name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
             if stop(node):

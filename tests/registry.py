@@ -6,6 +6,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optfn
@@ -20,6 +23,7 @@ class Entry(NamedTuple):
     needs_params: bool = False
     wide_updates: bool = False  # updates of narrow parameters are float32
     hides_nan: bool = False  # a gradient that is not finite is skipped
+    quantized: bool = False  # moments in fewer bits, of other shapes
     extra: Any = ()  # keyword arguments of update, as pairs
 
 
@@ -47,6 +51,10 @@ OPTIMIZERS: dict[str, Entry] = {
     "adam_algorithm_1": _optimizer("adam", LR, eps_hat=False, complex_leaves=True),
     "adamw": _optimizer("adamw", LR, weight_decay=0.1, needs_params=True),
     "adamw_exclude": _optimizer("adamw", LR, exclude=lambda path: True, needs_params=True),
+    "adam_lazy": _optimizer("adam", LR, lazy=True, complex_leaves=True),
+    "adamw_lazy_exact": _optimizer("adamw", LR, lazy="exact", weight_decay=0.1, needs_params=True),
+    "adam_bfloat16": _optimizer("adam", LR, moment_dtype="bfloat16", quantized=True),
+    "adamw_int8": _optimizer("adamw", LR, moment_dtype="int8", needs_params=True, quantized=True),
     "adamax": _optimizer("adamax", LR),
     "ftrl": _optimizer("ftrl", LR, l1=0.01, l2=0.01, needs_params=True),
     "lamb": _optimizer("lamb", 0.01, needs_params=True),
@@ -93,6 +101,12 @@ TRANSFORMS: dict[str, Entry] = {
     "scale_by_adadelta": Entry("scale_by_adadelta", lambda: optfn.scale_by_adadelta()),
     "scale_by_rms": Entry("scale_by_rms", lambda: optfn.scale_by_rms(centered=True)),
     "scale_by_adam": Entry("scale_by_adam", lambda: optfn.scale_by_adam(), complex_leaves=True),
+    "scale_by_catch_up_adam": Entry(
+        "scale_by_catch_up_adam", lambda: optfn.scale_by_catch_up_adam()
+    ),
+    "scale_by_quantized_adam": Entry(
+        "scale_by_quantized_adam", lambda: optfn.scale_by_quantized_adam(), quantized=True
+    ),
     "scale_by_adamax": Entry("scale_by_adamax", lambda: optfn.scale_by_adamax()),
     "scale_by_asgd": Entry("scale_by_asgd", lambda: optfn.scale_by_asgd(2)),
     "scale_by_learning_rate": Entry(
@@ -141,6 +155,13 @@ WRAPPERS: dict[str, Entry] = {
         lambda: optfn.momentum(LR, 0.9, grad_clip=optfn.clip_by_norm(0.5), param_attrs=ATTRS),
         complex_leaves=True,
         needs_params=True,
+    ),
+    "master_weights_accumulate_attributes": Entry(
+        "master_weights",
+        lambda: optfn.master_weights(optfn.accumulate(optfn.adam(LR, param_attrs=ATTRS), 2)),
+        complex_leaves=True,
+        needs_params=True,
+        wide_updates=True,
     ),
     "accumulate": Entry(
         "accumulate", lambda: optfn.accumulate(optfn.adam(LR), 2), complex_leaves=True
@@ -202,6 +223,7 @@ OTHER_NAMES = {
     "apply_updates",
     "averaged_params",
     "chain",
+    "dgc_momentum",
     "distributed",
     "get_learning_rate",
     "load_checkpoint",
@@ -214,6 +236,7 @@ OTHER_NAMES = {
     "save_checkpoint",
     "schedules",
     "set_learning_rate",
+    "sparse",
     "state_dict",
     "summary",
 }
@@ -234,3 +257,17 @@ def clip_of(spec: tuple | None) -> Any:
 def penalty_of(spec: tuple | None) -> Any:
     """Return optfn's regularization for ("l1", c) and ("l2", c)."""
     return None if spec is None else {"l1": optfn.l1_decay, "l2": optfn.l2_decay}[spec[0]](spec[1])
+
+
+def plateau_rates(tx: Any, metrics: np.ndarray) -> np.ndarray:
+    """Return what multiplies the updates before each metric is seen."""
+
+    @jax.jit
+    def steps(metrics: Any) -> Any:
+        def step(state: Any, metric: Any) -> Any:
+            updates, state = tx.update(jnp.ones(()), state, jnp.zeros(()), value=metric)
+            return state, updates
+
+        return jax.lax.scan(step, tx.init(jnp.zeros(())), metrics)[1]
+
+    return np.asarray(steps(jnp.asarray(metrics, jnp.float32)))

@@ -9,7 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import measure, update
+import optfn
+from benchmarks import measure, moments, update
 from examples import demo, text, transformer
 
 
@@ -56,6 +57,18 @@ def test_the_update_benchmark_at_toy_size(capsys):
     assert sgd["ratio"] > 0 and sgd["over_floor"] > 0
     assert "optax_ms" not in ftrl
     assert capsys.readouterr().out.count("|") > 10
+
+
+def test_the_moments_benchmark_at_toy_size():
+    rows = {row["moments"]: row for row in moments.cost("toy", 1)}
+    assert rows["int8"]["state"] < 2.2 < 4 <= rows["bfloat16"]["state"] < 4.01
+    found = moments.accuracy(
+        "digits",
+        lambda tx, seed: moments.digits_accuracy(tx, seed, 1),
+        lambda dtype: optfn.adam(1e-2, moment_dtype=dtype),
+        seeds=1,
+    )
+    assert all(figures[0] > 50 for figures in found.values())
 
 
 def test_trees_are_the_models():

@@ -87,13 +87,16 @@ def test_bfloat16_is_kept_as_bits(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_round_trip_through_orbax(tmp_path):
-    entry = registry.WRAPPERS["stack"]
-    tx, params, state = trained(entry, jnp.bfloat16)
+    """Every optimizer, transform and wrapper, in one checkpoint."""
+    everything = {name: trained(entry, jnp.bfloat16) for name, entry in registry.EVERYTHING.items()}
+    saved = {name: optfn.state_dict(state) for name, (_, _, state) in everything.items()}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", optfn.state_dict(state))
+        checkpointer.save(tmp_path / "states", saved)
         checkpointer.wait_until_finished()
-        mapping = checkpointer.restore(tmp_path / "state")
-    chex.assert_trees_all_equal(optfn.load_state_dict(tx.init(params), mapping), state)
+        restored = checkpointer.restore(tmp_path / "states")
+    for name, (tx, params, state) in everything.items():
+        loaded = optfn.load_state_dict(tx.init(params), restored[name])
+        chex.assert_trees_all_equal(loaded, state)
 
 
 def test_saved_state_outlives_a_donated_one():

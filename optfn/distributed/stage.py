@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn.distributed.equations import Equations, like, read, variables, with_divided_scans
+from optfn.equations import Equations, like, read, variables, with_divided_scans
 
 StageFn = Callable[[Any, Any, Any], Any]
 # y -> (whatever the caller wants of it, the cotangent of y)

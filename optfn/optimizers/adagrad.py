@@ -6,7 +6,7 @@ Shared arguments as in `optfn.optimizers.sgd`.
 import optax
 
 from optfn.checks import Number, Schedule
-from optfn.optimizers.assembly import optimizer
+from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
@@ -128,6 +128,7 @@ def adadelta(
     """
     return optimizer(
         "adadelta",
+        dense_rows("adadelta"),
         scale_by_adadelta(rho=rho, eps=eps),
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,

@@ -5,13 +5,36 @@ Shared arguments as in `optfn.optimizers.sgd`.
 
 import optax
 
+from optfn import checks
 from optfn.checks import Number, Schedule
-from optfn.optimizers.assembly import optimizer
+from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms.lazy import scale_by_catch_up_adam
 from optfn.transforms.moment import scale_by_adam, scale_by_adamax
+from optfn.transforms.quantized import MOMENT_DTYPES, scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_learning_rate, scale_by_trust_ratio
 from optfn.tree import Pattern
 from optfn.wrappers.attributes import ParamAttrs
+
+
+def _moments(
+    b1: Number,
+    b2: Number,
+    eps: Number,
+    eps_hat: bool,
+    moment_dtype: str | None,
+    lazy: bool | str,
+) -> optax.GradientTransformationExtraArgs:
+    if lazy not in (False, True, "exact"):
+        raise ValueError(f'lazy must be False, True or "exact"; got {lazy!r}')
+    if moment_dtype is not None:
+        checks.choice("moment_dtype", moment_dtype, MOMENT_DTYPES)
+        if lazy:
+            raise ValueError(f"lazy={lazy!r} needs float32 moments; got {moment_dtype=}")
+        return scale_by_quantized_adam(b1, b2, eps, eps_hat=eps_hat, dtype=moment_dtype)
+    if lazy == "exact":
+        return scale_by_catch_up_adam(b1, b2, eps, eps_hat=eps_hat)
+    return scale_by_adam(b1, b2, eps, eps_hat=eps_hat, lazy=bool(lazy))
 
 
 def adam(
@@ -20,7 +43,9 @@ def adam(
     b2: Number = 0.999,
     eps: Number = 1e-8,
     *,
+    lazy: bool | str = False,
     eps_hat: bool = True,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
@@ -37,20 +62,27 @@ def adam(
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
+      lazy: what becomes of a row-sparse gradient. False: the result of the dense one, at the cost
+        of the whole table. True: moments and parameters of the rows present only, fluid's
+        lazy_mode. "exact": these rows, which also make up for the steps that they missed; see
+        `scale_by_catch_up_adam`. A dense gradient is treated alike in all three.
       eps_hat: the form of the fluid page and of Kingma & Ba's §2; False is their Algorithm 1, as in
         optax, torch and Paddle 2.
+      moment_dtype: "bfloat16" or "int8" keeps the moments in few bits, stochastically rounded; see
+        `scale_by_quantized_adam`.
       grad_clip: a clip of g.
       regularization: a penalty added to g.
       param_attrs: attributes of parameters, by patterns of paths.
       multi_precision: whether to keep float32 masters of narrower parameters.
 
-    State: m and v, 8 bytes per parameter. Real and complex leaves.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and with
+    float32 moments complex ones.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
     return optimizer(
         "adam",
-        scale_by_adam(b1, b2, eps, eps_hat=eps_hat),
+        _moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
         regularization=regularization,
@@ -67,7 +99,9 @@ def adamw(
     *,
     weight_decay: Number = 0.01,
     exclude: Pattern | None = None,
+    lazy: bool | str = False,
     eps_hat: bool = False,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
@@ -83,19 +117,21 @@ def adamw(
       weight_decay: wd, ≥ 0.
       exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
+      lazy: as in `adam`; the decay then concerns the rows present only.
       eps_hat: which form of Adam's step, see `adam`.
+      moment_dtype: "bfloat16" or "int8", see `adam`.
       grad_clip: a clip of g.
       regularization: a penalty added to g, which the moments see.
       param_attrs: attributes of parameters, by patterns of paths.
       multi_precision: whether to keep float32 masters of narrower parameters.
 
-    State: m and v, 8 bytes per parameter. Real leaves.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves.
 
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
     return optimizer(
         "adamw",
-        scale_by_adam(b1, b2, eps, eps_hat=eps_hat),
+        _moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
         add_decayed_weights(weight_decay, exclude=exclude),
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
@@ -137,6 +173,7 @@ def adamax(
     """
     return optimizer(
         "adamax",
+        dense_rows("adamax"),
         scale_by_adamax(b1, b2, eps),
         scale_by_learning_rate(learning_rate),
         grad_clip=grad_clip,
@@ -188,6 +225,7 @@ def lamb(
     """
     return optimizer(
         "lamb",
+        dense_rows("lamb"),
         scale_by_adam(b1, b2, eps, eps_hat=False, bias_correction=bias_correction),
         add_decayed_weights(weight_decay, exclude=exclude),
         scale_by_trust_ratio(),

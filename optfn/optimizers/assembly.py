@@ -47,3 +47,11 @@ def optimizer(
     if checks.flag("multi_precision", multi_precision):
         tx = master_weights(tx)
     return attributed(name, tx, attrs)
+
+
+def dense_rows(name: str) -> optax.GradientTransformationExtraArgs:
+    """Make row-sparse gradients dense, with a warning: the rule is not defined for rows alone."""
+    warning = f"{name} moves all rows of a table, so a row-sparse gradient becomes dense"
+    return core.stateless(
+        name, lambda updates, params: core.densify(updates, warning), complex_leaves=True
+    )

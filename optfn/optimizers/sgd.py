@@ -10,7 +10,7 @@ match whole paths of leaves to a ParamAttr, of which the first match counts; `mu
 import optax
 
 from optfn.checks import Number, Schedule
-from optfn.optimizers.assembly import optimizer
+from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.moment import scale_by_asgd, scale_by_momentum
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_lars, scale_by_learning_rate
@@ -133,6 +133,7 @@ def lars(
     """
     return optimizer(
         "lars",
+        dense_rows("lars"),
         scale_by_lars(lars_coeff, lars_weight_decay, eps, exclude=exclude),
         scale_by_learning_rate(learning_rate),
         scale_by_momentum(momentum),
@@ -173,6 +174,7 @@ def asgd(
     """
     return optimizer(
         "asgd",
+        dense_rows("asgd"),
         scale_by_asgd(batch_num),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),

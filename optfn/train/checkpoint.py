@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from optfn.train.state import load_state_dict, state_dict
 
@@ -26,8 +28,9 @@ def save_checkpoint(
     """Write a training state to `directory`/step_<n>.npz.
 
     The file appears under its name only when all of it is on the disk, so that a process killed at
-    any moment leaves the newest checkpoint whole. In a run of several processes each writes its
-    own directory.
+    any moment leaves the newest checkpoint whole. In a run of several processes all call it, and
+    each writes its own directory: all of the state, what other processes hold as well, so that any
+    of them can go on alone.
 
     Args:
       directory: made if it is not there.
@@ -40,7 +43,9 @@ def save_checkpoint(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    arrays = state_dict(state) | {f"history/{k}": np.asarray(v) for k, v in (history or {}).items()}
+    arrays = state_dict(jax.tree.map(_whole, state)) | {
+        f"history/{k}": np.asarray(v) for k, v in (history or {}).items()
+    }
     path = directory / f"step_{int(state.step):09d}.npz"
     unfinished = path.with_suffix(".unfinished")
     with open(unfinished, "wb") as file:
@@ -52,6 +57,13 @@ def save_checkpoint(
     for old in checkpoints(directory)[:-keep]:
         old.unlink()
     return path
+
+
+def _whole(x: Any) -> Any:
+    """Return an array of which other processes hold a part as one on this host."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return x
 
 
 def _sync(directory: Path) -> None:

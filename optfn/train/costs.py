@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from optfn.distributed.equations import Equations, variables
 from optfn.distributed.stage import floats, pullback
+from optfn.equations import Equations, variables
 from optfn.train.rotor import Piece
 
 # What XLA computes again in each fusion that reads it, rather than write it to memory.

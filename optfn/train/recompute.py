@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from optfn import checks, tree
-from optfn.distributed.equations import Equations, read, variables
 from optfn.distributed.stage import floats, pullback
+from optfn.equations import Equations, read, variables
 from optfn.train.costs import num_bytes, piece_of
 from optfn.train.rotor import Plan, Rotor, pieces_of
 

@@ -18,12 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optfn import checks, core
+from optfn import checks, core, sparse
+from optfn.distributed.mesh import AxisName
+from optfn.distributed.placement import init_state, num_workers
 from optfn.learning_rate import get_learning_rate
+from optfn.train import parallel
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.recompute import recompute as recomputing
+from optfn.tree import Pattern
 from optfn.wrappers.attributes import check_transform
 from optfn.wrappers.guard import SkipNonfiniteState
 
@@ -43,12 +47,22 @@ class TrainStep:
     loss_fn: Callable[..., Any]
     tx: optax.GradientTransformationExtraArgs
     compiled: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    mesh: Mesh | None = None
+    data_axis: AxisName = "data"
     _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
 
     def init(self, params: Any) -> TrainState:
-        """Return the state of step 0. It holds copies: the caller's arrays stay valid."""
-        params = jax.tree.map(_own, params)
-        return _on_one_mesh(TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params)))
+        """Return the state of step 0. It holds copies: the caller's arrays stay valid.
+
+        On a mesh, params and state are replicated, but for what Deep Gradient Compression keeps for
+        each worker; in a run of several processes all give the same params.
+        """
+        if self.mesh is None:
+            params = jax.tree.map(_own, params)
+            return _on_one_mesh(TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params)))
+        params = parallel.replicate(params, self.mesh)
+        opt_state = init_state(self.tx, params, self.mesh, axis_name=self.data_axis)
+        return TrainState(parallel.replicate(np.int32(0), self.mesh), params, opt_state)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics of this step; `state` is used up (donated).
@@ -57,6 +71,8 @@ class TrainStep:
           FloatingPointError: `skip_nonfinite` gave up in the step before.
         """
         self.check()
+        if self.mesh is not None:
+            batch = parallel.split(batch, self.mesh, self.data_axis)
         state, metrics = self.compiled(state, batch)
         if "gave_up" in metrics:
             self._gave_up.append(metrics["gave_up"])
@@ -104,7 +120,10 @@ def make_train_step(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
+    mesh: Mesh | None = None,
+    data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
+    tables: Pattern | None = None,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -121,9 +140,17 @@ def make_train_step(
     Args:
       loss_fn: (params, batch) -> loss, a scalar; or (loss, aux) with `has_aux`.
       tx: an optimizer of optfn or optax.
-      has_aux: whether `loss_fn` gives auxiliary data as well; it comes back as metrics["aux"].
+      has_aux: whether `loss_fn` gives auxiliary data as well; it comes back as metrics["aux"], on a
+        mesh the mean over workers of numbers, the sum of integers.
+      mesh: workers that share the work, such as `optfn.distributed.data_mesh()`: the leading axis
+        of the batch is split over them, the loss is their mean. Batches are host arrays of all
+        examples, the same in every process, or global arrays.
+      data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split; the
+        `axis_name` of Deep Gradient Compression.
       recompute: names of values in `loss_fn` that its backward keeps; what lies between them it
         computes again, by `optfn.recompute`.
+      tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
+        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
       value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
         `loss_fn` where given: that of a pipeline, with (inputs, targets) as the batch.
       donate: whether the step may overwrite the state that it is given.
@@ -135,8 +162,8 @@ def make_train_step(
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
-      ValueError: a loss that is not a scalar; names for `recompute` that `loss_fn` does not give,
-        or beside `value_and_grad`.
+      ValueError: a loss that is not a scalar; a mesh without `data_axis`; names for `recompute`
+        that `loss_fn` does not give; `recompute` or `tables` beside `value_and_grad`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))
@@ -147,23 +174,33 @@ def make_train_step(
     _check_arguments(loss_fn, tx)
     extra_tx = optax.with_extra_args_support(tx)
     if recompute is not None:
-        if value_and_grad is not None:
-            raise ValueError("recompute concerns loss_fn, which value_and_grad takes the place of")
+        _check_unused("recompute", value_and_grad)
         loss_fn = recomputing(loss_fn, checkpoints=recompute)
-    gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux))
+    if tables is not None:
+        _check_unused("tables", value_and_grad)
+    gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux), tables)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         value, grads = gradient(state.params, batch)
+        extra: dict[str, Any] = {}
+        if mesh is not None:
+            value = parallel.mean_over_workers(value, data_axis)
+            grads, extra = parallel.for_optimizer(grads, state.opt_state, data_axis)
         loss, *aux = value if has_aux else (value,)
         params, grads, loss = _barrier((state.params, grads, loss))
-        updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss)
+        updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss, **extra)
         params = core.apply_updates(params, updates)
         metrics = {"loss": loss} | ({"aux": aux[0]} if has_aux else {})
         metrics |= _gauges(opt_state)
         return TrainState(optax.safe_increment(state.step), params, opt_state), metrics
 
+    whole: Callable[..., Any] = step
+    if mesh is not None:
+        num_workers(mesh, data_axis)
+        whole = parallel.on_workers(step, mesh, data_axis)
     donated = (0,) if checks.flag("donate", donate) else ()
-    return TrainStep(loss_fn, extra_tx, jax.jit(step, donate_argnums=donated))
+    compiled = jax.jit(whole, donate_argnums=donated)
+    return TrainStep(loss_fn, extra_tx, compiled, mesh, data_axis)
 
 
 def _check_arguments(loss_fn: Any, tx: Any) -> None:
@@ -172,7 +209,14 @@ def _check_arguments(loss_fn: Any, tx: Any) -> None:
     check_transform("tx", tx, "adam(1e-3)")
 
 
-def _value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _check_unused(argument: str, value_and_grad: Any) -> None:
+    if value_and_grad is not None:
+        raise ValueError(f"{argument} concerns loss_fn, which value_and_grad takes the place of")
+
+
+def _value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool, tables: Pattern | None
+) -> Callable[..., Any]:
     """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
 
     def checked(params: Any, batch: Any) -> Any:
@@ -188,6 +232,8 @@ def _value_and_grad(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[...,
             raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
         return value
 
+    if tables is not None:
+        return sparse.value_and_grad(checked, tables, has_aux=has_aux)
     return jax.value_and_grad(checked, has_aux=has_aux, allow_int=True)
 
 
@@ -227,7 +273,10 @@ def minimize(
     steps: int | None = None,
     progress: bool = True,
     has_aux: bool = False,
+    mesh: Mesh | None = None,
+    data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
+    tables: Pattern | None = None,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
@@ -243,7 +292,10 @@ def minimize(
       progress: whether to show a bar with loss and learning rate on the terminal (by tqdm, where it
         is installed); where there is no terminal, lines `step <n> loss <number>`.
       has_aux: as in `make_train_step`.
+      mesh: as in `make_train_step`.
+      data_axis: as in `make_train_step`.
       recompute: as in `make_train_step`.
+      tables: as in `make_train_step`.
       value_and_grad: as in `make_train_step`.
       checkpoint: a directory for checkpoints. A run that finds one there goes on from it: it passes
         over the batches that were used, so give it the same ones, and ends bit for bit as if it had
@@ -261,7 +313,14 @@ def minimize(
     if steps is not None:
         checks.count("steps", steps)
     step = make_train_step(
-        loss_fn, tx, has_aux=has_aux, recompute=recompute, value_and_grad=value_and_grad
+        loss_fn,
+        tx,
+        has_aux=has_aux,
+        mesh=mesh,
+        data_axis=data_axis,
+        recompute=recompute,
+        tables=tables,
+        value_and_grad=value_and_grad,
     )
     state = step.init(params)
     checks.count("save_every", save_every)

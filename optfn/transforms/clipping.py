@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, core, numerics
 from optfn.checks import Number
 
 
@@ -52,7 +52,12 @@ def clip_by_value(
     def rule(g: jax.Array) -> jax.Array:
         return jnp.clip(g, numerics.scalar(low, g), numerics.scalar(high, g))
 
-    return core.stateless("clip_by_value", lambda updates, params: core.map_leaves(rule, updates))
+    # Where zero is out of bounds, the rows that are not touched move as well.
+    keeps_zero = isinstance(low, float) and isinstance(high, float) and low <= 0 <= high
+    return core.stateless(
+        "clip_by_value",
+        lambda updates, params: core.map_leaves(rule, updates, touched=keeps_zero),
+    )
 
 
 def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
@@ -69,12 +74,14 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
         del state, params, extra
+        updates = core.merge_rows(updates)
         factors = core.per_leaf(lambda g: clip_factor(numerics.norm(g), c), updates)
         smallest = jnp.ones((), jnp.float32)
         for factor in factors.values:
             if factor is not None:
                 smallest = jnp.minimum(smallest, factor.astype(jnp.float32))
-        return core.map_leaves(_multiply, updates, factor=factors), ClipState(smallest)
+        new = core.map_leaves(_multiply, updates, touched=True, factor=factors)
+        return new, ClipState(smallest)
 
     return core.transform("clip_by_norm", _unclipped, update, complex_leaves=True)
 
@@ -85,7 +92,8 @@ def _multiply(g: jax.Array, *, factor: Any) -> jax.Array:
 
 def global_norm(updates: Any) -> jax.Array:
     """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider."""
-    squares = [numerics.sum_of_squares(g) for g in tree.flatten(updates)[0] if not tree.is_hole(g)]
+    leaves = core.per_leaf(numerics.sum_of_squares, core.merge_rows(updates))
+    squares = [s for s in leaves.values if s is not None]
     if not squares:
         return jnp.zeros((), jnp.float32)
     widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)
@@ -109,8 +117,9 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
         del state, params, extra
+        updates = core.merge_rows(updates)
         factor = clip_factor(global_norm(updates), c)
-        new = core.map_leaves(_multiply, updates, factor=factor)
+        new = core.map_leaves(_multiply, updates, touched=True, factor=factor)
         return new, ClipState(factor.astype(jnp.float32))
 
     return core.transform("clip_by_global_norm", _unclipped, update, complex_leaves=True)

@@ -88,7 +88,9 @@ def scale_by_adagrad(
     start = checks.nonnegative("initial_accumulator_value", initial_accumulator_value)
 
     rule = partial(adagrad_rule, eps=eps)
-    return core.accumulating("scale_by_adagrad", rule, ScaleByAdagradState, fill=start)
+    return core.accumulating(
+        "scale_by_adagrad", rule, ScaleByAdagradState, fill=start, touched=True
+    )
 
 
 class ScaleByDecayedAdagradState(NamedTuple):
@@ -135,11 +137,18 @@ class ScaleByAdadeltaState(NamedTuple):
 def adadelta_rule(
     g: jax.Array, a: jax.Array, u: jax.Array, *, rho: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (Δ, a, u), in the order of `scale_by_adadelta`."""
-    eps = numerics.scalar(eps, g)
-    a = numerics.moving_average(a, jnp.square(g), rho)
-    delta = jnp.sqrt((u + eps) / (a + eps)) * g
-    return delta, a, numerics.moving_average(u, jnp.square(delta), rho)
+    """Return (Δ, a', u') with Δ = √((u + eps)/(a' + eps))·g, see `scale_by_adadelta`.
+
+    Δ is taken from u', by (u + eps)/(a' + eps) = (u' + ρ·eps)/(ρ(a' + eps) + (1 − ρ)g²): what needs
+    only the new accumulators lets both change in place.
+    """
+    eps, rho = numerics.scalar(eps, g), numerics.scalar(rho, g)
+    square = jnp.square(g)
+    a = numerics.moving_average(a, square, rho)
+    share = jnp.where(jnp.isinf(square), 0, square / (a + eps))  # a' is infinite as well
+    u = numerics.moving_average(u, (u + eps) * share, rho)
+    below = jnp.maximum(rho * (a + eps) + (1 - rho) * square, jnp.finfo(g.dtype).tiny)
+    return jnp.sqrt((u + rho * eps) / below) * g, a, u
 
 
 def scale_by_adadelta(
@@ -238,8 +247,20 @@ def adam_rule(
     """Return (scale·m/(root·√v + eps), m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
     m = numerics.moving_average(m, g, b1)
     v = numerics.moving_average(v, numerics.abs_squared(g), b2)
+    return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
+
+
+def adam_direction(m: jax.Array, v: jax.Array, *, eps: Any, scale: Any, root: Any) -> jax.Array:
+    """Return scale·m/(root·√v + eps)."""
     denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
-    return numerics.scalar(scale, v) * m / denominator, m, v
+    return numerics.scalar(scale, v) * m / denominator
+
+
+def adam_factors(b1: Any, b2: Any, step: jax.Array, eps_hat: bool) -> tuple[Any, Any]:
+    """Return the scale of m and that of √v: the bias corrections of step t, in either form."""
+    scale = 1 / numerics.bias_correction(b1, step)
+    root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
+    return (scale / root, 1.0) if eps_hat else (scale, root)
 
 
 def scale_by_adam(
@@ -249,6 +270,7 @@ def scale_by_adam(
     *,
     eps_hat: bool = True,
     bias_correction: bool = True,
+    lazy: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide the mean of the gradient by the root of the mean of its square.
 
@@ -264,6 +286,8 @@ def scale_by_adam(
       eps_hat: which of the two forms; they differ in what eps is measured against.
       bias_correction: whether to divide by the weight that the averages have gathered (LAMB does
         without).
+      lazy: whether a row-sparse gradient changes the moments of the rows that it touches only; else
+        it becomes dense, and the moments of all rows decay. The step counts for all rows.
 
     State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
 
@@ -274,6 +298,7 @@ def scale_by_adam(
     eps = checks.number("eps", eps, low=0.0, low_open=True)
     eps_hat = checks.flag("eps_hat", eps_hat)
     bias_correction = checks.flag("bias_correction", bias_correction)
+    lazy = checks.flag("lazy", lazy)
 
     def init(params: Any) -> ScaleByAdamState:
         return ScaleByAdamState(
@@ -283,15 +308,13 @@ def scale_by_adam(
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
         step = core.next_step(state.step)
-        scale: Any = 1.0
-        root: Any = 1.0
-        if bias_correction:
-            scale = 1 / numerics.bias_correction(b1, step)
-            root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
-            if eps_hat:
-                scale, root = scale / root, 1.0
+        scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
         updates, mu, nu = core.map_leaves(
-            adam_rule, updates, state.mu, state.nu, b1=b1, b2=b2, eps=eps, scale=scale, root=root
+            partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root),
+            updates,
+            state.mu,
+            state.nu,
+            touched=lazy,
         )
         return updates, ScaleByAdamState(step, mu, nu)
 
@@ -386,7 +409,9 @@ def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
             y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), state.step % n, 0)
             return jnp.sum(y, axis=0) / jnp.minimum(step, n).astype(g.dtype), y
 
-        updates, gradients = core.map_leaves(rule, updates, state.gradients, leading=(n,))
+        updates, gradients = core.map_leaves(
+            rule, updates, state.gradients, shapes=lambda shape: [(n, *shape)]
+        )
         return updates, ScaleByAsgdState(step, gradients)
 
     return core.transform("scale_by_asgd", init, update)

@@ -10,6 +10,8 @@ from optfn import checks, core, numerics, tree
 from optfn.checks import Number
 from optfn.tree import Pattern
 
+_DENSE = "a regularizer concerns all rows, so a row-sparse gradient becomes dense"
+
 
 def l1_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
     """Return g + coeff·sign(p), with sign(0) = 0."""
@@ -40,7 +42,9 @@ def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         "l1_decay",
-        lambda updates, params: core.map_leaves(l1_penalty, updates, params=params, coeff=coeff),
+        lambda updates, params: core.map_leaves(
+            l1_penalty, core.densify(updates, _DENSE), params=params, coeff=coeff
+        ),
         needs_params=True,
     )
 
@@ -58,7 +62,9 @@ def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         "l2_decay",
-        lambda updates, params: core.map_leaves(l2_penalty, updates, params=params, coeff=coeff),
+        lambda updates, params: core.map_leaves(
+            l2_penalty, core.densify(updates, _DENSE), params=params, coeff=coeff
+        ),
         needs_params=True,
         complex_leaves=True,
     )
@@ -69,7 +75,8 @@ def add_decayed_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Add decoupled weight decay to a direction: u = u + weight_decay·p.
 
-    Unlike `l2_decay` it stands after the moments, so the decay is not scaled by them.
+    Unlike `l2_decay` it stands after the moments, so the decay is not scaled by them. Where the
+    direction is row-sparse (Adam's lazy mode), only the rows present decay.
 
     Args:
       weight_decay: the coefficient, ≥ 0.
@@ -85,6 +92,6 @@ def add_decayed_weights(
 
     def update(updates: Any, params: Any) -> Any:
         coeffs = without(exclude, coeff, updates)
-        return core.map_leaves(l2_penalty, updates, params=params, coeff=coeffs)
+        return core.map_leaves(l2_penalty, updates, params=params, touched=True, coeff=coeffs)
 
     return core.stateless("add_decayed_weights", update, needs_params=True)

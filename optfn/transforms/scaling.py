@@ -49,7 +49,7 @@ def scale_by_learning_rate(
     ) -> tuple[Any, Any]:
         del params, extra
         rate, new = rates.advance(lr, state.rate)
-        updates = core.map_leaves(rule, updates, rate=rate, factor=rate_factors)
+        updates = core.map_leaves(rule, updates, touched=True, rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
     return core.transform("scale_by_learning_rate", init, update, complex_leaves=True)
@@ -151,8 +151,28 @@ class FtrlProximalState(NamedTuple):
     linear: Any
 
 
-def ftrl_rule(
+def ftrl_accumulate(
     g: jax.Array,
+    n: jax.Array,
+    z: jax.Array,
+    p: jax.Array,
+    *,
+    rate: Any,
+    factor: Any,
+    lr_power: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (g, n', z') of one FTRL-Proximal step; see `ftrl_proximal`."""
+    lr = numerics.scalar(rate * factor, g)
+    still = lr == 0
+    # A finite gradient whose square is not: σ would be infinite.
+    seen = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
+    new_n = n + jnp.square(seen)
+    root, new_root = numerics.power(n, -lr_power), numerics.power(new_n, -lr_power)
+    sigma = (new_root - root) / jnp.where(still, 1, lr)
+    return g, jnp.where(still, n, new_n), jnp.where(still, z, z + seen - sigma * p)
+
+
+def ftrl_minimiser(
     n: jax.Array,
     z: jax.Array,
     p: jax.Array,
@@ -162,22 +182,15 @@ def ftrl_rule(
     l1: Any,
     l2: Any,
     lr_power: Any,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (p' − p, n', z') of one FTRL-Proximal step; see `ftrl_proximal`."""
-    lr = numerics.scalar(rate * factor, g)
-    l1, l2 = numerics.scalar(l1, g) + 1e-10, numerics.scalar(l2, g) + 1e-10
+) -> jax.Array:
+    """Return p' − p for the minimiser p' that belongs to n and z; 0 where the rate is 0."""
+    lr = numerics.scalar(rate * factor, z)
+    l1, l2 = numerics.scalar(l1, z) + 1e-10, numerics.scalar(l2, z) + 1e-10
     still = lr == 0
-    lr = jnp.where(still, 1, lr)
-    new_n = n + jnp.square(g)
-    root, new_root = numerics.power(n, -lr_power), numerics.power(new_n, -lr_power)
-    sigma = (new_root - root) / lr
-    new_z = z + g - sigma * p
-    shrunk = (l1 * jnp.sign(new_z) - new_z) / (new_root / lr + 2 * l2)
-    new_p = jnp.where(jnp.abs(new_z) <= l1, 0, shrunk)  # a NaN is not ≤, and so is not hidden
-    # Where the square of a finite gradient overflows, σ is infinite and the step is not defined.
-    finite = jnp.isfinite(new_root / lr) & jnp.isfinite(new_z) & jnp.isfinite(new_p)
-    stay = still | (jnp.isfinite(g) & ~finite)
-    return jnp.where(stay, 0, new_p - p), jnp.where(stay, n, new_n), jnp.where(stay, z, new_z)
+    root = numerics.power(n, -lr_power) / jnp.where(still, 1, lr)
+    new_p = (l1 * jnp.sign(z) - z) / (root + 2 * l2)
+    new_p = jnp.where(jnp.abs(z) <= l1, 0, new_p)  # a NaN is not ≤, and so is not hidden
+    return jnp.where(still, 0, new_p - p)
 
 
 def ftrl_proximal(
@@ -196,8 +209,10 @@ def ftrl_proximal(
         u = p' − p
 
     The rate stands inside the recursion, so no `scale_by_learning_rate` follows. Fluid adds 1e-10
-    to l1 and l2, and so does this. Where lr = 0, p, n and z stay; so does an element whose squared
-    gradient is beyond float32. An element whose gradient has always been 0 becomes 0.
+    to l1 and l2, and so does this. Where lr = 0, p, n and z stay. A gradient whose square is beyond
+    float32 counts as 0. An element whose gradient has always been 0 becomes 0.
+
+    p' follows from n' and z' alone. They change in place, in a pass of their own.
 
     Args:
       learning_rate: lr ≥ 0, as in `scale_by_learning_rate`.
@@ -223,18 +238,18 @@ def ftrl_proximal(
     ) -> tuple[Any, Any]:
         del extra
         rate, new = rates.advance(lr, state.rate)
-        updates, accumulator, linear = core.map_leaves(
-            ftrl_rule,
-            updates,
-            state.accumulator,
-            state.linear,
-            params=params,
-            rate=rate,
-            factor=rate_factors,
-            l1=l1,
-            l2=l2,
-            lr_power=lr_power,
-        )
-        return updates, FtrlProximalState(new, accumulator, linear)
+        own = {"rate": rate, "factor": rate_factors, "lr_power": lr_power}
+        updates = core.densify(updates)
+
+        def accumulate(n: Any, z: Any) -> Any:
+            return core.map_leaves(ftrl_accumulate, updates, n, z, params=params, **own)[1:]
+
+        n, z = core.when(new.step > 0, accumulate, state.accumulator, state.linear)
+
+        def step(g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Any) -> Any:
+            return ftrl_minimiser(n, z, p, **scalars), n, z
+
+        updates = core.map_leaves(step, updates, n, z, params=params, l1=l1, l2=l2, **own)[0]
+        return updates, FtrlProximalState(new, n, z)
 
     return core.transform("ftrl_proximal", init, update, needs_params=True)

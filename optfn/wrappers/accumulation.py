@@ -73,11 +73,7 @@ def accumulate(
 
 
 def _when(due: jax.Array, step: Any, totals: Any, inner_state: Any) -> tuple[Any, Any, Any]:
-    """Return (updates, totals, inner_state) after `step` where `due`, else as they stand still.
-
-    A loop of one turn or none: what a cond returns is new memory, what a loop carries is updated in
-    place.
-    """
+    """Return (updates, totals, inner_state) after `step` where `due`, else as they stand still."""
     shapes = jax.eval_shape(step, totals, inner_state)[0]
     leaves, structure = tree.flatten(shapes)
     moving = [not core.is_absent(leaf) for leaf in leaves]
@@ -87,16 +83,14 @@ def _when(due: jax.Array, step: Any, totals: Any, inner_state: Any) -> tuple[Any
         if moves
     ]
 
-    def turn(carry: Any) -> Any:
-        _, _, totals, inner_state = carry
+    def turn(still: Any, totals: Any, inner_state: Any) -> tuple[Any, Any, Any]:
+        del still
         updates, inner_state = step(totals, inner_state)
         pairs = zip(tree.flatten(updates)[0], moving, strict=True)
         moved = [u for u, moves in pairs if moves]
-        return jnp.asarray(False), moved, jax.tree.map(jnp.zeros_like, totals), inner_state
+        return moved, jax.tree.map(jnp.zeros_like, totals), inner_state
 
-    _, moved, totals, inner_state = jax.lax.while_loop(
-        lambda carry: carry[0], turn, (due, still, totals, inner_state)
-    )
+    moved, totals, inner_state = core.when(due, turn, still, totals, inner_state)
     parts = iter(moved)
     updates = [
         next(parts) if moves else _zero(leaf) for leaf, moves in zip(leaves, moving, strict=True)

@@ -8,6 +8,7 @@ import optax
 
 from optfn import checks, core, tree
 from optfn import learning_rate as rates
+from optfn.rows import Rows
 from optfn.transforms.clipping import ClipState, global_norm
 
 
@@ -53,14 +54,17 @@ def skip_nonfinite(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         bad = ~_all_finite(updates)
-        if axis_name is not None:
-            core.check_axis("skip_nonfinite", axis_name)
-            bad = jax.lax.pmax(bad.astype(jnp.int32), axis_name) > 0
+        over = _axis(axis_name, extra)
+        if over is not None:
+            core.check_axis("skip_nonfinite", over)
+            bad = jax.lax.pmax(bad.astype(jnp.int32), over) > 0
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
         new, inner_state = inner.update(updates, state.inner_state, params, **extra)
 
         def still(u: Any) -> Any:
+            if isinstance(u, Rows):
+                return u.map(still)
             return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
 
         def keep(after: Any, before: Any) -> Any:
@@ -76,11 +80,15 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _axis(axis_name: Any, extra: dict[str, Any]) -> Any:
+    """Return the wrapper's own axis, else the one over which the training step goes."""
+    return extra.get("axis_name") if axis_name is None else axis_name
+
+
 def _all_finite(updates: Any) -> jax.Array:
     finite = jnp.asarray(True)
-    for g in tree.flatten(core.inexact(updates))[0]:
-        if not tree.is_hole(g):
-            finite &= jnp.all(jnp.isfinite(g))
+    for ok in core.per_leaf(lambda g: jnp.all(jnp.isfinite(g)), core.inexact(updates)).values:
+        finite = finite if ok is None else finite & ok
     return finite
 
 
@@ -124,7 +132,7 @@ def record_metrics(
                 "record_metrics needs the parameters: call update(updates, state, params)"
             )
         new, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        norms = [_norm(x, axis_name) for x in (updates, new, params)]
+        norms = [_norm(x, _axis(axis_name, extra)) for x in (updates, new, params)]
         return new, RecordMetricsState(*norms, *_gauges(inner_state), inner_state)  # type: ignore[call-arg]
 
     return optax.GradientTransformationExtraArgs(init, update)

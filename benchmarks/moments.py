@@ -1,0 +1,157 @@
+"""What do Adam's moments in 8 and 16 bits cost, and what do they spoil?
+
+    python -m benchmarks.moments [--tree resnet50|gpt2|one|toy] [--rounds 9] [--steps 600]
+
+First the update alone: time beside float32 moments, state and temporaries in bytes a parameter.
+Then training with three seeds: an MLP on scikit-learn's digits (held-out accuracy), and the demo's
+transformer on text (held-out bits per byte).
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optfn
+from benchmarks import measure
+from benchmarks.update import Side
+from examples import text, transformer
+
+DTYPES = (None, "bfloat16", "int8")
+
+
+def name_of(dtype: str | None) -> str:
+    """Return how a row is called."""
+    return dtype or "float32"
+
+
+def cost(tree: str, rounds: int) -> list[dict[str, Any]]:
+    """Return time and memory of the update for each dtype, optax's float32 Adam beside them."""
+    shapes = measure.TREES[tree]()
+    sides = {"optax": Side(optax.adam(1e-3), shapes)}
+    for dtype in DTYPES:
+        tx = optfn.adam(1e-3, eps_hat=False, moment_dtype=dtype)
+        sides[name_of(dtype)] = Side(tx, shapes)
+    times = measure.interleaved(sides, rounds)
+    rows = []
+    for name, side in sides.items():
+        row = {
+            "moments": name,
+            "ms": 1e3 * times[name].median,
+            "min_ms": 1e3 * times[name].minimum,
+            "speed": times["float32"].median / times[name].median,
+            "state": measure.num_bytes(side.state) / measure.size(side.params),
+            "temporaries": side.temp_per_param,
+        }
+        rows.append(row)
+        print(
+            f"| {name} | {row['ms']:.1f} ({row['min_ms']:.1f}) | {row['speed']:.2f} "
+            f"| {row['state']:.2f} | {row['temporaries']:.2f} |"
+        )
+    return rows
+
+
+def digits_accuracy(tx: Any, seed: int, epochs: int) -> float:
+    """Return the held-out accuracy, in per cent, of an MLP on the digits."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))  # the same split for all seeds
+    x, y = (x[order] / 16).astype(np.float32), y[order].astype(np.int32)
+    train, test = slice(0, 1347), slice(1347, None)
+    rng = np.random.default_rng(seed)
+    sizes = (64, 256, 256, 10)
+    params = [
+        {"w": jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32), "b": jnp.zeros(b)}
+        for a, b in itertools.pairwise(sizes)
+    ]
+
+    def logits(params: Any, x: Any) -> jax.Array:
+        for layer in params[:-1]:
+            x = jax.nn.relu(x @ layer["w"] + layer["b"])
+        return x @ params[-1]["w"] + params[-1]["b"]
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x, y = batch
+        return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y).mean()
+
+    def batches() -> Any:
+        for _ in range(epochs):
+            for rows in np.array_split(rng.permutation(1347), 42):
+                yield x[train][rows[:32]], y[train][rows[:32]]
+
+    state, _ = optfn.minimize(loss_fn, tx, params, batches(), progress=False)
+    found = jnp.argmax(logits(state.params, x[test]), axis=1)
+    return 100 * float(jnp.mean(found == y[test]))
+
+
+def text_bits(tx: Any, seed: int, steps: int) -> float:
+    """Return the held-out bits per byte of the demo's transformer."""
+    config = transformer.Config()
+    train, held_out = text.standard_library()
+    params = transformer.init(jax.random.key(seed), config)
+    state, _ = optfn.minimize(
+        lambda p, w: transformer.loss_fn(p, w, config),
+        tx,
+        params,
+        text.batches(train, 4, config.length, seed),
+        steps=steps,
+        progress=False,
+    )
+    return text.bits_per_byte(
+        lambda p, w: transformer.losses(p, w, config),
+        state.params,
+        held_out[:60_000],
+        config.length,
+    )
+
+
+def accuracy(
+    task: str, run: Callable[[Any, int], float], make: Callable[[str | None], Any], seeds: int
+) -> dict[str, list[float]]:
+    """Return the figure of each seed for each dtype."""
+    found = {}
+    for dtype in DTYPES:
+        figures = [run(make(dtype), seed) for seed in range(seeds)]
+        found[name_of(dtype)] = figures
+        each = ", ".join(f"{figure:.3f}" for figure in figures)
+        print(f"| {task} | {name_of(dtype)} | {np.mean(figures):.3f} | {each} |", flush=True)
+    return found
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", choices=measure.TREES, default="resnet50")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=600)
+    options = parser.parse_args()
+    print(", ".join(f"{k} {v}" for k, v in measure.where().items()), "\n")
+    print("| moments | ms (min) | speed of float32 | state B/param | temporaries B/param |")
+    print("|---|---|---|---|---|")
+    cost(options.tree, options.rounds)
+    print("\n| task | moments | mean | seeds |\n|---|---|---|---|")
+    accuracy(
+        "digits, % held out",
+        lambda tx, seed: digits_accuracy(tx, seed, options.epochs),
+        lambda dtype: optfn.adam(1e-3, moment_dtype=dtype),
+        options.seeds,
+    )
+    rate = optfn.schedules.cosine(6e-3, 1, options.steps)
+    accuracy(
+        "text, bits per byte held out",
+        lambda tx, seed: text_bits(tx, seed, options.steps),
+        lambda dtype: optfn.adamw(rate, 0.9, 0.99, moment_dtype=dtype),
+        options.seeds,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Numbers in 8 and 16 bits, rounded at random so that their mean is exact: arrays in, arrays out.
+
+A moving average in few bits stands still when its steps are smaller than half the distance between
+two codes. Rounded up with the probability that makes the mean right, it moves as far on average as
+it should (Gupta et al. 2015, arXiv 1502.02551). The random bits are a hash of the element's number
+and a seed, which costs a few integer operations inside the pass and needs no state.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Elements that share a scale: consecutive ones of the flattened array.
+BLOCK = 256
+
+
+class Code(NamedTuple):
+    """A dynamic 8-bit code of magnitudes in [0, 1]: eight codes to each power of two.
+
+    Code k stands for float(k + start) − smallest, where float() puts its argument above the 20 low
+    bits of a float32: a float with three bits of mantissa, shifted so that code 0 is 0. Below
+    `smallest` the codes are evenly spaced.
+    """
+
+    top: int  # the largest code
+    start: int  # smallest, as the upper 12 bits of a float32
+
+    @property
+    def smallest(self) -> float:
+        """The power of two below which the codes are evenly spaced, by an eighth of it."""
+        return float(np.uint32(self.start << 20).view(np.float32))
+
+    @property
+    def largest(self) -> float:
+        """What the largest code stands for, just under 1."""
+        return float(np.uint32((self.top + self.start) << 20).view(np.float32)) - self.smallest
+
+
+SIGNED = Code(top=127, start=(127 - 16) << 3)  # beside a sign; down to 2⁻¹⁹
+UNSIGNED = Code(top=255, start=(127 - 32) << 3)  # down to 2⁻³⁵
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
+    """Return 32 random bits for each element of `shape`: a hash of its number and a uint32 seed.
+
+    Source: the mixing constants are those of Wellons' "prospector" (triple32's first two rounds).
+    """
+    x = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape) * np.uint32(0x9E3779B1) + seed
+    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * np.uint32(0x735A2D97)
+    return x ^ (x >> 15)
+
+
+def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
+    """Round float32 to bfloat16, up with the probability of the part cut off.
+
+    Args:
+      x: float32.
+      noise: uint32 in [0, 2¹⁶), of the same shape.
+    """
+    upper = ((_bits(x) + noise) >> 16).astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+
+
+def num_blocks(size: int) -> int:
+    """Return how many blocks an array of `size` elements has."""
+    return -(-size // BLOCK)
+
+
+def block_max(x: jax.Array) -> jax.Array:
+    """Return the largest of each block of x ≥ 0, shape (num_blocks,)."""
+    n = num_blocks(x.size)
+    flat = jnp.pad(x.reshape(-1), (0, n * BLOCK - x.size))
+    return jnp.max(flat.reshape(n, BLOCK), axis=1)
+
+
+def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the scale of each element of an array of `shape`."""
+    each = jnp.broadcast_to(scale[:, None], (scale.size, BLOCK)).reshape(-1)
+    return each[: int(np.prod(shape))].reshape(shape)
+
+
+def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
+    """Return the code of x/scale·largest, x ≥ 0; `noise` is uint32 in [0, 2¹⁶)."""
+    factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per block, not per element
+    shifted = x * _spread(factor, x.shape) + code.smallest
+    k = ((_bits(shifted) + (noise << 4)) >> 20) - np.uint32(code.start)
+    return jnp.minimum(k, np.uint32(code.top))
+
+
+def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
+    magnitude = jax.lax.bitcast_convert_type((k + np.uint32(code.start)) << 20, jnp.float32)
+    x = (magnitude - code.smallest) * _spread(scale / code.largest, k.shape)
+    return jnp.where(k == 0, 0, x)  # also where the scale is infinite
+
+
+def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
+    """Return int8 codes of float32 x, |x| ≤ scale, whose mean over the noise is x.
+
+    Args:
+      x: float32.
+      scale: float32, one for each block; what lies above it comes out as it.
+      noise: uint32 in [0, 2¹⁶), of the shape of x.
+    """
+    k = _encode(jnp.abs(x), scale, noise, SIGNED).astype(jnp.int32)
+    return jnp.where(x < 0, -k, k).astype(jnp.int8)
+
+
+def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the float32 numbers that int8 codes stand for."""
+    k = codes.astype(jnp.int32)
+    magnitude = _decode(jnp.abs(k).astype(jnp.uint32), scale, SIGNED)
+    return jnp.where(k < 0, -magnitude, magnitude)
+
+
+def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
+    """Return uint8 codes of float32 x in [0, scale]; only zero comes out as zero.
+
+    A denominator must not vanish: what is positive but below the smallest code is rounded up to it.
+    """
+    k = _encode(x, scale, noise, UNSIGNED)
+    return jnp.where(x > 0, jnp.maximum(k, 1), 0).astype(jnp.uint8)
+
+
+def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the float32 numbers that uint8 codes stand for."""
+    return _decode(codes.astype(jnp.uint32), scale, UNSIGNED)

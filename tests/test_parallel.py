@@ -1,0 +1,244 @@
+"""A training step on a mesh: data parallel, and with Deep Gradient Compression."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_compression import collectives, follow
+
+import optfn
+from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs
+
+N = 4
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((16, 40)).astype(np.float32)
+Y = RNG.standard_normal((16, 30)).astype(np.float32)
+BATCH = {"x": X, "y": Y}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def start():
+    return {"w": 0.1 * RNG.standard_normal((40, 30)).astype(np.float32), "b": np.zeros(30)}
+
+
+def dgc(**options):
+    options = {"rampup_begin_step": 1, "rampup_step": 2, "sparsity": (0.75, 0.99)} | options
+    return optfn.dgc_momentum(0.1, 0.9, min_size=100, **options)
+
+
+def run(tx, params, steps=4, mesh=None, batch=BATCH, **options):
+    step = optfn.make_train_step(loss_fn, tx, mesh=mesh, **options)
+    state, losses = step.init(params), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optfn.adam(0.1, grad_clip=optfn.clip_by_global_norm(0.5)),
+        lambda: optfn.skip_nonfinite(optfn.record_metrics(optfn.momentum(0.1, 0.9))),
+        lambda: optfn.accumulate(optfn.sgd(0.1), 2),
+    ],
+    ids=["adam", "guarded", "accumulate"],
+)
+def test_an_ordinary_optimizer_sees_the_whole_batch(make):
+    """The step on four workers is the step of one on all examples."""
+    params = start()
+    one, losses = run(make(), params)
+    many, own = run(make(), params, mesh=data_mesh(N))
+    np.testing.assert_allclose(own, losses, rtol=1e-5)
+    chex.assert_trees_all_close(
+        jax.device_get(many.params), jax.device_get(one.params), rtol=1e-5, atol=1e-6
+    )
+    assert many.params["w"].sharding == NamedSharding(data_mesh(N), P())
+
+
+def test_compression_keeps_gradients_local():
+    """make_train_step is the transform on each worker's own gradient."""
+    params, tx = jax.tree.map(jnp.float32, start()), dgc()
+    state, _ = run(tx, params, mesh=data_mesh(N))
+    p, gradients = params, []
+    for _ in range(4):
+        parts = [jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], BATCH) for i in range(N)]
+        own = [jax.grad(loss_fn)(p, part) for part in parts]
+        gradients.append(jax.tree.map(lambda *x: np.stack(x), *own))
+        p, (kept, _) = follow(tx, params, gradients)[-1]
+        p = jax.tree.map(lambda x: x[0], p)
+    chex.assert_trees_all_close(jax.device_get(state.params), p, rtol=1e-5, atol=1e-6)
+    v = state.opt_state[0].residual["w"]
+    assert v.shape == (N * 1200,) and v.sharding.spec == P("data")
+    np.testing.assert_allclose(
+        np.asarray(v).reshape(N, -1), kept.residual["w"], rtol=1e-4, atol=1e-5
+    )
+    assert int(state.opt_state[0].num_workers) == N
+
+
+def test_the_compiled_step_is_in_place_and_sparse():
+    n, mesh = 1 << 20, data_mesh(N)
+    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0)
+    step = optfn.make_train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx, mesh=mesh)
+    state = step.init({"w": jnp.zeros(n)})
+    compiled = step.compiled.lower(state, jnp.zeros(N)).compile()
+    found = collectives(compiled.as_text())
+    k = round(n * 0.001)
+    assert sum(found["all-gather"]) == N * 8 * k
+    assert sum(found["all-reduce"]) <= 100
+    assert compiled.memory_analysis().alias_size_in_bytes >= 12 * n
+    old = state.params["w"], state.opt_state[0].residual["w"]
+    step(state, np.zeros(N, np.float32))
+    assert all(x.is_deleted() for x in old)
+
+
+def test_it_is_compiled_once():
+    step = optfn.make_train_step(loss_fn, dgc(), mesh=data_mesh(N))
+    state = step.init(start())
+    for batch in (BATCH, jax.tree.map(jnp.asarray, BATCH), BATCH):
+        state, _ = step(state, batch)
+    assert step.compiled._cache_size() == 1
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_wrappers_judge_for_all_workers(bad):
+    """One worker's NaN is skipped by all; the norms are over all workers."""
+    spoiled = {"x": X.copy(), "y": Y}
+    if bad:
+        spoiled["x"][-1, 0] = np.nan
+    params = start()
+    tx = optfn.skip_nonfinite(optfn.record_metrics(dgc(rampup_begin_step=0)))
+    state, _ = run(tx, params, steps=1, mesh=data_mesh(N), batch=spoiled)
+    assert int(state.opt_state.skipped) == bad
+    if bad:
+        np.testing.assert_array_equal(state.params["w"], params["w"])
+        assert not np.any(state.opt_state.inner_state.inner_state[0].residual["w"])
+        return
+    parts = [{k: x[4 * i : 4 * i + 4] for k, x in BATCH.items()} for i in range(N)]
+    norms = [optax.tree.norm(jax.grad(loss_fn)(params, part)) for part in parts]
+    got = optfn.metrics(state.opt_state)["grad_norm"]
+    np.testing.assert_allclose(got, np.sqrt(np.mean(np.square(norms))), rtol=1e-5)
+
+
+def test_aux_is_averaged_and_counts_add_up():
+    step = optfn.make_train_step(
+        lambda p, x: (jnp.sum(p * 0.0), {"mean": x.mean(), "count": jnp.int32(x.size)}),
+        optfn.sgd(0.1),
+        mesh=data_mesh(N),
+        has_aux=True,
+    )
+    _, metrics = step(step.init(jnp.zeros(2)), np.arange(8, dtype=np.float32))
+    assert metrics["aux"]["mean"] == 3.5 and metrics["aux"]["count"] == 8
+
+
+def test_two_axes():
+    """The batch is split over both axes of a mesh."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))
+    axes, params = ("host", "device"), start()
+    state, losses = run(dgc(axis_name=axes), params, mesh=mesh, data_axis=axes)
+    want, expected = run(dgc(), params, mesh=data_mesh(N))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    chex.assert_trees_all_close(
+        jax.device_get(state.params), jax.device_get(want.params), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_minimize_on_a_mesh_goes_on_from_its_checkpoint(tmp_path):
+    """Bit for bit, residuals of all workers included."""
+    params = start()
+    options = {"mesh": data_mesh(N), "progress": False}
+    whole, history = optfn.minimize(loss_fn, dgc(), params, [BATCH] * 6, **options)
+    options |= {"checkpoint": tmp_path, "save_every": 2}
+    optfn.minimize(loss_fn, dgc(), params, [BATCH] * 3, **options)
+    resumed, again = optfn.minimize(loss_fn, dgc(), params, [BATCH] * 6, **options)
+    chex.assert_trees_all_equal(jax.device_get(whole), jax.device_get(resumed))
+    np.testing.assert_array_equal(history["loss"], again["loss"])
+    assert np.any(resumed.opt_state[0].residual["w"])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_a_run_goes_on_with_other_workers(workers):
+    """The mean of what is owed stays; u is the mean; the run goes on from the state dict."""
+    params, tx = start(), optfn.skip_nonfinite(dgc())
+    state, losses = run(tx, params, mesh=data_mesh(N))
+    mapping = optfn.state_dict(state)
+    scaled = rescale_residuals(mapping, workers)
+    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(workers))
+    resumed = optfn.load_state_dict(step.init(params), scaled)
+    old, new = (s.opt_state.inner_state[0] for s in (state, resumed))
+    assert int(new.num_workers) == workers
+    for field in ("local_velocity", "residual"):
+        before = np.asarray(getattr(old, field)["w"]).reshape(N, -1)
+        before = before.mean(axis=0, dtype=np.float64)
+        after = np.asarray(getattr(new, field)["w"]).reshape(workers, -1)
+        assert np.any(before)
+        np.testing.assert_allclose(after, np.stack([before] * workers), rtol=1e-6, atol=1e-9)
+    chex.assert_trees_all_equal(
+        jax.device_get(rescale_residuals(state.opt_state, workers)),
+        jax.device_get(resumed.opt_state),
+    )
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(resumed.params))
+    _, metrics = step(resumed, BATCH)
+    assert float(metrics["loss"]) < losses[0]
+
+
+def test_a_rescaled_state_says_what_is_wrong():
+    with pytest.raises(ValueError, match="the state holds no Deep Gradient Compression"):
+        rescale_residuals(optfn.sgd(0.1).init(jnp.zeros(3)), 2)
+    with pytest.raises(ValueError, match="the mapping holds no Deep Gradient Compression"):
+        rescale_residuals(optfn.state_dict(optfn.sgd(0.1).init(jnp.zeros(3))), 2)
+    state = init_state(dgc(), start(), data_mesh(2))
+    state = (state[0]._replace(num_workers=jnp.int32(7)), state[1])
+    with pytest.raises(ValueError, match=r"shape \(2400,\).*7 workers"):
+        rescale_residuals(state, 2)
+    # The number of workers is one of the things that must fit.
+    with pytest.raises(ValueError, match=r"residual/w.*shape \(2400,\), the template \(4800,\)"):
+        optfn.load_state_dict(
+            init_state(dgc(), start(), data_mesh(4)),
+            optfn.state_dict(init_state(dgc(), start(), data_mesh(2))),
+        )
+
+
+def test_specs_and_state_for_an_own_shard_map():
+    """Through a chain, a mask and wrappers; what is replicated stays so."""
+    params = {k: jnp.asarray(x, jnp.float32) for k, x in start().items()}
+    tx = optfn.master_weights(
+        optax.chain(optax.masked(dgc(), {"w": True, "b": False}), optfn.model_average(0.5))
+    )
+    mesh, specs = data_mesh(N), state_specs(tx, params)
+    state = init_state(tx, params, mesh)
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True):
+        assert leaf.sharding.spec == spec
+    own = [x for x, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True) if
+           spec == P("data")]  # fmt: skip
+    assert [x.shape for x in own] == [(4800,), (4800,)]
+
+    def body(params, state, x):
+        g = jax.tree.map(lambda p: p * x[0], params)
+        updates, state = tx.update(g, state, params)
+        return optfn.apply_updates(params, updates), state
+
+    step = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs), check_vma=False
+    )
+    new, state = jax.jit(step)(params, state, jnp.arange(4.0))
+    assert not np.array_equal(new["w"], params["w"])
+    assert optfn.summary(tx, params)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('workers',\)"):
+        optfn.make_train_step(loss_fn, dgc(), mesh=data_mesh(2, axis_name="workers"))
+    with pytest.raises(ValueError, match="at most the 8 devices; got 9"):
+        data_mesh(9)
+    step = optfn.make_train_step(loss_fn, dgc(), mesh=data_mesh(N))
+    with pytest.raises(ValueError, match=r"4 workers; leaf 'x' has shape \(6, 40\)"):
+        step(step.init(start()), {"x": X[:6], "y": Y[:6]})

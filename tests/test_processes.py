@@ -1,0 +1,69 @@
+"""Real processes on the loopback: `jax.distributed`, replicas, a worker that dies."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+# Within which the others notice that a worker is gone: its sockets close, or heartbeats stop.
+TIME_BOUND = 60
+
+
+def launch(directory, processes, steps, *words):
+    """Start the processes and return (return code, stdout, stderr) of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    program = str(HERE / "train_worker.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, program, *map(str, (port, processes, i, steps, directory)), *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    end = time.monotonic() + TIME_BOUND
+    try:
+        out = [p.communicate(timeout=max(1, end - time.monotonic())) for p in started]
+        return [(p.returncode, *texts) for p, texts in zip(started, out, strict=True)]
+    finally:
+        for p in started:
+            p.kill()
+
+
+def replicas(results):
+    for code, out, error in results:
+        assert code == 0, out + error
+    return [re.search(r"replica (\w+) workers (\d+)", out).groups() for _, out, _ in results]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_replicas_are_the_same_bits(tmp_path, processes):
+    """After the dense phase and the whole ramp, through gloo."""
+    found = replicas(launch(tmp_path, processes, 8))
+    assert found == [found[0]] * processes
+    assert found[0][1] == str(processes)
+
+
+def test_a_worker_that_dies(tmp_path):
+    """The others stop with an error in bounded time; one of them goes on from its checkpoint."""
+    results = launch(tmp_path, 2, 8, "dies")
+    code, out, error = results[0]
+    assert "step 3" in out and "replica" not in out
+    assert code != 0
+    assert re.search(r"(?i)error", error), error
+    (found,) = replicas(launch(tmp_path, 1, 8))
+    assert found[1] == "1"

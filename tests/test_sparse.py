@@ -1,0 +1,504 @@
+"""Row-sparse gradients: equal to the dense ones, and never as large as the table."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from test_recordings import CASES, arrays, build, translate
+
+import optfn
+from optfn import core, rows, sparse
+from optfn.transforms.lazy import caught_up
+
+ROWS, WIDTH = 40, 3
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def make_params():
+    return {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2), "step": jnp.arange(3)}
+
+
+def loss_fn(params, ids, target):
+    """Lookups of several shapes, inside jit and vmap as well."""
+    table = params["table"]
+    one = table[ids] @ params["w"]
+    two = jax.vmap(lambda i: table[i] ** 2, in_axes=1)(ids)
+    three = jax.jit(lambda table, i: jnp.tanh(table[i]))(table, ids[0, 0])
+    return jnp.mean((one - target) ** 2) + jnp.mean(two) * jnp.sum(three)
+
+
+IDS = jnp.array([[1, 2, 2, 7], [-1, 39, 2, 0]])
+TARGET = normal(2, 2, 4, 2)
+
+
+def densified(grads):
+    return core.densify(grads)
+
+
+# The gradient
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_equal_to_the_dense_gradient(jitted):
+    fn = sparse.value_and_grad(loss_fn, "table")
+    value, grads = (jax.jit(fn) if jitted else fn)(make_params(), IDS, TARGET)
+    want, dense = jax.value_and_grad(loss_fn, allow_int=True)(make_params(), IDS, TARGET)
+    assert isinstance(grads["table"], sparse.Rows)
+    assert grads["table"].indices.shape == (17,) and grads["table"].values.shape == (17, WIDTH)
+    assert grads["step"].dtype == jax.dtypes.float0
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    chex.assert_trees_all_close(
+        {k: densified(grads)[k] for k in ("table", "w")},
+        {k: dense[k] for k in ("table", "w")},
+        rtol=1e-5,
+        atol=1e-7,
+    )
+
+
+def test_aux_keywords_and_a_table_that_is_not_looked_up():
+    def loss(params, *, ids):
+        return jnp.sum(params["a"][ids]), ids + 1
+
+    params = {"a": normal(0, 5, 2), "b": normal(1, 6, 2)}
+    (value, aux), grads = sparse.value_and_grad(loss, "a|b", has_aux=True)(
+        params, ids=jnp.array([4])
+    )
+    assert float(value) == pytest.approx(float(params["a"][4].sum()))
+    assert aux.tolist() == [5]
+    np.testing.assert_array_equal(rows.dense(grads["b"]), np.zeros((6, 2)))
+
+
+@pytest.mark.parametrize("out", [40, 1000, -41])
+def test_ids_out_of_range_are_as_in_a_dense_gradient(out):
+    ids = jnp.array([[3, out]])
+    value, grads = sparse.value_and_grad(loss_fn, "table")(make_params(), ids, TARGET[:1, :2])
+    want, dense = jax.value_and_grad(loss_fn, allow_int=True)(make_params(), ids, TARGET[:1, :2])
+    assert float(value) == pytest.approx(float(want))
+    np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-5, atol=1e-7)
+
+
+def test_one_dimensional_and_wide_tables():
+    def loss(params, ids):
+        return jnp.sum(jnp.sin(params["bias"][ids])) + jnp.sum(params["wide"][ids] ** 2)
+
+    params = {"bias": normal(0, 9), "wide": normal(1, 9, 2, 3)}
+    grads = sparse.value_and_grad(loss, ".*")(params, jnp.array([[0, 8], [8, 8]]))[1]
+    want = jax.grad(loss)(params, jnp.array([[0, 8], [8, 8]]))
+    chex.assert_trees_all_close(densified(grads), want, rtol=1e-6)
+
+
+MISUSES = {
+    "method": (lambda t: t.sum(), "only be looked up.*'sum'"),
+    "function": (lambda t: jnp.sum(t), "only be looked up.*operation on the whole"),
+    "numpy": (lambda t: np.asarray(t).sum(), "only be looked up.*NumPy"),
+    "operator": (lambda t: (t * 2)[0].sum(), "only be looked up.*mul"),
+    "matmul": (lambda t: jnp.sum(jnp.ones((1, ROWS)) @ t), "only be looked up"),
+    "tree": (lambda t: sum(jnp.sum(x) for x in jax.tree.leaves(t)), "only be.*reduce_sum"),
+    "returned": (lambda t: t, "only be looked up.*returned"),
+    "slice": (lambda t: t[:3].sum(), r"table 'table' is looked up by integer ids.*slice"),
+    "float": (lambda t: t[jnp.ones(2)].sum(), "integer ids.*float32"),
+    "mask": (lambda t: t[jnp.ones(ROWS, bool)].sum(), "integer ids.*bool"),
+    "scan": (
+        lambda t: jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, jnp.arange(3))[0],
+        "inside the body of scan.*look up before it",
+    ),
+    "cond": (
+        lambda t: jax.lax.cond(jnp.sum(jnp.ones(2)) > 0, lambda: t[0].sum(), lambda: 0.0),
+        "inside the body of cond.*look up before it",
+    ),
+    "checkpoint": (
+        lambda t: jax.checkpoint(lambda t: t[jnp.arange(2)].sum())(t),
+        "inside the body of .*look up before it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_other_uses_of_a_table_are_errors(name):
+    use, message = MISUSES[name]
+    with pytest.raises(TypeError, match=message) as error:
+        sparse.value_and_grad(lambda p: use(p["table"]), "table")(make_params())
+    assert "'table'" in str(error.value)
+
+
+def test_tables_must_be_tables():
+    for pattern, params, error, message in [
+        ("t", {"t": jnp.arange(3)}, TypeError, "table 't' must be a floating-point array; got int"),
+        ("t", {"t": jnp.ones(())}, TypeError, "table 't' must have rows"),
+        ("u", {"t": jnp.ones((2, 2))}, ValueError, "the pattern 'u' matches no leaf"),
+    ]:
+        with pytest.raises(error, match=message):
+            sparse.value_and_grad(lambda p: 0.0, pattern)(params)
+    with pytest.raises(TypeError, match="tables must be a pattern"):
+        sparse.value_and_grad(lambda p: 0.0, None)
+
+
+# Rows
+
+
+def some_rows(seed=5, dtype=jnp.float32):
+    """Repeated, unsorted, one padded."""
+    indices = jnp.array([7, 2, 7, 39, ROWS, 0, 2, 7], jnp.int32)
+    return sparse.Rows(indices, normal(seed, 8, WIDTH).astype(dtype), ROWS)
+
+
+def test_merging_adds_repeated_rows_up():
+    r = some_rows()
+    once = rows.merged(r)
+    assert once.indices.tolist() == [0, 2, 7, 39, ROWS, ROWS, ROWS, ROWS]
+    want = np.zeros((ROWS + 1, WIDTH))
+    np.add.at(want, np.asarray(r.indices), np.asarray(r.values, np.float64))
+    np.testing.assert_allclose(rows.dense(once), want[:ROWS], rtol=1e-6)
+    np.testing.assert_allclose(rows.dense(r), want[:ROWS], rtol=1e-6)
+    empty = sparse.Rows(jnp.zeros(0, jnp.int32), jnp.zeros((0, WIDTH)), ROWS)
+    assert rows.merged(empty).indices.shape == (0,)
+
+
+def test_params_plus_rows():
+    p, r = normal(0, ROWS, WIDTH), some_rows()
+    want = np.asarray(p) + np.asarray(rows.dense(r))
+    for found in (
+        p + r,
+        r + p,
+        np.asarray(p) + r,
+        optax.apply_updates({"t": p}, {"t": r})["t"],
+        optfn.apply_updates({"t": p}, {"t": r})["t"],
+    ):
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+    # Narrow parameters: the sum of repeated rows is rounded once.
+    narrow = p.astype(jnp.bfloat16)
+    found = optfn.apply_updates({"t": narrow}, {"t": r})["t"]
+    want = (narrow.astype(jnp.float32) + rows.dense(r)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(found, want)
+
+
+BAD_ROWS = {
+    "float indices": (
+        sparse.Rows(jnp.ones(2), jnp.ones((2, WIDTH)), ROWS),
+        TypeError,
+        "'table' has indices of dtype float32; they must be int32",
+    ),
+    "values that do not fit": (
+        sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((3, WIDTH)), ROWS),
+        ValueError,
+        r"'table' has indices of shape \(2,\) and values of shape \(3, 3\)",
+    ),
+    "another table": (
+        sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((2, WIDTH)), ROWS + 1),
+        ValueError,
+        r"'table' is Rows float32 of shape \(41, 3\); the parameter has shape \(40, 3\)",
+    ),
+    "another width": (
+        sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((2, WIDTH + 1)), ROWS),
+        ValueError,
+        r"of shape \(40, 4\); the parameter has shape \(40, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_rows_that_do_not_fit_are_errors_that_name_the_leaf(name):
+    grad, error, message = BAD_ROWS[name]
+    tx, params = optfn.adam(0.1, lazy=True), {"table": jnp.ones((ROWS, WIDTH))}
+    with pytest.raises(error, match=message):
+        tx.update({"table": grad}, tx.init(params), params)
+
+
+# Optimizers
+
+EXACT = {
+    **{k: v for k, v in registry.OPTIMIZERS.items() if "lazy" not in k},
+    **{
+        k: registry.TRANSFORMS[k]
+        for k in (
+            "clip_by_value",
+            "clip_by_norm",
+            "clip_by_global_norm",
+            "scale_by_learning_rate",
+            "reduce_on_plateau",
+            "ftrl_proximal",
+        )
+    },
+    **{k: registry.WRAPPERS[k] for k in registry.WRAPPERS},
+}
+WARNS = ("lamb", "lars", "adadelta", "adamax", "asgd", "adam_clip_l2", "sgd_clip_l1", "param_attrs")
+
+
+def gradients(seed):
+    """A mixed tree: rows for the table, and the same densified."""
+    grads = {"table": some_rows(seed), "w": normal(seed + 50, WIDTH, 2)}
+    return grads, densified(grads)
+
+
+@pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_give_the_dense_result(name):
+    """Three steps with rows end where those with the dense gradient end, state included."""
+    entry = EXACT[name]
+    tx = entry.make()
+    params = {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2)}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(dense):
+        p, state = params, tx.init(params)
+        for k in range(3):
+            g = gradients(10 + k)[dense]
+            updates, state = tx.update(g, state, p, **dict(entry.extra))
+            p = optax.apply_updates(p, updates)
+        return p, state
+
+    found, want = run(False), run(True)
+    if entry.quantized:  # a last bit of the gradient may turn a code
+        return chex.assert_trees_all_close(found[0], want[0], rtol=0.1, atol=0.05)
+    chex.assert_trees_all_close(found, want, rtol=2e-5, atol=1e-6)
+
+
+def warned(tx, params, grads):
+    with pytest.warns(UserWarning, match="becomes dense; it costs the whole table"):
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars", "adadelta", "adamax", "asgd"])
+def test_rules_that_move_all_rows_say_so(name):
+    params = {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2)}
+    warned(registry.OPTIMIZERS[name].make(), params, gradients(1)[0])
+
+
+def test_a_regularizer_makes_rows_dense_and_says_so():
+    params = {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2)}
+    tx = optfn.adam(0.1, lazy=True, regularization=optfn.l2_decay(0.1))
+    warned(tx, params, gradients(1)[0])
+
+
+def lazy_reference(p, indices, values, steps, weight_decay):
+    """NumPy, float64: rows only, the bias correction of the common step."""
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t in range(1, steps + 1):
+        g = np.zeros_like(p)
+        here = indices[t - 1] < len(p)
+        np.add.at(g, indices[t - 1][here], values[t - 1][here])
+        touched = np.unique(indices[t - 1][here])
+        m[touched] = 0.9 * m[touched] + 0.1 * g[touched]
+        v[touched] = 0.999 * v[touched] + 0.001 * g[touched] ** 2
+        u = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8) + weight_decay * p
+        p = p.copy()
+        p[touched] -= 0.1 * u[touched]
+    return p, m, v
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lazy_touches_the_rows_present_only(weight_decay):
+    rng = np.random.default_rng(0)
+    indices = rng.integers(0, ROWS + 1, (6, 9))
+    values = rng.normal(size=(6, 9, WIDTH))
+    p = rng.normal(size=(ROWS, WIDTH))
+    tx = optfn.adamw(0.1, weight_decay=weight_decay, lazy=True)
+    params = {"t": jnp.asarray(p, jnp.float32)}
+    state = tx.init(params)
+    for k in range(6):
+        g = sparse.Rows(jnp.asarray(indices[k], jnp.int32), jnp.asarray(values[k]), ROWS)
+        updates, state = jax.jit(tx.update)({"t": g}, state, params)
+        assert isinstance(updates["t"], sparse.Rows)
+        params = optfn.apply_updates(params, updates)
+    want = lazy_reference(p, indices, values, 6, weight_decay)
+    found = [params["t"], *(optfn.state_dict(state)[f"scale_by_adam/{k}/t"] for k in ("mu", "nu"))]
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_dense_gradient_ignores_lazy():
+    params, grads = {"t": normal(0, 4, 2)}, {"t": normal(1, 4, 2)}
+    results = []
+    for lazy in (False, True, "exact"):
+        tx = optfn.adam(0.1, lazy=lazy)
+        state, p = tx.init(params), params
+        for _ in range(3):
+            updates, state = tx.update(grads, state, p)
+            p = optfn.apply_updates(p, updates)
+        results.append(p)
+    chex.assert_trees_all_close(results[0], results[1], rtol=0)
+    chex.assert_trees_all_close(results[0], results[2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps_hat", [False, True])
+def test_exact_lazy_catches_up_with_dense_adam(eps_hat):
+    """Moments equal at read-out; parameters of rows just touched within 1 % of the way."""
+    steps, rate = 400, 0.01
+    rng = np.random.default_rng(1)
+    # Rows of unlike frequency; the last steps touch all.
+    indices = np.minimum(rng.geometric(0.08, (steps, 4)) - 1, ROWS)
+    indices = np.concatenate([np.pad(indices, ((0, 0), (0, ROWS - 4)), constant_values=ROWS)])
+    indices[-1] = np.arange(ROWS)
+    values = rng.normal(size=(steps, ROWS, WIDTH)) + 0.5
+    start = {"t": jnp.zeros((ROWS, WIDTH))}
+
+    def run(lazy):
+        tx = optfn.adam(rate, lazy=lazy, eps_hat=eps_hat)
+
+        def step(carry, g):
+            p, state = carry
+            updates, state = tx.update({"t": sparse.Rows(g[0], g[1], ROWS)}, state, p)
+            return (optfn.apply_updates(p, updates), state), None
+
+        xs = (jnp.asarray(indices, jnp.int32), jnp.asarray(values, jnp.float32))
+        return jax.jit(lambda: jax.lax.scan(step, (start, tx.init(start)), xs)[0])()
+
+    (dense, dense_state), (exact, exact_state) = run(False), run("exact")
+    plain, _ = run(True)
+    moments = caught_up(exact_state[0])
+    np.testing.assert_allclose(moments.mu["t"], dense_state[0].mu["t"], rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(moments.nu["t"], dense_state[0].nu["t"], rtol=1e-3, atol=1e-6)
+    way = float(jnp.abs(dense["t"]).max())
+    assert float(jnp.abs(exact["t"] - dense["t"]).max()) < 0.01 * way
+    assert float(jnp.abs(plain["t"] - dense["t"]).max()) > 0.1 * way
+
+
+def test_lazy_takes_what_it_can_do():
+    with pytest.raises(ValueError, match="lazy must be False, True or \"exact\"; got 'rows'"):
+        optfn.adam(0.1, lazy="rows")
+    with pytest.raises(ValueError, match="lazy=True needs float32 moments"):
+        optfn.adam(0.1, lazy=True, moment_dtype="int8")
+    with pytest.raises(ValueError, match="b1² must be < b2"):
+        optfn.adam(0.1, 0.9, 0.5, lazy="exact")
+
+
+# Recordings
+
+SPARSE = [
+    name
+    for name, case in CASES.items()
+    if case["family"] == "sparse" and "DO_NOT_USE" not in str(case["quirks"])
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
+@pytest.mark.parametrize("name", SPARSE)
+def test_rows_follow_paddle(name):
+    """Rows in, Paddle's trajectory out; of Adam, whose β powers Paddle runs ahead, the moments."""
+    a, case = arrays(name), CASES[name]
+    lazy = {"lazy": True} if case["hyper"].get("lazy_mode") else {}
+    tx = build(translate(case), **lazy)
+    params = {k.removeprefix("p0/"): jnp.asarray(v) for k, v in a.items() if k.startswith("p0/")}
+    dense = {k: a[f"g/{k}"] for k in params if k != "emb"}
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    ahead = "beta_pow_one_step_ahead" in str(case["quirks"])
+    for t in range(len(a["g/emb"])):
+        g = {k: jnp.asarray(v[t]) for k, v in dense.items()}
+        g["emb"] = sparse.Rows(
+            jnp.asarray(a["rows/emb"][t], jnp.int32),
+            jnp.asarray(a["values/emb"][t]),
+            len(params["emb"]),
+        )
+        updates, state = step(g, state, params)
+        params = optfn.apply_updates(params, updates)
+        if not ahead:
+            np.testing.assert_allclose(params["emb"], a["p/emb"][t], rtol=1e-3, atol=1e-5)
+        for theirs, ours in {"moment1": "mu", "moment2": "nu"}.items():
+            key = f"s/{theirs}/emb"
+            if key in a:
+                found = optfn.state_dict(state)[f"scale_by_adam/{ours}/emb"]
+                np.testing.assert_allclose(found, a[key][t], rtol=1e-4, atol=1e-6, err_msg=f"{t}")
+
+
+# The step
+
+
+def big_loss(params, batch):
+    x = params["table"][batch] @ params["w"]
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("make", [optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw])
+def test_a_step_makes_nothing_as_large_as_the_table(make):
+    """The compiled step scatters into what is donated; its temporaries are of the batch's size."""
+    size, batch = 20_000, 64
+    params = {"table": jnp.ones((size, 32)), "w": jnp.ones((32, 4))}
+    tx = make(0.1, lazy=True) if make in (optfn.adam, optfn.adamw) else make(0.1)
+    step = optfn.make_train_step(big_loss, tx, tables="table")
+    state = step.init(params)
+    ids = jnp.arange(batch)
+    compiled = step.compiled.lower(state, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 20 * batch * 32 * 4
+    entry = re.search(r"ENTRY .*?\n\}", compiled.as_text(), re.DOTALL).group()
+    assert not re.findall(r"= f32\[20000,32\]\S* copy\(", entry)
+    state, metrics = step(state, ids)
+    assert np.isfinite(metrics["loss"])
+    np.testing.assert_array_equal(state.params["table"][batch:], params["table"][batch:])
+    assert not np.array_equal(state.params["table"][:batch], params["table"][:batch])
+
+
+def test_train_step_with_rows_is_that_with_dense_gradients():
+    params = make_params()
+    for tx in (optfn.adam(0.1), optfn.sgd(0.1, grad_clip=optfn.clip_by_global_norm(0.1))):
+        ends = []
+        for tables in (None, "table"):
+            step = optfn.make_train_step(lambda p, batch: loss_fn(p, *batch), tx, tables=tables)
+            state = step.init(params)
+            for k in range(3):
+                state, _ = step(state, (IDS + k - 1, TARGET))
+            ends.append(state.params)
+        chex.assert_trees_all_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+def test_on_a_mesh_rows_are_gathered_and_the_table_is_not():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    params = {"table": normal(0, 5000, 8), "w": normal(1, 8, 4)}
+    ids = jnp.asarray(np.random.default_rng(2).integers(0, 5000, 32))
+    tx = optfn.adam(0.1, lazy=True, grad_clip=optfn.clip_by_global_norm(0.01))
+    alone = optfn.make_train_step(big_loss, tx, tables="table")
+    together = optfn.make_train_step(big_loss, tx, tables="table", mesh=mesh)
+    a, b = alone.init(params), together.init(params)
+    text = together.compiled.lower(b, ids).compile().as_text()
+    collectives = re.findall(r"= (\S+) (?:all-gather|all-reduce|all-to-all)\w*\(", text)
+    assert collectives and not any("5000" in shape for shape in collectives)
+    for _ in range(3):
+        a, _ = alone(a, ids)
+        b, _ = together(b, ids)
+    chex.assert_trees_all_close(
+        jax.device_get(a.params), jax.device_get(b.params), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_inside_shard_map(check_vma):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    params, ids = make_params(), jnp.stack([IDS, IDS + 1])
+
+    def body(params, ids, target):
+        params = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
+        _, grads = sparse.value_and_grad(loss_fn, "table")(params, ids[0], target)
+        return rows.dense(grads["table"])[None]
+
+    found = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(P(), P("data"), P()),
+            out_specs=P("data"),
+            check_vma=check_vma,
+        )
+    )(params, ids, TARGET)
+    for k in range(2):
+        want = jax.grad(loss_fn, allow_int=True)(params, ids[k], TARGET)["table"]
+        np.testing.assert_allclose(found[k], want, rtol=1e-5, atol=1e-6)
+
+
+def test_densify_goes_before_the_transforms_of_optax():
+    params, (sparse_grads, dense_grads) = {"table": normal(0, ROWS, WIDTH)}, gradients(3)
+    sparse_grads.pop("w"), dense_grads.pop("w")
+    tx = optfn.chain(sparse.densify(), optax.adam(0.1))
+    found, _ = tx.update(sparse_grads, tx.init(params), params)
+    want, _ = tx.update(dense_grads, tx.init(params), params)
+    chex.assert_trees_all_close(found, want, rtol=1e-5)
