@@ -35,7 +35,6 @@ def piece_of(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[Piece,
 
     The arguments are arrays or shapes; nothing is computed.
     """
-
     structure: Any = None
 
     def run(params: Any, x: Any) -> tuple[Any, list[Any]]:

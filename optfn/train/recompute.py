@@ -18,9 +18,9 @@ from optfn import checks, tree
 from optfn.distributed.stage import floats, pullback
 from optfn.equations import Equations, read, variables
 from optfn.train.costs import num_bytes, piece_of
-from optfn.train.rotor import Plan, Rotor
+from optfn.train.rotor import Plan, Rotor, pieces_of
 
-TRIALS = 8  # plans that are compiled at most to keep a budget
+TRIALS = 6  # plans that are compiled at most to keep a budget
 
 
 def recompute(
@@ -229,15 +229,10 @@ def _follow(plan: Plan, fns: Sequence[Callable[[Any, Any], Any]], params: Any, x
         if isinstance(entry, int):
             x = fns[entry](params[entry], x)
         else:
-            own = {i: params[i] for i in _pieces(entry)}
+            own = {i: params[i] for i in pieces_of(entry)}
             of_arrays, arrays = _of_arrays(partial(_follow, entry, fns), (own, x), {})
             x = jax.checkpoint(of_arrays)(arrays)
     return x
-
-
-def _pieces(plan: Plan) -> list[int]:
-    nested = (_pieces(entry) if isinstance(entry, list) else [entry] for entry in plan)
-    return [i for some in nested for i in some]
 
 
 def _budgeted(fns: Sequence[Callable[[Any, Any], Any]], budget: int) -> Callable[[Any, Any], Plan]:
@@ -259,26 +254,49 @@ def _budgeted(fns: Sequence[Callable[[Any, Any], Any]], budget: int) -> Callable
 
 
 def _fitting(rotor: Rotor, budget: int, taken: Callable[[Plan], tuple[int, bool]]) -> Plan:
-    """Return the best plan that takes at most `budget` bytes.
+    """Return the best plan that takes at most `budget` bytes."""
+    plan, needed = _search(rotor, budget, taken)
+    # Near the least the error of the table counts, and a cut after each function may do better.
+    *before, last = range(len(rotor.pieces))
+    each = [*([i] for i in before), last]
+    if plan is None or rotor.flops(plan) > rotor.flops(each):
+        size, exact = taken(each)
+        if exact and size <= budget:
+            return each
+        needed = min(needed, size) if exact else needed
+    if plan is None:
+        raise ValueError(
+            f"memory_budget must be at least {needed} bytes for this chain and batch; got {budget}"
+        )
+    return plan
 
-    What a compiler makes of a plan is within a third of what the table says. So the table is asked
-    for what should fit, and for less until it does.
+
+def _search(
+    rotor: Rotor, budget: int, taken: Callable[[Plan], tuple[int, bool]]
+) -> tuple[Plan | None, int]:
+    """Return the best plan of the table that takes at most `budget` bytes, or the least it needs.
+
+    The table knows well what a piece adds to the peak, and less well the peak itself. So what is
+    asked of it is corrected by how far the plan before was off; by halves towards the least, whose
+    plan may cost much more than one beside it.
     """
     needed, asked = rotor.least, max(budget, 1.5 * rotor.least)
-    for _ in range(TRIALS):
-        plan = rotor.plan(asked)
+    for trial in range(TRIALS):
+        asked = rotor.least if trial == TRIALS - 1 else asked
+        plan, expected = rotor.plan(asked), rotor.peak(asked)
         size, exact = taken(plan)
-        if size <= budget and (exact or asked <= budget):
-            return plan
-        if exact:
-            needed = size
-        if asked <= rotor.least:
+        if size <= budget and (exact or expected <= budget):
+            return plan, size
+        needed = size if exact else max(rotor.least, size)
+        if expected <= rotor.least:
             break
-        asked = max(rotor.least, min(0.95 * asked, asked * budget / max(size, budget)))
-        asked = asked if exact else min(asked, max(rotor.least, budget))
-    raise ValueError(
-        f"memory_budget must be at least {needed} bytes for this chain and batch; got {budget}"
-    )
+        asked = (expected + rotor.least) / 2
+        if exact:
+            asked = max(budget + expected - size, asked)
+        elif expected > budget:
+            asked = budget
+        asked = max(rotor.least, min(asked, expected - rotor.unit))
+    return None, needed
 
 
 def _taken(

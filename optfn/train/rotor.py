@@ -43,6 +43,12 @@ class Piece(NamedTuple):
         return self.kept + self.keeps_output * self.output + self.backward_peak
 
 
+def pieces_of(plan: Plan) -> list[int]:
+    """Return the pieces of a plan, in order."""
+    nested = (pieces_of(entry) if isinstance(entry, list) else [entry] for entry in plan)
+    return [i for some in nested for i in some]
+
+
 class Rotor:
     """The plans of fewest FLOPs of a chain, for every memory.
 
@@ -85,6 +91,19 @@ class Rotor:
     def plan(self, budget: float) -> Plan:
         """Return the best plan for `budget` bytes, at least `least`."""
         return self.best(0, len(self.pieces) - 1, self.floor(budget))
+
+    def peak(self, budget: float) -> float:
+        """Return the bytes that the best plan for `budget` needs of it."""
+        flops = self.extra_flops[self.floor(budget)]
+        return int((self.extra_flops <= flops).argmax()) * self.unit
+
+    def flops(self, plan: Plan) -> float:
+        """Return the extra FLOPs of a plan."""
+        total = 0.0
+        for inner in (entry for entry in plan if isinstance(entry, list)):
+            *before, last = (self.pieces[i] for i in pieces_of(inner))
+            total += sum(p.forward for p in before) + last.again + self.flops(inner)
+        return total
 
     def floor(self, size: float) -> int:
         """Return the whole units in `size` bytes, no more than the chain can use."""

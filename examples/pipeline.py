@@ -1,0 +1,166 @@
+"""Train a byte-level transformer as a pipeline, 4 stages × 2 data workers, and on one device.
+
+    python -m examples.pipeline [--steps N] [--schedule 1f1b|gpipe|zb] [--out DIR]
+
+Embedding, blocks and head lie on four devices of a mesh as unlike stages; each stage recomputes its
+blocks one by one. The same model, seed and batches train on one device as well: the losses agree.
+Eight devices of the CPU stand for eight real ones, so the pipeline is not faster here. Prints the
+schedule, draws it where matplotlib is installed, and says what memory each device needs.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# Before jax is imported.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/pipeline.py
+
+import optfn
+from examples import text, transformer
+from optfn.distributed import pipeline_value_and_grad, plan
+
+STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 96
+CONFIG = transformer.Config(width=32, heads=2, hidden=64, blocks=16, length=64)
+
+
+def split(params: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the params of the stages: equal numbers of blocks, embedding first, head last."""
+    each = len(params["blocks"]) // STAGES
+    stages = [{"blocks": params["blocks"][i * each : (i + 1) * each]} for i in range(STAGES)]
+    stages[0]["embed"], stages[-1]["head"] = params["embed"], params["head"]
+    return stages
+
+
+def stage(params: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Run what of the model a stage has: tokens or activations in, activations or logits out."""
+    if "embed" in params:
+        x = transformer.embed(params["embed"], x)
+    for block in params["blocks"]:
+        x = checkpoint_name(transformer.block(block, x, CONFIG.heads), "block")
+    return transformer.head(params["head"], x) if "head" in params else x
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the mean nats of the target bytes."""
+    right = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+
+def whole(params: Sequence[Any], batch: tuple[Any, Any]) -> jax.Array:
+    """Return the loss of all stages in one place."""
+    x, targets = batch
+    for each in params:
+        x = stage(each, x)
+    return cross_entropy(x, targets)
+
+
+def optimizer(steps: int) -> Any:
+    """Return the optimizer of both runs."""
+    rate = optfn.schedules.linear_warmup(
+        optfn.schedules.cosine(1e-2, 1, steps), max(1, steps // 10), start_lr=0.0, end_lr=1e-2
+    )
+    return optfn.adam(rate, grad_clip=optfn.clip_by_global_norm(1.0))
+
+
+def batches(steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the batches of both runs: bytes, and the bytes after them."""
+    windows = text.batches(text.standard_library()[0], BATCH, CONFIG.length, seed=0)
+    return [(w[:, :-1], w[:, 1:]) for w, _ in zip(windows, range(steps), strict=False)]
+
+
+def train(step: optfn.TrainStep, params: Any, data: Sequence[Any]) -> tuple[np.ndarray, int]:
+    """Return the losses, and the bytes of temporaries per device."""
+    state = step.init(params)
+    memory = step.compiled.lower(state, data[0]).compile().memory_analysis()
+    losses = []
+    for batch in data:
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return np.array(jax.device_get(losses)), memory.temp_size_in_bytes
+
+
+def runs(schedule: str, steps: int) -> dict[str, Callable[[Any, Sequence[Any]], Any]]:
+    """Return the runs to compare: (params, batches) -> (losses, temporaries)."""
+    mesh = Mesh(np.array(jax.devices()[: WORKERS * STAGES]).reshape(WORKERS, STAGES), ("d", "s"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def pipelined(fns: list[Any], params: Any, data: Sequence[Any]) -> Any:
+        value_and_grad = pipeline_value_and_grad(
+            fns,
+            cross_entropy,
+            mesh=mesh,
+            axis_name="s",
+            data_axis="d",
+            num_microbatches=MICROBATCHES,
+            schedule=schedule,
+        )
+        step = optfn.make_train_step(whole, optimizer(steps), value_and_grad=value_and_grad)
+        return train(step, jax.device_put(params, everywhere), data)
+
+    def one_device(params: Any, data: Sequence[Any]) -> Any:
+        return train(optfn.make_train_step(whole, optimizer(steps)), params, data)
+
+    recomputing = optfn.recompute(stage, checkpoints=("block",))
+    return {
+        "one device": one_device,
+        f"{schedule}, {STAGES} × {WORKERS}": partial(pipelined, [stage] * STAGES),
+        f"{schedule}, {STAGES} × {WORKERS}, recompute": partial(pipelined, [recomputing] * STAGES),
+    }
+
+
+def draw(schedule: optfn.distributed.Plan, directory: Path) -> None:
+    """Save the picture of the schedule, where matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    directory.mkdir(parents=True, exist_ok=True)
+    schedule.draw().figure.savefig(directory / "schedule.png", dpi=120)
+    print(f"picture: {directory / 'schedule.png'}")
+
+
+def main() -> None:
+    """Print the schedule and the runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--schedule", choices=("1f1b", "gpipe", "zb"), default="1f1b")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    options = parser.parse_args()
+    schedule = plan(STAGES, MICROBATCHES, schedule=options.schedule)
+    print(schedule)
+    draw(schedule, options.out)
+    params = split(transformer.init(jax.random.key(0), CONFIG))
+    data = batches(options.steps)
+    reference = None
+    for name, run in runs(options.schedule, options.steps).items():
+        start = time.perf_counter()
+        losses, temporaries = run(params, data)
+        reference = losses if reference is None else reference
+        print(
+            f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}, at most "
+            f"{abs(losses - reference).max():.1e} from one device; "
+            f"{temporaries / 2**20:.2f} MiB of temporaries a device; "
+            f"{time.perf_counter() - start:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
