@@ -74,7 +74,8 @@ SIGNATURES = {
     "decayed_adagrad": "learning_rate, *, decay=0.95, eps=1e-6",
     "adadelta": "learning_rate, *, rho=0.95, eps=1e-6",
     "rmsprop": "learning_rate, *, rho=0.95, eps=1e-6, momentum=0.0, centered=False",
-    "adam": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, eps_hat=True, moment_dtype=None",
+    "adam": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, lazy=False, eps_hat=True, "
+    "moment_dtype=None",
     "adamw": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, weight_decay=0.01, exclude=None, "
     "lazy=False, eps_hat=False, moment_dtype=None",
     "adamax": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *",

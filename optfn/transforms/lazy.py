@@ -107,7 +107,8 @@ def scale_by_catch_up_adam(
 
     def init(params: Any) -> ScaleByCatchUpAdamState:
         def never(p: Any) -> jax.Array:
-            return jnp.zeros(p.shape[:1], jnp.int32)
+            # Made from p, so that it is sharded as the rows of p are.
+            return jnp.zeros_like(jnp.sum(p, axis=tuple(range(1, p.ndim))), dtype=jnp.int32)
 
         return ScaleByCatchUpAdamState(
             core.first_step(),
