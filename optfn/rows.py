@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,11 @@ def merged(rows: Rows) -> Rows:
     """Return the same with each index once, in rising order, and zeros at the end as padding."""
     if rows.unique:
         return rows
-    order = jnp.argsort(rows.indices)
-    indices, values = rows.indices[order], rows.values[order]
+    indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
+    inside = (indices >= 0) & (indices < rows.num_rows)
+    indices = jnp.where(inside, indices, rows.num_rows)
+    order = _order(indices, rows.num_rows)
+    indices, values = indices[order], rows.values[order]
     counts = (indices < rows.num_rows).reshape(-1, *(1,) * (values.ndim - 1))
     values = jnp.where(counts, values, 0)
     first = jnp.concatenate([jnp.ones(1, bool)[: indices.size], indices[1:] != indices[:-1]])
@@ -83,6 +87,16 @@ def merged(rows: Rows) -> Rows:
         rows.num_rows,
         unique=True,
     )
+
+
+def _order(indices: jax.Array, num_rows: int) -> jax.Array:
+    """Return the places of `indices`, in [0, num_rows], in rising order."""
+    count = indices.size
+    if (num_rows + 1) * count > 2**32:
+        return jnp.argsort(indices)
+    # Index and place in one word: a single array sorts several times faster on CPU.
+    words = indices.astype(jnp.uint32) * np.uint32(count) + jnp.arange(count, dtype=jnp.uint32)
+    return (jnp.sort(words) % np.uint32(max(count, 1))).astype(jnp.int32)
 
 
 def dense(rows: Rows) -> jax.Array:

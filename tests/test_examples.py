@@ -10,8 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
-from benchmarks import measure, moments, update
-from examples import demo, text, transformer
+from benchmarks import measure, moments, rows, update
+from examples import demo, text, transformer, words
 
 
 def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
@@ -69,6 +69,26 @@ def test_the_moments_benchmark_at_toy_size():
         seeds=1,
     )
     assert all(figures[0] > 50 for figures in found.values())
+
+
+def test_the_rows_benchmark_at_toy_size():
+    found = {row["optimizer"]: row for row in rows.run(2000, 8, 16, 1)}
+    assert found["optax adam, dense"]["ratio"] == 1
+    assert found["optfn adam, lazy"]["temporaries_MB"] < 0.02  # the table has 0.064
+
+
+def test_word_vectors_are_the_same_with_rows(monkeypatch, capsys):
+    vocabulary, text = words.identifiers()
+    assert len(vocabulary) >= 50_000
+    assert len(set(vocabulary)) == len(vocabulary)
+    monkeypatch.setattr(words, "identifiers", lambda: (vocabulary[:500], text[text < 500]))
+    arguments = ["words", "--steps", "4", "--dense-steps", "3", "--near", "self"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    words.main()
+    out = capsys.readouterr().out
+    gap = float(out.split("within ")[1].split(" ")[0])
+    assert gap < 1e-5
+    assert "self: " in out
 
 
 def test_trees_are_the_models():
