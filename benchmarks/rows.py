@@ -2,11 +2,11 @@
 
     python -m benchmarks.rows [--rows 1000000] [--width 64] [--touched 4096] [--rounds 9]
 
-A table of 1 M × 64, of which a step touches 4,096 random rows, others in each of the five steps that
-a side makes in its turn: optfn's lazy and exact-lazy Adam on rows, its Adam on the dense gradient,
-optax's Adam, and torch's SparseAdam where torch is installed. All in one process, in interleaved
-rounds; JAX's sides donate params and state in the order in which they are updated in place. The
-dense sides are given the dense gradient, which costs them nothing here.
+A table of 1 M × 64, of which a step touches 4,096 random rows, others in each of the five steps
+that a side makes in its turn: optfn's lazy and exact-lazy Adam on rows, its Adam on the dense
+gradient, optax's Adam, and torch's SparseAdam where torch is installed. All in one process, in
+interleaved rounds; JAX's sides donate params and state in the order in which they are updated in
+place. The dense sides are given the dense gradient, which costs them nothing here.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import optax
 
 import optfn
 from benchmarks import measure
-
 
 STEPS = 5  # of one side, before the next has its turn
 
