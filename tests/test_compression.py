@@ -15,7 +15,8 @@ from test_recordings import arrays, leaves
 
 import optfn
 from optfn.distributed import Wire, deep_gradient_compression, sum_of_sent
-from optfn.distributed.compression import DeepGradientCompressionState, stage_of
+from optfn.distributed.compression import DeepGradientCompressionState
+from optfn.distributed.residual import stage_of
 
 N = 4
 LR = 0.1

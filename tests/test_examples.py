@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import measure, update
+from benchmarks import measure, selection, update
 from examples import demo, text, transformer
 
 
@@ -56,6 +56,13 @@ def test_the_update_benchmark_at_toy_size(capsys):
     assert sgd["ratio"] > 0 and sgd["over_floor"] > 0
     assert "optax_ms" not in ftrl
     assert capsys.readouterr().out.count("|") > 10
+
+
+def test_the_selection_benchmark_at_toy_size(capsys):
+    normal, _, exact = selection.run([4000], 1)
+    assert normal["k"] == 4 and normal["ratio"] > 0 and normal["over_floor"] > 0
+    assert exact["data"] == "constant"
+    assert capsys.readouterr().out.count("|") == 3 * 9
 
 
 def test_trees_are_the_models():
