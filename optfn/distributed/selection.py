@@ -138,15 +138,28 @@ def kth_largest(m: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
     return lax.fori_loop(0, 31, set_bit, start)
 
 
+def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
+    """Return each word with its first n set bits only; all of them where it has no more."""
+    below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
+    return jnp.where(n < _count(words), words & below, words)
+
+
 def top_k_mask(m: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
-    """Return the mask of the k largest of each array, as rows; the first among equals."""
+    """Return the packed mask of the k largest of each array; the first among equals.
+
+    Args:
+      m: magnitudes as rows, padding −1.
+      k: int32, one per array, ≥ 1.
+      rows: where the arrays lie.
+    """
     kth = kth_largest(m, k, rows)[rows.owner][:, None]
-    above, equal = m > kth, m == kth
-    wanted = k - rows.totals(above)
-    order = jnp.cumsum(equal.reshape(-1), dtype=jnp.int32)
-    before = jnp.where(rows.starts > 0, order[rows.starts - 1], 0)
-    last = (before + wanted)[rows.owner][:, None]
-    return above | (equal & (order.reshape(m.shape) <= last))
+    above, equal = pack((m > kth).reshape(-1)), pack((m == kth).reshape(-1))
+    count = _count(equal)
+    ends = jnp.cumsum(count)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[rows.starts[1:] // 32 - 1]])
+    last = before + k - rows.totals(_count(above).reshape(-1, _ROW // 32))
+    wanted = jnp.repeat(last[rows.owner], _ROW // 32) - (ends - count)
+    return above | first_bits(equal, jnp.maximum(wanted, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +224,7 @@ def candidates(
 
     def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
         del words
-        return pack(top_k_mask(search.rows.magnitudes(arrays), k, search.rows).reshape(-1))
+        return top_k_mask(search.rows.magnitudes(arrays), k, search.rows)
 
     good = jnp.all((count >= k) & (count <= room))
     return lax.cond(good, lambda arrays, words: words, exact, list(arrays), words)
@@ -244,7 +257,7 @@ def extract(
         [x[i] for x, i in zip(arrays, jnp.split(index, slots.starts[1:]), strict=True)]
     )
     m = jnp.where(there, magnitude(found), -1).reshape(-1, _ROW)
-    chosen = pack(top_k_mask(m, jnp.asarray(k, jnp.int32), slots).reshape(-1))
+    chosen = top_k_mask(m, jnp.asarray(k, jnp.int32), slots)
     at = positions(chosen, jnp.cumsum(_count(chosen)), np.arange(sum(k), dtype=np.int32))
     return found[at], index[at]
 
