@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_compression import collectives, follow
+from test_compression import follow
+from test_wire import collectives
 
 import optfn
 from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs
@@ -138,6 +139,16 @@ def test_aux_is_averaged_and_counts_add_up():
     assert metrics["aux"]["mean"] == 3.5 and metrics["aux"]["count"] == 8
 
 
+def test_a_mesh_of_explicit_axes():
+    """jax.make_mesh makes them so."""
+    mesh, params = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,)), start()
+    with jax.set_mesh(mesh):
+        state, losses = run(dgc(), params, mesh=mesh)
+    want, expected = run(dgc(), params, mesh=data_mesh(N))
+    assert losses == expected
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(want.params))
+
+
 def test_two_axes():
     """The batch is split over both axes of a mesh."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))
@@ -235,6 +246,8 @@ def test_specs_and_state_for_an_own_shard_map():
 
 
 def test_bad_arguments():
+    with pytest.raises(ValueError, match="accumulate around Deep Gradient Compression"):
+        optfn.make_train_step(loss_fn, optfn.accumulate(dgc(), 2), mesh=data_mesh(2)).init(start())
     with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('workers',\)"):
         optfn.make_train_step(loss_fn, dgc(), mesh=data_mesh(2, axis_name="workers"))
     with pytest.raises(ValueError, match="at most the 8 devices; got 9"):
