@@ -8,9 +8,9 @@ of many leaves compiles as fast as one:
 3. population counts and their running sum say where the candidates are;
 4. among the candidates, bisection on the bits of |x| finds the k-th largest exactly.
 
-Where the sample misleads (mass ties, clusters), step 2 takes the exact mask instead, by bisection
-over everything: slower, never wrong. Magnitudes are compared as integers, the bits of |x|, which
-have the order of the numbers, with NaN above infinity and without flushing what is subnormal.
+Where the sample misleads, step 2 takes the exact mask instead: slower, never wrong. Mass ties need
+a few passes more, clusters a bisection over everything. Magnitudes are compared as integers, the
+bits of |x|, which have the order of the numbers, with NaN above infinity and nothing flushed.
 """
 
 import dataclasses
@@ -144,15 +144,16 @@ def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
     return jnp.where(n < _count(words), words & below, words)
 
 
-def top_k_mask(m: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
-    """Return the packed mask of the k largest of each array; the first among equals.
+def top_k_mask(m: jax.Array, kth: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
+    """Return the packed mask of what is above the k-th largest, and of the first that equal it.
 
     Args:
       m: magnitudes as rows, padding −1.
+      kth: the k-th largest of each array. A smaller number that more than k exceed selects those.
       k: int32, one per array, ≥ 1.
       rows: where the arrays lie.
     """
-    kth = kth_largest(m, k, rows)[rows.owner][:, None]
+    kth = kth[rows.owner][:, None]
     above, equal = pack((m > kth).reshape(-1)), pack((m == kth).reshape(-1))
     count = _count(equal)
     ends = jnp.cumsum(count)
@@ -224,7 +225,12 @@ def candidates(
 
     def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
         del words
-        return top_k_mask(search.rows.magnitudes(arrays), k, search.rows)
+        m, rows = search.rows.magnitudes(arrays), search.rows
+        above = rows.totals(m > low[rows.owner][:, None])
+        # Where many are equal to the bound and fewer than k exceed it, it is the k-th largest.
+        known = (count >= k) & ((count <= room) | (above < k))
+        kth = lax.cond(jnp.all(known), lambda m: low, lambda m: kth_largest(m, k, rows), m)
+        return top_k_mask(m, kth, k, rows)
 
     good = jnp.all((count >= k) & (count <= room))
     return lax.cond(good, lambda arrays, words: words, exact, list(arrays), words)
@@ -257,7 +263,8 @@ def extract(
         [x[i] for x, i in zip(arrays, jnp.split(index, slots.starts[1:]), strict=True)]
     )
     m = jnp.where(there, magnitude(found), -1).reshape(-1, _ROW)
-    chosen = top_k_mask(m, jnp.asarray(k, jnp.int32), slots)
+    wanted = jnp.asarray(k, jnp.int32)
+    chosen = top_k_mask(m, kth_largest(m, wanted, slots), wanted, slots)
     at = positions(chosen, jnp.cumsum(_count(chosen)), np.arange(sum(k), dtype=np.int32))
     return found[at], index[at]
 
