@@ -74,8 +74,9 @@ class _Options:
 
     def compresses(self, p: Any) -> bool:
         """Tell whether a leaf is compressed."""
-        float32 = numerics.accumulator_dtype(p.dtype) == jnp.float32
-        return bool(float32 and p.size >= self.min_size)
+        # NumPy's float64 becomes float32 where JAX has no wider floats.
+        kept = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
+        return bool(kept == jnp.float32 and p.size >= self.min_size)
 
 
 def deep_gradient_compression(
