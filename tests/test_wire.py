@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import Wire, data_mesh, sum_of_sent
+from optfn.distributed import Wire, data_mesh, mean_of_sent
 
 N = 4
 
@@ -52,14 +52,14 @@ def test_rounding_keeps_what_is_finite_finite():
     assert rounded[3:].tolist() == [0.0, 1.0]  # a tie goes to even
 
 
-def test_the_sum_of_what_is_sent():
+def test_the_mean_of_what_is_sent():
     wire = Wire((5, 3), (2, 1))
     values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
     indices = np.array([[0, 4, 2], [1, 4, 2]], np.int32)
-    first, second = jax.vmap(lambda v, i: sum_of_sent(v, i, wire, "data"), axis_name="data")(
+    first, second = jax.vmap(lambda v, i: mean_of_sent(v, i, wire, "data"), axis_name="data")(
         values, indices
     )
-    assert first[1].tolist() == [1, 10, 0, 0, 22] and second[0].tolist() == [0, 0, 33]
+    assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]
 
 
 def collectives(text):

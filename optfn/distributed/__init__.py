@@ -8,4 +8,4 @@ from optfn.distributed.plan import Plan, plan
 from optfn.distributed.residual import accumulate, take
 from optfn.distributed.selection import select_top_k
 from optfn.distributed.stacking import PipelineParams, stack_stages, unstack_stages
-from optfn.distributed.wire import Wire, sum_of_sent
+from optfn.distributed.wire import Wire, mean_of_sent

@@ -293,12 +293,13 @@ def _check_state(options: _Options, updates: Any, state: DeepGradientCompression
 
 def _agree(options: _Options, updates: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return whether any worker's gradient is not finite, and the step: the same on all workers."""
-    finite = jnp.asarray(True)
-    for g in tree.flatten(updates)[0]:
-        if not tree.is_hole(g):
-            finite &= jnp.all(jnp.isfinite(g))
+    leaves = [g.reshape(-1) for g in tree.flatten(updates)[0] if not tree.is_hole(g)]
+    bad = jnp.asarray(False)
+    if leaves:
+        # One pass over each leaf into bits, and one reduction of those of all leaves.
+        bad = jnp.any(jnp.concatenate([selection.pack(~jnp.isfinite(g)) for g in leaves]) > 0)
     axes = mesh.axes(options.axis_name) + mesh.axes(options.reduce_axis_name)
-    flags = jnp.stack([(~finite).astype(jnp.int32), step])
+    flags = jnp.stack([bad.astype(jnp.int32), step])
     bad, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axes)), axes)
     return bad > 0, step
 
@@ -394,22 +395,24 @@ def _exchange(
         form = wires.Wire(sizes, k, options.wire)
         values, indices = selection.extract(v, words, k, search.room(k))
         if sends_dense(form, num_workers):
-            sent, sums = values, _dense_sum(values, indices, form, options.axis_name)
+            sent, means = values, _dense_means(values, indices, form, options.axis_name)
         else:
             sent = form.rounded(values)
-            sums = wires.sum_of_sent(sent, indices, form, options.axis_name)
-        parts = zip(u, v, form.split(indices), form.split(values - sent), strict=True)
+            means = wires.mean_of_sent(sent, indices, form, options.axis_name)
+        # Unsigned indices: JAX need not ask which are negative, in code for each leaf.
+        places = form.split(indices.astype(jnp.uint32))
+        parts = zip(u, v, places, form.split(values - sent), strict=True)
         pairs = [take(*leaf, momentum_masking=options.momentum_masking) for leaf in parts]
-        return [x / num_workers for x in sums], [a for a, _ in pairs], [b for _, b in pairs]
+        return means, [a for a, _ in pairs], [b for _, b in pairs]
 
     return lax.switch(stage, [partial(send, k) for k in stages], u, v)
 
 
-def _dense_sum(
+def _dense_means(
     values: jax.Array, indices: jax.Array, form: wires.Wire, axis_name: AxisName
 ) -> Leaves:
-    """Return the sums of what was sent through an all-reduce of whole leaves."""
+    """Return the means of what was sent, through an all-reduce of whole leaves."""
     parts = zip(form.sizes, form.split(values), form.split(indices), strict=True)
     return [
-        lax.psum(jnp.zeros(n, jnp.float32).at[i].set(x), mesh.axes(axis_name)) for n, x, i in parts
+        lax.pmean(jnp.zeros(n, jnp.float32).at[i].set(x), mesh.axes(axis_name)) for n, x, i in parts
     ]

@@ -259,6 +259,8 @@ def extract(
     rank = bounds[owner] + (np.arange(owner.size, dtype=np.int32) - slots.starts[owner])
     there = rank < bounds[owner + 1]
     index = jnp.where(there, positions(words, ends, rank) - rows.starts[owner], 0)
+    # Unsigned, so that JAX need not ask which are negative, in code for each array.
+    index = index.astype(jnp.uint32)
     found = jnp.concatenate(
         [x[i] for x, i in zip(arrays, jnp.split(index, slots.starts[1:]), strict=True)]
     )
@@ -266,7 +268,7 @@ def extract(
     wanted = jnp.asarray(k, jnp.int32)
     chosen = top_k_mask(m, kth_largest(m, wanted, slots), wanted, slots)
     at = positions(chosen, jnp.cumsum(_count(chosen)), np.arange(sum(k), dtype=np.int32))
-    return found[at], index[at]
+    return found[at], index[at].astype(jnp.int32)
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
