@@ -124,7 +124,7 @@ def make_train_step(
       data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split; the
         `axis_name` of Deep Gradient Compression.
       value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
-        `loss_fn` where given.
+        `loss_fn` where given; on a mesh, of a worker's part of the batch, inside `shard_map`.
       donate: whether the step may overwrite the state that it is given.
 
     Returns:
