@@ -1,6 +1,7 @@
 """Deep Gradient Compression against its float64 reference, and what it promises beyond numbers."""
 
 import functools
+import inspect
 
 import chex
 import jax
@@ -358,6 +359,25 @@ def test_state_of_other_params():
         run({"w": jnp.zeros((N, 6))}, state)
 
 
+def test_the_signature_is_the_promised_one():
+    got = inspect.signature(optfn.dgc_momentum).parameters
+    promised = {
+        "rampup_step": 1,
+        "sparsity": (0.999,),
+        "nesterov": False,
+        "local_grad_clip_norm": None,
+        "regularization": None,
+        "axis_name": "data",
+        "min_size": 16384,
+        "momentum_masking": True,
+        "wire": "float32",
+        "param_attrs": None,
+    }
+    assert list(got)[:3] == ["learning_rate", "momentum", "rampup_begin_step"]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in list(got.values())[2:])
+    assert promised == {k: got[k].default for k in promised}
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
@@ -366,6 +386,7 @@ def test_state_of_other_params():
         ({"sparsity": ()}, TypeError, "sparsity must be a sequence"),
         ({"sparsity": (0.5, 1.0)}, ValueError, r"sparsity.*1\.0"),
         ({"sparsity": (jnp.float32(0.5),)}, TypeError, "sparsity must hold Python numbers"),
+        ({"rampup_step": 2**30, "sparsity": (0.5, 0.9)}, ValueError, "rampup_step times.*int32"),
         ({"rampup_step": 0}, ValueError, "rampup_step must be >= 1; got 0"),
         ({"rampup_begin_step": -1}, ValueError, "rampup_begin_step must be >= 0"),
         ({"wire": "int8"}, ValueError, "wire must be one of float32, bfloat16; got 'int8'"),

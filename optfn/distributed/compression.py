@@ -161,6 +161,11 @@ def deep_gradient_compression(
         checks.flag("momentum_masking", momentum_masking),
         _check_wire(wire),
     )
+    if options.rampup_step * len(options.sparsity) >= 2**31:
+        raise ValueError(
+            "rampup_step times the stages of sparsity must fit in an int32; "
+            f"got {rampup_step} times {len(options.sparsity)}"
+        )
     return core.transform(
         "deep_gradient_compression", partial(_init, options), partial(_update, options)
     )
