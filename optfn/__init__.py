@@ -26,7 +26,7 @@ from optax import chain
 
 from optfn import distributed, schedules, sparse
 from optfn.core import apply_updates
-from optfn.distributed.compression import dgc_momentum
+from optfn.distributed.optimizer import dgc_momentum
 from optfn.learning_rate import get_learning_rate, set_learning_rate
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb

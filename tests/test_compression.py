@@ -1,7 +1,7 @@
 """Deep Gradient Compression against its float64 reference, and what it promises beyond numbers."""
 
 import functools
-import re
+import inspect
 
 import chex
 import jax
@@ -11,11 +11,11 @@ import pytest
 import reference_compression as reference
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_recordings import arrays, leaves
 
 import optfn
-from optfn.distributed import Wire, deep_gradient_compression, sum_of_sent
-from optfn.distributed.compression import DeepGradientCompressionState, stage_of
+from optfn.distributed import deep_gradient_compression
+from optfn.distributed.compression import DeepGradientCompressionState
+from optfn.distributed.residual import stage_of
 
 N = 4
 LR = 0.1
@@ -317,6 +317,30 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
     chex.assert_trees_all_equal(s3[0]._replace(skipped=0), clean_s[0]._replace(skipped=0))
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_narrow_and_numpy_parameters():
+    """u and v are float32 whatever the dtypes; updates come in that of the parameter."""
+    params = {"narrow": jnp.ones(200, jnp.bfloat16), "host": np.ones(200)}
+    tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, sparsity=(0.9,), min_size=100)
+    g = {"narrow": jnp.asarray(normal((N, 200), 0), jnp.bfloat16), "host": normal((N, 200), 1)}
+    state = stacked(tx.init(params))
+    updates, new = jax.vmap(lambda g, s: tx.update(g, s, params), axis_name="data")(g, state)
+    chex.assert_trees_all_equal_dtypes(new, state)
+    assert updates["narrow"].dtype == jnp.bfloat16 and updates["host"].dtype == jnp.float32
+    assert new[0].residual["narrow"].dtype == new[0].local_velocity["host"].dtype == jnp.float32
+    own = np.asarray(g["narrow"], np.float64)
+    want = reference.leaf(
+        np.ones(200),
+        own[None],
+        learning_rate=LR,
+        momentum=0.9,
+        rampup_begin_step=0,
+        sparsity=(0.9,),
+    )
+    np.testing.assert_allclose(1 + updates["narrow"][0], want["p"][0], rtol=0.01)
+    np.testing.assert_array_equal(new[0].residual["narrow"] == 0, want["sent"][0])
+
+
 def test_wider_leaves_are_dense():
     with jax.enable_x64(True):
         state = deep_gradient_compression(0.9, min_size=1).init(
@@ -335,175 +359,23 @@ def test_state_of_other_params():
         run({"w": jnp.zeros((N, 6))}, state)
 
 
-# The wire
-
-
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-def test_a_packet_comes_out_as_it_went_in(form):
-    """Leaves of one block and of several, empty blocks, entries at the edges of blocks."""
-    sizes, k = (300, 200_000, 65_536, 65_537), (3, 6, 2, 2)
-    indices = [
-        [0, 7, 299],
-        [0, 65_535, 65_536, 65_537, 199_998, 199_999],
-        [0, 65_535],
-        [65_535, 65_536],
-    ]
-    indices = np.concatenate(indices).astype(np.int32)
-    values = normal(sum(k), 0)
-    wire = Wire(sizes, k, form)
-    sent = wire.rounded(values)
-    packet = jax.jit(wire.encode)(sent, indices)
-    assert packet.dtype == np.uint32 and packet.nbytes == wire.num_bytes
-    got_values, got_indices = jax.jit(wire.decode)(packet)
-    np.testing.assert_array_equal(got_indices, indices)
-    np.testing.assert_array_equal(got_values, sent)
-    if form == "float32":
-        np.testing.assert_array_equal(sent, values)
-    else:
-        np.testing.assert_array_equal(sent, values.astype(jnp.bfloat16).astype(np.float32))
-
-
-def test_rounding_keeps_what_is_finite_finite():
-    wire = Wire((9,), (5,), "bfloat16")
-    largest = np.finfo(np.float32).max
-    values = np.array([largest, -largest, np.inf, 0.0, 1.00390625], np.float32)
-    rounded = np.asarray(wire.rounded(values))
-    assert np.isfinite(rounded[:2]).all() and np.isinf(rounded[2])
-    assert rounded[3:].tolist() == [0.0, 1.0]  # a tie goes to even
-
-
-def test_the_sum_of_what_is_sent():
-    wire = Wire((5, 3), (2, 1))
-    values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
-    indices = np.array([[0, 4, 2], [1, 4, 2]], np.int32)
-    first, second = jax.vmap(lambda v, i: sum_of_sent(v, i, wire, "data"), axis_name="data")(
-        values, indices
-    )
-    assert first[1].tolist() == [1, 10, 0, 0, 22] and second[0].tolist() == [0, 0, 33]
-
-
-def collectives(text):
-    """Return the bytes of the results of each kind of collective in a compiled program."""
-    size = {"f32": 4, "u32": 4, "s32": 4, "bf16": 2, "u16": 2, "pred": 1}
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = {}
-    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
-        total = sum(size[d] * int(np.prod([int(x) for x in s.split(",") if x])) for d, s in shapes)
-        found.setdefault(kind, []).append(total)
-    return found
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("form", "entry"), [("float32", 8), ("bfloat16", 4)])
-def test_bytes_on_the_wire(form, entry, check_vma):
-    """The compiled sparse step gathers (N − 1)·k·b bytes within 5 %, and nothing dense."""
-    params = {"w": jnp.zeros(400_000), "v": jnp.zeros((300, 100)), "b": jnp.zeros(10)}
-    tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, wire=form)
-    mesh, k = optfn.distributed.data_mesh(N), 400 + 30
-
-    def body(params, x):
-        varying = jax.lax.pcast(params, "data", to="varying") if check_vma else params
-        g = jax.grad(lambda p: jnp.sum(p["w"] * x) + jnp.sum(p["v"]) * x[0] + jnp.sum(p["b"]))(
-            varying
-        )
-        return one_step(tx, params, tx.init(params), g)[0]
-
-    run = jax.shard_map(
-        body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-    )
-    text = jax.jit(run).lower(params, jnp.zeros(N * 400_000)).compile().as_text()
-    found = collectives(text)
-    assert set(found) == {"all-gather", "all-reduce"}
-    assert len(found["all-gather"]) == 1
-    per_worker = (N - 1) * found["all-gather"][0] / N
-    assert (N - 1) * k * entry <= per_worker <= 1.05 * (N - 1) * k * entry
-    assert sum(found["all-reduce"]) <= 100  # the flags, and the small leaf
-
-
-# Recordings of Paddle's operators
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_follows_paddles_momentum(nesterov):
-    """Momentum on the mean before the ramp; after it what arrives is applied as it is."""
-    name = "fluid18_dgc_momentum_op" + ("_nesterov" if nesterov else "")
-    params = leaves(name, "p0")
-    # Paddle's gradient is the sum of two workers'.
-    sums = leaves(name, "g")
-    tx = optfn.dgc_momentum(
-        LR, 0.9, rampup_begin_step=6, sparsity=(0.0,), nesterov=nesterov, min_size=1
-    )
-    step, p, s = simulated(tx), stacked(params, 2), stacked(tx.init(params), 2)
-    for t in range(20):
-        own = {k: np.stack([0.25 * g[t], 0.75 * g[t]]) for k, g in sums.items()}
-        if t == 6:  # the operator leaves out what the workers accumulate before they send
-            kept = s[0].local_velocity
-            s = (s[0]._replace(local_velocity=jax.tree.map(jnp.zeros_like, kept)), s[1])
-        if t >= 6 and nesterov:
-            break  # there u = μ(u + g) is added to g on the worker
-        p, s = step(p, s, own)
-        for k in params:
-            np.testing.assert_allclose(p[k][1], leaves(name, "p")[k][t], rtol=1e-5, atol=1e-6)
-            if t < 6:
-                want = arrays(name)[f"s/velocity/{k}"][t].reshape(-1)
-                np.testing.assert_allclose(s[0].local_velocity[k][0], want, rtol=1e-5, atol=1e-6)
-
-
-def test_follows_paddles_clip():
-    name = "fluid18_dgc_clip_by_norm_op"
-    tx = deep_gradient_compression(0.0, sparsity=(0.0,), local_grad_clip_norm=1.0, min_size=1)
-    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s)[0], axis_name="data"))
-    for g, out in zip(leaves(name, "g")["x"], leaves(name, "out")["x"], strict=True):
-        state = stacked(tx.init(jnp.asarray(g)), 1)
-        np.testing.assert_allclose(update(g[None], state)[0], out, rtol=1e-5, atol=1e-6)
-
-
-# Training
-
-
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_it_trains_as_dense_momentum_does(wire):
-    """Eight workers, a regression that 99 % sparsity learns to the same loss."""
-    workers, width = 8, 64
-    rng = np.random.default_rng(0)
-    truth = rng.standard_normal((width, 20)).astype(np.float32)
-
-    def batch(key):
-        x = jax.random.normal(key, (16, width))
-        return x, x @ truth + 0.1 * jax.random.normal(jax.random.fold_in(key, 1), (16, 20))
-
-    def loss_fn(params, key):
-        x, y = batch(key)
-        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
-
-    def train(tx):
-        def worker(number):
-            params = {"w": jnp.zeros((width, 20)), "b": jnp.zeros(20)}
-
-            def step(carry, t):
-                params, state = carry
-                key = jax.random.fold_in(jax.random.key(7), t * workers + number)
-                loss, g = jax.value_and_grad(loss_fn)(params, key)
-                if not isinstance(state[0], DeepGradientCompressionState):
-                    g = jax.lax.pmean(g, "data")
-                params, state = one_step(tx, params, state, g)
-                return (params, state), jax.lax.pmean(loss, "data")
-
-            (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), jnp.arange(400))
-            return params, losses
-
-        return jax.jit(jax.vmap(worker, axis_name="data"))(jnp.arange(workers))
-
-    ramp = {"rampup_begin_step": 20, "rampup_step": 40, "sparsity": (0.75, 0.9375, 0.99)}
-    params, sparse = train(optfn.dgc_momentum(0.1, 0.9, min_size=100, wire=wire, **ramp))
-    dense = train(optfn.momentum(0.1, 0.9))[1]
-    for worker in range(workers):
-        chex.assert_trees_all_equal(
-            *(jax.tree.map(lambda x, w=w: x[w], params) for w in (0, worker))
-        )
-    assert dense[0, 0] > 20
-    assert sparse[0, -20:].mean() < 0.02 and dense[0, -20:].mean() < 0.02
+def test_the_signature_is_the_promised_one():
+    got = inspect.signature(optfn.dgc_momentum).parameters
+    promised = {
+        "rampup_step": 1,
+        "sparsity": (0.999,),
+        "nesterov": False,
+        "local_grad_clip_norm": None,
+        "regularization": None,
+        "axis_name": "data",
+        "min_size": 16384,
+        "momentum_masking": True,
+        "wire": "float32",
+        "param_attrs": None,
+    }
+    assert list(got)[:3] == ["learning_rate", "momentum", "rampup_begin_step"]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in list(got.values())[2:])
+    assert promised == {k: got[k].default for k in promised}
 
 
 @pytest.mark.parametrize(
@@ -514,6 +386,7 @@ def test_it_trains_as_dense_momentum_does(wire):
         ({"sparsity": ()}, TypeError, "sparsity must be a sequence"),
         ({"sparsity": (0.5, 1.0)}, ValueError, r"sparsity.*1\.0"),
         ({"sparsity": (jnp.float32(0.5),)}, TypeError, "sparsity must hold Python numbers"),
+        ({"rampup_step": 2**30, "sparsity": (0.5, 0.9)}, ValueError, "rampup_step times.*int32"),
         ({"rampup_step": 0}, ValueError, "rampup_step must be >= 1; got 0"),
         ({"rampup_begin_step": -1}, ValueError, "rampup_begin_step must be >= 0"),
         ({"wire": "int8"}, ValueError, "wire must be one of float32, bfloat16; got 'int8'"),

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
-from benchmarks import measure, moments, rows, update
+from benchmarks import measure, moments, rows, selection, update
 from examples import demo, text, transformer, words
 
 
@@ -89,6 +89,13 @@ def test_word_vectors_are_the_same_with_rows(monkeypatch, capsys):
     gap = float(out.split("within ")[1].split(" ")[0])
     assert gap < 1e-5
     assert "self: " in out
+
+
+def test_the_selection_benchmark_at_toy_size(capsys):
+    normal, _, exact = selection.run([4000], 1)
+    assert normal["k"] == 4 and normal["ratio"] > 0 and normal["over_floor"] > 0
+    assert exact["data"] == "constant"
+    assert capsys.readouterr().out.count("|") == 3 * 9
 
 
 def test_trees_are_the_models():

@@ -1,17 +1,22 @@
 """A training step on a mesh: data parallel, and with Deep Gradient Compression."""
 
+import re
+from pathlib import Path
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_compression import collectives, follow
+from test_compression import follow, one_step
+from test_wire import collectives
 
 import optfn
 from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs
+from optfn.distributed.compression import DeepGradientCompressionState
 
 N = 4
 RNG = np.random.default_rng(0)
@@ -138,6 +143,16 @@ def test_aux_is_averaged_and_counts_add_up():
     assert metrics["aux"]["mean"] == 3.5 and metrics["aux"]["count"] == 8
 
 
+def test_a_mesh_of_explicit_axes():
+    """jax.make_mesh makes them so."""
+    mesh, params = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,)), start()
+    with jax.set_mesh(mesh):
+        state, losses = run(dgc(), params, mesh=mesh)
+    want, expected = run(dgc(), params, mesh=data_mesh(N))
+    assert losses == expected
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(want.params))
+
+
 def test_two_axes():
     """The batch is split over both axes of a mesh."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))
@@ -234,7 +249,64 @@ def test_specs_and_state_for_an_own_shard_map():
     assert optfn.summary(tx, params)
 
 
+def test_the_programs_of_the_documentation_run():
+    text = (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for program in programs:
+        names = {}
+        exec(compile(program, "distributed.md", "exec"), names)
+        state = jax.tree.leaves(names["state"])
+        assert any(np.any(x) for x in state) and names["mesh"].size == 8
+    assert len(programs) == 2
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_it_trains_as_dense_momentum_does(wire):
+    """Eight workers, a regression that 99 % sparsity learns to the same loss."""
+    workers, width = 8, 64
+    rng = np.random.default_rng(0)
+    truth = rng.standard_normal((width, 20)).astype(np.float32)
+
+    def batch(key):
+        x = jax.random.normal(key, (16, width))
+        return x, x @ truth + 0.1 * jax.random.normal(jax.random.fold_in(key, 1), (16, 20))
+
+    def loss_fn(params, key):
+        x, y = batch(key)
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+    def train(tx):
+        def worker(number):
+            params = {"w": jnp.zeros((width, 20)), "b": jnp.zeros(20)}
+
+            def step(carry, t):
+                params, state = carry
+                key = jax.random.fold_in(jax.random.key(7), t * workers + number)
+                loss, g = jax.value_and_grad(loss_fn)(params, key)
+                if not isinstance(state[0], DeepGradientCompressionState):
+                    g = jax.lax.pmean(g, "data")
+                params, state = one_step(tx, params, state, g)
+                return (params, state), jax.lax.pmean(loss, "data")
+
+            (params, _), losses = jax.lax.scan(step, (params, tx.init(params)), jnp.arange(400))
+            return params, losses
+
+        return jax.jit(jax.vmap(worker, axis_name="data"))(jnp.arange(workers))
+
+    ramp = {"rampup_begin_step": 20, "rampup_step": 40, "sparsity": (0.75, 0.9375, 0.99)}
+    params, sparse = train(optfn.dgc_momentum(0.1, 0.9, min_size=100, wire=wire, **ramp))
+    dense = train(optfn.momentum(0.1, 0.9))[1]
+    for worker in range(workers):
+        chex.assert_trees_all_equal(
+            *(jax.tree.map(lambda x, w=w: x[w], params) for w in (0, worker))
+        )
+    assert dense[0, 0] > 20
+    assert sparse[0, -20:].mean() < 0.02 and dense[0, -20:].mean() < 0.02
+
+
 def test_bad_arguments():
+    with pytest.raises(ValueError, match="accumulate around Deep Gradient Compression"):
+        optfn.make_train_step(loss_fn, optfn.accumulate(dgc(), 2), mesh=data_mesh(2)).init(start())
     with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('workers',\)"):
         optfn.make_train_step(loss_fn, dgc(), mesh=data_mesh(2, axis_name="workers"))
     with pytest.raises(ValueError, match="at most the 8 devices; got 9"):

@@ -1,8 +1,8 @@
 """Deep Gradient Compression: workers exchange the few largest entries of what they accumulate.
 
-The parts stand alone: `accumulate` and `take` are the residual that what is not sent goes back to,
-`selection` says what is sent, `wire` how it travels. `deep_gradient_compression` puts them together
-with the phases and the ramp.
+The parts stand alone: `residual` is what accumulates and takes back what is not sent, `selection`
+says what is sent, `wire` how it travels. `deep_gradient_compression` puts them together with the
+phases and the ramp.
 """
 
 import dataclasses
@@ -17,26 +17,20 @@ import optax
 from jax import lax
 
 from optfn import checks, core, numerics, tree
-from optfn.checks import Number, Schedule
+from optfn.checks import Number
 from optfn.distributed import mesh, selection
 from optfn.distributed import wire as wires
 from optfn.distributed.mesh import AxisName
+from optfn.distributed.residual import accumulate, num_sent, stage_of, take
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
-from optfn.transforms.scaling import scale_by_learning_rate
-from optfn.wrappers.attributes import (
-    ParamAttrs,
-    attributed,
-    check_param_attrs,
-    check_transform,
-    regularizing,
-)
+from optfn.wrappers.attributes import check_transform
 
 Leaves = list[jax.Array]
 
 
 class DeepGradientCompressionState(NamedTuple):
-    """State of `deep_gradient_compression`; `residuals.state_specs` says where each part lies.
+    """State of `deep_gradient_compression`; `state_specs` says where each part lies.
 
     local_velocity (u) and residual (v) are a worker's own: flat float32 arrays, 8 bytes per
     compressed parameter. All else is the same on all workers: the step; how many steps were skipped
@@ -51,44 +45,6 @@ class DeepGradientCompressionState(NamedTuple):
     local_velocity: Any
     residual: Any
     regularization: Any
-
-
-def accumulate(
-    g: jax.Array, u: jax.Array, v: jax.Array, *, momentum: Any, nesterov: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Return (u, v) with u = μu + g, v = v + u; nesterov: u = μ(u + g), v = v + u + g."""
-    mu = numerics.scalar(momentum, g)
-    if nesterov:
-        u = mu * (u + g)
-        return u, v + u + g
-    u = mu * u + g
-    return u, v + u
-
-
-def take(
-    u: jax.Array,
-    v: jax.Array,
-    index: jax.Array,
-    kept: jax.Array,
-    *,
-    momentum_masking: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (u, v) after the entries at `index` were sent: v keeps `kept`, u is 0 (masking)."""
-    v = v.at[index].set(kept, indices_are_sorted=True, unique_indices=True)
-    if momentum_masking:
-        u = u.at[index].set(0.0, indices_are_sorted=True, unique_indices=True)
-    return u, v
-
-
-def stage_of(step: jax.Array, begin: int, length: int, stages: int) -> jax.Array:
-    """Return min(⌊(step − begin)·stages/length⌋, stages − 1), the stage of a ramp."""
-    since = jnp.clip(step - begin, 0, length)
-    return jnp.minimum(since * stages // length, stages - 1)
-
-
-def num_sent(size: int, sparsity: float) -> int:
-    """Return k = max(1, round(size·(1 − sparsity)))."""
-    return max(1, round(size * (1 - sparsity)))
 
 
 def sends_dense(form: wires.Wire, num_workers: int) -> bool:
@@ -118,8 +74,9 @@ class _Options:
 
     def compresses(self, p: Any) -> bool:
         """Tell whether a leaf is compressed."""
-        float32 = numerics.accumulator_dtype(p.dtype) == jnp.float32
-        return bool(float32 and p.size >= self.min_size)
+        # NumPy's float64 becomes float32 where JAX has no wider floats.
+        kept = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
+        return bool(kept == jnp.float32 and p.size >= self.min_size)
 
 
 def deep_gradient_compression(
@@ -204,6 +161,11 @@ def deep_gradient_compression(
         checks.flag("momentum_masking", momentum_masking),
         _check_wire(wire),
     )
+    if options.rampup_step * len(options.sparsity) >= 2**31:
+        raise ValueError(
+            "rampup_step times the stages of sparsity must fit in an int32; "
+            f"got {rampup_step} times {len(options.sparsity)}"
+        )
     return core.transform(
         "deep_gradient_compression", partial(_init, options), partial(_update, options)
     )
@@ -336,12 +298,13 @@ def _check_state(options: _Options, updates: Any, state: DeepGradientCompression
 
 def _agree(options: _Options, updates: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return whether any worker's gradient is not finite, and the step: the same on all workers."""
-    finite = jnp.asarray(True)
-    for g in tree.flatten(updates)[0]:
-        if not tree.is_hole(g):
-            finite &= jnp.all(jnp.isfinite(g))
+    leaves = [g.reshape(-1) for g in tree.flatten(updates)[0] if not tree.is_hole(g)]
+    bad = jnp.asarray(False)
+    if leaves:
+        # One pass over each leaf into bits, and one reduction of those of all leaves.
+        bad = jnp.any(jnp.concatenate([selection.pack(~jnp.isfinite(g)) for g in leaves]) > 0)
     axes = mesh.axes(options.axis_name) + mesh.axes(options.reduce_axis_name)
-    flags = jnp.stack([(~finite).astype(jnp.int32), step])
+    flags = jnp.stack([bad.astype(jnp.int32), step])
     bad, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axes)), axes)
     return bad > 0, step
 
@@ -437,91 +400,24 @@ def _exchange(
         form = wires.Wire(sizes, k, options.wire)
         values, indices = selection.extract(v, words, k, search.room(k))
         if sends_dense(form, num_workers):
-            sent, sums = values, _dense_sum(values, indices, form, options.axis_name)
+            sent, means = values, _dense_means(values, indices, form, options.axis_name)
         else:
             sent = form.rounded(values)
-            sums = wires.sum_of_sent(sent, indices, form, options.axis_name)
-        parts = zip(u, v, form.split(indices), form.split(values - sent), strict=True)
+            means = wires.mean_of_sent(sent, indices, form, options.axis_name)
+        # Unsigned indices: JAX need not ask which are negative, in code for each leaf.
+        places = form.split(indices.astype(jnp.uint32))
+        parts = zip(u, v, places, form.split(values - sent), strict=True)
         pairs = [take(*leaf, momentum_masking=options.momentum_masking) for leaf in parts]
-        return [x / num_workers for x in sums], [a for a, _ in pairs], [b for _, b in pairs]
+        return means, [a for a, _ in pairs], [b for _, b in pairs]
 
     return lax.switch(stage, [partial(send, k) for k in stages], u, v)
 
 
-def _dense_sum(
+def _dense_means(
     values: jax.Array, indices: jax.Array, form: wires.Wire, axis_name: AxisName
 ) -> Leaves:
-    """Return the sums of what was sent through an all-reduce of whole leaves."""
+    """Return the means of what was sent, through an all-reduce of whole leaves."""
     parts = zip(form.sizes, form.split(values), form.split(indices), strict=True)
     return [
-        lax.psum(jnp.zeros(n, jnp.float32).at[i].set(x), mesh.axes(axis_name)) for n, x, i in parts
+        lax.pmean(jnp.zeros(n, jnp.float32).at[i].set(x), mesh.axes(axis_name)) for n, x, i in parts
     ]
-
-
-def dgc_momentum(
-    learning_rate: Number | Schedule,
-    momentum: Number,
-    *,
-    rampup_begin_step: int,
-    rampup_step: int = 1,
-    sparsity: Sequence[float] = (0.999,),
-    nesterov: bool = False,
-    local_grad_clip_norm: Number | None = None,
-    regularization: optax.GradientTransformation | None = None,
-    axis_name: AxisName = "data",
-    reduce_axis_name: AxisName = None,
-    min_size: int = 16384,
-    momentum_masking: bool = True,
-    wire: str = "float32",
-    param_attrs: ParamAttrs | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Momentum whose workers exchange few entries of the gradient: Deep Gradient Compression.
-
-        G = deep_gradient_compression(g)
-        p −= lr·G
-
-    It runs where `axis_name` is bound, on each worker's own gradient; `make_train_step` with a mesh
-    does that.
-
-    Args:
-      learning_rate: lr.
-      momentum: μ, in [0, 1).
-      rampup_begin_step: steps of dense momentum before compression, ≥ 0.
-      rampup_step: steps over which the stages of `sparsity` are passed through, ≥ 1.
-      sparsity: the part that is not sent in each stage, in [0, 1).
-      nesterov: whether to look ahead.
-      local_grad_clip_norm: a clip of each compressed leaf, > 0, times N^(−1/2) on each worker.
-      regularization: a penalty added to g, on each worker.
-      axis_name: the mesh axis, or a tuple of axes, whose workers exchange.
-      reduce_axis_name: axes over which g is first averaged densely.
-      min_size: the elements from which a leaf is compressed, ≥ 1.
-      momentum_masking: whether the velocity is 0 where entries were sent.
-      wire: "float32", 8 bytes per entry; or "bfloat16", about 4.
-      param_attrs: attributes of parameters, by patterns of paths. need_clip has no meaning here:
-        the local clip is per tensor, and of compressed ones only.
-
-    State: that of `deep_gradient_compression`, and the rate.
-
-    Source: Lin et al. 2018, arXiv 1712.01887; fluid's DGCMomentumOptimizer, whose num_trainers is
-    the size of the axis.
-    """
-    attrs = check_param_attrs(param_attrs)
-    penalties = regularizing(regularization, attrs)
-    chain = optax.chain(
-        deep_gradient_compression(
-            momentum,
-            rampup_begin_step=rampup_begin_step,
-            rampup_step=rampup_step,
-            sparsity=sparsity,
-            nesterov=nesterov,
-            local_grad_clip_norm=local_grad_clip_norm,
-            regularization=optax.chain(*penalties) if penalties else None,
-            axis_name=axis_name,
-            reduce_axis_name=reduce_axis_name,
-            min_size=min_size,
-            momentum_masking=momentum_masking,
-            wire=wire,
-        ),
-        scale_by_learning_rate(learning_rate),
-    )
-    return attributed("dgc_momentum", core.transform("dgc_momentum", *chain), attrs)

@@ -19,6 +19,7 @@ from optfn import checks, tree
 from optfn.distributed import mesh as meshes
 from optfn.distributed.compression import DeepGradientCompressionState
 from optfn.distributed.mesh import AxisName
+from optfn.wrappers.accumulation import AccumulateState
 
 # The fields of the state that differ between workers.
 _OWN = ("local_velocity", "residual")
@@ -26,6 +27,10 @@ _OWN = ("local_velocity", "residual")
 
 def _is_compression(x: Any) -> bool:
     return isinstance(x, DeepGradientCompressionState)
+
+
+def _is_accumulation(x: Any) -> bool:
+    return isinstance(x, AccumulateState)
 
 
 def is_compressed(opt_state: Any) -> bool:
@@ -52,6 +57,13 @@ def _map(
 
 def specs_of(opt_state: Any, axis_name: AxisName = "data") -> Any:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
+    for node in jax.tree.leaves(opt_state, is_leaf=_is_accumulation):
+        if _is_accumulation(node) and is_compressed(node):
+            raise ValueError(
+                "accumulate around Deep Gradient Compression would keep a sum of gradients of each "
+                "worker, which is not laid out over the mesh; take the mean over several batches "
+                "in the loss instead"
+            )
     own = P(meshes.axes(axis_name))
     return _map(lambda x: own, lambda x: P(), opt_state)
 
@@ -68,6 +80,9 @@ def state_specs(
 
     Returns:
       A tree like the state: P(axis_name) for what is a worker's own, P() for the rest.
+
+    Raises:
+      ValueError: `accumulate` stands around Deep Gradient Compression.
     """
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 

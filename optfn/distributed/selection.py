@@ -8,9 +8,9 @@ of many leaves compiles as fast as one:
 3. population counts and their running sum say where the candidates are;
 4. among the candidates, bisection on the bits of |x| finds the k-th largest exactly.
 
-Where the sample misleads (mass ties, clusters), step 2 takes the exact mask instead, by bisection
-over everything: slower, never wrong. Magnitudes are compared as integers, the bits of |x|, which
-have the order of the numbers, with NaN above infinity and without flushing what is subnormal.
+Where the sample misleads, step 2 takes the exact mask instead: slower, never wrong. Mass ties need
+a few passes more, clusters a bisection over everything. Magnitudes are compared as integers, the
+bits of |x|, which have the order of the numbers, with NaN above infinity and nothing flushed.
 """
 
 import dataclasses
@@ -138,15 +138,29 @@ def kth_largest(m: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
     return lax.fori_loop(0, 31, set_bit, start)
 
 
-def top_k_mask(m: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
-    """Return the mask of the k largest of each array, as rows; the first among equals."""
-    kth = kth_largest(m, k, rows)[rows.owner][:, None]
-    above, equal = m > kth, m == kth
-    wanted = k - rows.totals(above)
-    order = jnp.cumsum(equal.reshape(-1), dtype=jnp.int32)
-    before = jnp.where(rows.starts > 0, order[rows.starts - 1], 0)
-    last = (before + wanted)[rows.owner][:, None]
-    return above | (equal & (order.reshape(m.shape) <= last))
+def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
+    """Return each word with its first n set bits only; all of them where it has no more."""
+    below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
+    return jnp.where(n < _count(words), words & below, words)
+
+
+def top_k_mask(m: jax.Array, kth: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
+    """Return the packed mask of what is above the k-th largest, and of the first that equal it.
+
+    Args:
+      m: magnitudes as rows, padding −1.
+      kth: the k-th largest of each array. A smaller number that more than k exceed selects those.
+      k: int32, one per array, ≥ 1.
+      rows: where the arrays lie.
+    """
+    kth = kth[rows.owner][:, None]
+    above, equal = pack((m > kth).reshape(-1)), pack((m == kth).reshape(-1))
+    count = _count(equal)
+    ends = jnp.cumsum(count)
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[rows.starts[1:] // 32 - 1]])
+    last = before + k - rows.totals(_count(above).reshape(-1, _ROW // 32))
+    wanted = jnp.repeat(last[rows.owner], _ROW // 32) - (ends - count)
+    return above | first_bits(equal, jnp.maximum(wanted, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +225,12 @@ def candidates(
 
     def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
         del words
-        return pack(top_k_mask(search.rows.magnitudes(arrays), k, search.rows).reshape(-1))
+        m, rows = search.rows.magnitudes(arrays), search.rows
+        above = rows.totals(m > low[rows.owner][:, None])
+        # Where many are equal to the bound and fewer than k exceed it, it is the k-th largest.
+        known = (count >= k) & ((count <= room) | (above < k))
+        kth = lax.cond(jnp.all(known), lambda m: low, lambda m: kth_largest(m, k, rows), m)
+        return top_k_mask(m, kth, k, rows)
 
     good = jnp.all((count >= k) & (count <= room))
     return lax.cond(good, lambda arrays, words: words, exact, list(arrays), words)
@@ -240,13 +259,16 @@ def extract(
     rank = bounds[owner] + (np.arange(owner.size, dtype=np.int32) - slots.starts[owner])
     there = rank < bounds[owner + 1]
     index = jnp.where(there, positions(words, ends, rank) - rows.starts[owner], 0)
+    # Unsigned, so that JAX need not ask which are negative, in code for each array.
+    index = index.astype(jnp.uint32)
     found = jnp.concatenate(
         [x[i] for x, i in zip(arrays, jnp.split(index, slots.starts[1:]), strict=True)]
     )
     m = jnp.where(there, magnitude(found), -1).reshape(-1, _ROW)
-    chosen = pack(top_k_mask(m, jnp.asarray(k, jnp.int32), slots).reshape(-1))
+    wanted = jnp.asarray(k, jnp.int32)
+    chosen = top_k_mask(m, kth_largest(m, wanted, slots), wanted, slots)
     at = positions(chosen, jnp.cumsum(_count(chosen)), np.arange(sum(k), dtype=np.int32))
-    return found[at], index[at]
+    return found[at], index[at].astype(jnp.int32)
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -80,18 +80,18 @@ class Wire:
         return jnp.concatenate([words, ends])
 
     def decode(self, packet: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices of a packet: uint32 (P,) -> float32 (K,), int32 (K,)."""
+        """Return values and indices of a packet: uint32 (P,) -> float32 (K,), uint32 (K,)."""
         total = sum(self.k)
         if self.format == "float32":
             values = lax.bitcast_convert_type(packet[:total], jnp.float32)
-            return values, packet[total:].astype(jnp.int32)
+            return values, packet[total:]
         words = packet[:total]
         leaf_ends = np.repeat(np.cumsum(self.k), self._blocks).astype(np.int32)
         told = np.flatnonzero(self._told)
         ends = jnp.asarray(leaf_ends).at[told].set(packet[total:].astype(jnp.int32))
         block = jnp.searchsorted(ends, np.arange(total, dtype=np.int32), side="right")
-        low = (words & np.uint32(_BLOCK - 1)).astype(jnp.int32)
-        return _from_upper(words), (block.astype(jnp.int32) - self._first_block) * _BLOCK + low
+        block = (block.astype(jnp.int32) - self._first_block).astype(jnp.uint32)
+        return _from_upper(words), block * np.uint32(_BLOCK) + (words & np.uint32(_BLOCK - 1))
 
     def split(self, x: jax.Array) -> list[jax.Array]:
         """Return the part of each leaf of what has one number per entry."""
@@ -111,21 +111,30 @@ def _from_upper(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words & np.uint32(0xFFFF0000), jnp.float32)
 
 
-def sum_of_sent(
+def mean_of_sent(
     values: jax.Array, indices: jax.Array, wire: Wire, axis_name: AxisName
 ) -> list[jax.Array]:
-    """Return for each leaf the sum over workers of what they sent, float32, flat.
+    """Return for each leaf the mean over workers of what they sent, float32, flat.
 
     One all-gather. Workers are added in their order, so that all replicas get the same bits.
+
+    Args:
+      values: float32 (K,), as `Wire.rounded` gives them.
+      indices: int32 (K,), increasing within each leaf.
+      wire: what a packet looks like.
+      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """
     packets = all_gather(wire.encode(values, indices), axis_name)
+    workers = packets.shape[0]
 
-    def add(worker: jax.Array, sums: Sequence[jax.Array]) -> list[jax.Array]:
-        values, indices = map(wire.split, wire.decode(packets[worker]))
+    def add(worker: jax.Array, means: Sequence[jax.Array]) -> list[jax.Array]:
+        values, indices = wire.decode(packets[worker])
         return [
-            total.at[i].add(v, indices_are_sorted=True, unique_indices=True)
-            for total, v, i in zip(sums, values, indices, strict=True)
+            mean.at[i].add(v, indices_are_sorted=True, unique_indices=True)
+            for mean, v, i in zip(
+                means, wire.split(values / workers), wire.split(indices), strict=True
+            )
         ]
 
     zeros = [vary(jnp.zeros(n, jnp.float32), varying_axes(packets)) for n in wire.sizes]
-    return lax.fori_loop(0, packets.shape[0], add, zeros)
+    return lax.fori_loop(0, workers, add, zeros)

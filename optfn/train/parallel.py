@@ -107,21 +107,21 @@ def split(batch: Any, mesh: Mesh, data_axis: AxisName) -> Any:
                 f"{tree.paths(batch)[i]!r} has shape {np.shape(x)}"
             )
         sharding = NamedSharding(mesh, batch_spec(x, data_axis))
-        if isinstance(x, jax.Array) and (not x.is_fully_addressable or x.sharding == sharding):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x
+        if isinstance(x, jax.Array) and sharding.is_fully_addressable:
+            return jax.device_put(x, sharding)
         return _put(x, sharding)
 
     return jax.tree.unflatten(structure, [place(i, x) for i, x in enumerate(leaves)])
 
 
 def _put(x: Any, sharding: NamedSharding) -> jax.Array:
-    # Each device's part is a fresh array, which no one else may hold: the step overwrites it.
+    """Return a copy of an array on the devices of `sharding`, of which others may hold a part."""
     if isinstance(x, jax.core.Tracer):
         return x
-    dtype = jnp.asarray(x).dtype if not hasattr(x, "dtype") else x.dtype
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.jit(jnp.copy, out_shardings=sharding)(x)
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.device_put(x, sharding, may_alias=False)
-    host = np.asarray(x, dtype=jax.dtypes.canonicalize_dtype(dtype))
+    host = np.asarray(x).astype(jnp.result_type(x), copy=False)
+    # Each device's part is a fresh array, which no one else holds: the step overwrites it.
     return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part].copy())

@@ -152,7 +152,8 @@ def make_train_step(
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
         and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
       value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
-        `loss_fn` where given: that of a pipeline, with (inputs, targets) as the batch.
+        `loss_fn` where given: that of a pipeline, with (inputs, targets) as the batch; or with
+        `mesh`, of a worker's part of the batch, inside `shard_map`.
       donate: whether the step may overwrite the state that it is given.
 
     Returns:

@@ -1,0 +1,101 @@
+"""The wire: packets, their sums, and the bytes of the compiled program."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import Wire, data_mesh, mean_of_sent
+
+N = 4
+
+
+def normal(shape, seed):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+def test_a_packet_comes_out_as_it_went_in(form):
+    """Leaves of one block and of several, empty blocks, entries at the edges of blocks."""
+    sizes, k = (300, 200_000, 65_536, 65_537), (3, 6, 2, 2)
+    indices = [
+        [0, 7, 299],
+        [0, 65_535, 65_536, 65_537, 199_998, 199_999],
+        [0, 65_535],
+        [65_535, 65_536],
+    ]
+    indices = np.concatenate(indices).astype(np.int32)
+    values = normal(sum(k), 0)
+    wire = Wire(sizes, k, form)
+    sent = wire.rounded(values)
+    packet = jax.jit(wire.encode)(sent, indices)
+    assert packet.dtype == np.uint32 and packet.nbytes == wire.num_bytes
+    got_values, got_indices = jax.jit(wire.decode)(packet)
+    np.testing.assert_array_equal(got_indices, indices)
+    np.testing.assert_array_equal(got_values, sent)
+    if form == "float32":
+        np.testing.assert_array_equal(sent, values)
+    else:
+        np.testing.assert_array_equal(sent, values.astype(jnp.bfloat16).astype(np.float32))
+
+
+def test_rounding_keeps_what_is_finite_finite():
+    wire = Wire((9,), (5,), "bfloat16")
+    largest = np.finfo(np.float32).max
+    values = np.array([largest, -largest, np.inf, 0.0, 1.00390625], np.float32)
+    rounded = np.asarray(wire.rounded(values))
+    assert np.isfinite(rounded[:2]).all() and np.isinf(rounded[2])
+    assert rounded[3:].tolist() == [0.0, 1.0]  # a tie goes to even
+
+
+def test_the_mean_of_what_is_sent():
+    wire = Wire((5, 3), (2, 1))
+    values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
+    indices = np.array([[0, 4, 2], [1, 4, 2]], np.int32)
+    first, second = jax.vmap(lambda v, i: mean_of_sent(v, i, wire, "data"), axis_name="data")(
+        values, indices
+    )
+    assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]
+
+
+def collectives(text):
+    """Return the bytes of the results of each kind of collective in a compiled program."""
+    size = {"f32": 4, "u32": 4, "s32": 4, "bf16": 2, "u16": 2, "pred": 1}
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = {}
+    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
+        total = sum(size[d] * int(np.prod([int(x) for x in s.split(",") if x])) for d, s in shapes)
+        found.setdefault(kind, []).append(total)
+    return found
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("form", "entry"), [("float32", 8), ("bfloat16", 4)])
+def test_bytes_on_the_wire(form, entry, check_vma):
+    """The compiled sparse step gathers (N − 1)·k·b bytes within 5 %, and nothing dense."""
+    params = {"w": jnp.zeros(400_000), "v": jnp.zeros((300, 100)), "b": jnp.zeros(10)}
+    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, wire=form)
+    mesh, k = data_mesh(N), 400 + 30
+
+    def body(params, x):
+        varying = jax.lax.pcast(params, "data", to="varying") if check_vma else params
+        g = jax.grad(lambda p: jnp.sum(p["w"] * x) + jnp.sum(p["v"]) * x[0] + jnp.sum(p["b"]))(
+            varying
+        )
+        return optfn.apply_updates(params, tx.update(g, tx.init(params), params)[0])
+
+    run = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    text = jax.jit(run).lower(params, jnp.zeros(N * 400_000)).compile().as_text()
+    found = collectives(text)
+    assert set(found) == {"all-gather", "all-reduce"}
+    assert len(found["all-gather"]) == 1
+    per_worker = (N - 1) * found["all-gather"][0] / N
+    assert (N - 1) * k * entry <= per_worker <= 1.05 * (N - 1) * k * entry
+    assert sum(found["all-reduce"]) <= 100  # the flags, and the small leaf
