@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core, leafwise, numerics
 from optfn import learning_rate as rates
 from optfn.checks import Number, Schedule
 
@@ -358,7 +358,7 @@ def reduce_on_plateau(
             min_lr=min_lr,
         )
         rate = state.rate.learning_rate
-        new = core.map_leaves(lambda u: numerics.scalar(rate, u) * u, updates, touched=True)
+        new = leafwise.apply(lambda u: numerics.scalar(rate, u) * u, updates, touched=True)
         value = extra["value"]
         state = state._replace(
             rate=state.rate._replace(step=core.next_step(state.rate.step)),

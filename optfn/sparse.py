@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.lax import GatherScatterMode
 
-from optfn import core, tree
+from optfn import core, leafwise, tree
 from optfn.equations import Equations, read
 from optfn.rows import Rows
 from optfn.tree import Pattern
@@ -28,7 +28,7 @@ def densify() -> optax.GradientTransformationExtraArgs:
     No state. Real and complex leaves. It costs an array of the table's size.
     """
     return core.stateless(
-        "densify", lambda updates, params: core.densify(updates), complex_leaves=True
+        "densify", lambda updates, params: leafwise.densify(updates), complex_leaves=True
     )
 
 

@@ -24,6 +24,7 @@ LAYERS = [
     "rows",
     "tree",
     "equations",
+    "leafwise",
     "core",
     "sparse",
     "learning_rate",

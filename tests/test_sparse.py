@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from test_recordings import CASES, arrays, build, translate
 
 import optfn
-from optfn import core, rows, sparse
+from optfn import leafwise, rows, sparse
 from optfn.transforms.lazy import caught_up
 
 ROWS, WIDTH = 40, 3
@@ -43,7 +43,7 @@ TARGET = normal(2, 2, 4, 2)
 
 
 def densified(grads):
-    return core.densify(grads)
+    return leafwise.densify(grads)
 
 
 # The gradient

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, core, leafwise, numerics, tree
 from optfn.checks import Number
 from optfn.distributed import mesh, selection
 from optfn.distributed import wire as wires
@@ -207,7 +207,7 @@ def _init(options: _Options, params: Any) -> DeepGradientCompressionState:
         core.first_step(),
         core.first_step(),
         jnp.ones((), jnp.int32),
-        core.zeros_like(tree.map_arrays(dense, params)),
+        leafwise.zeros_like(tree.map_arrays(dense, params)),
         tree.map_arrays(flat, params),
         tree.map_arrays(flat, params),
         options.regularization.init(params),

@@ -4,7 +4,7 @@ from typing import Any
 
 import optax
 
-from optfn import checks, core
+from optfn import checks, core, leafwise
 from optfn.wrappers.attributes import (
     ParamAttrs,
     attributed,
@@ -53,5 +53,5 @@ def dense_rows(name: str) -> optax.GradientTransformationExtraArgs:
     """Make row-sparse gradients dense, with a warning: the rule is not defined for rows alone."""
     warning = f"{name} moves all rows of a table, so a row-sparse gradient becomes dense"
     return core.stateless(
-        name, lambda updates, params: core.densify(updates, warning), complex_leaves=True
+        name, lambda updates, params: leafwise.densify(updates, warning), complex_leaves=True
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core, leafwise, numerics
 from optfn.checks import Number
 
 
@@ -56,7 +56,7 @@ def clip_by_value(
     keeps_zero = isinstance(low, float) and isinstance(high, float) and low <= 0 <= high
     return core.stateless(
         "clip_by_value",
-        lambda updates, params: core.map_leaves(rule, updates, touched=keeps_zero),
+        lambda updates, params: leafwise.apply(rule, updates, touched=keeps_zero),
     )
 
 
@@ -74,13 +74,13 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
         del state, params, extra
-        updates = core.merge_rows(updates)
-        factors = core.per_leaf(lambda g: clip_factor(numerics.norm(g), c), updates)
+        updates = leafwise.merge_rows(updates)
+        factors = leafwise.per_leaf(lambda g: clip_factor(numerics.norm(g), c), updates)
         smallest = jnp.ones((), jnp.float32)
         for factor in factors.values:
             if factor is not None:
                 smallest = jnp.minimum(smallest, factor.astype(jnp.float32))
-        new = core.map_leaves(_multiply, updates, touched=True, factor=factors)
+        new = leafwise.apply(_multiply, updates, touched=True, factor=factors)
         return new, ClipState(smallest)
 
     return core.transform("clip_by_norm", _unclipped, update, complex_leaves=True)
@@ -92,7 +92,7 @@ def _multiply(g: jax.Array, *, factor: Any) -> jax.Array:
 
 def global_norm(updates: Any) -> jax.Array:
     """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider."""
-    leaves = core.per_leaf(numerics.sum_of_squares, core.merge_rows(updates))
+    leaves = leafwise.per_leaf(numerics.sum_of_squares, leafwise.merge_rows(updates))
     squares = [s for s in leaves.values if s is not None]
     if not squares:
         return jnp.zeros((), jnp.float32)
@@ -117,9 +117,9 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
         del state, params, extra
-        updates = core.merge_rows(updates)
+        updates = leafwise.merge_rows(updates)
         factor = clip_factor(global_norm(updates), c)
-        new = core.map_leaves(_multiply, updates, touched=True, factor=factor)
+        new = leafwise.apply(_multiply, updates, touched=True, factor=factor)
         return new, ClipState(factor.astype(jnp.float32))
 
     return core.transform("clip_by_global_norm", _unclipped, update, complex_leaves=True)

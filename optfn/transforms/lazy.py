@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, core, leafwise, numerics, tree
 from optfn.checks import Number
 from optfn.transforms.moment import adam_direction, adam_factors, adam_rule
 
@@ -114,15 +114,15 @@ def scale_by_catch_up_adam(
             core.first_step(),
             jnp.asarray(b1, jnp.float32),
             jnp.asarray(b2, jnp.float32),
-            core.zeros_like(params),
-            core.zeros_like(params),
+            leafwise.zeros_like(params),
+            leafwise.zeros_like(params),
             tree.map_arrays(never, params),
         )
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
         step = core.next_step(state.step)
-        updates, mu, nu, last = core.map_leaves(
+        updates, mu, nu, last = leafwise.apply(
             partial(catch_up_adam_rule, step=step, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
             updates,
             state.mu,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core, leafwise, numerics
 from optfn.checks import Number
 
 
@@ -302,14 +302,14 @@ def scale_by_adam(
 
     def init(params: Any) -> ScaleByAdamState:
         return ScaleByAdamState(
-            core.first_step(), core.zeros_like(params), core.zeros_like(params, real=True)
+            core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
         )
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
         step = core.next_step(state.step)
         scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
-        updates, mu, nu = core.map_leaves(
+        updates, mu, nu = leafwise.apply(
             partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root),
             updates,
             state.mu,
@@ -359,14 +359,14 @@ def scale_by_adamax(
 
     def init(params: Any) -> ScaleByAdamaxState:
         return ScaleByAdamaxState(
-            core.first_step(), core.zeros_like(params), core.zeros_like(params)
+            core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params)
         )
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
         step = core.next_step(state.step)
         scale = 1 / numerics.bias_correction(b1, step)
-        updates, mu, infinity_norm = core.map_leaves(
+        updates, mu, infinity_norm = leafwise.apply(
             adamax_rule, updates, state.mu, state.infinity_norm, b1=b1, b2=b2, eps=eps, scale=scale
         )
         return updates, ScaleByAdamaxState(step, mu, infinity_norm)
@@ -399,7 +399,7 @@ def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
     n = checks.count("batch_num", batch_num)
 
     def init(params: Any) -> ScaleByAsgdState:
-        return ScaleByAsgdState(core.first_step(), core.zeros_like(params, leading=(n,)))
+        return ScaleByAsgdState(core.first_step(), leafwise.zeros_like(params, leading=(n,)))
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
@@ -409,7 +409,7 @@ def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
             y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), state.step % n, 0)
             return jnp.sum(y, axis=0) / jnp.minimum(step, n).astype(g.dtype), y
 
-        updates, gradients = core.map_leaves(
+        updates, gradients = leafwise.apply(
             rule, updates, state.gradients, shapes=lambda shape: [(n, *shape)]
         )
         return updates, ScaleByAsgdState(step, gradients)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, core, numerics, quantization, tree
+from optfn import checks, core, leafwise, numerics, quantization, tree
 from optfn.checks import Number
 from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
 
@@ -34,7 +34,7 @@ class _Storage(NamedTuple):
 
 
 def _init_bfloat16(params: Any) -> tuple[Any, ...]:
-    return tuple(core.zeros_like(params, dtype=jnp.bfloat16) for _ in range(2))
+    return tuple(leafwise.zeros_like(params, dtype=jnp.bfloat16) for _ in range(2))
 
 
 def _advance_bfloat16(
@@ -58,7 +58,7 @@ def _init_int8(params: Any) -> tuple[Any, ...]:
         return jnp.zeros(quantization.num_blocks(p.size), jnp.float32)
 
     def codes(dtype: Any) -> Any:
-        return core.zeros_like(params, dtype=dtype)
+        return leafwise.zeros_like(params, dtype=dtype)
 
     scales = (tree.map_arrays(scale, params) for _ in range(2))
     return codes(jnp.int8), next(scales), codes(jnp.uint8), next(scales)
@@ -162,10 +162,10 @@ def scale_by_quantized_adam(
 
     def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         del params, extra
-        step, updates = core.next_step(state.step), core.densify(updates)
+        step, updates = core.next_step(state.step), leafwise.densify(updates)
 
         def advance(*kept: Any) -> Any:
-            return core.map_leaves(
+            return leafwise.apply(
                 _narrow(storage.advance),
                 updates,
                 *kept,
@@ -184,7 +184,7 @@ def scale_by_quantized_adam(
             return u.astype(g.dtype), *kept
 
         scale, root = adam_factors(b1, b2, step, eps_hat)
-        updates = core.map_leaves(
+        updates = leafwise.apply(
             direction, updates, *kept, shapes=storage.shapes, eps=eps, scale=scale, root=root
         )[0]
         return updates, storage.state_type(step, *kept)
@@ -193,7 +193,7 @@ def scale_by_quantized_adam(
 
 
 def _narrow(advance: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a rule for `core.map_leaves` that works in float32, whatever the gradient is."""
+    """Return a rule for `leafwise.apply` that works in float32, whatever the gradient is."""
 
     def rule(g: jax.Array, *kept: jax.Array, **scalars: Any) -> tuple[jax.Array, ...]:
         return g, *advance(g.astype(jnp.float32), *kept, **scalars)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, core, leafwise, numerics, tree
 from optfn.checks import Number
 from optfn.tree import Pattern
 
@@ -23,10 +23,10 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
     return g + numerics.scalar(coeff, g) * p
 
 
-def without(exclude: Pattern | None, coeff: Any, updates: Any) -> core.PerLeaf:
+def without(exclude: Pattern | None, coeff: Any, updates: Any) -> leafwise.PerLeaf:
     """Return the decay of each leaf: `coeff`, or 0 where `exclude` selects the leaf."""
     excluded = tree.select(exclude, updates, "exclude")
-    return core.PerLeaf([0.0 if out else coeff for out in excluded])
+    return leafwise.PerLeaf([0.0 if out else coeff for out in excluded])
 
 
 def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
@@ -42,8 +42,8 @@ def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         "l1_decay",
-        lambda updates, params: core.map_leaves(
-            l1_penalty, core.densify(updates, _DENSE), params=params, coeff=coeff
+        lambda updates, params: leafwise.apply(
+            l1_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
         ),
         needs_params=True,
     )
@@ -62,8 +62,8 @@ def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         "l2_decay",
-        lambda updates, params: core.map_leaves(
-            l2_penalty, core.densify(updates, _DENSE), params=params, coeff=coeff
+        lambda updates, params: leafwise.apply(
+            l2_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
         ),
         needs_params=True,
         complex_leaves=True,
@@ -92,6 +92,6 @@ def add_decayed_weights(
 
     def update(updates: Any, params: Any) -> Any:
         coeffs = without(exclude, coeff, updates)
-        return core.map_leaves(l2_penalty, updates, params=params, touched=True, coeff=coeffs)
+        return leafwise.apply(l2_penalty, updates, params=params, touched=True, coeff=coeffs)
 
     return core.stateless("add_decayed_weights", update, needs_params=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, core, leafwise, numerics, tree
 from optfn import learning_rate as rates
 from optfn.checks import Number, Schedule
 from optfn.transforms.regularization import without
@@ -49,7 +49,7 @@ def scale_by_learning_rate(
     ) -> tuple[Any, Any]:
         del params, extra
         rate, new = rates.advance(lr, state.rate)
-        updates = core.map_leaves(rule, updates, touched=True, rate=rate, factor=rate_factors)
+        updates = leafwise.apply(rule, updates, touched=True, rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
     return core.transform("scale_by_learning_rate", init, update, complex_leaves=True)
@@ -87,7 +87,7 @@ def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
 
     return core.stateless(
         "scale_by_trust_ratio",
-        lambda updates, params: core.map_leaves(rule, updates, params=params),
+        lambda updates, params: leafwise.apply(rule, updates, params=params),
         needs_params=True,
     )
 
@@ -131,7 +131,7 @@ def scale_by_lars(
     exclude = tree.check_pattern("exclude", exclude)
 
     def update(updates: Any, params: Any) -> Any:
-        return core.map_leaves(
+        return leafwise.apply(
             lars_rule,
             updates,
             params=params,
@@ -231,7 +231,9 @@ def ftrl_proximal(
     lr_power = checks.number("lr_power", lr_power, high=0.0)
 
     def init(params: Any) -> FtrlProximalState:
-        return FtrlProximalState(rates.init(lr), core.zeros_like(params), core.zeros_like(params))
+        return FtrlProximalState(
+            rates.init(lr), leafwise.zeros_like(params), leafwise.zeros_like(params)
+        )
 
     def update(
         updates: Any, state: Any, params: Any, *, rate_factors: Any = 1.0, **extra: Any
@@ -239,17 +241,17 @@ def ftrl_proximal(
         del extra
         rate, new = rates.advance(lr, state.rate)
         own = {"rate": rate, "factor": rate_factors, "lr_power": lr_power}
-        updates = core.densify(updates)
+        updates = leafwise.densify(updates)
 
         def accumulate(n: Any, z: Any) -> Any:
-            return core.map_leaves(ftrl_accumulate, updates, n, z, params=params, **own)[1:]
+            return leafwise.apply(ftrl_accumulate, updates, n, z, params=params, **own)[1:]
 
         n, z = core.when(new.step > 0, accumulate, state.accumulator, state.linear)
 
         def step(g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Any) -> Any:
             return ftrl_minimiser(n, z, p, **scalars), n, z
 
-        updates = core.map_leaves(step, updates, n, z, params=params, l1=l1, l2=l2, **own)[0]
+        updates = leafwise.apply(step, updates, n, z, params=params, l1=l1, l2=l2, **own)[0]
         return updates, FtrlProximalState(new, n, z)
 
     return core.transform("ftrl_proximal", init, update, needs_params=True)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, core, leafwise, numerics, tree
 
 
 class AccumulateState(NamedTuple):
@@ -40,13 +40,13 @@ def accumulate(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> AccumulateState:
-        total = core.zeros_like(core.inexact(params))
+        total = leafwise.zeros_like(leafwise.inexact(params))
         return AccumulateState(core.first_step(), total, inner.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         core.check_leaves("accumulate", updates, "the state", state.total)
         gradients, structure = tree.flatten(updates)
-        present = [not core.is_absent(g) for g in gradients]
+        present = [not leafwise.is_absent(g) for g in gradients]
         totals = [
             total + g.astype(total.dtype) if here and not tree.is_hole(total) else total
             for total, g, here in zip(tree.flatten(state.total)[0], gradients, present, strict=True)
@@ -76,7 +76,7 @@ def _when(due: jax.Array, step: Any, totals: Any, inner_state: Any) -> tuple[Any
     """Return (updates, totals, inner_state) after `step` where `due`, else as they stand still."""
     shapes = jax.eval_shape(step, totals, inner_state)[0]
     leaves, structure = tree.flatten(shapes)
-    moving = [not core.is_absent(leaf) for leaf in leaves]
+    moving = [not leafwise.is_absent(leaf) for leaf in leaves]
     still = [
         _still(total, leaf.dtype)
         for total, leaf, moves in zip(totals, leaves, moving, strict=True)

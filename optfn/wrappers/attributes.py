@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, leafwise, numerics, tree
 
 
 class _Inherit:
@@ -186,7 +186,7 @@ def attributed(
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
         if any(attr.learning_rate != 1.0 for attr in attrs):
-            extra["rate_factors"] = core.PerLeaf([attr.learning_rate for attr in attrs])
+            extra["rate_factors"] = leafwise.PerLeaf([attr.learning_rate for attr in attrs])
         held = None if params is None else _hold(params, attrs)
         new, state = tx.update(_hold(updates, attrs), state, held, **extra)
         leaves, structure = tree.flatten(new)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics, tree
+from optfn import checks, core, leafwise, numerics, tree
 from optfn.checks import Number
 
 
@@ -37,7 +37,7 @@ def _moved(name: str, updates: Any, params: Any) -> Any:
     """Return the parameters after the update, rounded as `apply_updates` rounds them."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-    return core.inexact(core.apply_updates(params, updates))
+    return leafwise.inexact(core.apply_updates(params, updates))
 
 
 def _widen(p: jax.Array) -> jax.Array:
@@ -72,7 +72,7 @@ def exponential_moving_average(
 
     def init(params: Any) -> ExponentialMovingAverageState:
         zero = jnp.zeros((), jnp.float32)
-        average = core.zeros_like(core.inexact(params))
+        average = leafwise.zeros_like(leafwise.inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
 
     def rule(p: jax.Array, e: jax.Array, *, d: Any, rest: Any) -> tuple[jax.Array, jax.Array]:
@@ -88,7 +88,7 @@ def exponential_moving_average(
             # 1 − d is taken before d is rounded: it is what small weights are made of.
             d = jnp.minimum(decay, (1 + s) / (10 + s))
             rest = jnp.maximum(1 - decay, 9 / (10 + s))
-        _, average = core.map_leaves(rule, p, state.average, d=d, rest=rest)
+        _, average = leafwise.apply(rule, p, state.average, d=d, rest=rest)
         weight = (d * state.weight + rest).astype(jnp.float32)
         step = core.next_step(state.step)
         return updates, ExponentialMovingAverageState(step, weight, average)
@@ -134,7 +134,7 @@ def model_average(
         )
 
     def init(params: Any) -> ModelAverageState:
-        sums = (core.zeros_like(core.inexact(params)) for _ in range(3))
+        sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
     def rule(
@@ -154,7 +154,7 @@ def model_average(
         window = jnp.minimum(longest, product)
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
-        sums = core.map_leaves(
+        sums = leafwise.apply(
             rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
         )[1:]
         old = jnp.where(close, acc, state.old_num_accumulates)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, tree
+from optfn import checks, core, leafwise, tree
 from optfn import learning_rate as rates
 from optfn.rows import Rows
 from optfn.transforms.clipping import ClipState, global_norm
@@ -87,7 +87,9 @@ def _axis(axis_name: Any, extra: dict[str, Any]) -> Any:
 
 def _all_finite(updates: Any) -> jax.Array:
     finite = jnp.asarray(True)
-    for ok in core.per_leaf(lambda g: jnp.all(jnp.isfinite(g)), core.inexact(updates)).values:
+    for ok in leafwise.per_leaf(
+        lambda g: jnp.all(jnp.isfinite(g)), leafwise.inexact(updates)
+    ).values:
         finite = finite if ok is None else finite & ok
     return finite
 
@@ -139,7 +141,7 @@ def record_metrics(
 
 
 def _norm(x: Any, axis_name: Any) -> jax.Array:
-    norm = global_norm(core.inexact(x)).astype(jnp.float32)
+    norm = global_norm(leafwise.inexact(x)).astype(jnp.float32)
     if axis_name is None:
         return norm
     core.check_axis("record_metrics", axis_name)

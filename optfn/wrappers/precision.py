@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import core, tree
+from optfn import core, leafwise, tree
 
 
 class MasterWeightsState(NamedTuple):
@@ -42,7 +42,7 @@ def master_weights(
 
     def narrow(p: Any) -> bool:
         return (
-            not core.is_absent(p)
+            not leafwise.is_absent(p)
             and jnp.issubdtype(p.dtype, jnp.floating)
             and jnp.finfo(p.dtype).bits < jnp.finfo(dtype).bits
         )

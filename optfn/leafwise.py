@@ -1,0 +1,161 @@
+"""Rules on arrays, applied to the leaves of trees; and trees of arrays that are like others.
+
+The one place where a rule meets a leaf: a dense one, one that is row-sparse, or a hole.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import numerics, rows, tree
+from optfn.rows import Rows
+
+
+class PerLeaf(NamedTuple):
+    """A scalar that differs between leaves: one value per leaf, in the order of `tree.flatten`."""
+
+    values: Sequence[Any]
+
+
+def per_leaf(fn: Callable[[jax.Array], Any], updates: Any) -> PerLeaf:
+    """Return fn of each leaf, of the values of a row-sparse one, None for a hole."""
+    leaves = [g.values if isinstance(g, Rows) else g for g in tree.flatten(updates)[0]]
+    return PerLeaf([None if tree.is_hole(g) else fn(g) for g in leaves])
+
+
+def merge_rows(updates: Any) -> Any:
+    """Return `updates` with each row of a row-sparse leaf once, as norms want it."""
+    return _map_rows(rows.merged, updates)
+
+
+def densify(updates: Any, warning: str = "") -> Any:
+    """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
+
+    def dense(g: Rows) -> jax.Array:
+        if warning:
+            warnings.warn(f"{warning}; it costs the whole table", stacklevel=2)
+        return rows.dense(g)
+
+    return _map_rows(dense, updates)
+
+
+def _map_rows(fn: Callable[[Rows], Any], updates: Any) -> Any:
+    leaves, structure = tree.flatten(updates)
+    return structure.unflatten([fn(g) if isinstance(g, Rows) else g for g in leaves])
+
+
+def apply(
+    rule: Callable[..., Any],
+    updates: Any,
+    *state: Any,
+    params: Any = None,
+    shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
+    touched: bool = False,
+    **scalars: Any,
+) -> Any:
+    """Apply a rule on arrays to every leaf.
+
+    Args:
+      rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; the update
+        alone where there are no accumulators. An accumulator keeps its dtype.
+      updates: the gradients.
+      *state: trees of accumulators, structured as `updates`.
+      params: the parameters, where the rule reads them.
+      shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
+        it they are shaped like the gradient.
+      touched: whether a row-sparse gradient concerns only the rows that it touches: the rule is
+        then applied to these rows, each once, of gradient, accumulators and parameter. Else it
+        becomes dense.
+      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
+
+    Returns:
+      The tree of updates, or where there is state, (updates, *state).
+
+    Raises:
+      ValueError: the state has another structure than `updates`, or a leaf of another shape: it
+        belongs to other params.
+    """
+    gradients, structure = tree.flatten(updates)
+    for accumulators in state:
+        tree.check_same_structure("update", "the state", accumulators, "updates", updates)
+    columns = [tree.flatten(accumulators)[0] for accumulators in state]
+    parameters = None if params is None else tree.flatten(params)[0]
+    hole = (optax.MaskedNode(),) * (1 + len(state))
+    results = []
+    for i, g in enumerate(gradients):
+        if tree.is_hole(g):
+            results.append(hole)
+            continue
+        kept = [column[i] for column in columns]
+        expected = [g.shape] * len(kept) if shapes is None else shapes(g.shape)
+        for x, shape in zip(kept, expected, strict=True):
+            if tree.is_hole(x) or jnp.shape(x) != shape:
+                raise ValueError(
+                    f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
+                    f"{getattr(x, 'shape', None)}, its gradient {g.shape}: "
+                    "it was made for other params"
+                )
+        p = [] if parameters is None else [parameters[i]]
+        own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
+        results.append(_apply(partial(rule, **own), g, kept, p, touched))
+    whole = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(hole)))
+    return whole if state else whole[0]
+
+
+def _apply(
+    rule: Callable[..., Any], g: Any, kept: list[Any], p: list[Any], touched: bool
+) -> tuple[Any, ...]:
+    """Return (update, *accumulators) of one leaf."""
+    if isinstance(g, Rows) and touched:
+        g = rows.merged(g)
+        result = rule(g.values, *(rows.take(x, g) for x in (*kept, *p)))
+        u, *new = result if kept else (result,)
+        return g.map(lambda values: u), *(
+            rows.put(x, g, rows_of_x) for x, rows_of_x in zip(kept, new, strict=True)
+        )
+    result = rule(rows.dense(g) if isinstance(g, Rows) else g, *kept, *p)
+    u, *new = result if kept else (result,)
+    return u, *(x.astype(old.dtype) for x, old in zip(new, kept, strict=True))
+
+
+def zeros_like(
+    params: Any,
+    *,
+    real: bool = False,
+    fill: Any = 0.0,
+    leading: tuple[int, ...] = (),
+    dtype: Any = None,
+) -> Any:
+    """Return a tree of accumulators for `params`, float32 or wider, filled with `fill`.
+
+    `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape; `dtype`
+    is used as it is.
+    """
+
+    def zeros(p: Any) -> jax.Array:
+        own = numerics.accumulator_dtype(p.dtype)
+        own = numerics.real_dtype(own) if real else own
+        # Made like p and then broadcast, so that it is sharded as p is.
+        filled = jnp.full_like(p, fill, dtype=own if dtype is None else dtype)
+        return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
+
+    return tree.map_arrays(zeros, params)
+
+
+def inexact(params: Any) -> Any:
+    """Return a tree with holes for the leaves that are not floating point."""
+
+    leaves, structure = tree.flatten(params)
+    return structure.unflatten([optax.MaskedNode() if is_absent(x) else x for x in leaves])
+
+
+def is_absent(x: Any) -> bool:
+    """Tell whether a leaf is a hole or not floating point (an integer, a float0)."""
+    if not hasattr(x, "dtype"):
+        return not isinstance(x, float | complex)
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
