@@ -75,15 +75,15 @@ def merged(rows: Rows) -> Rows:
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)
     order = _order(indices, rows.num_rows)
-    indices, values = indices[order], rows.values[order]
-    counts = (indices < rows.num_rows).reshape(-1, *(1,) * (values.ndim - 1))
-    values = jnp.where(counts, values, 0)
-    first = jnp.concatenate([jnp.ones(1, bool)[: indices.size], indices[1:] != indices[:-1]])
+    rising = indices[order]
+    first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
     place = jnp.cumsum(first) - 1
-    none = jnp.full_like(indices, rows.num_rows)
+    # Padding goes to the end, its values nowhere.
+    target = jnp.where(rising < rows.num_rows, place, rising.size)
+    target = jnp.zeros_like(target).at[order].set(target)
     return Rows(
-        none.at[place].set(indices),
-        jnp.zeros_like(values).at[place].add(values),
+        jnp.full_like(indices, rows.num_rows).at[place].set(rising),
+        jnp.zeros_like(rows.values).at[target].add(rows.values, mode="drop"),
         rows.num_rows,
         unique=True,
     )
