@@ -317,6 +317,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
     chex.assert_trees_all_equal(s3[0]._replace(skipped=0), clean_s[0]._replace(skipped=0))
 
 
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_an_accumulator_that_overflows_is_emptied(wire):
+    """Finite gradients whose velocity is not: what was sent does not stay behind as a NaN."""
+    tx = deep_gradient_compression(0.9, sparsity=(0.5,), min_size=1, wire=wire)
+    update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
+    state = stacked(tx.init(jnp.zeros(2)), 2)
+    for _ in range(2):  # of two equal ones the first is sent, the second grows
+        direction, state = update(jnp.full((2, 2), 3e38), state)
+    assert np.isinf(direction[0, 1])
+    for _ in range(2):  # the first one is sent in its turn
+        direction, state = update(jnp.ones((2, 2)), state)
+        assert np.isfinite(state.residual).all() and np.isfinite(state.local_velocity).all()
+    assert np.isfinite(direction).all()
+
+
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_narrow_and_numpy_parameters():
     """u and v are float32 whatever the dtypes; updates come in that of the parameter."""

@@ -52,6 +52,16 @@ def test_rounding_keeps_what_is_finite_finite():
     assert rounded[3:].tolist() == [0.0, 1.0]  # a tie goes to even
 
 
+def test_what_is_sent_dense():
+    """From the point on where an all-gather of entries takes more bytes than a ring."""
+    for form, entry in (("float32", 8), ("bfloat16", 4)):
+        for workers in (2, 4, 16):
+            least = 8 * 60_000 // (workers * entry)  # k·b·N = 8·n
+            for k, dense in ((least, False), (least + 1, True)):
+                wire = Wire((60_000,), (min(k, 60_000),), form)
+                assert wire.exceeds_all_reduce(workers) == (dense and k <= 60_000)
+
+
 def test_the_mean_of_what_is_sent():
     wire = Wire((5, 3), (2, 1))
     values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)

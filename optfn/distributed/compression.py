@@ -47,14 +47,6 @@ class DeepGradientCompressionState(NamedTuple):
     regularization: Any
 
 
-def sends_dense(form: wires.Wire, num_workers: int) -> bool:
-    """Tell whether an all-gather of packets moves more than a ring all-reduce of the whole would.
-
-    (N − 1)·bytes > 2·(N − 1)/N·4·n for each worker.
-    """
-    return form.num_bytes * num_workers > 8 * sum(form.sizes)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Options:
     """The arguments of `deep_gradient_compression`, checked."""
@@ -384,7 +376,6 @@ def _exchange(
     options: _Options, step: jax.Array, u: Leaves, v: Leaves
 ) -> tuple[Leaves, Leaves, Leaves]:
     """Return the mean of what the workers send in this stage of the ramp, and u and v after it."""
-    num_workers = mesh.axis_size(options.axis_name)
     sizes = tuple(x.size for x in v)
     search = selection.Search(sizes)
     stages = [tuple(num_sent(n, s) for n in sizes) for s in options.sparsity]
@@ -399,14 +390,16 @@ def _exchange(
     def send(k: tuple[int, ...], u: Leaves, v: Leaves) -> tuple[Leaves, Leaves, Leaves]:
         form = wires.Wire(sizes, k, options.wire)
         values, indices = selection.extract(v, words, k, search.room(k))
-        if sends_dense(form, num_workers):
+        if form.exceeds_all_reduce(mesh.axis_size(options.axis_name)):
             sent, means = values, _dense_means(values, indices, form, options.axis_name)
         else:
             sent = form.rounded(values)
             means = wires.mean_of_sent(sent, indices, form, options.axis_name)
         # Unsigned indices: JAX need not ask which are negative, in code for each leaf.
         places = form.split(indices.astype(jnp.uint32))
-        parts = zip(u, v, places, form.split(values - sent), strict=True)
+        # What has overflowed is gone; ∞ − ∞ would stay.
+        kept = form.split(jnp.where(jnp.isfinite(sent), values - sent, 0.0))
+        parts = zip(u, v, places, kept, strict=True)
         pairs = [take(*leaf, momentum_masking=options.momentum_masking) for leaf in parts]
         return means, [a for a, _ in pairs], [b for _, b in pairs]
 

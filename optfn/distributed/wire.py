@@ -43,6 +43,13 @@ class Wire:
             return 8 * sum(self.k)
         return 4 * (sum(self.k) + int(self._told.sum()))
 
+    def exceeds_all_reduce(self, num_workers: int) -> bool:
+        """Tell whether gathering packets moves more than a ring all-reduce of whole leaves.
+
+        (N − 1)·num_bytes > 2·(N − 1)/N·4·n for each worker.
+        """
+        return self.num_bytes * num_workers > 8 * sum(self.sizes)
+
     @cached_property
     def _blocks(self) -> np.ndarray:
         """Blocks of each leaf."""
