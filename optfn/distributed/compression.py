@@ -210,6 +210,7 @@ def _update(
     options: _Options, updates: Any, state: Any, params: Any, **extra: Any
 ) -> tuple[Any, DeepGradientCompressionState]:
     del extra
+    updates = leafwise.densify(updates)  # rows add up in the residual, and are selected as others
     _check_local(options, updates)
     _check_state(options, updates, state)
     bad, step = _agree(options, updates, state.step)
