@@ -40,6 +40,10 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
         lambda: optfn.adam(1e-3, eps_hat=False, grad_clip=optfn.clip_by_global_norm(CLIP)),
         lambda: optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(1e-3)),
     ),
+    "accumulate(adam, 4), 4 gradients": (
+        lambda: optfn.accumulate(optfn.adam(1e-3, eps_hat=False), 4),
+        lambda: optax.MultiSteps(optax.adam(1e-3), 4).gradient_transformation(),
+    ),
     "adamw": (lambda: optfn.adamw(1e-3), lambda: optax.adamw(1e-3, weight_decay=0.01)),
     "adamax": (lambda: optfn.adamax(1e-3), lambda: optax.adamax(1e-3)),
     "ftrl": (lambda: optfn.ftrl(0.1), None),
@@ -53,7 +57,8 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
 class Side:
     """One optimizer with its own arrays, stepped in place."""
 
-    def __init__(self, tx: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, tx: Any, shapes: dict[str, tuple[int, ...]], steps: int = 1) -> None:
+        self.steps = steps
         self.params = measure.arrays(shapes, 0)
         self.gradients = measure.arrays(shapes, 1)
         self.state = tx.init(self.params)
@@ -73,8 +78,9 @@ class Side:
         self.temp_per_param = memory.temp_size_in_bytes / measure.size(self.params)
 
     def __call__(self) -> Any:
-        """Make one step."""
-        self.params, self.state = self.compiled(self.params, self.state, self.gradients)
+        """Make one step, or those of one turn."""
+        for _ in range(self.steps):
+            self.params, self.state = self.compiled(self.params, self.state, self.gradients)
         return self.params
 
 
@@ -85,9 +91,10 @@ def run(tree: str, rounds: int, names: list[str] | None = None) -> list[dict[str
     rows = []
     for name in names or list(PAIRS):
         ours, theirs = PAIRS[name]
-        sides = {"optfn": Side(ours(), shapes)}
+        steps = 4 if name.startswith("accumulate") else 1
+        sides = {"optfn": Side(ours(), shapes, steps)}
         if theirs is not None:
-            sides["optax"] = Side(theirs(), shapes)
+            sides["optax"] = Side(theirs(), shapes, steps)
         times = measure.interleaved({**sides, **machine.calls()}, rounds)
         bandwidth = machine.bandwidth(times)
         floor = sides["optfn"].bytes_moved / bandwidth["in place"]

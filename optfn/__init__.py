@@ -33,6 +33,7 @@ from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.train.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.train.inspection import assert_in_place
 from optfn.train.recompute import recompute
 from optfn.train.state import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainState, TrainStep, make_train_step, minimize
@@ -77,6 +78,7 @@ __all__ = [
     "add_decayed_weights",
     "apply_updates",
     "asgd",
+    "assert_in_place",
     "averaged_params",
     "chain",
     "clip_by_global_norm",

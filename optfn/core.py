@@ -76,7 +76,7 @@ class _Leaves(NamedTuple):
     def restore(self, updates: Any) -> Any:
         return self.structure.unflatten(
             [
-                held if tree.is_hole(u) else u.astype(dtype)
+                held if tree.is_hole(u) else leafwise.cast(u, dtype)
                 for u, dtype, held in zip(
                     tree.flatten(updates)[0], self.dtypes, self.held, strict=True
                 )
@@ -101,8 +101,8 @@ def _align(name: str, updates: Any, params: Any, complex_leaves: bool) -> _Leave
             _check_gradient(name, g, p, live, updates, i)
         if live:
             dtype = numerics.accumulator_dtype(like.dtype)
-            out.updates.append((g if isinstance(g, Rows) else jnp.asarray(g)).astype(dtype))
-            out.params.append(p if p is None else jnp.asarray(p).astype(dtype))
+            out.updates.append(leafwise.cast(_as_jax(g), dtype))
+            out.params.append(p if p is None else leafwise.cast(_as_jax(p), dtype))
             out.dtypes.append(like.dtype)
             out.held.append(None)
         else:
@@ -124,6 +124,10 @@ def _held_update(g: Any, p: Any) -> Any:
 def _as_array(x: Any) -> Any:
     """Return a Python number as the array that JAX takes it for; anything else as it is."""
     return jnp.asarray(x) if isinstance(x, int | float | complex) else x
+
+
+def _as_jax(x: Any) -> Any:
+    return x if isinstance(x, jax.Array | Rows) else jnp.asarray(x)
 
 
 def _is_float0(x: Any) -> bool:
@@ -346,7 +350,8 @@ def apply_updates(params: Any, updates: Any) -> Any:
         wide = p.dtype
         if jnp.issubdtype(p.dtype, jnp.inexact) and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:
             wide = u.dtype
-        return (p.astype(wide) + u.astype(wide)).astype(p.dtype)
+        total = leafwise.cast(p, wide) + leafwise.cast(u, wide)
+        return leafwise.cast(total, p.dtype)
 
     pairs = zip(parameters, tree.flatten(updates)[0], strict=True)
     return structure.unflatten([add(i, p, u) for i, (p, u) in enumerate(pairs)])

@@ -3,6 +3,7 @@
 The one place where a rule meets a leaf: a dense one, one that is row-sparse, or a hole.
 """
 
+import collections
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -86,6 +87,7 @@ def apply(
     columns = [tree.flatten(accumulators)[0] for accumulators in state]
     parameters = None if params is None else tree.flatten(params)[0]
     hole = (optax.MaskedNode(),) * (1 + len(state))
+    run = _shared(rule, gradients, touched)
     results = []
     for i, g in enumerate(gradients):
         if tree.is_hole(g):
@@ -102,15 +104,54 @@ def apply(
                 )
         p = [] if parameters is None else [parameters[i]]
         own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
-        results.append(_apply(partial(rule, **own), g, kept, p, touched))
+        results.append(run(g, kept, p, own))
     whole = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(hole)))
     return whole if state else whole[0]
 
 
-def _apply(
-    rule: Callable[..., Any], g: Any, kept: list[Any], p: list[Any], touched: bool
+def _shared(
+    rule: Callable[..., Any], gradients: Sequence[Any], touched: bool
+) -> Callable[..., tuple[Any, ...]]:
+    """Return the function (g, kept, p, scalars) -> (update, *accumulators) of one leaf.
+
+    While tracing, leaves that are alike share it, traced and lowered once: that is most of what a
+    model of many small leaves waits for before its first step.
+    """
+    kinds = collections.Counter(map(_kind, gradients))
+    programs: dict[Any, Callable[..., tuple[Any, ...]]] = {}
+
+    def run(g: Any, kept: Any, p: Any, scalars: dict[str, Any]) -> tuple[Any, ...]:
+        if kinds[_kind(g)] < 2 or not isinstance(_values(g), jax.core.Tracer):
+            return _apply_to_leaf(rule, touched, {}, g, kept, p, scalars)
+        # Python numbers stay what they are: 1 − 0.999 is taken in float64.
+        static = {k: v for k, v in scalars.items() if isinstance(v, int | float | bool)}
+        key = tuple(sorted(static.items()))
+        if key not in programs:
+            programs[key] = jax.jit(partial(_apply_to_leaf, rule, touched, static))
+        rest = {k: v for k, v in scalars.items() if k not in static}
+        return programs[key](g, kept, p, rest)
+
+    return run
+
+
+def _values(g: Any) -> Any:
+    return g.values if isinstance(g, Rows) else g
+
+
+def _kind(g: Any) -> Any:
+    return (type(g), getattr(g, "shape", None), str(getattr(g, "dtype", "")))
+
+
+def _apply_to_leaf(
+    rule: Callable[..., Any],
+    touched: bool,
+    static: dict[str, Any],
+    g: Any,
+    kept: list[Any],
+    p: list[Any],
+    scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """Return (update, *accumulators) of one leaf."""
+    rule = partial(rule, **static, **scalars)
     if isinstance(g, Rows) and touched:
         g = rows.merged(g)
         result = rule(g.values, *(rows.take(x, g) for x in (*kept, *p)))
@@ -120,7 +161,12 @@ def _apply(
         )
     result = rule(rows.dense(g) if isinstance(g, Rows) else g, *kept, *p)
     u, *new = result if kept else (result,)
-    return u, *(x.astype(old.dtype) for x, old in zip(new, kept, strict=True))
+    return u, *(cast(x, old.dtype) for x, old in zip(new, kept, strict=True))
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """Return x.astype(dtype), x itself where it has that dtype: the question costs less."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def zeros_like(

@@ -221,6 +221,7 @@ OTHER_NAMES = {
     "TrainState",
     "TrainStep",
     "apply_updates",
+    "assert_in_place",
     "averaged_params",
     "chain",
     "dgc_momentum",

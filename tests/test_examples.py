@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
-from benchmarks import measure, moments, rows, selection, update
+from benchmarks import first_call, measure, moments, rows, selection, update
 from examples import demo, text, transformer, words
 
 
@@ -96,6 +96,12 @@ def test_the_selection_benchmark_at_toy_size(capsys):
     assert normal["k"] == 4 and normal["ratio"] > 0 and normal["over_floor"] > 0
     assert exact["data"] == "constant"
     assert capsys.readouterr().out.count("|") == 3 * 9
+
+
+def test_the_first_call_benchmark_at_toy_size():
+    found = first_call.run(3, 5, 1, True)
+    assert found["optfn"]["compile"] > 0 and found["optax"]["trace"] > 0
+    assert first_call.programs_after_a_new_rate() == 1
 
 
 def test_trees_are_the_models():

@@ -1,0 +1,100 @@
+"""How long is the wait before the first step of a model of many leaves?
+
+    python -m benchmarks.first_call [--leaves 2000] [--size 1000] [--rounds 3] [--no-compile]
+
+Adam on equal leaves, optfn beside optax: seconds to trace, to lower and to compile the step
+(params, state, gradients) -> (params, state), in interleaved rounds; nothing is cached between
+them. Then the learning rate is changed: how many programs there are after it.
+"""
+
+import argparse
+import itertools
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optfn
+from benchmarks import measure
+
+SIDES = {
+    "optfn": lambda: optfn.adam(1e-3, eps_hat=False),
+    "optax": lambda: optax.adam(1e-3),
+}
+
+
+def first_call(tx: Any, leaves: int, size: int, compiles: bool) -> dict[str, float]:
+    """Return the seconds of each part."""
+    params = {f"w{k}": jax.ShapeDtypeStruct((size,), jnp.float32) for k in range(leaves)}
+    state = jax.eval_shape(tx.init, params)
+
+    def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jax.clear_caches()
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    times = [time.perf_counter()]
+    traced = jitted.trace(params, state, params)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    if compiles:
+        lowered.compile()
+    times.append(time.perf_counter())
+    parts = dict(
+        zip(
+            ("trace", "lower", "compile"),
+            (b - a for a, b in itertools.pairwise(times)),
+            strict=True,
+        )
+    )
+    return parts | {"trace + lower": parts["trace"] + parts["lower"]}
+
+
+def run(leaves: int, size: int, rounds: int, compiles: bool) -> dict[str, dict[str, float]]:
+    """Return the medians of each side."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    for _ in range(rounds):
+        for name, make in SIDES.items():
+            found[name].append(first_call(make(), leaves, size, compiles))
+    medians = {
+        name: {part: statistics.median(r[part] for r in each) for part in each[0]}
+        for name, each in found.items()
+    }
+    for part in medians["optfn"]:
+        ours, theirs = medians["optfn"][part], medians["optax"][part]
+        ratio = f"{theirs / ours:.2f}" if ours > 1e-3 else "-"
+        print(f"| {part} | {ours:.2f} | {theirs:.2f} | {ratio} |", flush=True)
+    return medians
+
+
+def programs_after_a_new_rate() -> int:
+    """Return how many programs a train step has after its learning rate was changed."""
+    step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.adam(1e-3))
+    state = step.init(jnp.zeros(10))
+    for rate in (1e-3, 1e-2, 1e-1):
+        state = state._replace(opt_state=optfn.set_learning_rate(state.opt_state, rate))
+        state, _ = step(state, jnp.ones(10))
+    return step.compiled._cache_size()  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--leaves", type=int, default=2000)
+    parser.add_argument("--size", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-compile", action="store_true")
+    options = parser.parse_args()
+    print(", ".join(f"{k} {v}" for k, v in measure.where().items()), "\n")
+    print("| seconds | optfn | optax | optax/optfn |\n|---|---|---|---|")
+    run(options.leaves, options.size, options.rounds, not options.no_compile)
+    print(f"\nprograms after two changes of the learning rate: {programs_after_a_new_rate()}")
+
+
+if __name__ == "__main__":
+    main()
