@@ -67,6 +67,7 @@ LAYERS = [
     "train.recompute",
     "train.parallel",
     "train.step",
+    "train.loop",
     "train.inspection",
 ]
 SIGNATURES = {

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optfn
-from optfn.train.step import _Progress
+from optfn.train.loop import _Progress
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
@@ -157,3 +157,39 @@ def test_progress_on_a_terminal_is_a_bar():
             report(n, {"loss": 1.0 / n})
     assert "3/3" in file.getvalue()
     assert "loss 0.3333" in file.getvalue()
+
+
+def test_a_key_for_each_step_and_worker():
+    """The same run twice, other keys in every step; on a mesh, on every worker."""
+
+    def loss_fn(params, batch, key):
+        noise = jax.random.uniform(key)
+        return jnp.sum(params * batch.mean()) + noise, noise
+
+    def run(rng, mesh=None):
+        step = optfn.make_train_step(loss_fn, optfn.sgd(0.0), has_aux=True, rng=rng, mesh=mesh)
+        state, found = step.init(jnp.zeros(2)), []
+        for _ in range(3):
+            state, metrics = step(state, jnp.ones((4, 1)))
+            found.append(float(metrics["aux"]))
+        return found
+
+    first = run(True)
+    assert first == run(0) == run(jax.random.key(0))
+    assert len({*first, *run(1)}) == 6
+    key = jax.random.fold_in(jax.random.key(0), 1)
+    assert first[1] == pytest.approx(float(jax.random.uniform(key)))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    workers = [float(jax.random.uniform(jax.random.fold_in(key, k))) for k in range(4)]
+    assert run(True, mesh)[1] == pytest.approx(np.mean(workers))
+
+
+def test_rng_must_be_a_key():
+    loss_fn = lambda params, batch, key: jnp.sum(params)  # noqa: E731
+    for rng, error in ((jnp.ones(2), TypeError), ("0", TypeError), (-1, ValueError)):
+        with pytest.raises(error, match="rng must be"):
+            optfn.make_train_step(loss_fn, optfn.sgd(0.1), rng=rng)
+    with pytest.raises(ValueError, match="rng concerns loss_fn"):
+        optfn.make_train_step(
+            loss_fn, optfn.sgd(0.1), rng=True, value_and_grad=lambda p, b: (0.0, p)
+        )

@@ -1,23 +1,19 @@
-"""The step that trains: fluid's minimize, backward and then apply_gradients.
+"""The step that trains: fluid's backward and apply_gradients.
 
-`make_train_step` compiles it once and updates params and state in place. `minimize` is the whole
-loop, with a progress bar.
+`make_train_step` compiles it once and updates params and state in place.
 """
 
 import contextlib
 import dataclasses
 import functools
-import itertools
-import math
-import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks, core, sparse
@@ -25,7 +21,6 @@ from optfn.distributed.mesh import AxisName
 from optfn.distributed.placement import init_state, num_workers
 from optfn.learning_rate import get_learning_rate
 from optfn.train import parallel
-from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.recompute import recompute as recomputing
 from optfn.tree import Pattern
 from optfn.wrappers.attributes import check_transform
@@ -124,6 +119,7 @@ def make_train_step(
     data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
     tables: Pattern | None = None,
+    rng: bool | int | jax.Array = False,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -151,6 +147,8 @@ def make_train_step(
         computes again, by `optfn.recompute`.
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
         and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
+      rng: True, a seed or a key: `loss_fn` then gets a key as well, (params, batch, key), another
+        one in each step and on each worker; True is the seed 0.
       value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
         `loss_fn` where given: that of a pipeline, with (inputs, targets) as the batch; or with
         `mesh`, of a worker's part of the batch, inside `shard_map`.
@@ -164,7 +162,7 @@ def make_train_step(
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
       ValueError: a loss that is not a scalar; a mesh without `data_axis`; names for `recompute`
-        that `loss_fn` does not give; `recompute` or `tables` beside `value_and_grad`.
+        that `loss_fn` does not give; `recompute`, `tables` or `rng` beside `value_and_grad`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))
@@ -179,10 +177,14 @@ def make_train_step(
         loss_fn = recomputing(loss_fn, checkpoints=recompute)
     if tables is not None:
         _check_unused("tables", value_and_grad)
+    key_of = _keys(rng, data_axis if mesh is not None else None)
+    if key_of is not None:
+        _check_unused("rng", value_and_grad)
     gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux), tables)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        value, grads = gradient(state.params, batch)
+        keys = () if key_of is None else (key_of(state.step),)
+        value, grads = gradient(state.params, batch, *keys)
         extra: dict[str, Any] = {}
         if mesh is not None:
             value = parallel.mean_over_workers(value, data_axis)
@@ -210,6 +212,25 @@ def _check_arguments(loss_fn: Any, tx: Any) -> None:
     check_transform("tx", tx, "adam(1e-3)")
 
 
+def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Array] | None:
+    """Return the function from a step to its key, on each worker another; None without rng."""
+    if rng is False:
+        return None
+    if rng is True or checks.is_host_number(rng):
+        rng = jax.random.key(0 if rng is True else checks.count("rng", rng, low=0))
+    if not isinstance(rng, jax.Array) or not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "rng must be True, a seed or a key from jax.random.key; "
+            f"got {rng!r} of type {type(rng).__name__}"
+        )
+
+    def key_of(step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(rng, step)
+        return key if axis_name is None else jax.random.fold_in(key, lax.axis_index(axis_name))
+
+    return key_of
+
+
 def _check_unused(argument: str, value_and_grad: Any) -> None:
     if value_and_grad is not None:
         raise ValueError(f"{argument} concerns loss_fn, which value_and_grad takes the place of")
@@ -220,8 +241,8 @@ def _value_and_grad(
 ) -> Callable[..., Any]:
     """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
 
-    def checked(params: Any, batch: Any) -> Any:
-        value = loss_fn(params, batch)
+    def checked(params: Any, batch: Any, *keys: Any) -> Any:
+        value = loss_fn(params, batch, *keys)
         if has_aux and not (isinstance(value, tuple) and len(value) == 2):
             raise TypeError("with has_aux=True, loss_fn must return the pair (loss, aux)")
         if not has_aux and isinstance(value, tuple):
@@ -263,166 +284,3 @@ def _gauges(opt_state: Any) -> dict[str, jax.Array]:
     with contextlib.suppress(ValueError):  # no rate, or several
         gauges["learning_rate"] = get_learning_rate(opt_state)
     return gauges
-
-
-def minimize(
-    loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    params: Any,
-    batches: Iterable[Any],
-    *,
-    steps: int | None = None,
-    progress: bool = True,
-    has_aux: bool = False,
-    mesh: Mesh | None = None,
-    data_axis: AxisName = "data",
-    recompute: Sequence[str] | None = None,
-    tables: Pattern | None = None,
-    value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    save_every: int = 100,
-) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """Train: one step for each batch.
-
-    Args:
-      loss_fn: (params, batch) -> loss, as for `make_train_step`.
-      tx: an optimizer of optfn or optax.
-      params: the tree to start from; it stays as it is.
-      batches: an iterable of batches.
-      steps: how many steps to make at most; None goes to the end of `batches`.
-      progress: whether to show a bar with loss and learning rate on the terminal (by tqdm, where it
-        is installed); where there is no terminal, lines `step <n> loss <number>`.
-      has_aux: as in `make_train_step`.
-      mesh: as in `make_train_step`.
-      data_axis: as in `make_train_step`.
-      recompute: as in `make_train_step`.
-      tables: as in `make_train_step`.
-      value_and_grad: as in `make_train_step`.
-      checkpoint: a directory for checkpoints. A run that finds one there goes on from it: it passes
-        over the batches that were used, so give it the same ones, and ends bit for bit as if it had
-        not been stopped.
-      save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
-
-    Returns:
-      The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
-      "learning_rate", with one entry per step.
-
-    Raises:
-      ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.
-      FloatingPointError: `skip_nonfinite` gave up.
-    """
-    if steps is not None:
-        checks.count("steps", steps)
-    step = make_train_step(
-        loss_fn,
-        tx,
-        has_aux=has_aux,
-        mesh=mesh,
-        data_axis=data_axis,
-        recompute=recompute,
-        tables=tables,
-        value_and_grad=value_and_grad,
-    )
-    state = step.init(params)
-    checks.count("save_every", save_every)
-    run = _History()
-    if checkpoint is not None:
-        restored = restore_checkpoint(checkpoint, state)
-        if restored is not None:
-            state, run.earlier = restored
-    n = done = int(state.step)
-    saved = done if done else None
-    with _Progress(steps, checks.flag("progress", progress), done) as report:
-        for batch in itertools.islice(batches, done, steps):
-            state, metrics = step(state, batch)
-            n += 1
-            run.append(metrics)
-            report(n, metrics)
-            if checkpoint is not None and n % save_every == 0:
-                step.check()
-                save_checkpoint(checkpoint, state, run.arrays())
-                saved = n
-    step.check()
-    if not n or (steps is not None and n < steps):
-        raise ValueError(f"batches gave {n} batches; {steps or 'at least 1'} steps were asked for")
-    if checkpoint is not None and saved != n:
-        save_checkpoint(checkpoint, state, run.arrays())
-    return state, run.arrays()
-
-
-class _History:
-    """What each step reports; on the device until it is asked for."""
-
-    def __init__(self) -> None:
-        self.earlier: dict[str, np.ndarray] = {}
-        self.entries: list[dict[str, Any]] = []
-
-    def append(self, metrics: dict[str, Any]) -> None:
-        self.entries.append({k: metrics[k] for k in ("loss", "learning_rate") if k in metrics})
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        fetched = jax.device_get(self.entries)
-        new = {k: np.array([entry[k] for entry in fetched]) for k in (fetched or [{}])[0]}
-        both = {k: [x[k] for x in (self.earlier, new) if k in x] for k in self.earlier | new}
-        return {k: np.concatenate(parts) for k, parts in both.items()}
-
-
-class _Progress:
-    """A progress bar on a terminal, lines elsewhere, nothing where it is turned off.
-
-    Reading a loss waits for the device, so it is read a few times a second at most, and for lines
-    at the first, the last and each tenth part of the steps.
-    """
-
-    def __init__(
-        self, steps: int | None, shown: bool, done: int = 0, file: TextIO | None = None
-    ) -> None:
-        self.steps, self.done = steps, done
-        self.file = file or sys.stderr
-        self.bar: Any = None
-        self.shown = shown
-        self.every = max(1, steps // 10) if steps else 100
-        self.last: tuple[int, dict[str, Any]] | None = None
-        self.printed = 0
-
-    def __enter__(self) -> "_Progress":
-        if self.shown and self.file.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return self
-            self.bar = tqdm(
-                total=self.steps, initial=self.done, file=self.file, unit="step", mininterval=0.25
-            )
-        return self
-
-    def __call__(self, n: int, metrics: dict[str, Any]) -> None:
-        if not self.shown:
-            return
-        self.last = n, metrics
-        if self.bar is not None:
-            if self.bar.update(1):
-                self.bar.set_postfix_str(_words(metrics), refresh=False)
-        elif n == self.done + 1 or n % self.every == 0:
-            self._line()
-
-    def _line(self) -> None:
-        if self.last is not None and self.last[0] != self.printed:
-            self.printed, metrics = self.last
-            print(f"step {self.printed} {_words(metrics)}", file=self.file, flush=True)
-
-    def __exit__(self, *error: Any) -> None:
-        if self.bar is not None:
-            if self.last is not None:
-                self.bar.set_postfix_str(_words(self.last[1]), refresh=False)
-            self.bar.close()
-        else:
-            self._line()
-
-
-def _words(metrics: dict[str, Any]) -> str:
-    loss = float(metrics["loss"])
-    words = f"loss {loss:.4f}" if math.isfinite(loss) else f"loss {loss}"
-    if "learning_rate" in metrics:
-        words += f" rate {float(metrics['learning_rate']):.3g}"
-    return words
