@@ -293,7 +293,7 @@ def check_axis(name: str, axis_name: Any) -> None:
         except NameError:
             raise ValueError(
                 f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
-                f"with the axis name {axis!r}"
+                f"with the axis name {axis!r}, or give make_train_step a mesh with it as data_axis"
             ) from None
 
 
@@ -337,7 +337,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     def add(i: int, p: Any, u: Any) -> Any:
         if tree.is_hole(p):
             return p
-        p = jnp.asarray(p)
+        p = _as_jax(p)
         if tree.is_hole(u) or _shape(u) != p.shape:
             came = f"has shape {_shape(u)}" if not tree.is_hole(u) else "is missing"
             raise ValueError(
@@ -345,6 +345,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
                 f"the parameter has shape {p.shape}"
             )
         if isinstance(u, Rows):
+            _check_rows(f"apply_updates: the update of {tree.paths(params)[i]!r}", u)
             return rows.add(p, u)
         u = jnp.asarray(u)
         wide = p.dtype

@@ -17,7 +17,8 @@ class Rows:
     """Some rows of an array that is zero elsewhere: fluid's SelectedRows.
 
     A pytree whose leaves are indices and values. Repeated indices add up. It stands for an array of
-    `shape` and may be added to one: params + rows.
+    `shape` and may be added to one: params + rows. optfn's transforms know it; others see two
+    arrays, and one that works on every array works on the indices too: it must not come near.
 
     Args:
       indices: int32 (k,), which rows; `num_rows` marks one that does not count (padding).
@@ -56,7 +57,9 @@ class Rows:
         return self.map(lambda values: values.astype(dtype))
 
     def __add__(self, other: Any) -> Any:
-        """Return other + self, an array."""
+        """Return other + self: an array, or Rows where `other` is Rows as well."""
+        if isinstance(other, Rows):
+            return joined(other, self)
         return add(other, self)
 
     __radd__ = __add__
@@ -104,8 +107,22 @@ def dense(rows: Rows) -> jax.Array:
     return jnp.zeros(rows.shape, rows.dtype).at[rows.indices].add(rows.values, mode="drop")
 
 
+def joined(a: Rows, b: Rows) -> Rows:
+    """Return the sum of two: the rows of both."""
+    if a.shape != b.shape:
+        raise ValueError(f"cannot add rows of arrays of shapes {a.shape} and {b.shape}")
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    return Rows(
+        jnp.concatenate([a.indices, b.indices]),
+        jnp.concatenate([a.values.astype(dtype), b.values.astype(dtype)]),
+        a.num_rows,
+    )
+
+
 def take(x: jax.Array, rows: Rows) -> jax.Array:
     """Return the rows of `x` that `rows` touches; zeros for padding."""
+    if not rows.num_rows:
+        return jnp.zeros(rows.indices.shape + x.shape[1:], x.dtype)
     return x.at[rows.indices].get(mode="fill", fill_value=0)
 
 
@@ -115,8 +132,13 @@ def put(x: jax.Array, rows: Rows, new: jax.Array) -> jax.Array:
 
 
 def add(x: Any, rows: Rows) -> jax.Array:
-    """Return x + rows in the dtype of x; the sum is taken in the wider dtype and rounded once."""
+    """Return x + rows in the dtype of x.
+
+    Where the rows are wider, the sum is taken in their dtype and rounded once.
+    """
     x = jnp.asarray(x)
+    if rows.indices.dtype != jnp.int32:
+        raise TypeError(f"the indices of rows must be int32; got {rows.indices.dtype}")
     if x.shape != rows.shape:
         raise ValueError(f"cannot add rows of an array of shape {rows.shape} to one of {x.shape}")
     wide = jnp.promote_types(x.dtype, rows.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.lax import GatherScatterMode
 
@@ -56,8 +57,21 @@ class Table:
         """The dtype of the leaf."""
         return self._array.dtype
 
-    def __getitem__(self, ids: Any) -> jax.Array:
-        ids = ids if isinstance(ids, slice | tuple) or ids is None else jnp.asarray(ids)
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the leaf."""
+        return self._array.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the leaf."""
+        return self._array.size
+
+    def __getitem__(self, ids: Any) -> Any:
+        if ids is Ellipsis:  # how nnx reads a Variable
+            return self
+        if isinstance(ids, list | int | np.ndarray | np.integer):
+            ids = jnp.asarray(np.asarray(ids))
         if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
             came = f"an array of dtype {ids.dtype}" if hasattr(ids, "dtype") else repr(ids)
             raise TypeError(
@@ -94,10 +108,13 @@ def _refuse(operation: str) -> Callable[..., Any]:
     return refuse
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
     setattr(Table, f"__{_name}__", _refuse(f"{_name}"))
     setattr(Table, f"__r{_name}__", _refuse(f"{_name}"))
-for _name in ("neg", "abs", "len", "iter"):
+for _name in (
+    *("neg", "abs", "len", "iter", "bool", "contains", "float", "int"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+):
     setattr(Table, f"__{_name}__", _refuse(_name))
 
 
@@ -109,7 +126,11 @@ def _dense_use(path: str, use: str) -> str:
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], tables: Pattern, *, has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    tables: Pattern,
+    *,
+    has_aux: bool = False,
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Return the function that gives a loss and its gradients, with rows for tables.
 
@@ -122,6 +143,8 @@ def value_and_grad(
         body of a scan, a cond or a checkpoint they are an error: look up before it.
       tables: a regular expression that matches the whole path of each table, or path -> bool.
       has_aux: whether `loss_fn` gives auxiliary data as well.
+      transform: what to do to the loss once its lookups are done, such as a `recompute` of names in
+        it: segments that are computed again may not contain a lookup.
 
     Returns:
       (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients); jit-able.
@@ -182,7 +205,10 @@ def value_and_grad(
             for v, x, is_table in zip(variables, leaves, chosen, strict=True)
         ]
         value, (grads, found) = jax.value_and_grad(
-            loss, argnums=(0, 1), has_aux=has_aux, allow_int=True
+            loss if transform is None else transform(loss),
+            argnums=(0, 1),
+            has_aux=has_aux,
+            allow_int=True,
         )(dense, read(first, outputs))
         grads = [
             _rows(x, [r for r in zip(lookups, ids, found, strict=True) if r[0].invars[0] is v])
@@ -203,8 +229,8 @@ def _check_table(path: str, leaf: Any) -> None:
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         came = getattr(leaf, "dtype", type(leaf).__name__)
         raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
-    if not leaf.ndim:
-        raise TypeError(f"table {path!r} must have rows; got a scalar")
+    if not leaf.ndim or not leaf.shape[0]:
+        raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")
 
 
 def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Any]:

@@ -106,6 +106,9 @@ MISUSES = {
     "matmul": (lambda t: jnp.sum(jnp.ones((1, ROWS)) @ t), "only be looked up"),
     "tree": (lambda t: sum(jnp.sum(x) for x in jax.tree.leaves(t)), "only be.*reduce_sum"),
     "returned": (lambda t: t, "only be looked up.*returned"),
+    "comparison": (lambda t: 1.0 if t != 0 else 0.0, "only be looked up.*ne"),
+    "truth": (lambda t: 1.0 if t else 0.0, "only be looked up.*bool"),
+    "floor": (lambda t: t // 2, "only be looked up.*floordiv"),
     "slice": (lambda t: t[:3].sum(), r"table 'table' is looked up by integer ids.*slice"),
     "float": (lambda t: t[jnp.ones(2)].sum(), "integer ids.*float32"),
     "mask": (lambda t: t[jnp.ones(ROWS, bool)].sum(), "integer ids.*bool"),
@@ -136,6 +139,7 @@ def test_tables_must_be_tables():
     for pattern, params, error, message in [
         ("t", {"t": jnp.arange(3)}, TypeError, "table 't' must be a floating-point array; got int"),
         ("t", {"t": jnp.ones(())}, TypeError, "table 't' must have rows"),
+        ("t", {"t": jnp.ones((0, 2))}, TypeError, "table 't' must have rows"),
         ("u", {"t": jnp.ones((2, 2))}, ValueError, "the pattern 'u' matches no leaf"),
     ]:
         with pytest.raises(error, match=message):
@@ -516,3 +520,27 @@ def test_densify_goes_before_the_transforms_of_optax():
     found, _ = tx.update(sparse_grads, tx.init(params), params)
     want, _ = tx.update(dense_grads, tx.init(params), params)
     chex.assert_trees_all_close(found, want, rtol=1e-5)
+
+
+def test_recompute_leaves_the_lookups_out():
+    from jax.ad_checkpoint import checkpoint_name
+
+    def loss(params, ids):
+        x = checkpoint_name(params["table"][ids] @ params["w"], "x")
+        return jnp.sum(jnp.tanh(x) ** 2)
+
+    params, ends = {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2)}, []
+    for options in ({}, {"recompute": ("x",)}):
+        step = optfn.make_train_step(loss, optfn.adam(0.1), tables="table", **options)
+        ends.append(step(step.init(params), IDS)[0].params)
+    chex.assert_trees_all_close(*ends, rtol=1e-6)
+
+
+def test_rows_add_up():
+    a, b = some_rows(1), some_rows(2)
+    np.testing.assert_allclose(rows.dense(a + b), rows.dense(a) + rows.dense(b), rtol=1e-6)
+    with pytest.raises(ValueError, match="cannot add rows of arrays of shapes"):
+        a + sparse.Rows(a.indices, a.values, ROWS + 1)
+    bad = sparse.Rows(jnp.ones(2), jnp.ones((2, WIDTH)), ROWS)
+    with pytest.raises(TypeError, match="update of 't' has indices of dtype float32"):
+        optfn.apply_updates({"t": normal(0, ROWS, WIDTH)}, {"t": bad})

@@ -172,15 +172,23 @@ def make_train_step(
     """
     _check_arguments(loss_fn, tx)
     extra_tx = optax.with_extra_args_support(tx)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
+            f"got {mesh!r} of type {type(mesh).__name__}"
+        )
+    transform = None
     if recompute is not None:
         _check_unused("recompute", value_and_grad)
-        loss_fn = recomputing(loss_fn, checkpoints=recompute)
+        transform = functools.partial(recomputing, checkpoints=recompute)
     if tables is not None:
         _check_unused("tables", value_and_grad)
     key_of = _keys(rng, data_axis if mesh is not None else None)
     if key_of is not None:
         _check_unused("rng", value_and_grad)
-    gradient = value_and_grad or _value_and_grad(loss_fn, checks.flag("has_aux", has_aux), tables)
+    gradient = value_and_grad or _value_and_grad(
+        loss_fn, checks.flag("has_aux", has_aux), tables, transform
+    )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         keys = () if key_of is None else (key_of(state.step),)
@@ -237,7 +245,10 @@ def _check_unused(argument: str, value_and_grad: Any) -> None:
 
 
 def _value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool, tables: Pattern | None
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    tables: Pattern | None,
+    transform: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
 
@@ -255,7 +266,9 @@ def _value_and_grad(
         return value
 
     if tables is not None:
-        return sparse.value_and_grad(checked, tables, has_aux=has_aux)
+        return sparse.value_and_grad(checked, tables, has_aux=has_aux, transform=transform)
+    if transform is not None:
+        checked = transform(checked)
     return jax.value_and_grad(checked, has_aux=has_aux, allow_int=True)
 
 

@@ -84,9 +84,9 @@ def scale_by_catch_up_adam(
     of all rows. The parameter of a row lags between two touches by at most the missed steps, whose
     sum is below d·r/(1 − r), about 9 steps for the defaults. Once touched it differs from dense
     Adam's by what the learning rate changed over the missed steps (the sum takes the present one),
-    by the curve of the bias correction over them, and by eps where √v is as small: with the
-    defaults and a constant rate by less than 1 % of the way
-    (`tests/test_sparse.py::test_exact_lazy_catches_up_with_dense_adam`).
+    by eps where √v is as small, and by the curve of the bias correction over the missed steps: with
+    the defaults up to 9 % of the way for a row that is touched in the first step and then not for
+    long, 0.2 % for steps 10, 20, 30, less later.
 
     Args:
       b1: β₁, in [0, 1); β₁² < β₂, or the missed steps would not fade.

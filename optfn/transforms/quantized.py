@@ -130,7 +130,8 @@ def scale_by_quantized_adam(
         state = encode(m, v)                  rounded up or down at random, the mean is exact
         m, v = decode(state);  u as `scale_by_adam` has it
 
-    The random bits are a hash of step, leaf and element, so a run repeats itself bit for bit.
+    The random bits are a hash of step and element, so a run repeats itself bit for bit; leaves of
+    one shape have the same. Moments and gradients are float32 here, also those of wider leaves.
 
     "int8" keeps blocks of 256 consecutive elements, each with a scale s that no element exceeds
     (s = βs + (1 − β)·max|g|), and a code with three bits of mantissa: m down to 2⁻¹⁹·s, v down to
