@@ -1,15 +1,22 @@
 """Train a byte-level transformer as a pipeline, 4 stages × 2 data workers, and on one device.
 
-    python -m examples.pipeline [--steps N] [--schedule 1f1b|gpipe|zb] [--out DIR]
+    python -m examples.pipeline [--steps N] [--schedule 1f1b|gpipe|zb] [--dgc]
+        [--processes 2] [--out DIR]
 
 Embedding, blocks and head lie on four devices of a mesh as unlike stages; each stage recomputes its
 blocks one by one. The same model, seed and batches train on one device as well: the losses agree.
 Eight devices of the CPU stand for eight real ones, so the pipeline is not faster here. Prints the
 schedule, draws it where matplotlib is installed, and says what memory each device needs.
+
+The optimizer is adam, on the mean over workers. With --dgc it is dgc_momentum, on each worker's own
+gradients, and what it is compared with is the same two workers side by side on one device, by vmap.
+With --processes several processes of this host share the mesh, as those of several hosts would.
 """
 
 import argparse
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Before jax is imported.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Before jax is imported. The last flag counts: each of several processes is given its own number.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get(
+    "XLA_FLAGS", ""
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -33,10 +40,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 
 import optfn
 from examples import text, transformer
-from optfn.distributed import pipeline_value_and_grad, plan
+from optfn.distributed import on_each_device, pipeline_value_and_grad, plan
 
-STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 96
-CONFIG = transformer.Config(width=32, heads=2, hidden=64, blocks=16, length=64)
+STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 48
+CONFIG = transformer.Config(width=32, heads=2, hidden=64, blocks=8, length=64)
 
 
 def split(params: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,12 +77,17 @@ def whole(params: Sequence[Any], batch: tuple[Any, Any]) -> jax.Array:
     return cross_entropy(x, targets)
 
 
-def optimizer(steps: int) -> Any:
-    """Return the optimizer of both runs."""
+def optimizer(steps: int, dgc: bool) -> Any:
+    """Return the optimizer of all runs."""
+    peak = 0.1 if dgc else 1e-2
     rate = optfn.schedules.linear_warmup(
-        optfn.schedules.cosine(1e-2, 1, steps), max(1, steps // 10), start_lr=0.0, end_lr=1e-2
+        optfn.schedules.cosine(peak, 1, steps), max(1, steps // 10), start_lr=0.0, end_lr=peak
     )
-    return optfn.adam(rate, grad_clip=optfn.clip_by_global_norm(1.0))
+    if not dgc:
+        return optfn.adam(rate, grad_clip=optfn.clip_by_global_norm(1.0))
+    return optfn.dgc_momentum(
+        rate, 0.9, rampup_begin_step=2, rampup_step=4, sparsity=(0.75, 0.99), min_size=1024
+    )
 
 
 def batches(steps: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -95,32 +107,58 @@ def train(step: optfn.TrainStep, params: Any, data: Sequence[Any]) -> tuple[np.n
     return np.array(jax.device_get(losses)), memory.temp_size_in_bytes
 
 
-def runs(schedule: str, steps: int) -> dict[str, Callable[[Any, Sequence[Any]], Any]]:
+def simulated(tx: Any, params: Any, data: Sequence[Any]) -> tuple[np.ndarray, int]:
+    """Return the losses and temporaries of the workers side by side on one device."""
+
+    def worker(params: Any, state: Any, part: Any) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(whole)(params, part)
+        updates, state = tx.update(grads, state, params)
+        return optfn.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+
+    def split_batch(batch: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch)
+
+    step = jax.jit(jax.vmap(worker, axis_name="data"))
+    params, state = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), (params, tx.init(params)))
+    memory = step.lower(params, state, split_batch(data[0])).compile().memory_analysis()
+    losses = []
+    for batch in data:
+        params, state, loss = step(params, state, split_batch(batch))
+        losses.append(loss[0])
+    return np.array(jax.device_get(losses)), memory.temp_size_in_bytes
+
+
+def runs(schedule: str, steps: int, dgc: bool) -> dict[str, Callable[[Any, Sequence[Any]], Any]]:
     """Return the runs to compare: (params, batches) -> (losses, temporaries)."""
-    mesh = Mesh(np.array(jax.devices()[: WORKERS * STAGES]).reshape(WORKERS, STAGES), ("d", "s"))
+    devices = np.array(jax.devices()[: WORKERS * STAGES])
+    mesh = Mesh(devices.reshape(WORKERS, STAGES), ("data", "stage"))
     everywhere = NamedSharding(mesh, PartitionSpec())
+    tx = optimizer(steps, dgc)
 
     def pipelined(fns: list[Any], params: Any, data: Sequence[Any]) -> Any:
         value_and_grad = pipeline_value_and_grad(
             fns,
             cross_entropy,
             mesh=mesh,
-            axis_name="s",
-            data_axis="d",
+            data_axis="data",
             num_microbatches=MICROBATCHES,
             schedule=schedule,
+            grad_reduce=None if dgc else "mean",
         )
-        step = optfn.make_train_step(whole, optimizer(steps), value_and_grad=value_and_grad)
+        # Unlike stages lie on every device, whole.
+        own = on_each_device(tx, mesh, spec=PartitionSpec()) if dgc else tx
+        step = optfn.make_train_step(whole, own, value_and_grad=value_and_grad)
         return train(step, jax.device_put(params, everywhere), data)
 
     def one_device(params: Any, data: Sequence[Any]) -> Any:
-        return train(optfn.make_train_step(whole, optimizer(steps)), params, data)
+        return train(optfn.make_train_step(whole, tx), params, data)
 
     recomputing = optfn.recompute(stage, checkpoints=("block",))
+    name = f"{schedule}, {STAGES} × {WORKERS}"
     return {
-        "one device": one_device,
-        f"{schedule}, {STAGES} × {WORKERS}": partial(pipelined, [stage] * STAGES),
-        f"{schedule}, {STAGES} × {WORKERS}, recompute": partial(pipelined, [recomputing] * STAGES),
+        "one device": partial(simulated, tx) if dgc else one_device,
+        name: partial(pipelined, [stage] * STAGES),
+        f"{name}, recompute": partial(pipelined, [recomputing] * STAGES),
     }
 
 
@@ -137,29 +175,65 @@ def draw(schedule: optfn.distributed.Plan, directory: Path) -> None:
     print(f"picture: {directory / 'schedule.png'}")
 
 
+def compare(schedule: str, steps: int, dgc: bool, quiet: bool) -> None:
+    """Print the runs, each beside the first."""
+    # From the host, where every process has the same.
+    params = jax.device_get(split(transformer.init(jax.random.key(0), CONFIG)))
+    data = batches(steps)
+    reference = None
+    for name, run in runs(schedule, steps, dgc).items():
+        start = time.perf_counter()
+        losses, temporaries = run(params, data)
+        reference = losses if reference is None else reference
+        if quiet:
+            continue
+        print(
+            f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}, at most "
+            f"{abs(losses - reference).max():.1e} from one device; "
+            f"{temporaries / 2**20:.2f} MiB of temporaries a device; "
+            f"{time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+
+
+def start_processes(count: int) -> int:
+    """Run this program as several processes that share the mesh; return the worst exit status."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags = f"--xla_force_host_platform_device_count={STAGES * WORKERS // count}"
+    command = [sys.executable, *sys.orig_argv[1:], "--address", address, "--process"]
+    started = [
+        subprocess.Popen([*command, str(i)], env=os.environ | {"XLA_FLAGS": flags})
+        for i in range(count)
+    ]
+    try:
+        return max(abs(p.wait()) for p in started)
+    finally:
+        for p in started:
+            p.kill()
+
+
 def main() -> None:
     """Print the schedule and the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--schedule", choices=("1f1b", "gpipe", "zb"), default="1f1b")
+    parser.add_argument("--dgc", action="store_true")
+    parser.add_argument("--processes", type=int, choices=(1, 2, 4, 8), default=1)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--address", help=argparse.SUPPRESS)  # of one of several processes
+    parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    schedule = plan(STAGES, MICROBATCHES, schedule=options.schedule)
-    print(schedule)
-    draw(schedule, options.out)
-    params = split(transformer.init(jax.random.key(0), CONFIG))
-    data = batches(options.steps)
-    reference = None
-    for name, run in runs(options.schedule, options.steps).items():
-        start = time.perf_counter()
-        losses, temporaries = run(params, data)
-        reference = losses if reference is None else reference
-        print(
-            f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}, at most "
-            f"{abs(losses - reference).max():.1e} from one device; "
-            f"{temporaries / 2**20:.2f} MiB of temporaries a device; "
-            f"{time.perf_counter() - start:.0f} s"
-        )
+    if options.processes > 1 and options.address is None:
+        sys.exit(start_processes(options.processes))
+    if options.address is not None:
+        jax.distributed.initialize(options.address, options.processes, options.process)
+    if options.process == 0:
+        schedule = plan(STAGES, MICROBATCHES, schedule=options.schedule)
+        print(schedule)
+        draw(schedule, options.out)
+    compare(options.schedule, options.steps, options.dgc, quiet=options.process > 0)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ LAYERS = [
     "distributed.compression",
     "distributed.optimizer",
     "distributed.placement",
+    "distributed.local",
     "train.state",
     "train.checkpoint",
     "train.rotor",

@@ -38,7 +38,7 @@ def is_compressed(opt_state: Any) -> bool:
     return any(map(_is_compression, jax.tree.leaves(opt_state, is_leaf=_is_compression)))
 
 
-def _map(
+def map_state(
     own: Callable[[Any], Any], shared: Callable[[Any], Any], opt_state: Any, count: Any = None
 ) -> Any:
     """Map `own` over what is a worker's own, `shared` over the rest, `count` over num_workers."""
@@ -65,7 +65,7 @@ def specs_of(opt_state: Any, axis_name: AxisName = "data") -> Any:
                 "in the loss instead"
             )
     own = P(meshes.axes(axis_name))
-    return _map(lambda x: own, lambda x: P(), opt_state)
+    return map_state(lambda x: own, lambda x: P(), opt_state)
 
 
 def state_specs(
@@ -104,7 +104,7 @@ def init_state(
     workers = num_workers(mesh, axis_name)
 
     def init(params: Any) -> Any:
-        return _map(
+        return map_state(
             lambda x: jnp.tile(x, workers),
             lambda x: x,
             tx.init(params),
@@ -162,7 +162,7 @@ def rescale_residuals(opt_state: Any, num_workers: int) -> Any:
         def own(x: Any) -> Any:
             return _means(np.asarray(x), int(old), new, "u or v")
 
-        return _map(own, lambda x: x, node, lambda x: jnp.full_like(x, new))
+        return map_state(own, lambda x: x, node, lambda x: jnp.full_like(x, new))
 
     return jax.tree.map(convert, opt_state, is_leaf=_is_compression)
 
