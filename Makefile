@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo demo-compression test lint bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
+
+demo-compression: $(VENV)/.demo
+	$(BIN)/python -m examples.compression
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8

@@ -22,6 +22,8 @@ from benchmarks import measure
 from benchmarks.update import Side
 from examples import text, transformer
 
+# From a loss to the value_and_grad of make_train_step; None for jax.value_and_grad.
+Gradient = Callable[[Callable[..., Any]], Callable[..., Any]] | None
 DTYPES = (None, "bfloat16", "int8")
 
 
@@ -56,7 +58,7 @@ def cost(tree: str, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def digits_accuracy(tx: Any, seed: int, epochs: int) -> float:
+def digits_accuracy(tx: Any, seed: int, epochs: int, gradient: Gradient = None) -> float:
     """Return the held-out accuracy, in per cent, of an MLP on the digits."""
     from sklearn.datasets import load_digits
 
@@ -85,23 +87,29 @@ def digits_accuracy(tx: Any, seed: int, epochs: int) -> float:
             for rows in np.array_split(rng.permutation(1347), 42):
                 yield x[train][rows[:32]], y[train][rows[:32]]
 
-    state, _ = optfn.minimize(loss_fn, tx, params, batches(), progress=False)
+    own = gradient and gradient(loss_fn)
+    state, _ = optfn.minimize(loss_fn, tx, params, batches(), progress=False, value_and_grad=own)
     found = jnp.argmax(logits(state.params, x[test]), axis=1)
     return 100 * float(jnp.mean(found == y[test]))
 
 
-def text_bits(tx: Any, seed: int, steps: int) -> float:
+def text_bits(tx: Any, seed: int, steps: int, gradient: Gradient = None) -> float:
     """Return the held-out bits per byte of the demo's transformer."""
     config = transformer.Config()
     train, held_out = text.standard_library()
     params = transformer.init(jax.random.key(seed), config)
+
+    def loss_fn(params: Any, windows: Any) -> jax.Array:
+        return transformer.loss_fn(params, windows, config)
+
     state, _ = optfn.minimize(
-        lambda p, w: transformer.loss_fn(p, w, config),
+        loss_fn,
         tx,
         params,
         text.batches(train, 4, config.length, seed),
         steps=steps,
         progress=False,
+        value_and_grad=gradient and gradient(loss_fn),
     )
     return text.bits_per_byte(
         lambda p, w: transformer.losses(p, w, config),

@@ -1,0 +1,259 @@
+"""What does Deep Gradient Compression gain on a real link, beside dense momentum?
+
+    python -m benchmarks.compression_link [--workers 2 4] [--mbits 1000 100] [--rounds 9] [--toy]
+
+N processes in N network namespaces, joined by veth pairs and a bridge, each link shaped to a rate
+in both directions. A step is the update alone, gradients given: an all-reduce and momentum, or
+`dgc_momentum` at 99.9 %. Rounds are interleaved; a round's time is that of its slowest worker.
+Bytes are what the kernel counted on a worker's link. It needs root and Linux's ip, tc and unshare;
+all that it makes is in namespaces of its own, and goes with them.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optfn
+from benchmarks import measure
+from optfn.distributed import Wire, data_mesh
+
+SPARSITY = 0.999
+SIZES = {False: 10_000_000, True: 100_000}  # by --toy
+SIDES = ("dense", "float32", "bfloat16")
+PORT = 9311  # nobody else is in the namespaces
+HEAD = (
+    "| N | Mbit/s | step | ms (min) | dense / it (min) | bytes sent a worker | theory | over it "
+    "| dense bytes / it |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+class Refused(Exception):
+    """The system has no tools for namespaces, or does not allow them."""
+
+
+def _do(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        raise Refused(f"{' '.join(words)}: {said or f'exit status {done.returncode}'}")
+
+
+@contextlib.contextmanager
+def network(workers: int, mbits: int) -> Iterator[list[str]]:
+    """Make the namespaces and yield those of the workers; worker i has the address 10.77.0.i+1.
+
+    The bridge has a namespace too, so that removing namespaces removes everything.
+    """
+    missing = [tool for tool in ("ip", "tc", "unshare", "mount") if shutil.which(tool) is None]
+    if missing:
+        raise Refused(f"no {missing[0]} on the path")
+    hub, *spaces = names = [f"dgc{os.getpid()}-{i}" for i in range(workers + 1)]
+    try:
+        for name in names:
+            _do("ip", "netns", "add", name)
+            _do("ip", "-n", name, "link", "set", "lo", "up")
+        _do("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        _do("ip", "-n", hub, "link", "set", "bridge", "up")
+        for i, name in enumerate(spaces):
+            port = f"port{i}"
+            end = ("type", "veth", "peer", "name", "eth0", "netns", name)
+            _do("ip", "-n", hub, "link", "add", port, *end)
+            _do("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
+            _do("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+            _do("ip", "-n", name, "link", "set", "eth0", "up")
+            _shape(hub, port, mbits)  # to the worker
+            _shape(name, "eth0", mbits)  # from it
+        yield spaces
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def _shape(namespace: str, device: str, mbits: int) -> None:
+    """Limit what a device sends."""
+    tc = ("tc", "-n", namespace)
+    _do(*tc, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
+    rate = ("htb", "rate", f"{mbits}mbit")
+    _do(*tc, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", *rate)
+
+
+def measured(workers: int, mbits: int, rounds: int, toy: bool) -> dict[str, dict[str, list[float]]]:
+    """Return for each side the seconds of each round, and the bytes that a worker sent in it."""
+    with network(workers, mbits) as spaces, tempfile.TemporaryDirectory() as directory:
+        # gloo listens on the address of the host's name: each worker has a name and a hosts file.
+        hosts = Path(directory) / "hosts"
+        lines = ["127.0.0.1 localhost", *(f"10.77.0.{i + 1} w{i}" for i in range(workers))]
+        hosts.write_text("\n".join(lines) + "\n")
+        enter = f'mount --bind {hosts} /etc/hosts && hostname w$0 && exec "$@"'
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        environment.pop("XLA_FLAGS", None)
+        program = [sys.executable, "-m", "benchmarks.compression_link", "--rounds", str(rounds)]
+        program += ["--toy"] if toy else []
+        started = []
+        try:
+            for i, space in enumerate(spaces):
+                inside = ["ip", "netns", "exec", space, "unshare", "-mu", "sh", "-c", enter, str(i)]
+                started.append(
+                    subprocess.Popen(
+                        [*inside, *program, "--worker", str(i), str(workers)],
+                        env=environment,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                    )
+                )
+            found = [p.communicate(timeout=600) for p in started]
+        finally:
+            for p in started:
+                p.kill()
+                p.wait()
+    for p, (_, error) in zip(started, found, strict=True):
+        if p.returncode:
+            raise RuntimeError(f"a worker stopped with status {p.returncode}:\n{error[-2000:]}")
+    return _merged([json.loads(out.splitlines()[-1]) for out, _ in found])
+
+
+def _merged(each: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
+    """Return the time of the slowest worker, and the mean over workers of the bytes."""
+
+    def columns(side: str, what: str) -> Any:
+        return zip(*(worker[side][what] for worker in each), strict=True)
+
+    return {
+        side: {
+            "seconds": list(map(max, columns(side, "seconds"))),
+            "bytes": list(map(statistics.mean, columns(side, "bytes"))),
+        }
+        for side in each[0]
+    }
+
+
+def work(index: int, workers: int, rounds: int, toy: bool) -> None:
+    """Run one worker, inside its namespace; print what it measured as JSON."""
+    from jax.experimental import multihost_utils
+
+    jax.distributed.initialize(f"10.77.0.1:{PORT}", workers, index)
+    mesh, n = data_mesh(), SIZES[toy]
+    own = np.random.default_rng(index).standard_normal(n, np.float32)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    grads = jax.make_array_from_process_local_data(sharding, own)
+    steps, states = {}, {}
+    for side in SIDES:
+        tx = (
+            optfn.momentum(1e-3, 0.9)
+            if side == "dense"
+            else optfn.dgc_momentum(1e-3, 0.9, rampup_begin_step=0, sparsity=(SPARSITY,), wire=side)
+        )
+        steps[side] = optfn.make_train_step(
+            lambda params, g: jnp.zeros(()),
+            tx,
+            mesh=mesh,
+            value_and_grad=lambda params, g: (jnp.zeros(()), {"w": g}),
+        )
+        states[side] = steps[side].init({"w": np.zeros(n, np.float32)})
+    found: dict[str, Any] = {side: {"seconds": [], "bytes": []} for side in SIDES}
+    for round_number in range(rounds + 1):
+        for side in SIDES:
+            multihost_utils.sync_global_devices("start")
+            sent, start = _sent_bytes(), time.perf_counter()
+            states[side], _ = jax.block_until_ready(steps[side](states[side], grads))
+            if round_number:  # the first compiles
+                found[side]["seconds"].append(time.perf_counter() - start)
+                found[side]["bytes"].append(_sent_bytes() - sent)
+    print(json.dumps(found), flush=True)
+    jax.distributed.shutdown()
+
+
+def _sent_bytes() -> int:
+    """Return what the kernel counted on the link of this namespace."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (link,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(link[8])
+
+
+def theory(side: str, workers: int, n: int) -> float:
+    """Return the bytes that a worker must send: a ring's all-reduce, or (N − 1)·packet."""
+    if side == "dense":
+        return 2 * (workers - 1) / workers * 4 * n
+    return (workers - 1) * Wire((n,), (round(n * (1 - SPARSITY)),), side).num_bytes
+
+
+def rows_of(
+    workers: int, mbits: int, n: int, found: dict[str, dict[str, list[float]]]
+) -> list[dict[str, Any]]:
+    """Return a row for each side, and print it."""
+    rows = []
+    ms = {s: 1e3 * statistics.median(x["seconds"]) for s, x in found.items()}
+    least = {s: 1e3 * min(x["seconds"]) for s, x in found.items()}
+    sent = {s: statistics.median(x["bytes"]) for s, x in found.items()}
+    for side in found:
+        must = theory(side, workers, n)
+        row = {
+            "workers": workers, "mbits": mbits, "step": side, "ms": ms[side],
+            "min_ms": least[side], "ratio": ms["dense"] / ms[side],
+            "ratio_min": least["dense"] / least[side], "bytes": sent[side],
+            "theory": must, "over": sent[side] / must, "fewer": sent["dense"] / sent[side],
+        }  # fmt: skip
+        rows.append(row)
+        name = "dense momentum" if side == "dense" else f"dgc_momentum, {side}"
+        print(
+            f"| {workers} | {mbits} | {name} | {row['ms']:.1f} ({row['min_ms']:.1f}) "
+            f"| {row['ratio']:.1f} ({row['ratio_min']:.1f}) | {row['bytes']:,.0f} "
+            f"| {must:,.0f} | {100 * (row['over'] - 1):+.1f} % | {row['fewer']:.0f} |",
+            flush=True,
+        )
+    return rows
+
+
+def run(workers: list[int], mbits: list[int], rounds: int, toy: bool) -> list[dict[str, Any]]:
+    """Return the rows of all links; print them."""
+    rows = []
+    for count in workers:
+        for rate in mbits:
+            rows += rows_of(count, rate, SIZES[toy], measured(count, rate, rounds, toy))
+    return rows
+
+
+def main() -> None:
+    """Print the table, or say why it cannot be measured here."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--mbits", type=int, nargs="+", default=[1000, 100])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--toy", action="store_true", help="100,000 parameters, not 10 M")
+    parser.add_argument("--json")
+    parser.add_argument("--worker", type=int, nargs=2, metavar=("I", "N"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        return work(*options.worker, options.rounds, options.toy)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it cleans up
+    about = measure.where() | {"rounds": str(options.rounds)}
+    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD, flush=True)
+    try:
+        rows = run(options.workers, options.mbits, options.rounds, options.toy)
+    except Refused as why:
+        sys.exit(f"This benchmark needs network namespaces, and cannot make them here:\n{why}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the namespaces are gone")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"about": about, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The example and the benchmarks of compression, at toy size."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import optfn
+from benchmarks import compression_accuracy, compression_link
+from examples import compression, text, transformer
+
+ROOT = Path(__file__).parent.parent
+
+
+def namespaces():
+    """Return the names of the network namespaces there are."""
+    if shutil.which("ip") is None:
+        return ""
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+def test_the_link_benchmark_at_toy_size(capsys):
+    try:
+        dense, wide, narrow = compression_link.run([2], [100], 1, True)
+    except compression_link.Refused as why:
+        pytest.skip(f"no network namespaces here: {why}")
+    assert dense["theory"] <= dense["bytes"] < 1.1 * dense["theory"]
+    assert narrow["theory"] < wide["theory"] <= wide["bytes"] < dense["bytes"] / 20
+    assert f"dgc{compression_link.os.getpid()}-" not in namespaces()
+    assert capsys.readouterr().out.count("|") == 3 * 10
+
+
+def test_the_link_benchmark_says_what_it_lacks(monkeypatch, capsys):
+    monkeypatch.setattr(compression_link.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(sys, "argv", ["compression_link"])
+    with pytest.raises(SystemExit, match=r"needs network namespaces, .*\nno ip on the path"):
+        compression_link.main()
+
+
+def test_simulated_workers_follow_dense_momentum():
+    """Dense momentum on the workers' gradients is dense momentum on the whole batch."""
+
+    def loss_fn(p, x):
+        return ((x @ p - 1) ** 2).mean()
+
+    batches = list(np.random.default_rng(0).standard_normal((3, 8, 5)).astype(np.float32))
+    tx, params = optfn.momentum(0.1, 0.9), np.zeros(5, np.float32)
+    found, _ = optfn.minimize(
+        loss_fn,
+        compression_accuracy.simulated(tx),
+        params,
+        batches,
+        progress=False,
+        value_and_grad=compression_accuracy.of_workers(loss_fn),
+    )
+    want, _ = optfn.minimize(loss_fn, tx, params, batches, progress=False)
+    np.testing.assert_allclose(found.params, want.params, rtol=1e-5)
+
+
+def test_the_example_trains_and_draws(monkeypatch, tmp_path, capsys):
+    small = transformer.Config(width=8, heads=2, blocks=1, hidden=16, length=8, recent=2)
+    monkeypatch.setattr(compression, "CONFIG", small)
+    training = np.arange(3000, dtype=np.uint8)
+    monkeypatch.setattr(text, "standard_library", lambda: (training, training))
+    monkeypatch.setattr(sys, "argv", ["compression", "--steps", "2", "--out", str(tmp_path)])
+    compression.main()
+    out = capsys.readouterr().out.splitlines()
+    assert f"picture: {tmp_path / 'compression.png'}" in out
+    assert (tmp_path / "compression.png").read_bytes().startswith(b"\x89PNG")
+    assert sum(line.startswith(("dense momentum", "dgc_momentum")) for line in out) == 2
+
+
+def test_the_bytes_of_the_ramp_fall():
+    key = jax.random.key(0)
+    params = jax.eval_shape(lambda: transformer.init(key, compression.CONFIG))
+    sent = compression.bytes_sent(params, 10, 5)
+    assert (np.diff(sent) <= 0).all()
+    assert (sent[4:] == sent[4]).all() and sent[0] > 50 * sent[4]
