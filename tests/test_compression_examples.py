@@ -1,5 +1,6 @@
 """The example and the benchmarks of compression, at toy size."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,10 @@ def namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
+@pytest.mark.skipif(
+    "OPTFN_TEST_NETWORK" not in os.environ,
+    reason="it makes network namespaces: OPTFN_TEST_NETWORK=1",
+)
 def test_the_link_benchmark_at_toy_size(capsys):
     try:
         dense, wide, narrow = compression_link.run([2], [100], 1, True)
