@@ -12,7 +12,7 @@ demo-compression: $(VENV)/.demo
 	$(BIN)/python -m examples.compression
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

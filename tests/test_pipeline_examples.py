@@ -14,15 +14,14 @@ from examples import pipeline, text, transformer
 from optfn.train.recompute import is_effective
 
 
-@pytest.mark.parametrize("words", [[], ["--dgc"]])
-def test_the_example_trains_as_one_device(monkeypatch, tmp_path, capsys, words):
-    """With --dgc, as two simulated workers."""
+def test_the_example_trains_as_one_device(monkeypatch, tmp_path, capsys):
+    """What `--dgc` adds is compared in test_pipeline_compression.py."""
     small = transformer.Config(width=8, heads=2, blocks=4, hidden=16, length=8, recent=2)
     monkeypatch.setattr(pipeline, "CONFIG", small)
     monkeypatch.setattr(pipeline, "BATCH", 16)
     training = np.arange(3000, dtype=np.uint8)
     monkeypatch.setattr(text, "standard_library", lambda: (training, training))
-    monkeypatch.setattr(sys, "argv", ["pipeline", "--steps", "4", "--out", str(tmp_path), *words])
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--steps", "4", "--out", str(tmp_path)])
     pipeline.main()
     out = capsys.readouterr().out.splitlines()
     assert f"picture: {tmp_path / 'schedule.png'}" in out

@@ -69,6 +69,10 @@ class TrainStep:
         if self.mesh is not None:
             batch = parallel.split(batch, self.mesh, self.data_axis)
         state, metrics = self.compiled(state, batch)
+        if self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu":
+            # CPU devices share their threads: with several steps under way, those of one may hold
+            # the threads that an all-reduce of another waits for.
+            jax.block_until_ready(metrics)
         if "gave_up" in metrics:
             self._gave_up.append(metrics["gave_up"])
         return state, metrics
