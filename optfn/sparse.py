@@ -16,7 +16,7 @@ import optax
 from jax.lax import GatherScatterMode
 
 from optfn import core, leafwise, tree
-from optfn.equations import Equations, read
+from optfn.equations import Equations, read, variables
 from optfn.rows import Rows
 from optfn.tree import Pattern
 
@@ -181,19 +181,17 @@ def value_and_grad(
 
         program = Equations(called, leaves)
         inputs = iter(program.inputs)
-        variables = [None if tree.is_hole(x) else next(inputs) for x in leaves]
-        path_of = {
-            v: p for v, p, is_table in zip(variables, paths, chosen, strict=True) if is_table
-        }
+        own = [None if tree.is_hole(x) else next(inputs) for x in leaves]
+        path_of = {v: p for v, p, is_table in zip(own, paths, chosen, strict=True) if is_table}
         lookups = _lookups(program, path_of)
 
-        arrays = {v: x for v, x in zip(variables, leaves, strict=True) if v is not None}
+        arrays = {v: x for v, x in zip(own, leaves, strict=True) if v is not None}
         outputs = [e.outvars[0] for e in lookups]
         first = program.run(program.needed_for(outputs), arrays)
         ids = [starts[..., 0] for starts in read(first, [e.invars[1] for e in lookups])]
 
         def loss(dense: list[Any], looked_up: list[jax.Array]) -> Any:
-            known = arrays | {v: x for v, x in zip(variables, dense, strict=True) if x is not None}
+            known = arrays | {v: x for v, x in zip(own, dense, strict=True) if x is not None}
             instead = {
                 id(e): partial(_constant, x) for e, x in zip(lookups, looked_up, strict=True)
             }
@@ -202,7 +200,7 @@ def value_and_grad(
 
         dense = [
             None if is_table or v is None else x
-            for v, x, is_table in zip(variables, leaves, chosen, strict=True)
+            for v, x, is_table in zip(own, leaves, chosen, strict=True)
         ]
         value, (grads, found) = jax.value_and_grad(
             loss if transform is None else transform(loss),
@@ -214,7 +212,7 @@ def value_and_grad(
             _rows(x, [r for r in zip(lookups, ids, found, strict=True) if r[0].invars[0] is v])
             if is_table
             else (x if v is None else g)
-            for g, x, v, is_table in zip(grads, leaves, variables, chosen, strict=True)
+            for g, x, v, is_table in zip(grads, leaves, own, chosen, strict=True)
         ]
         return value, structure.unflatten(grads)
 
@@ -237,7 +235,7 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Any]:
     """Return the equations that look tables up; raise a TypeError if one does anything else."""
     found = []
     for equation in program.equations:
-        used = [v for v in equation.invars if not hasattr(v, "val") and v in path_of]
+        used = [v for v in variables(equation.invars) if v in path_of]
         if not used:
             continue
         if not _is_lookup(equation, path_of):
@@ -251,8 +249,8 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Any]:
                 )
             raise TypeError(_dense_use(path, name))
         found.append(equation)
-    for v in program.outputs:
-        if not hasattr(v, "val") and v in path_of:
+    for v in variables(program.outputs):
+        if v in path_of:
             raise TypeError(_dense_use(path_of[v], "it is returned"))
     return found
 

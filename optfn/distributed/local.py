@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import tree
 from optfn.distributed import mesh as meshes
 from optfn.distributed.placement import map_state, num_workers
+from optfn.wrappers.guard import all_finite
 
 
 def on_each_device(
@@ -97,8 +98,7 @@ def _agreeing(updates: Any, stage_axes: tuple[str, ...]) -> Any:
     """Return the gradients, or NaN in all stages where those of one are not finite."""
     if not stage_axes:
         return updates
-    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(updates)]
-    bad = lax.pmax(jnp.any(~jnp.stack(finite)).astype(jnp.int32), stage_axes) > 0
+    bad = lax.pmax((~all_finite(updates)).astype(jnp.int32), stage_axes) > 0
     return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), updates)
 
 

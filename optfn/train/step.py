@@ -181,17 +181,11 @@ def make_train_step(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {mesh!r} of type {type(mesh).__name__}"
         )
-    transform = None
-    if recompute is not None:
-        _check_unused("recompute", value_and_grad)
-        transform = functools.partial(recomputing, checkpoints=recompute)
-    if tables is not None:
-        _check_unused("tables", value_and_grad)
     key_of = _keys(rng, data_axis if mesh is not None else None)
-    if key_of is not None:
-        _check_unused("rng", value_and_grad)
+    if value_and_grad is not None:
+        _check_unused(recompute=recompute, tables=tables, rng=key_of)
     gradient = value_and_grad or _value_and_grad(
-        loss_fn, checks.flag("has_aux", has_aux), tables, transform
+        loss_fn, checks.flag("has_aux", has_aux), tables, recompute
     )
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
@@ -243,16 +237,19 @@ def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Arr
     return key_of
 
 
-def _check_unused(argument: str, value_and_grad: Any) -> None:
-    if value_and_grad is not None:
-        raise ValueError(f"{argument} concerns loss_fn, which value_and_grad takes the place of")
+def _check_unused(**of_loss: Any) -> None:
+    for argument, value in of_loss.items():
+        if value is not None:
+            raise ValueError(
+                f"{argument} concerns loss_fn, which value_and_grad takes the place of"
+            )
 
 
 def _value_and_grad(
     loss_fn: Callable[..., Any],
     has_aux: bool,
     tables: Pattern | None,
-    transform: Callable[..., Any] | None,
+    recompute: Sequence[str] | None,
 ) -> Callable[..., Any]:
     """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
 
@@ -269,6 +266,9 @@ def _value_and_grad(
             raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
         return value
 
+    transform = None
+    if recompute is not None:
+        transform = functools.partial(recomputing, checkpoints=recompute)
     if tables is not None:
         return sparse.value_and_grad(checked, tables, has_aux=has_aux, transform=transform)
     if transform is not None:

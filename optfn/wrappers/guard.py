@@ -53,7 +53,7 @@ def skip_nonfinite(
         return SkipNonfiniteState(zero(), zero(), jnp.zeros((), jnp.bool_), inner.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        bad = ~_all_finite(updates)
+        bad = ~all_finite(updates)
         over = _axis(axis_name, extra)
         if over is not None:
             core.check_axis("skip_nonfinite", over)
@@ -85,7 +85,8 @@ def _axis(axis_name: Any, extra: dict[str, Any]) -> Any:
     return extra.get("axis_name") if axis_name is None else axis_name
 
 
-def _all_finite(updates: Any) -> jax.Array:
+def all_finite(updates: Any) -> jax.Array:
+    """Tell whether all floating-point leaves are finite, a bool scalar."""
     finite = jnp.asarray(True)
     for ok in leafwise.per_leaf(
         lambda g: jnp.all(jnp.isfinite(g)), leafwise.inexact(updates)
