@@ -57,6 +57,7 @@ def apply(
     params: Any = None,
     shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
     touched: bool = False,
+    linear: bool = False,
     **scalars: Any,
 ) -> Any:
     """Apply a rule on arrays to every leaf.
@@ -72,6 +73,8 @@ def apply(
       touched: whether a row-sparse gradient concerns only the rows that it touches: the rule is
         then applied to these rows, each once, of gradient, accumulators and parameter. Else it
         becomes dense.
+      linear: whether the rule is linear in g, and reads nothing else: it is then applied to the
+        rows of a row-sparse gradient as they come, repeated or not.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
 
     Returns:
@@ -87,7 +90,7 @@ def apply(
     columns = [tree.flatten(accumulators)[0] for accumulators in state]
     parameters = None if params is None else tree.flatten(params)[0]
     hole = (optax.MaskedNode(),) * (1 + len(state))
-    run = _shared(rule, gradients, touched)
+    run = _shared(rule, gradients, touched, linear)
     results = []
     for i, g in enumerate(gradients):
         if tree.is_hole(g):
@@ -110,7 +113,7 @@ def apply(
 
 
 def _shared(
-    rule: Callable[..., Any], gradients: Sequence[Any], touched: bool
+    rule: Callable[..., Any], gradients: Sequence[Any], touched: bool, linear: bool
 ) -> Callable[..., tuple[Any, ...]]:
     """Return the function (g, kept, p, scalars) -> (update, *accumulators) of one leaf.
 
@@ -122,12 +125,12 @@ def _shared(
 
     def run(g: Any, kept: Any, p: Any, scalars: dict[str, Any]) -> tuple[Any, ...]:
         if kinds[_kind(g)] < 2 or not isinstance(_values(g), jax.core.Tracer):
-            return _apply_to_leaf(rule, touched, {}, g, kept, p, scalars)
+            return _apply_to_leaf(rule, touched, linear, {}, g, kept, p, scalars)
         # Python numbers stay what they are: 1 − 0.999 is taken in float64.
         static = {k: v for k, v in scalars.items() if isinstance(v, int | float | bool)}
         key = tuple(sorted(static.items()))
         if key not in programs:
-            programs[key] = jax.jit(partial(_apply_to_leaf, rule, touched, static))
+            programs[key] = jax.jit(partial(_apply_to_leaf, rule, touched, linear, static))
         rest = {k: v for k, v in scalars.items() if k not in static}
         return programs[key](g, kept, p, rest)
 
@@ -145,6 +148,7 @@ def _kind(g: Any) -> Any:
 def _apply_to_leaf(
     rule: Callable[..., Any],
     touched: bool,
+    linear: bool,
     static: dict[str, Any],
     g: Any,
     kept: list[Any],
@@ -152,6 +156,8 @@ def _apply_to_leaf(
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
     rule = partial(rule, **static, **scalars)
+    if isinstance(g, Rows) and linear:
+        return (g.map(rule),)
     if isinstance(g, Rows) and touched:
         g = rows.merged(g)
         result = rule(g.values, *(rows.take(x, g) for x in (*kept, *p)))

@@ -25,23 +25,28 @@ class Rows:
       values: (k, …), the rows.
       num_rows: of the array; static.
       unique: whether no index but padding is repeated, and padding is zero; static.
+      parts: how many parts of equal length the rows come in; the indices of each rise and are not
+        repeated, and they are added in order, so that all devices get the same bits; static.
+      view: the shape of the array, where its rows are those of a reshaped one; static.
     """
 
     indices: Any
     values: Any
     num_rows: int
     unique: bool = False
+    parts: int = 1
+    view: tuple[int, ...] | None = None
     __array_ufunc__ = None  # NumPy arrays leave the sum to __radd__
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that this stands for."""
-        return (self.num_rows, *self.values.shape[1:])
+        return (self.num_rows, *self.values.shape[1:]) if self.view is None else self.view
 
     @property
     def ndim(self) -> int:
         """The number of its axes."""
-        return self.values.ndim
+        return len(self.shape)
 
     @property
     def dtype(self) -> Any:
@@ -51,6 +56,10 @@ class Rows:
     def map(self, fn: Callable[[Any], Any]) -> "Rows":
         """Return these rows with fn(values), for a function that keeps zero at zero."""
         return dataclasses.replace(self, values=fn(self.values))
+
+    def reshape(self, shape: tuple[int, ...]) -> "Rows":
+        """Return these rows as those of an array of `shape`, of as many elements, reshaped."""
+        return dataclasses.replace(self, view=shape)
 
     def astype(self, dtype: Any) -> "Rows":
         """Return these rows with values of `dtype`."""
@@ -66,8 +75,13 @@ class Rows:
 
 
 jax.tree_util.register_dataclass(
-    Rows, data_fields=["indices", "values"], meta_fields=["num_rows", "unique"]
+    Rows, data_fields=["indices", "values"], meta_fields=["num_rows", "unique", "parts", "view"]
 )
+
+
+def _as_rows(x: jax.Array, rows: Rows) -> jax.Array:
+    """Return `x`, of the shape of `rows`, as the array whose rows they are."""
+    return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
 
 def merged(rows: Rows) -> Rows:
@@ -89,6 +103,7 @@ def merged(rows: Rows) -> Rows:
         jnp.zeros_like(rows.values).at[target].add(rows.values, mode="drop"),
         rows.num_rows,
         unique=True,
+        view=rows.view,
     )
 
 
@@ -104,31 +119,33 @@ def _order(indices: jax.Array, num_rows: int) -> jax.Array:
 
 def dense(rows: Rows) -> jax.Array:
     """Return the array that `rows` stands for."""
-    return jnp.zeros(rows.shape, rows.dtype).at[rows.indices].add(rows.values, mode="drop")
+    return add(jnp.zeros(rows.shape, rows.dtype), rows)
 
 
 def joined(a: Rows, b: Rows) -> Rows:
     """Return the sum of two: the rows of both."""
-    if a.shape != b.shape:
+    if (a.shape, a.num_rows) != (b.shape, b.num_rows):
         raise ValueError(f"cannot add rows of arrays of shapes {a.shape} and {b.shape}")
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return Rows(
         jnp.concatenate([a.indices, b.indices]),
         jnp.concatenate([a.values.astype(dtype), b.values.astype(dtype)]),
         a.num_rows,
+        view=a.view,
     )
 
 
 def take(x: jax.Array, rows: Rows) -> jax.Array:
     """Return the rows of `x` that `rows` touches; zeros for padding."""
     if not rows.num_rows:
-        return jnp.zeros(rows.indices.shape + x.shape[1:], x.dtype)
-    return x.at[rows.indices].get(mode="fill", fill_value=0)
+        return jnp.zeros(rows.values.shape, x.dtype)
+    return _as_rows(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
 
 
 def put(x: jax.Array, rows: Rows, new: jax.Array) -> jax.Array:
     """Return `x` with the rows that `rows` touches, each once, set to `new`."""
-    return x.at[rows.indices].set(new.astype(x.dtype), mode="drop")
+    whole = _as_rows(x, rows).at[rows.indices].set(new.astype(x.dtype), mode="drop")
+    return whole.reshape(x.shape)
 
 
 def add(x: Any, rows: Rows) -> jax.Array:
@@ -143,9 +160,21 @@ def add(x: Any, rows: Rows) -> jax.Array:
         raise ValueError(f"cannot add rows of an array of shape {rows.shape} to one of {x.shape}")
     wide = jnp.promote_types(x.dtype, rows.dtype)
     if wide == x.dtype:
-        return x.at[rows.indices].add(rows.values.astype(x.dtype), mode="drop")
+        return _add_parts(_as_rows(x, rows), rows.astype(x.dtype)).reshape(x.shape)
     once = merged(rows)
     return put(x, once, take(x, once).astype(wide) + once.values)
+
+
+def _add_parts(x: jax.Array, rows: Rows) -> jax.Array:
+    if rows.parts == 1:
+        return x.at[rows.indices].add(rows.values, mode="drop")
+    indices, values = (a.reshape(rows.parts, -1, *a.shape[1:]) for a in (rows.indices, rows.values))
+
+    def add_part(i: jax.Array, x: jax.Array) -> jax.Array:
+        place = x.at[indices[i]]
+        return place.add(values[i], mode="drop", indices_are_sorted=True, unique_indices=True)
+
+    return jax.lax.fori_loop(0, rows.parts, add_part, x)
 
 
 def mean_over(rows: Rows, axis_name: Any) -> Rows:
@@ -155,4 +184,5 @@ def mean_over(rows: Rows, axis_name: Any) -> Rows:
         jax.lax.all_gather(rows.indices, axis_name, tiled=True),
         jax.lax.all_gather(rows.values, axis_name, tiled=True) / workers,
         rows.num_rows,
+        view=rows.view,
     )

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import reference_compression as reference
 from jax.sharding import Mesh
@@ -16,6 +17,7 @@ import optfn
 from optfn.distributed import deep_gradient_compression
 from optfn.distributed.compression import DeepGradientCompressionState
 from optfn.distributed.residual import stage_of
+from optfn.rows import Rows
 
 N = 4
 LR = 0.1
@@ -123,6 +125,27 @@ def test_before_the_ramp_it_is_momentum():
             np.testing.assert_allclose(own["w"][1], p["w"], rtol=1e-6, atol=1e-6)
             velocity = state[0].velocity["w"].reshape(-1)
             np.testing.assert_allclose(kept.local_velocity["w"][2], velocity, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "unmasked", "bfloat16", "ramp"])
+def test_sparse_updates_are_the_dense_ones(name):
+    """Rows where there is one stage, arrays where there are several: params go the same way."""
+    options = OPTIONS[name] | ({"rampup_begin_step": 0} if name != "ramp" else {})
+    params, gradients = {"w": normal((50, 40), 0), "b": normal(7, 1)}, []
+    for i in range(4):
+        gradients.append({"w": normal((N, 50, 40), 10 + i), "b": normal((N, 7), 20 + i)})
+    gradients[2]["w"][1, 3, 3] = np.nan  # skipped: rows that add nothing
+    tx = optfn.dgc_momentum(0.1, 0.9, min_size=100, **options)
+    kinds = set()
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params, sparse_updates=True)
+        kinds.add(type(updates["w"]))
+        return updates, state
+
+    found = follow(optax.GradientTransformationExtraArgs(tx.init, update), params, gradients)
+    assert (kinds == {Rows}) == (name != "ramp")
+    chex.assert_trees_all_close(found, follow(tx, params, gradients), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])

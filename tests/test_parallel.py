@@ -90,17 +90,27 @@ def test_compression_keeps_gradients_local():
 
 def test_the_compiled_step_is_in_place_and_sparse():
     n, mesh = 1 << 20, data_mesh(N)
-    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0)
-    step = optfn.make_train_step(lambda p, x: jnp.mean(x) * jnp.sum(p["w"]), tx, mesh=mesh)
-    state = step.init({"w": jnp.zeros(n)})
-    compiled = step.compiled.lower(state, jnp.zeros(N)).compile()
+
+    def gradient(params, x):
+        return jnp.mean(x), {"w": jnp.full_like(params["w"], jnp.mean(x))}
+
+    tx, batch = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0), np.ones(N, np.float32)
+    step = optfn.make_train_step(loss_fn, tx, mesh=mesh, value_and_grad=gradient)
+    state = step.init({"w": jnp.ones(n)})
+    compiled = step.compiled.lower(state, batch).compile()
     found = collectives(compiled.as_text())
     k = round(n * 0.001)
     assert sum(found["all-gather"]) == N * 8 * k
     assert sum(found["all-reduce"]) <= 100
     assert compiled.memory_analysis().alias_size_in_bytes >= 12 * n
+    optfn.assert_in_place(step, state, batch, min_size=n)
+    # In a chain, updates are arrays: one more of n.
+    dense = optfn.make_train_step(loss_fn, optax.chain(tx), mesh=mesh, value_and_grad=gradient)
+    other = dense.compiled.lower(dense.init({"w": jnp.ones(n)}), batch).compile()
+    temporaries = [c.memory_analysis().temp_size_in_bytes for c in (compiled, other)]
+    assert temporaries[1] - temporaries[0] >= 4 * n
     old = state.params["w"], state.opt_state[0].residual["w"]
-    step(state, np.zeros(N, np.float32))
+    step(state, batch)
     assert all(x.is_deleted() for x in old)
 
 

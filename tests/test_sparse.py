@@ -187,6 +187,26 @@ def test_params_plus_rows():
     np.testing.assert_array_equal(found, want)
 
 
+def test_rows_of_a_reshaped_array_in_parts():
+    """Entries of a matrix, in two parts that are added one after the other."""
+    p = normal(0, 5, 8)
+    indices = jnp.array([1, 9, 39, 40, 1, 2, 9, 40], jnp.int32)  # 40 is padding
+    r = sparse.Rows(indices, normal(1, 8), 40, parts=2).reshape((5, 8))
+    want = np.append(np.asarray(p), 0.0)
+    np.add.at(want, np.asarray(indices), np.asarray(r.values))
+    assert (r.shape, r.ndim) == ((5, 8), 2)
+    for found in (
+        p + r,
+        rows.merged(r) + p,
+        optfn.apply_updates(p, r),
+        p + (r + r) - rows.dense(r),
+    ):
+        np.testing.assert_allclose(found, want[:40].reshape(5, 8), rtol=1e-5, atol=1e-6)
+    once = rows.merged(r)
+    np.testing.assert_array_equal(rows.take(p, once)[:4], np.ravel(p)[[1, 2, 9, 39]])
+    np.testing.assert_array_equal(rows.put(p, once, rows.take(p, once)), p)
+
+
 BAD_ROWS = {
     "float indices": (
         sparse.Rows(jnp.ones(2), jnp.ones((2, WIDTH)), ROWS),

@@ -6,7 +6,7 @@ phases and the ramp.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from jax import lax
 from optfn import checks, core, leafwise, numerics, tree
 from optfn.checks import Number
 from optfn.distributed import mesh, selection
-from optfn.distributed import wire as wires
 from optfn.distributed.mesh import AxisName
 from optfn.distributed.residual import accumulate, num_sent, stage_of, take
+from optfn.distributed.wire import FORMATS, Wire, mean_of_sent, no_rows, rows_of_sent
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 from optfn.wrappers.attributes import check_transform
@@ -131,6 +131,9 @@ def deep_gradient_compression(
     velocity, 4 bytes per other parameter; step, skipped and num_workers. `init` needs no axis and
     gives one worker's state. Real leaves.
 
+    `update` takes `sparse_updates=True`: where there is one stage and nothing dense, directions of
+    compressed leaves then come as Rows, which `apply_updates` scatters into params.
+
     Raises, at update:
       ValueError: an axis is not bound, or a gradient is averaged already, where JAX knows it.
 
@@ -183,8 +186,8 @@ def _check_clip_norm(norm: Any) -> Any:
 
 
 def _check_wire(form: Any) -> str:
-    if form not in wires.FORMATS:
-        raise ValueError(f"wire must be one of {', '.join(wires.FORMATS)}; got {form!r}")
+    if form not in FORMATS:
+        raise ValueError(f"wire must be one of {', '.join(FORMATS)}; got {form!r}")
     return form
 
 
@@ -207,7 +210,13 @@ def _init(options: _Options, params: Any) -> DeepGradientCompressionState:
 
 
 def _update(
-    options: _Options, updates: Any, state: Any, params: Any, **extra: Any
+    options: _Options,
+    updates: Any,
+    state: Any,
+    params: Any,
+    *,
+    sparse_updates: bool = False,
+    **extra: Any,
 ) -> tuple[Any, DeepGradientCompressionState]:
     del extra
     updates = leafwise.densify(updates)  # rows add up in the residual, and are selected as others
@@ -231,7 +240,7 @@ def _update(
     if large:
         phase = jnp.where(bad, 0, jnp.where(step >= options.rampup_begin_step, 1, 2))
         own = (_at(column, large) for column in (leaves, u, v))
-        kept = _compressed_leaves(options, phase, step, *own)
+        kept = _compressed_leaves(options, sparse_updates, phase, step, *own)
         for column, values in zip((direction, u, v), kept, strict=True):
             _put(column, large, values)
 
@@ -321,7 +330,7 @@ def _dense_leaves(
     options: _Options, bad: jax.Array, g: Leaves, velocity: Leaves
 ) -> tuple[Leaves, Leaves]:
     """Return directions and velocities of plain momentum on the mean, in one all-reduce."""
-    means = _mean_in_one(g, mesh.axes(options.axis_name))
+    means = mesh.mean_in_one(g, options.axis_name)
     rule = partial(momentum_rule, momentum=options.momentum, nesterov=options.nesterov)
     pairs = [rule(mean, old) for mean, old in zip(means, velocity, strict=True)]
     directions = [jnp.where(bad, 0.0, u) for u, _ in pairs]
@@ -329,28 +338,30 @@ def _dense_leaves(
     return directions, [jnp.where(bad, old, new) for (_, new), old in kept]
 
 
-def _mean_in_one(g: Leaves, axes: tuple[Any, ...]) -> Leaves:
-    """Return the means over workers, those of one dtype in one all-reduce."""
-    means: dict[int, jax.Array] = {}
-    for dtype in sorted({x.dtype for x in g}, key=str):
-        alike = [i for i, x in enumerate(g) if x.dtype == dtype]
-        bucket = lax.pmean(jnp.concatenate([g[i].reshape(-1) for i in alike]), axes)
-        parts = jnp.split(bucket, np.cumsum([g[i].size for i in alike])[:-1])
-        means |= {i: part.reshape(g[i].shape) for i, part in zip(alike, parts, strict=True)}
-    return [means[i] for i in range(len(g))]
-
-
 def _compressed_leaves(
-    options: _Options, phase: jax.Array, step: jax.Array, g: Leaves, u: Leaves, v: Leaves
-) -> tuple[Leaves, Leaves, Leaves]:
+    options: _Options,
+    sparse_updates: bool,
+    phase: jax.Array,
+    step: jax.Array,
+    g: Leaves,
+    u: Leaves,
+    v: Leaves,
+) -> tuple[list[Any], Leaves, Leaves]:
     """Return directions, u and v of the compressed leaves: phase 0 skips, 1 is sparse, 2 dense."""
     axes = mesh.axes(options.axis_name)
     checked = mesh.checked_axes(axes)
     shapes = [x.shape for x in g]
+    forms = [_form(options, tuple(x.size for x in g), s) for s in options.sparsity]
+    workers = mesh.axis_size(options.axis_name)
+    # Rows have one shape, so that there may be one kind of step only.
+    alike = not options.rampup_begin_step and len(forms) == 1
+    as_rows = sparse_updates and alike and not forms[0].exceeds_all_reduce(workers)
     flat = [x.reshape(-1) for x in g]
     u, v = ([mesh.vary(x, checked) for x in column] for column in (u, v))
 
-    def skip(g: Leaves, u: Leaves, v: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+    def skip(g: Leaves, u: Leaves, v: Leaves) -> tuple[list[Any], Leaves, Leaves]:
+        if as_rows:
+            return no_rows(forms[0], workers), u, v
         others = [mesh.varying_axes(x) - set(axes) for x in g]
         zeros = [jnp.zeros(x.shape, x.dtype) for x in g]
         return [mesh.vary(z, over) for z, over in zip(zeros, others, strict=True)], u, v
@@ -362,10 +373,11 @@ def _compressed_leaves(
         directions = [lax.pmax(d, axes) if checked else d for d, _ in pairs]
         return directions, [new for _, new in pairs], v
 
-    def sparse(g: Leaves, u: Leaves, v: Leaves) -> tuple[Leaves, Leaves, Leaves]:
+    def sparse(g: Leaves, u: Leaves, v: Leaves) -> tuple[list[Any], Leaves, Leaves]:
         rule = partial(accumulate, momentum=options.momentum, nesterov=options.nesterov)
         pairs = [rule(*leaf) for leaf in zip(g, u, v, strict=True)]
-        return _exchange(options, step, [a for a, _ in pairs], [b for _, b in pairs])
+        columns = [a for a, _ in pairs], [b for _, b in pairs]
+        return _exchange(options, step, forms, as_rows, *columns)
 
     # The phase is the same on all workers, so that collectives may stand in its branches.
     phases = [skip, sparse] + ([dense] if options.rampup_begin_step else [])
@@ -373,13 +385,22 @@ def _compressed_leaves(
     return [d.reshape(shape) for d, shape in zip(direction, shapes, strict=True)], u, v
 
 
+def _form(options: _Options, sizes: tuple[int, ...], sparsity: float) -> Wire:
+    """Return the form of the packets of one stage."""
+    return Wire(sizes, tuple(num_sent(n, sparsity) for n in sizes), options.wire)
+
+
 def _exchange(
-    options: _Options, step: jax.Array, u: Leaves, v: Leaves
-) -> tuple[Leaves, Leaves, Leaves]:
+    options: _Options,
+    step: jax.Array,
+    forms: Sequence[Wire],
+    as_rows: bool,
+    u: Leaves,
+    v: Leaves,
+) -> tuple[list[Any], Leaves, Leaves]:
     """Return the mean of what the workers send in this stage of the ramp, and u and v after it."""
-    sizes = tuple(x.size for x in v)
-    search = selection.Search(sizes)
-    stages = [tuple(num_sent(n, s) for n in sizes) for s in options.sparsity]
+    search = selection.Search(forms[0].sizes)
+    stages = [form.k for form in forms]
     stage = stage_of(step, options.rampup_begin_step, options.rampup_step, len(stages))
     # The passes over everything are the same code in all stages; only k differs.
     k, rank, room = (
@@ -388,28 +409,25 @@ def _exchange(
     )
     words = selection.candidates(v, k, rank, room, search)
 
-    def send(k: tuple[int, ...], u: Leaves, v: Leaves) -> tuple[Leaves, Leaves, Leaves]:
-        form = wires.Wire(sizes, k, options.wire)
-        values, indices = selection.extract(v, words, k, search.room(k))
+    def send(form: Wire, u: Leaves, v: Leaves) -> tuple[list[Any], Leaves, Leaves]:
+        values, indices = selection.extract(v, words, form.k, search.room(form.k))
+        mean: Callable[..., list[Any]] = rows_of_sent if as_rows else mean_of_sent
+        sent = form.rounded(values)
         if form.exceeds_all_reduce(mesh.axis_size(options.axis_name)):
-            sent, means = values, _dense_means(values, indices, form, options.axis_name)
-        else:
-            sent = form.rounded(values)
-            means = wires.mean_of_sent(sent, indices, form, options.axis_name)
+            sent, mean = values, _dense_means
         # Unsigned indices: JAX need not ask which are negative, in code for each leaf.
         places = form.split(indices.astype(jnp.uint32))
         # What has overflowed is gone; ∞ − ∞ would stay.
         kept = form.split(jnp.where(jnp.isfinite(sent), values - sent, 0.0))
         parts = zip(u, v, places, kept, strict=True)
         pairs = [take(*leaf, momentum_masking=options.momentum_masking) for leaf in parts]
+        means = mean(sent, indices, form, options.axis_name)
         return means, [a for a, _ in pairs], [b for _, b in pairs]
 
-    return lax.switch(stage, [partial(send, k) for k in stages], u, v)
+    return lax.switch(stage, [partial(send, form) for form in forms], u, v)
 
 
-def _dense_means(
-    values: jax.Array, indices: jax.Array, form: wires.Wire, axis_name: AxisName
-) -> Leaves:
+def _dense_means(values: jax.Array, indices: jax.Array, form: Wire, axis_name: AxisName) -> Leaves:
     """Return the means of what was sent, through an all-reduce of whole leaves."""
     parts = zip(form.sizes, form.split(values), form.split(indices), strict=True)
     return [

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
@@ -53,6 +54,17 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     if checked_axes(names):
         return lax.all_gather(vary(x, names), names, to="invarying")
     return lax.all_gather(x, names)
+
+
+def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Return the means over workers, those of one dtype in one all-reduce."""
+    means: dict[int, jax.Array] = {}
+    for dtype in sorted({x.dtype for x in g}, key=str):
+        alike = [i for i, x in enumerate(g) if x.dtype == dtype]
+        bucket = lax.pmean(jnp.concatenate([g[i].reshape(-1) for i in alike]), axes(axis_name))
+        parts = jnp.split(bucket, np.cumsum([g[i].size for i in alike])[:-1])
+        means |= {i: part.reshape(g[i].shape) for i, part in zip(alike, parts, strict=True)}
+    return [means[i] for i in range(len(g))]
 
 
 def data_mesh(

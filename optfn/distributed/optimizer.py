@@ -1,6 +1,7 @@
 """The optimizer of several workers: dgc_momentum."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import optax
 
@@ -56,6 +57,11 @@ def dgc_momentum(
 
     State: that of `deep_gradient_compression`, and the rate.
 
+    `update` takes `sparse_updates=True`, as `make_train_step` gives it: see
+    `deep_gradient_compression`. Of one stage and without dense steps before, it costs no pass over
+    the parameters. The state does not depend on the ramp: once that is over, an optimizer without
+    it can go on with the same state.
+
     Source: Lin et al. 2018, arXiv 1712.01887; fluid's DGCMomentumOptimizer, whose num_trainers is
     the size of the axis.
     """
@@ -78,4 +84,16 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
-    return attributed("dgc_momentum", core.transform("dgc_momentum", *chain), attrs)
+    tx = attributed("dgc_momentum", core.transform("dgc_momentum", *chain), attrs)
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        sparse_updates: bool = False,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        return tx.update(updates, state, params, sparse_updates=sparse_updates, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from optfn.distributed.mesh import AxisName, all_gather, vary, varying_axes
+from optfn.rows import Rows
 
 FORMATS = ("float32", "bfloat16")
 _BLOCK = 1 << 16
@@ -145,3 +146,26 @@ def mean_of_sent(
 
     zeros = [vary(jnp.zeros(n, jnp.float32), varying_axes(packets)) for n in wire.sizes]
     return lax.fori_loop(0, workers, add, zeros)
+
+
+def rows_of_sent(
+    values: jax.Array, indices: jax.Array, wire: Wire, axis_name: AxisName
+) -> list[Rows]:
+    """Return the same means as Rows of one entry, a part for each worker: nothing is made dense."""
+    packets = all_gather(wire.encode(values, indices), axis_name)
+    workers = packets.shape[0]
+    values, indices = jax.vmap(wire.decode)(packets)
+    bounds = np.cumsum(wire.k)[:-1]
+    parts = (jnp.split(x, bounds, axis=1) for x in (indices.astype(jnp.int32), values / workers))
+    return [
+        Rows(i.reshape(-1), v.reshape(-1), n, parts=workers)
+        for n, i, v in zip(wire.sizes, *parts, strict=True)
+    ]
+
+
+def no_rows(wire: Wire, workers: int) -> list[Rows]:
+    """Return Rows as `rows_of_sent` gives them that add nothing."""
+    return [
+        Rows(jnp.full(workers * k, n, jnp.int32), jnp.zeros(workers * k), n, parts=workers)
+        for n, k in zip(wire.sizes, wire.k, strict=True)
+    ]

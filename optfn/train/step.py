@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -181,6 +182,7 @@ def make_train_step(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {mesh!r} of type {type(mesh).__name__}"
         )
+    applied = {"sparse_updates": True} if _gives_rows(extra_tx) else {}
     key_of = _keys(rng, data_axis if mesh is not None else None)
     if value_and_grad is not None:
         _check_unused(recompute=recompute, tables=tables, rng=key_of)
@@ -195,6 +197,7 @@ def make_train_step(
         if mesh is not None:
             value = parallel.mean_over_workers(value, data_axis)
             grads, extra = parallel.for_optimizer(grads, state.opt_state, data_axis)
+        extra |= applied
         loss, *aux = value if has_aux else (value,)
         params, grads, loss = _barrier((state.params, grads, loss))
         updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss, **extra)
@@ -216,6 +219,11 @@ def _check_arguments(loss_fn: Any, tx: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
     check_transform("tx", tx, "adam(1e-3)")
+
+
+def _gives_rows(tx: optax.GradientTransformationExtraArgs) -> bool:
+    """Tell whether an update says that it takes `sparse_updates`: a chain around it does not."""
+    return "sparse_updates" in inspect.signature(tx.update).parameters
 
 
 def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Array] | None:

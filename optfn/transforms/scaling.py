@@ -49,7 +49,7 @@ def scale_by_learning_rate(
     ) -> tuple[Any, Any]:
         del params, extra
         rate, new = rates.advance(lr, state.rate)
-        updates = leafwise.apply(rule, updates, touched=True, rate=rate, factor=rate_factors)
+        updates = leafwise.apply(rule, updates, linear=True, rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
     return core.transform("scale_by_learning_rate", init, update, complex_leaves=True)
