@@ -32,6 +32,8 @@ from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
+from optfn.packed import Packed
+from optfn.packing import pack, unpack
 from optfn.train.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from optfn.train.inspection import assert_in_place
 from optfn.train.loop import minimize
@@ -67,6 +69,7 @@ from optfn.wrappers.precision import master_weights
 __version__ = "0.1.0"
 
 __all__ = [
+    "Packed",
     "ParamAttr",
     "TrainState",
     "TrainStep",
@@ -104,6 +107,7 @@ __all__ = [
     "minimize",
     "model_average",
     "momentum",
+    "pack",
     "recompute",
     "record_metrics",
     "restore_checkpoint",
@@ -129,4 +133,5 @@ __all__ = [
     "sparse",
     "state_dict",
     "summary",
+    "unpack",
 ]

@@ -11,22 +11,67 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optfn import numerics, rows, tree
+from optfn.packed import Part, by_runs
 from optfn.rows import Rows
 
 
-class PerLeaf(NamedTuple):
-    """A scalar that differs between leaves: one value per leaf, in the order of `tree.flatten`."""
+class ByRun(NamedTuple):
+    """What differs between the leaves of a buffer: for each run of it an array (count,)."""
 
     values: Sequence[Any]
 
 
+class PerLeaf(NamedTuple):
+    """A scalar that differs between leaves: one per leaf, in the order of `tree.flatten`.
+
+    For a buffer of a Packed it is a ByRun, or one scalar for all leaves in it.
+    """
+
+    values: Sequence[Any]
+
+    def every(self) -> list[Any]:
+        """Return all scalars that are there, those of runs as arrays (count,)."""
+        lists = [v.values if isinstance(v, ByRun) else [v] for v in self.values]
+        return [v for values in lists for v in values if v is not None]
+
+
 def per_leaf(fn: Callable[[jax.Array], Any], updates: Any) -> PerLeaf:
     """Return fn of each leaf, of the values of a row-sparse one, None for a hole."""
-    leaves = [g.values if isinstance(g, Rows) else g for g in tree.flatten(updates)[0]]
-    return PerLeaf([None if tree.is_hole(g) else fn(g) for g in leaves])
+    values: list[Any] = []
+    for g, part in zip(tree.flatten(updates)[0], tree.parts(updates), strict=True):
+        if tree.is_hole(g):
+            values.append(None)
+        elif part is not None:
+            values.append(ByRun([jax.vmap(fn)(view) for view in part.views(g)]))
+        else:
+            values.append(fn(_values(g)))
+    return PerLeaf(values)
+
+
+def choose(of: Callable[[Any], Any], kinds: Sequence[Any], like: Any) -> PerLeaf:
+    """Return of(kind) for each leaf of `like`.
+
+    Args:
+      of: gives a scalar.
+      kinds: one for each leaf, a tuple of them for a buffer, as `tree.select` gives flags.
+      like: the tree.
+    """
+    values: list[Any] = []
+    for kind, part in zip(kinds, tree.parts(like), strict=True):
+        if part is None:
+            values.append(of(kind))
+        elif len(set(kind)) == 1:
+            values.append(of(kind[0]))
+        else:
+            numbers = {k: i for i, k in enumerate(dict.fromkeys(kind))}
+            table = jnp.stack([jnp.asarray(of(k)) for k in numbers])
+            split = part.split([numbers[k] for k in kind])
+            values.append(ByRun([table[np.array(own)] for own in split]))
+    return PerLeaf(values)
 
 
 def merge_rows(updates: Any) -> Any:
@@ -58,6 +103,7 @@ def apply(
     shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
     touched: bool = False,
     linear: bool = False,
+    whole: bool = False,
     **scalars: Any,
 ) -> Any:
     """Apply a rule on arrays to every leaf.
@@ -75,6 +121,8 @@ def apply(
         becomes dense.
       linear: whether the rule is linear in g, and reads nothing else: it is then applied to the
         rows of a row-sparse gradient as they come, repeated or not.
+      whole: whether the rule looks at a tensor as a whole, its norm: in a buffer of a Packed, each
+        leaf is then one.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
 
     Returns:
@@ -92,7 +140,7 @@ def apply(
     hole = (optax.MaskedNode(),) * (1 + len(state))
     run = _shared(rule, gradients, touched, linear)
     results = []
-    for i, g in enumerate(gradients):
+    for i, (g, part) in enumerate(zip(gradients, tree.parts(updates), strict=True)):
         if tree.is_hole(g):
             results.append(hole)
             continue
@@ -107,9 +155,12 @@ def apply(
                 )
         p = [] if parameters is None else [parameters[i]]
         own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
-        results.append(run(g, kept, p, own))
-    whole = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(hole)))
-    return whole if state else whole[0]
+        if part is not None and (whole or any(isinstance(v, ByRun) for v in own.values())):
+            results.append(_apply_by_runs(rule, part, g, kept, p, own))
+        else:
+            results.append(run(g, kept, p, own))
+    trees = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(hole)))
+    return trees if state else trees[0]
 
 
 def _shared(
@@ -166,6 +217,25 @@ def _apply_to_leaf(
             rows.put(x, g, rows_of_x) for x, rows_of_x in zip(kept, new, strict=True)
         )
     result = rule(rows.dense(g) if isinstance(g, Rows) else g, *kept, *p)
+    u, *new = result if kept else (result,)
+    return u, *(cast(x, old.dtype) for x, old in zip(new, kept, strict=True))
+
+
+def _apply_by_runs(
+    rule: Callable[..., Any],
+    part: Part,
+    g: jax.Array,
+    kept: list[Any],
+    p: list[Any],
+    scalars: dict[str, Any],
+) -> tuple[Any, ...]:
+    common = {k: v for k, v in scalars.items() if not isinstance(v, ByRun)}
+    own = {k: v.values for k, v in scalars.items() if isinstance(v, ByRun)}
+
+    def one(arrays: tuple[jax.Array, ...], own: dict[str, Any]) -> Any:
+        return rule(*arrays, **common, **own)
+
+    result = by_runs(one, part, (g, *kept, *p), own)
     u, *new = result if kept else (result,)
     return u, *(cast(x, old.dtype) for x, old in zip(new, kept, strict=True))
 

@@ -3,7 +3,7 @@
 A tree here may have holes: None, and optax's MaskedNode where `optax.masked` or `optax.partition`
 has taken a leaf out. A hole counts as a leaf, so that trees with holes in different places (a
 gradient that is None for an integer parameter) still have the same structure. A row-sparse gradient
-is one leaf as well.
+is one leaf as well. A buffer of a Packed is one leaf; `select` looks at the leaves in it.
 """
 
 import re
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import optax
 
+from optfn.packed import Packed, Part
 from optfn.rows import Rows
 
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
@@ -69,7 +70,41 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def select(pattern: Pattern | None, tree: Any, argument: str) -> list[bool]:
+def _packed_or_leaf(x: Any) -> bool:
+    return isinstance(x, Packed) or is_leaf(x)
+
+
+def parts(tree: Any) -> list[Part | None]:
+    """Return for each leaf, in the order of `flatten`, what lies in it; None for a usual leaf."""
+    found: list[Part | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=_packed_or_leaf):
+        if isinstance(node, Packed):
+            found += [*node.layout.parts, *[None] * len(node.held)]
+        else:
+            found.append(None)
+    return found
+
+
+def names(tree: Any) -> list[str | tuple[str, ...]]:
+    """Return the path of each leaf; for a buffer of a Packed, those of the leaves in it."""
+    found: list[str | tuple[str, ...]] = []
+    whole = paths(tree)
+    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_packed_or_leaf):
+        if not isinstance(node, Packed):
+            found.append(whole[len(found)])
+            continue
+        layout, before = node.layout, [_key_name(key) for key in keys]
+        inside = ["/".join(filter(None, [*before, path])) for path in layout.paths]
+        found += [tuple(inside[i] for i in part.leaves) for part in layout.parts]
+        found += [inside[i] for i in layout.held]
+    return found
+
+
+# Whether a leaf is selected; for a buffer of a Packed, whether each of the leaves in it is.
+Flag = bool | tuple[bool, ...]
+
+
+def select(pattern: Pattern | None, tree: Any, argument: str) -> list[Flag]:
     """Tell for each leaf of `tree`, in the order of `flatten`, whether `pattern` selects it.
 
     Args:
@@ -82,10 +117,17 @@ def select(pattern: Pattern | None, tree: Any, argument: str) -> list[bool]:
       ValueError: a regular expression matches none of the paths of a tree that has leaves.
       TypeError: a function gives something other than a bool.
     """
-    leaves = flatten(tree)[0]
+    own = names(tree)
+    flat = [name for n in own for name in (n if isinstance(n, tuple) else (n,))]
+    chosen = iter(_select(pattern, flat, flatten(tree)[0], argument))
+    return [tuple(next(chosen) for _ in n) if isinstance(n, tuple) else next(chosen) for n in own]
+
+
+def _select(
+    pattern: Pattern | None, names: Sequence[str], leaves: Sequence[Any], argument: str
+) -> list[bool]:
     if pattern is None:
-        return [False] * len(leaves)
-    names = paths(tree)
+        return [False] * len(names)
     if isinstance(pattern, str | re.Pattern):
         compiled = re.compile(pattern)
         selected = [compiled.fullmatch(name) is not None for name in names]

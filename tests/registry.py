@@ -217,6 +217,7 @@ EVERYTHING = OPTIMIZERS | TRANSFORMS | WRAPPERS
 
 # Public names that are not factories of transforms; each has its own tests.
 OTHER_NAMES = {
+    "Packed",
     "ParamAttr",
     "TrainState",
     "TrainStep",
@@ -232,6 +233,7 @@ OTHER_NAMES = {
     "make_train_step",
     "metrics",
     "minimize",
+    "pack",
     "recompute",
     "restore_checkpoint",
     "save_checkpoint",
@@ -240,6 +242,7 @@ OTHER_NAMES = {
     "sparse",
     "state_dict",
     "summary",
+    "unpack",
 }
 
 

@@ -31,6 +31,7 @@ def minimize(
     mesh: Mesh | None = None,
     data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
+    packed: bool = False,
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
@@ -51,6 +52,7 @@ def minimize(
       mesh: as in `make_train_step`.
       data_axis: as in `make_train_step`.
       recompute: as in `make_train_step`.
+      packed: as in `make_train_step`.
       tables: as in `make_train_step`.
       rng: as in `make_train_step`.
       value_and_grad: as in `make_train_step`.
@@ -76,6 +78,7 @@ def minimize(
         mesh=mesh,
         data_axis=data_axis,
         recompute=recompute,
+        packed=packed,
         tables=tables,
         rng=rng,
         value_and_grad=value_and_grad,

@@ -14,6 +14,8 @@ import optax
 
 from optfn import learning_rate as rates
 from optfn import tree
+from optfn.packed import Packed
+from optfn.packing import fits, pack_like, unpack
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, observe
 from optfn.wrappers.averaging import (
     ExponentialMovingAverageState,
@@ -33,8 +35,9 @@ def state_dict(opt_state: Any) -> dict[str, Any]:
     """Return the arrays of a state by name, and the format's "version".
 
     The names are words that stay when a transform is inserted in the chain, and are the same
-    whether the learning rate is a number, an array or a schedule. `numpy.savez(file, **d)` keeps
-    everything: arrays that NumPy has no dtype for (bfloat16) come as the bits they are made of.
+    whether the learning rate is a number, an array or a schedule, and whether params are packed.
+    `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
+    the bits they are made of.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -43,8 +46,8 @@ def state_dict(opt_state: Any) -> dict[str, Any]:
       A dict of NumPy arrays on the host; arrays that other processes hold a part of, and traced
       ones, come as they are.
     """
-    found = {name: _to_host(leaf) for name, leaf in _named_leaves(opt_state)}
-    return {"version": np.asarray(VERSION), **found}
+    host = unpack(jax.tree.map(_to_host, opt_state))
+    return {"version": np.asarray(VERSION), **dict(_named_leaves(host))}
 
 
 def _to_host(leaf: Any) -> Any:
@@ -82,7 +85,8 @@ def load_state_dict(opt_state: Any, mapping: Mapping[str, Any], *, strict: bool 
     version = int(np.asarray(mapping["version"])) if "version" in mapping else VERSION
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
-    named = list(_named_leaves(opt_state))
+    plain = unpack(jax.tree.map(_template, opt_state)) if _holds_packed(opt_state) else opt_state
+    named = list(_named_leaves(plain))
     names = {name for name, _ in named}
     wrong = []
     if strict:
@@ -101,7 +105,34 @@ def load_state_dict(opt_state: Any, mapping: Mapping[str, Any], *, strict: bool 
         leaves.append(value)
     if wrong:
         raise ValueError("the state does not fit: " + "; ".join(wrong))
-    return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
+    loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    return loaded if plain is opt_state else _packed_as(opt_state, loaded)
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, Packed)
+
+
+def _holds_packed(x: Any) -> bool:
+    return any(map(_is_packed, jax.tree.leaves(x, is_leaf=_is_packed)))
+
+
+def _template(leaf: Any) -> Any:
+    """Return an array on the host of the shape of `leaf`, whose parts stand for leaves."""
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def _packed_as(opt_state: Any, plain: Any) -> Any:
+    """Return `plain` packed where `opt_state` is, on the same devices."""
+
+    def packed(node: Any, loaded: Any) -> Any:
+        if not fits(node):
+            return loaded
+        lead = max((x.ndim - 1 for x in node.buffers if not tree.is_hole(x)), default=0)
+        whole = pack_like(node.layout, loaded, lead)
+        return jax.tree.map(lambda x, like: _fitted(x, like)[0], whole, node)
+
+    return jax.tree.map(packed, opt_state, plain, is_leaf=_is_packed)
 
 
 def _fitted(value: Any, leaf: Any) -> tuple[Any, str]:
@@ -169,9 +200,9 @@ def summary(tx: optax.GradientTransformation, params: Any) -> str:
     def init(params: Any) -> Any:
         state, seen = observe(tx, params)
         attrs.update(seen)
-        return state
+        return unpack((state, params))
 
-    state = jax.eval_shape(init, params)
+    state, params = jax.eval_shape(init, params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
     kept = _bytes_by_leaf(state, names)
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element")]

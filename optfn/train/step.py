@@ -21,6 +21,7 @@ from optfn import checks, core, sparse
 from optfn.distributed.mesh import AxisName
 from optfn.distributed.placement import init_state, num_workers
 from optfn.learning_rate import get_learning_rate
+from optfn.packing import pack, unpacked
 from optfn.train import parallel
 from optfn.train.recompute import recompute as recomputing
 from optfn.tree import Pattern
@@ -45,6 +46,7 @@ class TrainStep:
     compiled: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
     mesh: Mesh | None = None
     data_axis: AxisName = "data"
+    packed: bool = False
     _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
 
     def init(self, params: Any) -> TrainState:
@@ -53,6 +55,8 @@ class TrainStep:
         On a mesh, params and state are replicated, but for what Deep Gradient Compression keeps for
         each worker; in a run of several processes all give the same params.
         """
+        if self.packed:
+            params = pack(params)
         if self.mesh is None:
             params = jax.tree.map(_own, params)
             return _on_one_mesh(TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params)))
@@ -123,6 +127,7 @@ def make_train_step(
     mesh: Mesh | None = None,
     data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
+    packed: bool = False,
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
     value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
@@ -150,6 +155,9 @@ def make_train_step(
         `axis_name` of Deep Gradient Compression.
       recompute: names of values in `loss_fn` that its backward keeps; what lies between them it
         computes again, by `optfn.recompute`.
+      packed: whether params and state are kept in one buffer per dtype: for models of many small
+        leaves, see `optfn.pack`. `loss_fn` sees the tree; state.params is what `pack` gives, and
+        `unpack(state.params)` the tree.
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
         and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
       rng: True, a seed or a key: `loss_fn` then gets a key as well, (params, batch, key), another
@@ -167,7 +175,8 @@ def make_train_step(
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
       ValueError: a loss that is not a scalar; a mesh without `data_axis`; names for `recompute`
-        that `loss_fn` does not give; `recompute`, `tables` or `rng` beside `value_and_grad`.
+        that `loss_fn` does not give; `recompute`, `tables` or `rng` beside `value_and_grad`;
+        `tables` with `packed`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))
@@ -189,6 +198,12 @@ def make_train_step(
     gradient = value_and_grad or _value_and_grad(
         loss_fn, checks.flag("has_aux", has_aux), tables, recompute
     )
+    if checks.flag("packed", packed):
+        if tables is not None:
+            raise ValueError(
+                "tables with packed=True: the rows of a table are not a part of a buffer"
+            )
+        gradient = unpacked(gradient)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         keys = () if key_of is None else (key_of(state.step),)
@@ -212,7 +227,7 @@ def make_train_step(
         whole = parallel.on_workers(step, mesh, data_axis)
     donated = (0,) if checks.flag("donate", donate) else ()
     compiled = jax.jit(whole, donate_argnums=donated)
-    return TrainStep(loss_fn, extra_tx, compiled, mesh, data_axis)
+    return TrainStep(loss_fn, extra_tx, compiled, mesh, data_axis, packed)
 
 
 def _check_arguments(loss_fn: Any, tx: Any) -> None:

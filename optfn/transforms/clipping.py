@@ -77,9 +77,8 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
         updates = leafwise.merge_rows(updates)
         factors = leafwise.per_leaf(lambda g: clip_factor(numerics.norm(g), c), updates)
         smallest = jnp.ones((), jnp.float32)
-        for factor in factors.values:
-            if factor is not None:
-                smallest = jnp.minimum(smallest, factor.astype(jnp.float32))
+        for factor in factors.every():
+            smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         new = leafwise.apply(_multiply, updates, touched=True, factor=factors)
         return new, ClipState(smallest)
 
@@ -93,7 +92,7 @@ def _multiply(g: jax.Array, *, factor: Any) -> jax.Array:
 def global_norm(updates: Any) -> jax.Array:
     """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider."""
     leaves = leafwise.per_leaf(numerics.sum_of_squares, leafwise.merge_rows(updates))
-    squares = [s for s in leaves.values if s is not None]
+    squares = [jnp.sum(s) for s in leaves.every()]
     if not squares:
         return jnp.zeros((), jnp.float32)
     widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)

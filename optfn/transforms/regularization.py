@@ -26,7 +26,7 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
 def without(exclude: Pattern | None, coeff: Any, updates: Any) -> leafwise.PerLeaf:
     """Return the decay of each leaf: `coeff`, or 0 where `exclude` selects the leaf."""
     excluded = tree.select(exclude, updates, "exclude")
-    return leafwise.PerLeaf([0.0 if out else coeff for out in excluded])
+    return leafwise.choose(lambda out: 0.0 if out else coeff, excluded, updates)
 
 
 def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:

@@ -87,7 +87,7 @@ def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
 
     return core.stateless(
         "scale_by_trust_ratio",
-        lambda updates, params: leafwise.apply(rule, updates, params=params),
+        lambda updates, params: leafwise.apply(rule, updates, params=params, whole=True),
         needs_params=True,
     )
 
@@ -135,6 +135,7 @@ def scale_by_lars(
             lars_rule,
             updates,
             params=params,
+            whole=True,
             lars_coeff=coeff,
             weight_decay=without(exclude, wd, updates),
             eps=eps,

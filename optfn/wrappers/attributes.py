@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, leafwise, numerics, tree
+from optfn import checks, leafwise, numerics, packing, tree
 
 
 class _Inherit:
@@ -85,19 +85,35 @@ def check_param_attrs(param_attrs: Any) -> ParamAttrs:
     return dict(param_attrs)
 
 
-def resolve(param_attrs: ParamAttrs, params: Any) -> list[ParamAttr]:
+# The attributes of a leaf; for a buffer of a Packed, those of the leaves in it.
+Attrs = ParamAttr | tuple[ParamAttr, ...]
+
+
+def resolve(param_attrs: ParamAttrs, params: Any) -> list[Attrs]:
     """Return the attributes of the leaves of `params`; the first pattern that matches wins.
 
     Raises:
       ValueError: a pattern matches none of the paths.
     """
-    attrs = [DEFAULT] * len(tree.flatten(params)[0])
+    names = tree.names(params)
+    attrs: list[Attrs] = [(DEFAULT,) * len(n) if isinstance(n, tuple) else DEFAULT for n in names]
     # Backwards, so that an earlier pattern overwrites a later one.
     for pattern, attr in reversed(list(param_attrs.items())):
         for i, matched in enumerate(tree.select(pattern, params, "param_attrs")):
-            if matched:
+            old = attrs[i]
+            if isinstance(matched, tuple) and isinstance(old, tuple):
+                attrs[i] = tuple(attr if m else o for m, o in zip(matched, old, strict=True))
+            elif matched:
                 attrs[i] = attr
     return attrs
+
+
+def _each(of: Callable[[Any], Any], attrs: Sequence[Any]) -> list[Any]:
+    return [tuple(map(of, a)) if isinstance(a, tuple) else of(a) for a in attrs]
+
+
+def _all(of: Callable[[Any], bool], attrs: Sequence[Any]) -> bool:
+    return all(all(v) if isinstance(v, tuple) else v for v in _each(of, attrs))
 
 
 def _only(
@@ -105,13 +121,22 @@ def _only(
     param_attrs: ParamAttrs,
     choose: Callable[[ParamAttr], bool],
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` for the leaves whose attributes `choose` selects."""
+    """Return `tx` for the leaves whose attributes `choose` selects; the others pass."""
+    tx = optax.with_extra_args_support(tx)
 
-    def mask(updates: Any) -> Any:
-        structure = tree.flatten(updates)[1]
-        return structure.unflatten(map(choose, resolve(param_attrs, updates)))
+    def chosen(updates: Any) -> list[Any]:
+        return _each(choose, resolve(param_attrs, updates))
 
-    return optax.masked(tx, mask)
+    def init(params: Any) -> optax.MaskedState:
+        return optax.MaskedState(tx.init(packing.keep(params, chosen(params))))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        flags = chosen(updates)
+        kept = None if params is None else packing.keep(params, flags)
+        new, inner = tx.update(packing.keep(updates, flags), state.inner_state, kept, **extra)
+        return packing.fill(new, flags, updates), optax.MaskedState(inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def clipping(grad_clip: Any, param_attrs: ParamAttrs) -> list[optax.GradientTransformation]:
@@ -174,9 +199,11 @@ def attributed(
         attrs = resolve(param_attrs, params)
         notify = _observer.get()
         if notify is not None:
-            for path, attr in zip(tree.paths(params), attrs, strict=True):
-                notify(path, attr)
-        return tx.init(_hold(params, attrs))
+            for names, own in zip(tree.names(params), attrs, strict=True):
+                pairs = zip(names, own, strict=True) if isinstance(own, tuple) else [(names, own)]
+                for path, attr in pairs:
+                    notify(str(path), attr)
+        return tx.init(packing.keep(params, _trainable(attrs)))
 
     if not param_attrs:
         return optax.GradientTransformationExtraArgs(init, tx.update)
@@ -185,28 +212,26 @@ def attributed(
         if params is not None:
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
-        if any(attr.learning_rate != 1.0 for attr in attrs):
-            extra["rate_factors"] = leafwise.PerLeaf([attr.learning_rate for attr in attrs])
-        held = None if params is None else _hold(params, attrs)
-        new, state = tx.update(_hold(updates, attrs), state, held, **extra)
-        leaves, structure = tree.flatten(new)
-        gradients = tree.flatten(updates)[0]
+        flags = _trainable(attrs)
+        kept = packing.keep(updates, flags)
+        if not _all(lambda attr: attr.learning_rate == 1.0, attrs):
+            rates = packing.kept_of(_each(lambda attr: attr.learning_rate, attrs), flags, updates)
+            extra["rate_factors"] = leafwise.choose(lambda rate: rate, rates, kept)
+        held = None if params is None else packing.keep(params, flags)
+        new, state = tx.update(kept, state, held, **extra)
+        gradients, structure = tree.flatten(updates)
         like = gradients if params is None else tree.flatten(params)[0]
-        whole = [
-            u if attr.trainable else _held_update(p, g)
-            for u, attr, p, g in zip(leaves, attrs, like, gradients, strict=True)
+        rest = [
+            g if _all(bool, [flag]) else _held_update(p, g)
+            for flag, p, g in zip(flags, like, gradients, strict=True)
         ]
-        return structure.unflatten(whole), state
+        return packing.fill(new, flags, structure.unflatten(rest)), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _hold(leaves: Any, attrs: Sequence[ParamAttr]) -> Any:
-    values, structure = tree.flatten(leaves)
-    kept = [
-        x if attr.trainable else optax.MaskedNode() for x, attr in zip(values, attrs, strict=True)
-    ]
-    return structure.unflatten(kept)
+def _trainable(attrs: Sequence[Attrs]) -> list[Any]:
+    return _each(lambda attr: attr.trainable, attrs)
 
 
 def _held_update(p: Any, g: Any) -> Any:

@@ -88,10 +88,9 @@ def _axis(axis_name: Any, extra: dict[str, Any]) -> Any:
 def all_finite(updates: Any) -> jax.Array:
     """Tell whether all floating-point leaves are finite, a bool scalar."""
     finite = jnp.asarray(True)
-    for ok in leafwise.per_leaf(
-        lambda g: jnp.all(jnp.isfinite(g)), leafwise.inexact(updates)
-    ).values:
-        finite = finite if ok is None else finite & ok
+    leaves = leafwise.per_leaf(lambda g: jnp.all(jnp.isfinite(g)), leafwise.inexact(updates))
+    for ok in leaves.every():
+        finite = finite & jnp.all(ok)
     return finite
 
 
