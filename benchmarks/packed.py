@@ -2,7 +2,7 @@
 
     python -m benchmarks.packed [--rounds 9] [--toy] [--json FILE]
 
-Adam. "update": the update alone, gradients given, on 2,000 leaves of 1,000 elements, on 300 and on
+"update": the update alone, gradients given, on 2,000 leaves of 1,000 elements, on 300, and on
 ResNet-50's 161. "train step": loss, gradient and update of a residual network of 150 layers, 300
 leaves, through `make_train_step(packed=True)`, beside the same step with optax on the tree. First
 call is trace, lower and compile; nothing is cached. Both sides are donated in matching order.
@@ -10,6 +10,7 @@ call is trace, lower and compile; nothing is cached. Both sides are donated in m
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ import optax
 
 import optfn
 from benchmarks import measure
+from benchmarks.update import PAIRS
 
 HEAD = (
     "| what | leaves | step ms, packed (min) | optfn on the tree | optax on the tree "
@@ -53,14 +55,14 @@ def _update(tx: Any) -> Any:
     return jax.jit(step, donate_argnums=0)
 
 
-def of_update(shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Side]]:
+def of_update(rule: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Side]]:
     """Return what makes the update alone of each side."""
 
     def make(tx: Any, arrange: Callable[[Any], Any]) -> Side:
         params, gradients = (arrange(measure.arrays(shapes, seed)) for seed in (0, 1))
         return Side(_update(tx), (params, tx.init(params)), gradients)
 
-    return _sides(make)
+    return _sides(rule, make)
 
 
 def of_train_step(layers: int, width: int) -> dict[str, Callable[[], Side]]:
@@ -79,15 +81,17 @@ def of_train_step(layers: int, width: int) -> dict[str, Callable[[], Side]]:
         step = optfn.make_train_step(loss_fn, tx, packed=arrange is optfn.pack)
         return Side(step, step.init(measure.arrays(shapes, 0)), x)
 
-    return _sides(make)
+    return _sides("adam", make)
 
 
-def _sides(make: Callable[[Any, Callable[[Any], Any]], Side]) -> dict[str, Callable[[], Side]]:
-    ours = optfn.adam(1e-3, eps_hat=False)
+def _sides(
+    rule: str, make: Callable[[Any, Callable[[Any], Any]], Side]
+) -> dict[str, Callable[[], Side]]:
+    ours, theirs = (side() for side in PAIRS[rule] if side is not None)
     return {
         "packed": lambda: make(ours, optfn.pack),
         "optfn": lambda: make(ours, lambda tree: tree),
-        "optax": lambda: make(optax.adam(1e-3), lambda tree: tree),
+        "optax": lambda: make(theirs, lambda tree: tree),
     }
 
 
@@ -127,21 +131,18 @@ def measured(what: str, leaves: int, size: int, sides: Any, rounds: int) -> dict
 def run(rounds: int, toy: bool = False) -> list[dict[str, Any]]:
     """Return the rows, and print them."""
     rows = []
-    trees = {
-        "update, equal leaves": {f"w{k}": (10,) for k in range(20)}
-        if toy
-        else {f"w{k}": (1000,) for k in range(2000)},
-        "update, equal leaves, fewer": {f"w{k}": (10,) for k in range(3)}
-        if toy
-        else {f"w{k}": (1000,) for k in range(300)},
-        "update, ResNet-50": measure.TREES["toy" if toy else "resnet50"](),
-    }
-    for what, shapes in trees.items():
-        size = sum(x.size for x in jax.tree.leaves(measure.arrays(shapes, 0)))
-        rows.append(measured(what, len(shapes), size, of_update(shapes), rounds))
+    trees = [
+        ("adam", "equal leaves", {f"w{k}": (1000,) for k in range(20 if toy else 2000)}),
+        ("adam", "equal leaves", {f"w{k}": (1000,) for k in range(3 if toy else 300)}),
+        ("adam", "ResNet-50", measure.TREES["toy" if toy else "resnet50"]()),
+        ("lamb", "ResNet-50", measure.TREES["toy" if toy else "resnet50"]()),
+    ]
+    for rule, tree, shapes in trees:
+        size, what = sum(map(math.prod, shapes.values())), f"update, {rule}, {tree}"
+        rows.append(measured(what, len(shapes), size, of_update(rule, shapes), rounds))
     for layers, width in [(3, 4)] if toy else [(150, 8), (150, 32)]:
         size = layers * (width + 1) * width
-        what = f"train step, width {width}"
+        what = f"train step, adam, width {width}"
         rows.append(measured(what, 2 * layers, size, of_train_step(layers, width), rounds))
     return rows
 
