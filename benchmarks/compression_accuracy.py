@@ -6,7 +6,8 @@
 Four workers, simulated by `vmap` on one device, train an MLP on scikit-learn's digits and the
 demo's transformer on text: dense momentum, and `dgc_momentum` with masking and ramp, and without
 each. Batches, rates and start are the same for all. Leaves from 1,000 elements on are compressed;
-with the default of 16,384 little of models as small as these would be.
+with the default of 16,384 little of models as small as these would be. It measures no time
+and is not part of the suite (`python -m benchmarks`).
 """
 
 import argparse

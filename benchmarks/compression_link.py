@@ -1,11 +1,13 @@
 """What does Deep Gradient Compression gain on a real link, beside dense momentum?
 
-    python -m benchmarks.compression_link [--workers 2 4] [--mbits 1000 100] [--rounds 9] [--toy]
+    python -m benchmarks.compression_link [--workers 2 4] [--mbits 1000 100] [--rounds 9]
+        [--size 10000000]
 
 N processes in N network namespaces, joined by veth pairs and a bridge, each link shaped to a rate
 in both directions. A step is the update alone, gradients given: an all-reduce and momentum, or
 `dgc_momentum` at 99.9 %. Rounds are interleaved; a round's time is that of its slowest worker.
-Bytes are what the kernel counted on a worker's link. It needs root and Linux's ip, tc and unshare;
+Bytes are what the kernel counted on a worker's link; the floor is the time that the bytes which it
+must send take at the link's rate. It needs root and Linux's ip, tc and unshare;
 all that it makes is in namespaces of its own, and goes with them.
 """
 
@@ -33,24 +35,23 @@ from benchmarks import measure
 from optfn.distributed import Wire, data_mesh
 
 SPARSITY = 0.999
-SIZES = {False: 10_000_000, True: 100_000}  # by --toy
 SIDES = ("dense", "float32", "bfloat16")
 PORT = 9311  # nobody else is in the namespaces
 HEAD = (
     "| N | Mbit/s | step | ms (min) | dense / it (min) | bytes sent a worker | theory | over it "
-    "| dense bytes / it |\n|---|---|---|---|---|---|---|---|---|"
+    "| dense bytes / it | floor ms | it/floor |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-class Refused(Exception):
-    """The system has no tools for namespaces, or does not allow them."""
+def _refused(why: str) -> measure.Refused:
+    return measure.Refused(f"no network namespaces can be made here, which it needs: {why}")
 
 
 def _do(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr or done.stdout).strip()
-        raise Refused(f"{' '.join(words)}: {said or f'exit status {done.returncode}'}")
+        raise _refused(f"{' '.join(words)}: {said or f'exit status {done.returncode}'}")
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ def network(workers: int, mbits: int) -> Iterator[list[str]]:
     """
     missing = [tool for tool in ("ip", "tc", "unshare", "mount") if shutil.which(tool) is None]
     if missing:
-        raise Refused(f"no {missing[0]} on the path")
+        raise _refused(f"no {missing[0]} on the path")
     hub, *spaces = names = [f"dgc{os.getpid()}-{i}" for i in range(workers + 1)]
     try:
         for name in names:
@@ -92,7 +93,7 @@ def _shape(namespace: str, device: str, mbits: int) -> None:
     _do(*tc, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", *rate)
 
 
-def measured(workers: int, mbits: int, rounds: int, toy: bool) -> dict[str, dict[str, list[float]]]:
+def measured(workers: int, mbits: int, rounds: int, n: int) -> dict[str, dict[str, list[float]]]:
     """Return for each side the seconds of each round, and the bytes that a worker sent in it."""
     with network(workers, mbits) as spaces, tempfile.TemporaryDirectory() as directory:
         # gloo listens on the address of the host's name: each worker has a name and a hosts file.
@@ -102,8 +103,8 @@ def measured(workers: int, mbits: int, rounds: int, toy: bool) -> dict[str, dict
         enter = f'mount --bind {hosts} /etc/hosts && hostname w$0 && exec "$@"'
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         environment.pop("XLA_FLAGS", None)
-        program = [sys.executable, "-m", "benchmarks.compression_link", "--rounds", str(rounds)]
-        program += ["--toy"] if toy else []
+        program = [sys.executable, "-m", "benchmarks.compression_link"]
+        program += ["--rounds", str(rounds), "--size", str(n)]
         started = []
         try:
             for i, space in enumerate(spaces):
@@ -143,12 +144,12 @@ def _merged(each: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str
     }
 
 
-def work(index: int, workers: int, rounds: int, toy: bool) -> None:
+def work(index: int, workers: int, rounds: int, n: int) -> None:
     """Run one worker, inside its namespace; print what it measured as JSON."""
     from jax.experimental import multihost_utils
 
     jax.distributed.initialize(f"10.77.0.1:{PORT}", workers, index)
-    mesh, n = data_mesh(), SIZES[toy]
+    mesh = data_mesh()
     own = np.random.default_rng(index).standard_normal(n, np.float32)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     grads = jax.make_array_from_process_local_data(sharding, own)
@@ -198,7 +199,7 @@ def theory(side: str, workers: int, n: int) -> float:
 
 def rows_of(
     workers: int, mbits: int, n: int, found: dict[str, dict[str, list[float]]]
-) -> list[dict[str, Any]]:
+) -> list[measure.Row]:
     """Return a row for each side, and print it."""
     rows = []
     ms = {s: 1e3 * statistics.median(x["seconds"]) for s, x in found.items()}
@@ -206,29 +207,32 @@ def rows_of(
     sent = {s: statistics.median(x["bytes"]) for s, x in found.items()}
     for side in found:
         must = theory(side, workers, n)
-        row = {
+        row: measure.Row = {
             "workers": workers, "mbits": mbits, "step": side, "ms": ms[side],
             "min_ms": least[side], "ratio": ms["dense"] / ms[side],
             "ratio_min": least["dense"] / least[side], "bytes": sent[side],
             "theory": must, "over": sent[side] / must, "fewer": sent["dense"] / sent[side],
+            "floor_ms": 8e3 * must / (1e6 * mbits),
         }  # fmt: skip
+        row["over_floor"] = row["ms"] / row["floor_ms"]
         rows.append(row)
         name = "dense momentum" if side == "dense" else f"dgc_momentum, {side}"
         print(
             f"| {workers} | {mbits} | {name} | {row['ms']:.1f} ({row['min_ms']:.1f}) "
             f"| {row['ratio']:.1f} ({row['ratio_min']:.1f}) | {row['bytes']:,.0f} "
-            f"| {must:,.0f} | {100 * (row['over'] - 1):+.1f} % | {row['fewer']:.0f} |",
+            f"| {must:,.0f} | {100 * (row['over'] - 1):+.1f} % | {row['fewer']:.0f} "
+            f"| {row['floor_ms']:.1f} | {row['over_floor']:.1f} |",
             flush=True,
         )
     return rows
 
 
-def run(workers: list[int], mbits: list[int], rounds: int, toy: bool) -> list[dict[str, Any]]:
+def run(workers: list[int], mbits: list[int], rounds: int, n: int) -> list[measure.Row]:
     """Return the rows of all links; print them."""
     rows = []
     for count in workers:
         for rate in mbits:
-            rows += rows_of(count, rate, SIZES[toy], measured(count, rate, rounds, toy))
+            rows += rows_of(count, rate, n, measured(count, rate, rounds, n))
     return rows
 
 
@@ -238,24 +242,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mbits", type=int, nargs="+", default=[1000, 100])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--toy", action="store_true", help="100,000 parameters, not 10 M")
-    parser.add_argument("--json")
+    parser.add_argument("--size", type=int, default=10_000_000, help="parameters")
     parser.add_argument("--worker", type=int, nargs=2, metavar=("I", "N"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = measure.parse(parser, workers=[2], mbits=[1000], rounds=1, size=100_000)
     if options.worker:
-        return work(*options.worker, options.rounds, options.toy)
+        return work(*options.worker, options.rounds, options.size)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that it cleans up
-    about = measure.where() | {"rounds": str(options.rounds)}
-    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD, flush=True)
+    sizes = options.rounds, options.size
     try:
-        rows = run(options.workers, options.mbits, options.rounds, options.toy)
-    except Refused as why:
-        sys.exit(f"This benchmark needs network namespaces, and cannot make them here:\n{why}")
+        measure.report(options, HEAD, lambda: run(options.workers, options.mbits, *sizes))
     except KeyboardInterrupt:
         sys.exit("stopped; the namespaces are gone")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":

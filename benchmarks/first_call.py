@@ -55,8 +55,8 @@ def first_call(tx: Any, leaves: int, size: int, compiles: bool) -> dict[str, flo
     return parts | {"trace + lower": parts["trace"] + parts["lower"]}
 
 
-def run(leaves: int, size: int, rounds: int, compiles: bool) -> dict[str, dict[str, float]]:
-    """Return the medians of each side."""
+def run(leaves: int, size: int, rounds: int, compiles: bool) -> list[measure.Row]:
+    """Return a row per part, with the median of each side; print them, and the programs."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     for _ in range(rounds):
         for name, make in SIDES.items():
@@ -65,11 +65,16 @@ def run(leaves: int, size: int, rounds: int, compiles: bool) -> dict[str, dict[s
         name: {part: statistics.median(r[part] for r in each) for part in each[0]}
         for name, each in found.items()
     }
+    rows = []
     for part in medians["optfn"]:
         ours, theirs = medians["optfn"][part], medians["optax"][part]
         ratio = f"{theirs / ours:.2f}" if ours > 1e-3 else "-"
         print(f"| {part} | {ours:.2f} | {theirs:.2f} | {ratio} |", flush=True)
-    return medians
+        rows.append({"part": part, "optfn_s": ours, "optax_s": theirs})
+        if ours:
+            rows[-1]["ratio"] = theirs / ours
+    print(f"\nprograms after two changes of the learning rate: {programs_after_a_new_rate()}")
+    return rows
 
 
 def programs_after_a_new_rate() -> int:
@@ -89,11 +94,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true")
-    options = parser.parse_args()
-    print(", ".join(f"{k} {v}" for k, v in measure.where().items()), "\n")
-    print("| seconds | optfn | optax | optax/optfn |\n|---|---|---|---|")
-    run(options.leaves, options.size, options.rounds, not options.no_compile)
-    print(f"\nprograms after two changes of the learning rate: {programs_after_a_new_rate()}")
+    options = measure.parse(parser, leaves=3, size=5, rounds=1)
+    head = "| seconds | optfn | optax | optax/optfn |\n|---|---|---|---|"
+    measure.report(
+        options,
+        head,
+        lambda: run(options.leaves, options.size, options.rounds, not options.no_compile),
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,59 @@
-"""What the benchmarks share: trees, interleaved timing, the machine's copy bandwidth.
+"""What the benchmarks share: options, report, trees, interleaved timing, the machine's bandwidth.
 
 Absolute times are not comparable between runs on a shared machine. Every figure here is taken in
 interleaved rounds, A B A B …, in one process, and reported as median and minimum.
 """
 
+import argparse
+import importlib.util
+import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+CANNOT_RUN = 77  # exit status: the machine lacks what the benchmark needs
+Row = dict[str, Any]
+
+
+class Refused(Exception):
+    """The machine lacks what a benchmark needs; the message says what."""
+
+
+def parse(parser: argparse.ArgumentParser, **toy: Any) -> argparse.Namespace:
+    """Return the options; `--toy` puts `toy` in the place of what else was given."""
+    parser.add_argument("--toy", action="store_true", help="the sizes of a test")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    options = parser.parse_args()
+    if options.toy:
+        vars(options).update(toy)
+    return options
+
+
+def report(
+    options: argparse.Namespace, head: str, run: Callable[[], list[Row]], **about: object
+) -> None:
+    """Print what the figures depend on and the table that `run` prints; write its rows as JSON."""
+    found = where() | {name: str(value) for name, value in about.items()}
+    for name, value in vars(options).items():
+        if name != "json" and value not in (None, False):
+            found[name] = "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+    print(", ".join(f"{k} {v}" for k, v in found.items()) + f"\n\n{head}", flush=True)
+    try:
+        rows = run()
+    except Refused as why:
+        print(why, file=sys.stderr)
+        sys.exit(CANNOT_RUN)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"about": found, "rows": rows}, file, indent=1)
 
 
 class Timing(NamedTuple):
@@ -35,10 +76,13 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, T
 
 
 class Machine:
-    """The bandwidth of memory, by the two simplest passes over arrays that exist already."""
+    """The bandwidth of memory, by the two simplest passes over arrays that exist already.
+
+    The arrays have as many elements as what is measured, at most 25 M.
+    """
 
     def __init__(self, elements: int = 25_000_000) -> None:
-        self.elements = elements
+        self.elements = elements = min(elements, 25_000_000)
         self.x, self.y = jnp.ones(elements), jnp.zeros(elements)
         # An argument that is not read is dropped, and its buffer with it, unless it is kept.
         keep = {"donate_argnums": 0, "keep_unused": True}
@@ -65,6 +109,10 @@ class Machine:
             "copy": 8 * self.elements / times["copy"].minimum,
             "in place": 12 * self.elements / times["in place"].minimum,
         }
+
+    def floor(self, num_bytes: float, times: dict[str, Timing]) -> float:
+        """Return the seconds in which an update in place could move so many bytes at best."""
+        return num_bytes / self.bandwidth(times)["in place"]
 
 
 def resnet50() -> dict[str, tuple[int, ...]]:
@@ -132,6 +180,11 @@ def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+def torch_stands_beside() -> bool:
+    """Return whether torch is installed, and JAX on the CPU, where torch's arrays are."""
+    return importlib.util.find_spec("torch") is not None and jax.default_backend() == "cpu"
+
+
 def where() -> dict[str, str]:
     """Return what a figure depends on: device, versions, commit."""
     device = jax.devices()[0]
@@ -140,13 +193,15 @@ def where() -> dict[str, str]:
         with open("/proc/cpuinfo") as file:
             names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
         kind = f"{len(names)} cores, {names[0]}" if names else kind
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {"device": kind, "jax": jax.__version__, "optax": _version("optax"), "commit": commit}
+    versions = {package: version(package) for package in ("jax", "optax")}
+    if torch_stands_beside():
+        versions["torch"] = version("torch")
+    return {"device": kind, **versions, "commit": _commit()}
 
 
-def _version(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,10 +1,12 @@
 """What do Adam's moments in 8 and 16 bits cost, and what do they spoil?
 
     python -m benchmarks.moments [--tree resnet50|gpt2|one|toy] [--rounds 9] [--steps 600]
+        [--seeds 3]
 
-First the update alone: time beside float32 moments, state and temporaries in bytes a parameter.
-Then training with three seeds: an MLP on scikit-learn's digits (held-out accuracy), and the demo's
-transformer on text (held-out bits per byte).
+First the update alone: time beside float32 moments, state and temporaries in bytes a parameter; the
+floor is the time of the bytes that the rule must move, as in benchmarks.update. Then training with
+three seeds (none with `--seeds 0`): an MLP on scikit-learn's digits (held-out accuracy), and the
+demo's transformer on text (held-out bits per byte).
 """
 
 import argparse
@@ -25,6 +27,10 @@ from examples import text, transformer
 # From a loss to the value_and_grad of make_train_step; None for jax.value_and_grad.
 Gradient = Callable[[Callable[..., Any]], Callable[..., Any]] | None
 DTYPES = (None, "bfloat16", "int8")
+HEAD = (
+    "| moments | ms (min) | speed of float32 | state B/param | temporaries B/param | floor ms "
+    "| it/floor |\n|---|---|---|---|---|---|---|"
+)
 
 
 def name_of(dtype: str | None) -> str:
@@ -32,16 +38,18 @@ def name_of(dtype: str | None) -> str:
     return dtype or "float32"
 
 
-def cost(tree: str, rounds: int) -> list[dict[str, Any]]:
+def cost(tree: str, rounds: int) -> list[measure.Row]:
     """Return time and memory of the update for each dtype, optax's float32 Adam beside them."""
     shapes = measure.TREES[tree]()
     sides = {"optax": Side(optax.adam(1e-3), shapes)}
     for dtype in DTYPES:
         tx = optfn.adam(1e-3, eps_hat=False, moment_dtype=dtype)
         sides[name_of(dtype)] = Side(tx, shapes)
-    times = measure.interleaved(sides, rounds)
+    machine = measure.Machine(measure.size(sides["optax"].params))
+    times = measure.interleaved({**sides, **machine.calls()}, rounds)
     rows = []
     for name, side in sides.items():
+        floor = machine.floor(side.bytes_moved, times)
         row = {
             "moments": name,
             "ms": 1e3 * times[name].median,
@@ -49,11 +57,15 @@ def cost(tree: str, rounds: int) -> list[dict[str, Any]]:
             "speed": times["float32"].median / times[name].median,
             "state": measure.num_bytes(side.state) / measure.size(side.params),
             "temporaries": side.temp_per_param,
+            "floor_ms": 1e3 * floor,
+            "over_floor": times[name].median / floor,
         }
         rows.append(row)
         print(
             f"| {name} | {row['ms']:.1f} ({row['min_ms']:.1f}) | {row['speed']:.2f} "
-            f"| {row['state']:.2f} | {row['temporaries']:.2f} |"
+            f"| {row['state']:.2f} | {row['temporaries']:.2f} | {row['floor_ms']:.1f} "
+            f"| {row['over_floor']:.2f} |",
+            flush=True,
         )
     return rows
 
@@ -121,15 +133,33 @@ def text_bits(tx: Any, seed: int, steps: int, gradient: Gradient = None) -> floa
 
 def accuracy(
     task: str, run: Callable[[Any, int], float], make: Callable[[str | None], Any], seeds: int
-) -> dict[str, list[float]]:
+) -> list[measure.Row]:
     """Return the figure of each seed for each dtype."""
-    found = {}
+    rows = []
     for dtype in DTYPES:
         figures = [run(make(dtype), seed) for seed in range(seeds)]
-        found[name_of(dtype)] = figures
+        rows.append({"task": task, "moments": name_of(dtype), "figures": figures})
         each = ", ".join(f"{figure:.3f}" for figure in figures)
         print(f"| {task} | {name_of(dtype)} | {np.mean(figures):.3f} | {each} |", flush=True)
-    return found
+    return rows
+
+
+def training(seeds: int, epochs: int, steps: int) -> list[measure.Row]:
+    """Return the rows of both tasks, and print them."""
+    print("\n| task | moments | mean | seeds |\n|---|---|---|---|")
+    rows = accuracy(
+        "digits, % held out",
+        lambda tx, seed: digits_accuracy(tx, seed, epochs),
+        lambda dtype: optfn.adam(1e-3, moment_dtype=dtype),
+        seeds,
+    )
+    rate = optfn.schedules.cosine(6e-3, 1, steps)
+    return rows + accuracy(
+        "text, bits per byte held out",
+        lambda tx, seed: text_bits(tx, seed, steps),
+        lambda dtype: optfn.adamw(rate, 0.9, 0.99, moment_dtype=dtype),
+        seeds,
+    )
 
 
 def main() -> None:
@@ -140,25 +170,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--steps", type=int, default=600)
-    options = parser.parse_args()
-    print(", ".join(f"{k} {v}" for k, v in measure.where().items()), "\n")
-    print("| moments | ms (min) | speed of float32 | state B/param | temporaries B/param |")
-    print("|---|---|---|---|---|")
-    cost(options.tree, options.rounds)
-    print("\n| task | moments | mean | seeds |\n|---|---|---|---|")
-    accuracy(
-        "digits, % held out",
-        lambda tx, seed: digits_accuracy(tx, seed, options.epochs),
-        lambda dtype: optfn.adam(1e-3, moment_dtype=dtype),
-        options.seeds,
-    )
-    rate = optfn.schedules.cosine(6e-3, 1, options.steps)
-    accuracy(
-        "text, bits per byte held out",
-        lambda tx, seed: text_bits(tx, seed, options.steps),
-        lambda dtype: optfn.adamw(rate, 0.9, 0.99, moment_dtype=dtype),
-        options.seeds,
-    )
+    options = measure.parse(parser, tree="toy", rounds=1, seeds=0)
+
+    def run() -> list[measure.Row]:
+        rows = cost(options.tree, options.rounds)
+        if options.seeds:
+            rows += training(options.seeds, options.epochs, options.steps)
+        return rows
+
+    measure.report(options, HEAD, run)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long is the clock of each schedule of the pipeline, and what memory does it need?
 
-    python -m benchmarks.pipeline [--microbatches 16 64] [--toy] [--json FILE]
+    python -m benchmarks.pipeline [--microbatches 16 64]
 
 Four stages on four devices of the CPU; microbatches of one size, so that more of them are a larger
 batch. Ticks, bubble and activations are those of the plan; temporaries are those of the compiled
@@ -9,12 +9,12 @@ say nothing about speed.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# Before jax is imported.
+# Before jax is imported. Devices of the CPU also where there are others: there must be four.
+os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -66,6 +66,7 @@ FORMS = (
     Form("zb", "residual"),
     Form("zb", "input"),
 )
+TOY = (Form("gpipe", "residual"), Form("1f1b", "residual"))
 
 
 def stage(params: Any, x: jax.Array) -> jax.Array:
@@ -103,7 +104,7 @@ def temporaries(form: Form, size: Size, m: int) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-def run(size: Size, microbatches: Sequence[int], forms: Sequence[Form]) -> list[dict[str, Any]]:
+def run(size: Size, microbatches: Sequence[int], forms: Sequence[Form]) -> list[measure.Row]:
     """Return a row per form and number of microbatches."""
     rows = []
     for form in forms:
@@ -129,7 +130,7 @@ HEAD = (
 )
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: measure.Row) -> str:
     return (
         f"| {row['form']} | {row['microbatches']} | {row['ticks']} | {row['bubble']:.1%} "
         f"| {row['held']} | {row['temporaries'] / 2**20:.2f} |"
@@ -140,18 +141,10 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    size = Size(2, 8, 8, 2) if options.toy else Size()
-    about = (
-        measure.where() | {"stages": str(STAGES)} | {k: str(n) for k, n in size._asdict().items()}
-    )
-    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD)
-    rows = run(size, options.microbatches, FORMS)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+    options = measure.parse(parser, microbatches=[8, 16])
+    size, forms = (Size(2, 8, 8, 64), TOY) if options.toy else (Size(), FORMS)
+    about = {"stages": STAGES, **size._asdict()}
+    measure.report(options, HEAD, lambda: run(size, options.microbatches, forms), **about)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """What does recomputation cost, and what memory does it save?
 
-    python -m benchmarks.recompute [--model transformer|mlp|toy] [--picture FILE] [--json FILE]
+    python -m benchmarks.recompute [--model transformer|mlp|toy] [--picture FILE]
+        [--shares 0.15 0.2 …]
 
 Temporaries and FLOPs of the jitted gradient, as the compiler counts them: nothing recomputed, cut
 after each block, √n segments, after named blocks only, a `save_only_these_names` policy over the
-whole function, and byte budgets between the least and what nothing recomputed takes. Nothing is
-run. Where the compiler undoes recomputation (`is_effective`; jaxlib 0.10 on a CPU does), the
-temporaries say so, and the residuals that the gradient keeps stand beside them.
+whole function, and byte budgets, as shares of what nothing recomputed takes. Nothing is run. Where
+the compiler undoes recomputation (`is_effective`; jaxlib 0.10 on a CPU does), the temporaries say
+so, and the residuals that the gradient keeps stand beside them.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +24,8 @@ import optfn
 from benchmarks import measure
 from examples import transformer
 from optfn.train.recompute import is_effective
+
+SHARES = [0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8]
 
 
 class Chain(NamedTuple):
@@ -102,7 +104,7 @@ def residual_bytes(f: Callable[..., Any], *args: Any) -> int:
     return sum(a.aval.size * a.aval.dtype.itemsize for a in kept)
 
 
-def row(name: str, f: Callable[..., Any], chain: Chain) -> dict[str, Any]:
+def row(name: str, f: Callable[..., Any], chain: Chain) -> measure.Row:
     """Return the figures of one function."""
     start = time.perf_counter()
     lowered = jax.jit(jax.value_and_grad(f)).lower(chain.params, chain.x)
@@ -123,10 +125,10 @@ def row(name: str, f: Callable[..., Any], chain: Chain) -> dict[str, Any]:
     }
 
 
-def run(model: str, shares: Sequence[float]) -> list[dict[str, Any]]:
+def run(model: str, shares: Sequence[float]) -> list[measure.Row]:
     """Return a row per function, and per budget as a share of what nothing recomputed takes."""
     chain = MODELS[model]()
-    rows: list[dict[str, Any]] = []
+    rows: list[measure.Row] = []
     for name, f in forms(chain).items():
         rows.append(row(name, f, chain))
         print(_line(rows[-1], rows[0]), flush=True)
@@ -154,14 +156,14 @@ def _mebi(size: float) -> str:
     return f"{size / 2**20:.2f}"
 
 
-def _line(row: dict[str, Any], none: dict[str, Any]) -> str:
+def _line(row: measure.Row, none: measure.Row) -> str:
     return (
         f"| {row['recomputed']} | {_mebi(row['temporaries'])} | {_mebi(row['residuals'])} "
         f"| {row['flops'] / 1e6:.0f} | {row['flops'] / none['flops']:.3f} | {row['trace_s']:.1f} |"
     )
 
 
-def draw(rows: list[dict[str, Any]], file: str) -> None:
+def draw(rows: list[measure.Row], file: str) -> None:
     """Save the curve of FLOPs against memory."""
     import matplotlib
 
@@ -170,7 +172,7 @@ def draw(rows: list[dict[str, Any]], file: str) -> None:
 
     axes = plt.subplots(figsize=(7, 4.5), layout="tight")[1]
 
-    def at(row: dict[str, Any]) -> tuple[float, float]:
+    def at(row: measure.Row) -> tuple[float, float]:
         return row["temporaries"] / 2**20, row["flops"] / rows[0]["flops"]
 
     budgets = sorted(at(row) for row in rows if row["recomputed"].startswith("budget"))
@@ -188,16 +190,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="transformer")
     parser.add_argument("--picture")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    about = measure.where() | {"model": options.model, "effective": str(is_effective())}
-    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD)
-    rows = run(options.model, (0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8))
-    if options.picture:
-        draw(rows, options.picture)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    options = measure.parse(parser, model="toy", shares=[0.9])
+
+    def found() -> list[measure.Row]:
+        rows = run(options.model, options.shares)
+        if options.picture:
+            draw(rows, options.picture)
+        return rows
+
+    measure.report(options, HEAD, found, effective=is_effective())
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ A table of 1 M × 64, of which a step touches 4,096 random rows, others in each 
 that a side makes in its turn: optfn's lazy and exact-lazy Adam on rows, its Adam on the dense
 gradient, optax's Adam, and torch's SparseAdam where torch is installed. All in one process, in
 interleaved rounds; JAX's sides donate params and state in the order in which they are updated in
-place. The dense sides are given the dense gradient, which costs them nothing here.
+place. The dense sides are given the dense gradient, which costs them nothing here. The floor is the
+time of the bytes that a step must move (the rows of params and state that it touches, read and
+written, and the gradient) at the bandwidth of an addition in place over contiguous memory.
 """
 
 import argparse
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,10 @@ import optfn
 from benchmarks import measure
 
 STEPS = 5  # of one side, before the next has its turn
+HEAD = (
+    "| optimizer | ms (min) | optax dense / it (min) | temporaries MB | floor ms | it/floor |\n"
+    "|---|---|---|---|---|---|"
+)
 
 
 class Step:
@@ -31,6 +36,10 @@ class Step:
     def __init__(self, tx: Any, params: Any, gradients: list[Any]) -> None:
         self.params = jax.tree.map(jnp.copy, params)
         self.state, self.gradients = tx.init(self.params), gradients
+        given = gradients[0]["table"]
+        share = len(given.indices) / given.num_rows if isinstance(given, optfn.sparse.Rows) else 1
+        kept = measure.num_bytes((self.params, self.state))
+        self.bytes_moved = 2 * share * kept + measure.num_bytes(given)
 
         def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
             updates, state = tx.update(gradients, state, params)
@@ -72,8 +81,8 @@ def torch_steps(table: np.ndarray, gradients: list[tuple[Any, Any]]) -> Callable
     return steps
 
 
-def run(rows: int, width: int, touched: int, rounds: int) -> list[dict[str, Any]]:
-    """Return one row per optimizer, optax's dense Adam first."""
+def sides(rows: int, width: int, touched: int) -> dict[str, Any]:
+    """Return the programs that make STEPS steps, optax's dense Adam first."""
     rng = np.random.default_rng(0)
     table = rng.standard_normal((rows, width), np.float32)
     gradients = [
@@ -89,7 +98,7 @@ def run(rows: int, width: int, touched: int, rounds: int) -> list[dict[str, Any]
         for indices, values in gradients
     ]
     dense = [{"table": jnp.zeros((rows, width)) + sparse[0]["table"]}]
-    sides: dict[str, Any] = {
+    found: dict[str, Any] = {
         "optax adam, dense": Step(optax.adam(1e-3), params, dense),
         "optfn adam, dense": Step(optfn.adam(1e-3, eps_hat=False), params, dense),
         "optfn adam, lazy": Step(optfn.adam(1e-3, eps_hat=False, lazy=True), params, sparse),
@@ -97,28 +106,43 @@ def run(rows: int, width: int, touched: int, rounds: int) -> list[dict[str, Any]
         "optfn sgd": Step(optfn.sgd(1e-3), params, sparse),
         "optfn adagrad": Step(optfn.adagrad(1e-3), params, sparse),
     }
-    if importlib.util.find_spec("torch"):
-        sides["torch SparseAdam"] = torch_steps(table, gradients)
-    times = measure.interleaved(sides, rounds)
+    if measure.torch_stands_beside():
+        found["torch SparseAdam"] = torch_steps(table, gradients)
+    return found
+
+
+def run(rows: int, width: int, touched: int, rounds: int) -> list[measure.Row]:
+    """Return one row per optimizer, and print them."""
+    programs = sides(rows, width, touched)
+    machine = measure.Machine(rows * width)
+    times = measure.interleaved({**programs, **machine.calls()}, rounds)
     peer = times["optax adam, dense"]
     found = []
-    for name, side in sides.items():
-        row = {
+    for name, program in programs.items():
+        row: measure.Row = {
             "optimizer": name,
             "ms": 1e3 * times[name].median / STEPS,
             "min_ms": 1e3 * times[name].minimum / STEPS,
             "ratio": peer.median / times[name].median,
             "ratio_min": peer.minimum / times[name].minimum,
-            "temporaries_MB": side.temporaries / 1e6 if isinstance(side, Step) else None,
         }
+        if isinstance(program, Step):
+            row["temporaries_MB"] = program.temporaries / 1e6
+            row["floor_ms"] = 1e3 * machine.floor(program.bytes_moved, times)
+            row["over_floor"] = row["ms"] / row["floor_ms"]
         found.append(row)
-        temporaries = "-" if row["temporaries_MB"] is None else f"{row['temporaries_MB']:.2f}"
-        print(
-            f"| {name} | {row['ms']:.2f} ({row['min_ms']:.2f}) "
-            f"| {row['ratio']:.1f} ({row['ratio_min']:.1f}) | {temporaries} |",
-            flush=True,
-        )
+        print(_line(row), flush=True)
     return found
+
+
+def _line(row: measure.Row) -> str:
+    rest = "- | - | -"
+    if "floor_ms" in row:
+        rest = f"{row['temporaries_MB']:.2f} | {row['floor_ms']:.2f} | {row['over_floor']:.1f}"
+    return (
+        f"| {row['optimizer']} | {row['ms']:.2f} ({row['min_ms']:.2f}) "
+        f"| {row['ratio']:.1f} ({row['ratio_min']:.1f}) | {rest} |"
+    )
 
 
 def main() -> None:
@@ -128,10 +152,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--touched", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    print(", ".join(f"{k} {v}" for k, v in measure.where().items()), "\n")
-    print("| optimizer | ms (min) | optax dense / it (min) | temporaries MB |\n|---|---|---|---|")
-    run(options.rows, options.width, options.touched, options.rounds)
+    options = measure.parse(parser, rows=2000, width=8, touched=16, rounds=1)
+    sizes = options.rows, options.width, options.touched
+    measure.report(options, HEAD, lambda: run(*sizes, options.rounds))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long is one update of each optimizer, beside optax's counterpart and the copy bandwidth?
 
-    python -m benchmarks.update [--tree resnet50|gpt2|one|toy] [--rounds 15] [--json FILE]
+    python -m benchmarks.update [--tree resnet50|gpt2|one|toy] [--rounds 15] [--only NAME …]
 
 Both sides are `step(params, state, gradients) -> (params, state)`, jitted, params and state
 donated in this order, so that JAX updates both in place. The floor is the time of the bytes that
@@ -11,7 +11,7 @@ LARS, LAMB, Adadelta.
 """
 
 import argparse
-import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,9 +62,9 @@ class Side:
         self.params = measure.arrays(shapes, 0)
         self.gradients = measure.arrays(shapes, 1)
         self.state = tx.init(self.params)
-        self.bytes_moved = 2 * measure.num_bytes((self.params, self.state)) + measure.num_bytes(
-            self.gradients
-        )
+        kept, given = map(measure.num_bytes, ((self.params, self.state), self.gradients))
+        # A step before the last of a turn adds its gradient to a sum.
+        self.bytes_moved = 2 * kept + given + 3 * given * (steps - 1)
 
         def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
             updates, state = tx.update(gradients, state, params)
@@ -84,36 +84,46 @@ class Side:
         return self.params
 
 
-def run(tree: str, rounds: int, names: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return one row per optimizer."""
+def measured(
+    name: str, shapes: dict[str, tuple[int, ...]], machine: measure.Machine, rounds: int
+) -> measure.Row:
+    """Return the row of one optimizer."""
+    ours, theirs = PAIRS[name]
+    steps = 4 if name.startswith("accumulate") else 1
+    sides = {"optfn": Side(ours(), shapes, steps)}
+    if theirs is not None:
+        sides["optax"] = Side(theirs(), shapes, steps)
+    times = measure.interleaved({**sides, **machine.calls()}, rounds)
+    bandwidth = machine.bandwidth(times)
+    floor = machine.floor(sides["optfn"].bytes_moved, times)
+    row = {
+        "optimizer": name,
+        "copy_GBps": bandwidth["copy"] / 1e9,
+        "in_place_GBps": bandwidth["in place"] / 1e9,
+        "floor_ms": 1e3 * floor,
+        "over_floor": times["optfn"].median / floor,
+    }
+    for side, runner in sides.items():
+        row[f"{side}_ms"] = 1e3 * times[side].median
+        row[f"{side}_min_ms"] = 1e3 * times[side].minimum
+        row[f"{side}_temp"] = runner.temp_per_param
+    if theirs is not None:
+        row["ratio"] = times["optax"].median / times["optfn"].median
+        row["ratio_min"] = times["optax"].minimum / times["optfn"].minimum
+    return row
+
+
+def run(tree: str, rounds: int, names: list[str] | None = None) -> list[measure.Row]:
+    """Return one row per optimizer; print them, and the bandwidths."""
     shapes = measure.TREES[tree]()
-    machine = measure.Machine(25_000_000 if tree != "toy" else 10_000)
+    machine = measure.Machine(sum(map(math.prod, shapes.values())))
     rows = []
     for name in names or list(PAIRS):
-        ours, theirs = PAIRS[name]
-        steps = 4 if name.startswith("accumulate") else 1
-        sides = {"optfn": Side(ours(), shapes, steps)}
-        if theirs is not None:
-            sides["optax"] = Side(theirs(), shapes, steps)
-        times = measure.interleaved({**sides, **machine.calls()}, rounds)
-        bandwidth = machine.bandwidth(times)
-        floor = sides["optfn"].bytes_moved / bandwidth["in place"]
-        row = {
-            "optimizer": name,
-            "copy_GBps": bandwidth["copy"] / 1e9,
-            "in_place_GBps": bandwidth["in place"] / 1e9,
-            "floor_ms": 1e3 * floor,
-            "over_floor": times["optfn"].median / floor,
-        }
-        for side, runner in sides.items():
-            row[f"{side}_ms"] = 1e3 * times[side].median
-            row[f"{side}_min_ms"] = 1e3 * times[side].minimum
-            row[f"{side}_temp"] = runner.temp_per_param
-        if theirs is not None:
-            row["ratio"] = times["optax"].median / times["optfn"].median
-            row["ratio_min"] = times["optax"].minimum / times["optfn"].minimum
-        rows.append(row)
-        print(_line(row), flush=True)
+        rows.append(measured(name, shapes, machine, rounds))
+        print(_line(rows[-1]), flush=True)
+    for what in ("copy", "in_place"):
+        best = [row[f"{what}_GBps"] for row in rows]
+        print(f"\n{what} bandwidth {min(best):.1f} to {max(best):.1f} GB/s")
     return rows
 
 
@@ -123,7 +133,7 @@ HEAD = (
 )
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: measure.Row) -> str:
     peer = ratio = temp = "-"
     if "ratio" in row:
         peer = f"{row['optax_ms']:.1f} ({row['optax_min_ms']:.1f})"
@@ -142,17 +152,8 @@ def main() -> None:
     parser.add_argument("--tree", choices=measure.TREES, default="resnet50")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="*", choices=list(PAIRS))
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    about = measure.where() | {"tree": options.tree, "rounds": str(options.rounds)}
-    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD)
-    rows = run(options.tree, options.rounds, options.only)
-    for what in ("copy", "in_place"):
-        best = [row[f"{what}_GBps"] for row in rows]
-        print(f"\n{what} bandwidth {min(best):.1f} to {max(best):.1f} GB/s")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+    options = measure.parse(parser, tree="toy", rounds=1)
+    measure.report(options, HEAD, lambda: run(options.tree, options.rounds, options.only))
 
 
 if __name__ == "__main__":
