@@ -11,6 +11,7 @@ and makes the exit status 1. Nothing here touches a device, which a script may n
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import measure
 
+BAR = "{desc}: {bar} {n_fmt} of {total_fmt} done, {elapsed}{postfix}"
 ABOUT = ("device", "jax", "optax", "commit")  # of measure.where(), the same for all scripts
 
 
@@ -73,7 +75,7 @@ class Progress:
                 from tqdm import tqdm
             except ImportError:
                 return
-            self.bar = tqdm(total=scripts, unit="script")
+            self.bar = tqdm(total=scripts, bar_format=BAR)
 
     def start(self, name: str) -> None:
         """Say which script begins."""
@@ -95,8 +97,8 @@ class Progress:
         """Count a script."""
         self.done += 1
         if self.bar is not None:
+            self.bar.set_postfix_str(f"the last one {seconds:.0f} s", refresh=False)
             self.bar.update()
-            self.bar.set_postfix_str(f"the last one {seconds:.0f} s")
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -201,4 +203,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a script stops too
     main()

@@ -140,7 +140,7 @@ def run(model: str, shares: Sequence[float]) -> list[measure.Row]:
             f = optfn.recompute(chain.fns, memory_budget=budget)
             rows.append(row(f"budget {_mebi(budget)}", f, chain))
         except ValueError as error:
-            print(f"| budget {_mebi(budget)} | {error} |", flush=True)
+            print(f"| budget {_mebi(budget)} | {error} | | | | |", flush=True)
             continue
         print(_line(rows[-1], none), flush=True)
     return rows

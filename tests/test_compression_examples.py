@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
-from benchmarks import compression_accuracy, compression_link
+from benchmarks import compression_accuracy, compression_link, measure
 from examples import compression, text, transformer
 
 ROOT = Path(__file__).parent.parent
@@ -32,20 +32,23 @@ def namespaces():
 )
 def test_the_link_benchmark_at_toy_size(capsys):
     try:
-        dense, wide, narrow = compression_link.run([2], [100], 1, True)
-    except compression_link.Refused as why:
+        dense, wide, narrow = compression_link.run([2], [100], 1, 100_000)
+    except measure.Refused as why:
         pytest.skip(f"no network namespaces here: {why}")
     assert dense["theory"] <= dense["bytes"] < 1.1 * dense["theory"]
     assert narrow["theory"] < wide["theory"] <= wide["bytes"] < dense["bytes"] / 20
     assert f"dgc{compression_link.os.getpid()}-" not in namespaces()
-    assert capsys.readouterr().out.count("|") == 3 * 10
+    assert capsys.readouterr().out.count("|") == 3 * 12
 
 
 def test_the_link_benchmark_says_what_it_lacks(monkeypatch, capsys):
     monkeypatch.setattr(compression_link.shutil, "which", lambda tool: None)
     monkeypatch.setattr(sys, "argv", ["compression_link"])
-    with pytest.raises(SystemExit, match=r"needs network namespaces, .*\nno ip on the path"):
+    with pytest.raises(SystemExit) as stopped:
         compression_link.main()
+    assert stopped.value.code == measure.CANNOT_RUN
+    assert "no network namespaces" in (said := capsys.readouterr().err)
+    assert said.endswith("no ip on the path\n")
 
 
 def test_simulated_workers_follow_dense_momentum():

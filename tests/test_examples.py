@@ -1,4 +1,4 @@
-"""The demo and the benchmarks run, at toy size, and say what they promise."""
+"""The demo and the examples run, at toy size, and say what they promise."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import optfn
-from benchmarks import first_call, measure, moments, rows, selection, update
 from examples import demo, text, transformer, words
 
 
@@ -52,31 +50,6 @@ def test_a_uniform_model_needs_eight_bits():
     assert bits == pytest.approx(8.0)
 
 
-def test_the_update_benchmark_at_toy_size(capsys):
-    (sgd, ftrl) = update.run("toy", 1, ["sgd", "ftrl"])
-    assert sgd["ratio"] > 0 and sgd["over_floor"] > 0
-    assert "optax_ms" not in ftrl
-    assert capsys.readouterr().out.count("|") > 10
-
-
-def test_the_moments_benchmark_at_toy_size():
-    rows = {row["moments"]: row for row in moments.cost("toy", 1)}
-    assert rows["int8"]["state"] < 2.2 < 4 <= rows["bfloat16"]["state"] < 4.01
-    found = moments.accuracy(
-        "digits",
-        lambda tx, seed: moments.digits_accuracy(tx, seed, 1),
-        lambda dtype: optfn.adam(1e-2, moment_dtype=dtype),
-        seeds=1,
-    )
-    assert all(figures[0] > 50 for figures in found.values())
-
-
-def test_the_rows_benchmark_at_toy_size():
-    found = {row["optimizer"]: row for row in rows.run(2000, 8, 16, 1)}
-    assert found["optax adam, dense"]["ratio"] == 1
-    assert found["optfn adam, lazy"]["temporaries_MB"] < 0.02  # the table has 0.064
-
-
 def test_word_vectors_are_the_same_with_rows(monkeypatch, capsys):
     vocabulary, text = words.identifiers()
     assert len(vocabulary) >= 50_000
@@ -89,23 +62,3 @@ def test_word_vectors_are_the_same_with_rows(monkeypatch, capsys):
     gap = float(out.split("within ")[1].split(" ")[0])
     assert gap < 1e-5
     assert "self: " in out
-
-
-def test_the_selection_benchmark_at_toy_size(capsys):
-    normal, _, exact = selection.run([4000], 1)
-    assert normal["k"] == 4 and normal["ratio"] > 0 and normal["over_floor"] > 0
-    assert exact["data"] == "constant"
-    assert capsys.readouterr().out.count("|") == 3 * 9
-
-
-def test_the_first_call_benchmark_at_toy_size():
-    found = first_call.run(3, 5, 1, True)
-    assert found["optfn"]["compile"] > 0 and found["optax"]["trace"] > 0
-    assert first_call.programs_after_a_new_rate() == 1
-
-
-def test_trees_are_the_models():
-    shapes = {name: make() for name, make in measure.TREES.items()}
-    sizes = {name: sum(int(np.prod(s)) for s in tree.values()) for name, tree in shapes.items()}
-    assert len(shapes["resnet50"]) == 161 and round(sizes["resnet50"] / 1e6, 1) == 25.6
-    assert len(shapes["gpt2"]) == 148 and round(sizes["gpt2"] / 1e6) == 124

@@ -1,4 +1,4 @@
-"""The pipeline's example and the benchmarks of pipeline and recompute, at toy size."""
+"""The pipeline's example, at toy size."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import pipeline as pipeline_benchmark
-from benchmarks import recompute as recompute_benchmark
 from examples import pipeline, text, transformer
-from optfn.train.recompute import is_effective
 
 
 def test_the_example_trains_as_one_device(monkeypatch, tmp_path, capsys):
@@ -42,27 +39,3 @@ def test_stages_hold_the_whole_model():
     assert len(stages) == pipeline.STAGES
     leaves = pipeline.jax.tree.leaves
     assert sum(x.size for x in leaves(stages)) == sum(x.size for x in leaves(params))
-
-
-def test_the_pipeline_benchmark_at_toy_size(capsys):
-    size = pipeline_benchmark.Size(2, 8, 8, 64)
-    forms = [pipeline_benchmark.Form(s, "residual") for s in ("gpipe", "1f1b")]
-    rows = pipeline_benchmark.run(size, [8, 16], forms)
-    gpipe, more, flat, flat_too = (row["temporaries"] for row in rows)
-    assert more > 1.5 * gpipe and flat_too <= 1.02 * flat < gpipe
-    assert [row["ticks"] for row in rows] == [22, 38, 14, 22]
-    assert capsys.readouterr().out.count("\n") == 4
-
-
-def test_the_recompute_benchmark_at_toy_size(capsys, tmp_path):
-    rows = recompute_benchmark.run("toy", [0.9])
-    names = [row["recomputed"] for row in rows]
-    assert names[:3] == ["nothing", "each", "√n"]
-    by_name = dict(zip(names, rows, strict=True))
-    assert by_name["each"]["residuals"] < 0.5 * by_name["nothing"]["residuals"]
-    assert by_name["4 names"]["residuals"] <= by_name["each"]["residuals"] + 8 * 64 * 4
-    if is_effective():
-        assert by_name["each"]["flops"] > by_name["nothing"]["flops"]
-    assert "must be at least" in capsys.readouterr().out  # a budget of one byte
-    recompute_benchmark.draw(rows, str(tmp_path / "curve.png"))
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

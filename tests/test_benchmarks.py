@@ -1,0 +1,158 @@
+"""The benchmarks run at toy size, one by one and as a suite, and write what they found."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import optfn
+from benchmarks import __main__ as suite
+from benchmarks import first_call, measure, moments, pipeline, recompute, rows, selection, update
+from optfn.train.recompute import is_effective
+
+ROOT = Path(__file__).parent.parent
+ABOUT = {"device", "jax", "optax", "commit"}
+
+
+@pytest.fixture
+def toy(monkeypatch, tmp_path, capsys):
+    """Run a script as the suite does, but in this process; return its rows as written."""
+
+    def run(module, name):
+        file = tmp_path / "rows.json"
+        arguments = [name, *suite.SUITE[name].arguments, "--toy", "--json", str(file)]
+        monkeypatch.setattr(sys, "argv", arguments)
+        module.main()
+        found = json.loads(file.read_text())
+        assert found["about"].keys() >= ABOUT
+        assert all(math.isfinite(x) for row in found["rows"] for x in row.values() if number(x))
+        assert all(row[k] > 0 for row in found["rows"] for k in row if "ratio" in k or "over" in k)
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        assert len(lines) >= 2 + len(found["rows"])
+        assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+        return found["rows"]
+
+    return run
+
+
+def number(x):
+    return isinstance(x, int | float)
+
+
+def by(column, found):
+    return {row[column]: row for row in found}
+
+
+def test_update(toy):
+    found = by("optimizer", toy(update, "update_gpt2"))
+    assert list(found) == list(suite.SOME[3:])
+    assert found["lars"]["optfn_temp"] < 1 < found["lars"]["optax_temp"]
+    assert found["sgd"].keys() == found["lamb"].keys() >= {"ratio", "floor_ms", "over_floor"}
+
+
+def test_update_without_a_counterpart_and_by_turns(capsys):
+    ftrl, adam, four = update.run("toy", 1, ["ftrl", "adam", "accumulate(adam, 4), 4 gradients"])
+    assert "optax_ms" not in ftrl and adam["ratio"] > 0 and four["ratio"] > 0
+    assert "| ftrl |" in capsys.readouterr().out
+
+
+def test_the_bytes_that_an_update_must_move():
+    shapes = {"w": (100,)}
+    tx = optfn.momentum(0.1, 0.9)
+    velocity = measure.num_bytes(tx.init(measure.arrays(shapes, 0)))
+    assert velocity >= 400
+    assert update.Side(tx, shapes).bytes_moved == 400 + 2 * (400 + velocity)
+    assert update.Side(tx, shapes, 4).bytes_moved == 400 + 2 * (400 + velocity) + 3 * 3 * 400
+
+
+def test_moments(toy):
+    found = by("moments", toy(moments, "moments"))
+    assert found["int8"]["state"] < 2.2 < 4 <= found["bfloat16"]["state"] < 4.01
+    assert found["float32"]["speed"] == 1
+
+
+def test_moments_train():
+    found = moments.accuracy(
+        "digits",
+        lambda tx, seed: moments.digits_accuracy(tx, seed, 1),
+        lambda dtype: optfn.adam(1e-2, moment_dtype=dtype),
+        seeds=1,
+    )
+    assert [row["moments"] for row in found] == ["float32", "bfloat16", "int8"]
+    assert all(row["figures"][0] > 50 for row in found)
+
+
+def test_rows(toy):
+    found = by("optimizer", toy(rows, "rows"))
+    assert found["optax adam, dense"]["ratio"] == 1
+    lazy, dense = found["optfn adam, lazy"], found["optfn adam, dense"]
+    assert lazy["temporaries_MB"] < 0.02  # the table has 0.064
+    assert lazy["floor_ms"] < 0.02 * dense["floor_ms"]  # 16 of 2,000 rows
+
+
+def test_selection(toy):
+    normal, _, exact = toy(selection, "selection")
+    assert normal["k"] == 4 and exact["data"] == "constant"
+    assert normal.keys() >= {"ratio", "ratio_min", "over_floor", "max_ms"}
+    assert ("torch_ratio" in normal) == measure.torch_stands_beside()
+
+
+def test_first_call(toy, capsys):
+    parts = toy(first_call, "first_call")
+    assert [row["part"] for row in parts] == ["trace", "lower", "compile", "trace + lower"]
+    assert first_call.programs_after_a_new_rate() == 1
+
+
+def test_pipeline(toy):
+    found = toy(pipeline, "pipeline")
+    gpipe, more, flat, flat_too = (row["temporaries"] for row in found)
+    assert more > 1.5 * gpipe and flat_too <= 1.02 * flat < gpipe
+    assert [row["ticks"] for row in found] == [22, 38, 14, 22]
+
+
+def test_recompute(toy, tmp_path):
+    found = toy(recompute, "recompute")
+    named = by("recomputed", found)
+    assert list(named)[:3] == ["nothing", "each", "√n"]
+    assert named["each"]["residuals"] < 0.5 * named["nothing"]["residuals"]
+    assert named["4 names"]["residuals"] <= named["each"]["residuals"] + 8 * 64 * 4
+    if is_effective():
+        assert named["each"]["flops"] > named["nothing"]["flops"]
+    recompute.draw(found, str(tmp_path / "curve.png"))
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_suite_reports_what_runs_and_what_does_not(monkeypatch, tmp_path, capsys):
+    """One script runs, one lacks its tools, one fails; none stops the rest."""
+    monkeypatch.setitem(suite.SUITE, "broken", suite.Script("no_such_script"))
+    only = ["broken", "compression_link", "first_call"]
+    monkeypatch.setattr(sys, "argv", ["", "--toy", "--out", str(tmp_path), "--only", *only])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", "")  # no ip, no git
+    with pytest.raises(SystemExit) as stopped:
+        suite.main()
+    assert stopped.value.code == 1
+    shown = capsys.readouterr()
+    assert "| trace |" in shown.out and "[3 of 3] first_call" in shown.err
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["about"].keys() == {*ABOUT, "began"}
+    broken, link, call = (results["scripts"][name] for name in only)
+    assert broken["failed"] and "no_such_script" in broken["reason"]
+    assert not link["failed"] and link["reason"].endswith("no ip on the path")
+    assert len(call["rows"]) == 4 and call["seconds"] > 0 and not call["reason"]
+    assert call["command"] == ["python", "-m", "benchmarks.first_call", "--rounds", "3", "--toy"]
+    report = (tmp_path / "report.md").read_text()
+    assert "| trace |" in report and "not run: no network namespaces" in report
+    assert "failed: " in report and "jax " in report
+
+
+def test_trees_are_the_models():
+    shapes = {name: make() for name, make in measure.TREES.items()}
+    sizes = {name: sum(int(np.prod(s)) for s in tree.values()) for name, tree in shapes.items()}
+    assert len(shapes["resnet50"]) == 161 and round(sizes["resnet50"] / 1e6, 1) == 25.6
+    assert len(shapes["gpt2"]) == 148 and round(sizes["gpt2"] / 1e6) == 124
