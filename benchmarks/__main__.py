@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import measure
 
-BAR = "{desc}: {bar} {n_fmt} of {total_fmt} done, {elapsed}{postfix}"
+BAR = "{desc}{bar} {n_fmt} of {total_fmt} done, {elapsed}{postfix}"
 ABOUT = ("device", "jax", "optax", "commit")  # of measure.where(), the same for all scripts
 
 
