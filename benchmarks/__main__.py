@@ -43,6 +43,7 @@ SUITE = {
     "update_gpt2": Script("update", ("--tree", "gpt2", *SOME)),
     "update_one": Script("update", ("--tree", "one", *SOME)),
     "first_call": Script("first_call", ("--rounds", "3")),
+    "packed": Script("packed"),
     "rows": Script("rows"),
     "moments": Script("moments", ("--seeds", "0")),
     "selection": Script("selection"),

@@ -12,7 +12,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
 from benchmarks import __main__ as suite
-from benchmarks import first_call, measure, moments, pipeline, recompute, rows, selection, update
+from benchmarks import (
+    first_call,
+    measure,
+    moments,
+    packed,
+    pipeline,
+    recompute,
+    rows,
+    selection,
+    update,
+)
 from optfn.train.recompute import is_effective
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +116,12 @@ def test_first_call(toy, capsys):
     parts = toy(first_call, "first_call")
     assert [row["part"] for row in parts] == ["trace", "lower", "compile", "trace + lower"]
     assert first_call.programs_after_a_new_rate() == 1
+
+
+def test_packed(toy):
+    found = toy(packed, "packed")
+    assert [row["leaves"] for row in found] == [20, 3, 2, 2, 6]
+    assert all(row.keys() >= {"floor_ms", "ratio", "first_ratio"} for row in found)
 
 
 def test_pipeline(toy):
