@@ -12,7 +12,6 @@ row says so. Multi-output fusion can only be had through XLA_FLAGS, for a whole 
 """
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Callable
@@ -110,7 +109,7 @@ class Optax:
 class Torch:
     """torch.optim.Adam, fused or foreach."""
 
-    temporaries = math.nan
+    temporaries = None
 
     def __init__(self, shapes: list[tuple[int, ...]], **options: Any) -> None:
         import torch
@@ -180,7 +179,8 @@ def run(tree: str, rounds: int) -> list[dict[str, Any]]:
         print(
             f"| {name} | {1e3 * t.median:.1f} ({1e3 * t.minimum:.1f}) "
             f"| {peer.median / t.median:.2f} ({peer.minimum / t.minimum:.2f}) "
-            f"| {speed / 1e9:.1f} | {100 * speed / best:.0f} % | {side.temporaries:.2f} |",
+            f"| {speed / 1e9:.1f} | {100 * speed / best:.0f} % "
+            f"| {'-' if side.temporaries is None else f'{side.temporaries:.2f}'} |",
             flush=True,
         )
     return rows
@@ -191,16 +191,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tree", choices=measure.TREES, default="one")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    tree = "toy" if options.toy else options.tree
-    about = measure.where() | {"tree": tree, "rounds": str(options.rounds)}
-    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD, flush=True)
-    rows = run(tree, options.rounds)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+    options = measure.parse(parser, tree="toy")
+    measure.report(options, HEAD, lambda: run(options.tree, options.rounds))
 
 
 if __name__ == "__main__":

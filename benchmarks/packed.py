@@ -9,7 +9,6 @@ call is trace, lower and compile; nothing is cached. Both sides are donated in m
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable
@@ -151,15 +150,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--json")
-    options = parser.parse_args()
-    about = measure.where() | {"rounds": str(options.rounds)}
-    print(", ".join(f"{k} {v}" for k, v in about.items()) + "\n\n" + HEAD, flush=True)
-    rows = run(options.rounds, options.toy)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+    options = measure.parse(parser)
+    measure.report(options, HEAD, lambda: run(options.rounds, options.toy))
 
 
 if __name__ == "__main__":

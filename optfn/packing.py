@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from optfn import leafwise, tree
+from optfn import leafwise, slices, tree
 from optfn.packed import Layout, Packed, Part, Run
 from optfn.rows import Rows
 
@@ -190,11 +189,10 @@ def _host_pieces(part: Part, x: np.ndarray) -> list[np.ndarray]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pieces(part: Part, x: jax.Array) -> list[jax.Array]:
     """Return the leaves of a buffer. What is differentiated is put together once, not padded."""
-    if part.size >= 2**31:
-        return _pieces_by_slice(part, x)
-    return lax.platform_dependent(
-        x, cpu=partial(_pieces_by_number, part), default=partial(_pieces_by_slice, part)
-    )
+    runs = [run for run in part.runs for _ in run.leaves]
+    starts = [start for run in part.runs for start in range(run.start, run.stop, run.size)]
+    flat = slices.pieces(x, starts, [run.size for run in runs])
+    return [y.reshape(*x.shape[:-1], *run.shape) for y, run in zip(flat, runs, strict=True)]
 
 
 def _forward(part: Part, x: jax.Array) -> tuple[list[jax.Array], None]:
@@ -209,37 +207,6 @@ def _backward(part: Part, residual: None, pieces: list[jax.Array]) -> tuple[jax.
 
 _pieces.defvjp(_forward, _backward)
 _compiled_pieces = jax.jit(_pieces, static_argnums=0)
-
-
-def _pieces_by_slice(part: Part, x: jax.Array) -> list[jax.Array]:
-    return [
-        lax.slice_in_dim(x, start, start + run.size, axis=-1).reshape(*x.shape[:-1], *run.shape)
-        for run in part.runs
-        for start in range(run.start, run.stop, run.size)
-    ]
-
-
-def _pieces_by_number(part: Part, x: jax.Array) -> list[jax.Array]:
-    """Return slices whose starts XLA does not know while it compiles.
-
-    XLA on CPU compiles each slice together with what reads it, 8 ms for each start that differs,
-    minutes for thousands. Where the starts are numbers that are known at run time only, all slices
-    of a shape are one piece of code. They come from a branch that is taken always, and of which XLA
-    does not see that: no 32 bits have more than 32 ones.
-    """
-    bits = lax.bitcast_convert_type(x.reshape(-1)[0].real.astype(jnp.float32), jnp.uint32)
-    never = lax.population_count(bits) > 32
-    starts = [start for run in part.runs for start in range(run.start, run.stop, run.size)]
-    numbers = lax.cond(
-        never,
-        lambda: [jnp.int32(start + 1) for start in starts],
-        lambda: [jnp.int32(start) for start in starts],
-    )
-    runs = [run for run in part.runs for _ in run.leaves]
-    return [
-        lax.dynamic_slice_in_dim(x, number, run.size, axis=-1).reshape(*x.shape[:-1], *run.shape)
-        for number, run in zip(numbers, runs, strict=True)
-    ]
 
 
 def _spans(part: Part, flags: tuple[bool, ...]) -> Iterator[tuple[bool, int]]:

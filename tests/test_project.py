@@ -21,6 +21,7 @@ LAYERS = [
     "checks",
     "numerics",
     "quantization",
+    "slices",
     "rows",
     "packed",
     "tree",

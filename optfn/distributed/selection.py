@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn import checks
+from optfn import checks, slices
 from optfn.distributed.mesh import vary, varying_axes
 
 # Arrays are searched in rows of this many entries; a row belongs to one array.
@@ -220,7 +220,9 @@ def candidates(
     ]
     sampled = search.samples.magnitudes(samples)
     low = kth_largest(sampled, rank, search.samples)
-    words = search.rows.words([pack(magnitude(x) >= low[i]) for i, x in enumerate(arrays)])
+    bounds = slices.split(low, [1] * len(arrays))
+    reached = [magnitude(x) >= bound for x, bound in zip(arrays, bounds, strict=True)]
+    words = search.rows.words([pack(mask) for mask in reached])
     count = search.rows.totals(_count(words).reshape(-1, _ROW // 32))
 
     def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
@@ -261,9 +263,8 @@ def extract(
     index = jnp.where(there, positions(words, ends, rank) - rows.starts[owner], 0)
     # Unsigned, so that JAX need not ask which are negative, in code for each array.
     index = index.astype(jnp.uint32)
-    found = jnp.concatenate(
-        [x[i] for x, i in zip(arrays, jnp.split(index, slots.starts[1:]), strict=True)]
-    )
+    parts = slices.split(index, [int(n) for n in slots.counts * _ROW])
+    found = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
     m = jnp.where(there, magnitude(found), -1).reshape(-1, _ROW)
     wanted = jnp.asarray(k, jnp.int32)
     chosen = top_k_mask(m, kth_largest(m, wanted, slots), wanted, slots)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optfn import slices
 from optfn.distributed.mesh import AxisName, all_gather, vary, varying_axes
 from optfn.rows import Rows
 
@@ -102,8 +103,8 @@ class Wire:
         return _from_upper(words), block * np.uint32(_BLOCK) + (words & np.uint32(_BLOCK - 1))
 
     def split(self, x: jax.Array) -> list[jax.Array]:
-        """Return the part of each leaf of what has one number per entry."""
-        return jnp.split(x, np.cumsum(self.k)[:-1])
+        """Return the part of each leaf of what has one number per entry, on the last axis."""
+        return slices.split(x, self.k)
 
 
 def _upper(values: jax.Array) -> jax.Array:
@@ -155,8 +156,7 @@ def rows_of_sent(
     packets = all_gather(wire.encode(values, indices), axis_name)
     workers = packets.shape[0]
     values, indices = jax.vmap(wire.decode)(packets)
-    bounds = np.cumsum(wire.k)[:-1]
-    parts = (jnp.split(x, bounds, axis=1) for x in (indices.astype(jnp.int32), values / workers))
+    parts = (wire.split(x) for x in (indices.astype(jnp.int32), values / workers))
     return [
         Rows(i.reshape(-1), v.reshape(-1), n, parts=workers)
         for n, i, v in zip(wire.sizes, *parts, strict=True)
