@@ -61,13 +61,13 @@ def pack(params: Any) -> Packed:
     (2, 3)
     """
     leaves, structure = tree.flatten(params)
+    leaves = [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in leaves]
     for path, x in zip(tree.paths(params), leaves, strict=True):
         if isinstance(x, Rows):
-            raise TypeError(f"pack: leaf {path!r} is row-sparse; put it in as an array, or not")
-        if not tree.is_hole(x) and not hasattr(x, "dtype") and not isinstance(x, int | float):
+            raise TypeError(f"pack: leaf {path!r} is row-sparse, which has no place in a buffer")
+        if not tree.is_hole(x) and not hasattr(x, "dtype"):
             raise TypeError(f"pack: leaf {path!r} must be an array; got {x!r}")
-    arrays = [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in leaves]
-    params = structure.unflatten(arrays)
+    params = structure.unflatten(leaves)
     return pack_like(layout_of(params), params)
 
 

@@ -119,19 +119,30 @@ def select(pattern: Pattern | None, tree: Any, argument: str) -> list[Flag]:
     """
     own = names(tree)
     flat = [name for n in own for name in (n if isinstance(n, tuple) else (n,))]
-    chosen = iter(_select(pattern, flat, flatten(tree)[0], argument))
+    known = flat + [path for node in _packed_nodes(tree) for path in node.layout.paths]
+    chosen = iter(_select(pattern, flat, known, flatten(tree)[0], argument))
     return [tuple(next(chosen) for _ in n) if isinstance(n, tuple) else next(chosen) for n in own]
 
 
+def _packed_nodes(tree: Any) -> list[Packed]:
+    nodes = jax.tree.leaves(tree, is_leaf=_packed_or_leaf)
+    return [node for node in nodes if isinstance(node, Packed)]
+
+
 def _select(
-    pattern: Pattern | None, names: Sequence[str], leaves: Sequence[Any], argument: str
+    pattern: Pattern | None,
+    names: Sequence[str],
+    known: Sequence[str],
+    leaves: Sequence[Any],
+    argument: str,
 ) -> list[bool]:
+    """Return whether each name is selected; `known` are also names that may be meant."""
     if pattern is None:
         return [False] * len(names)
     if isinstance(pattern, str | re.Pattern):
         compiled = re.compile(pattern)
         selected = [compiled.fullmatch(name) is not None for name in names]
-        if not (any(selected) or all(map(is_hole, leaves))):
+        if not (any(map(compiled.fullmatch, known)) or all(map(is_hole, leaves))):
             raise ValueError(
                 f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
                 f"it must match a whole path. The paths are: {listed(names)}"

@@ -146,6 +146,15 @@ ATTRS = {
 def test_patterns_and_attributes_are_those_of_the_leaves(make):
     assert_same(make())
     assert_same(make(param_attrs=ATTRS))
+    # Patterns that meet no leaf once those that are held are taken out.
+    assert_same(
+        make(
+            param_attrs={
+                r"c/.*|n": optfn.ParamAttr(trainable=False),
+                r"a/b": optfn.ParamAttr(regularization=None, need_clip=False),
+            }
+        )
+    )
     found, _ = follow(make(param_attrs=ATTRS), True)
     chex.assert_trees_all_equal(found["c"]["w"], params()["c"]["w"])  # held bit for bit
     chex.assert_trees_all_equal(
