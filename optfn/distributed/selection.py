@@ -36,10 +36,18 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
-def pack(mask: jax.Array) -> jax.Array:
-    """Return a flat mask as uint32 words: entry 32·i + j is bit j of word i, missing ones 0."""
-    missing = -mask.size % 32
-    mask = jnp.pad(mask, (0, missing)) if missing else mask
+def pack(mask: jax.Array, multiple: int = 32) -> jax.Array:
+    """Return a flat mask as uint32 words: entry 32·i + j is bit j of word i, missing ones 0.
+
+    Args:
+      mask: shape (n,), bool.
+      multiple: to which n is filled up, itself one of 32.
+    """
+    whole = mask.size // multiple * multiple
+    if whole < mask.size:
+        # The end apart: XLA does not vectorize a reduction that it has fused with a padding.
+        end = jnp.pad(mask[whole:], (0, whole + multiple - mask.size))
+        return jnp.concatenate([pack(mask[:whole]), pack(end)])
     bits = mask.reshape(-1, 32).astype(jnp.uint32) << _LANES
     return jnp.sum(bits, axis=1, dtype=jnp.uint32)
 
@@ -99,10 +107,6 @@ class Rows:
         """Return the magnitudes of the arrays as rows, (rows, 256), with −1 for padding."""
         m = magnitude(_join(arrays, self.counts * _ROW)).reshape(-1, _ROW)
         return jnp.where(np.arange(_ROW) < self.there, m, -1)
-
-    def words(self, packed: Sequence[jax.Array]) -> jax.Array:
-        """Return the packed masks of the arrays as that of the rows."""
-        return _join(packed, self.counts * (_ROW // 32))
 
     def totals(self, mask: jax.Array) -> jax.Array:
         """Return the sum over each array of what has one row of numbers for each of its rows."""
@@ -222,7 +226,7 @@ def candidates(
     low = kth_largest(sampled, rank, search.samples)
     bounds = slices.split(low, [1] * len(arrays))
     reached = [magnitude(x) >= bound for x, bound in zip(arrays, bounds, strict=True)]
-    words = search.rows.words([pack(mask) for mask in reached])
+    words = jnp.concatenate([pack(mask, _ROW) for mask in reached])
     count = search.rows.totals(_count(words).reshape(-1, _ROW // 32))
 
     def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
