@@ -98,7 +98,7 @@ def _is_on_cpus(x: jax.Array) -> bool:
     """Tell whether an array lies on several devices of a CPU, as what a pipeline gives does too."""
     if isinstance(x, jax.core.Tracer) or x.sharding.num_devices == 1:
         return False
-    return next(iter(x.sharding.device_set)).platform == "cpu"
+    return next(iter(x.devices())).platform == "cpu"
 
 
 def _own(x: Any) -> jax.Array:
