@@ -4,13 +4,20 @@
 
 Four stages on four devices of the CPU; microbatches of one size, so that more of them are a larger
 batch. Ticks, bubble and activations are those of the plan; temporaries are those of the compiled
-loss and gradients, a device. Nothing is run: several devices that share the cores of one machine
-say nothing about speed.
+loss and gradients, a device.
+
+Several devices that share the cores of one machine say nothing about speed. What can be counted is
+the CPU time of all threads of the process, as a multiple of that of the same model's gradient on
+one device, microbatch after microbatch, in interleaved rounds. In lock step a device computes in
+the bubble as well, for nothing: with residuals the ideal is 1 + bubble; with inputs, where every
+forward is run again, 4/3 of that. Threads that spin while they wait for another device count too.
 """
 
 import argparse
 import os
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 # Before jax is imported. Devices of the CPU also where there are others: there must be four.
@@ -23,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optfn
 from benchmarks import measure
@@ -76,40 +83,76 @@ def stage(params: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-def temporaries(form: Form, size: Size, m: int) -> int:
-    """Return the bytes that a device needs beside params, gradients and batch."""
+def gradients(form: Form, size: Size, m: int) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+    """Return the pipeline as compiled, a call of it, and one of the gradient on one device."""
     v = form.virtual_stages
     lead = (v, STAGES) if v > 1 else (STAGES,)
+    mesh = Mesh(np.array(jax.devices()[:STAGES]), ("stage",))
+    by_stage = NamedSharding(mesh, PartitionSpec(*[None] * (v > 1), "stage"))
+    rng = np.random.default_rng(0)
 
-    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+    def normal(*sizes: int) -> np.ndarray:
+        return 0.1 * rng.standard_normal(sizes, np.float32)
 
-    layer = {
-        "up": shape(*lead, size.width, size.hidden),
-        "down": shape(*lead, size.hidden, size.width),
-    }
+    def loss(y: jax.Array, target: jax.Array) -> jax.Array:
+        return jnp.mean((y - target) ** 2)
+
+    def whole(params: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+        for at in np.ndindex(lead):
+            x = stage(jax.tree.map(lambda w, at=at: w[at], params), x)
+        return loss(x, target)
+
+    def one_by_one(params: Any, *batch: jax.Array) -> Any:
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(whole)(params, *part)), None
+
+        parts = jax.tree.map(lambda a: a.reshape(m, size.examples, size.width), batch)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params)), parts)[0]
+
+    up, down = (*lead, size.width, size.hidden), (*lead, size.hidden, size.width)
+    params = [{"up": normal(*up), "down": normal(*down)} for _ in range(size.layers // v)]
+    batch = normal(m * size.examples, size.width), normal(m * size.examples, size.width)
     fn = optfn.recompute(stage, checkpoints=("layer",)) if form.recompute else stage
     value_and_grad = pipeline_value_and_grad(
         fn,
-        lambda y, target: jnp.mean((y - target) ** 2),
-        mesh=Mesh(np.array(jax.devices()[:STAGES]), ("stage",)),
+        loss,
+        mesh=mesh,
         num_microbatches=m,
         schedule=form.schedule,
         stash=form.stash,
         virtual_stages=v,
     )
-    batch = shape(m * size.examples, size.width)
-    params = [layer] * (size.layers // v)
-    compiled = jax.jit(value_and_grad).lower(params, batch, batch).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    placed = (
+        jax.device_put(params, by_stage),
+        *jax.device_put(batch, NamedSharding(mesh, PartitionSpec())),
+    )
+    compiled = jax.jit(value_and_grad).lower(*placed).compile()
+    alone = jax.device_put((params, *batch), jax.devices()[0])
+    unpipelined = jax.jit(one_by_one)
+    return compiled, lambda: compiled(*placed), lambda: unpipelined(*alone)
 
 
-def run(size: Size, microbatches: Sequence[int], forms: Sequence[Form]) -> list[measure.Row]:
+def cpu_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Return the median CPU time of each call over interleaved rounds, the first not counted."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds + 1):
+        for call, own in zip(calls, seconds, strict=True):
+            start = time.process_time()
+            jax.block_until_ready(call())
+            own.append(time.process_time() - start)
+    return [statistics.median(own[1:]) for own in seconds]
+
+
+def run(
+    size: Size, microbatches: Sequence[int], forms: Sequence[Form], rounds: int = 7
+) -> list[measure.Row]:
     """Return a row per form and number of microbatches."""
     rows = []
     for form in forms:
         for m in microbatches:
             timetable = plan(STAGES, m, form.virtual_stages, form.schedule)
+            compiled, *calls = gradients(form, size, m)
+            pipelined, unpipelined = cpu_seconds(calls, rounds)
             rows.append(
                 {
                     "form": str(form),
@@ -117,7 +160,8 @@ def run(size: Size, microbatches: Sequence[int], forms: Sequence[Form]) -> list[
                     "ticks": timetable.ticks,
                     "bubble": timetable.bubble,
                     "held": timetable.stash,
-                    "temporaries": temporaries(form, size, m),
+                    "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+                    "cpu_ratio": pipelined / unpipelined,
                 }
             )
             print(_line(rows[-1]), flush=True)
@@ -125,15 +169,15 @@ def run(size: Size, microbatches: Sequence[int], forms: Sequence[Form]) -> list[
 
 
 HEAD = (
-    "| schedule, stash | microbatches | ticks | bubble | activations held | temporaries MiB |\n"
-    "|---|---|---|---|---|---|"
+    "| schedule, stash | microbatches | ticks | bubble | activations held | temporaries MiB "
+    "| CPU s, × one device |\n|---|---|---|---|---|---|---|"
 )
 
 
 def _line(row: measure.Row) -> str:
     return (
         f"| {row['form']} | {row['microbatches']} | {row['ticks']} | {row['bubble']:.1%} "
-        f"| {row['held']} | {row['temporaries'] / 2**20:.2f} |"
+        f"| {row['held']} | {row['temporaries'] / 2**20:.2f} | {row['cpu_ratio']:.2f} |"
     )
 
 

@@ -6,13 +6,25 @@ The reference is the unpipelined model on two workers simulated by vmap.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_pipeline_step import STAGES, batch, block, blocks, mean_square, mesh_of, whole
+from test_pipeline_step import (
+    STAGES,
+    WIDTH,
+    batch,
+    block,
+    blocks,
+    mean_square,
+    mesh_of,
+    random,
+    whole,
+)
 
 import optfn
 from optfn.distributed import (
+    PipelineParams,
     on_each_device,
     pipeline_value_and_grad,
     stack_stages,
@@ -36,11 +48,12 @@ def compressing(nesterov=False):
     )
 
 
-def simulated(tx, params, batches):
+def simulated(tx, params, batches, loss_fn=whole):
     """Return losses, params and state of two workers side by side on one device."""
 
     def worker(params, state, part):
-        loss, grads = jax.value_and_grad(whole)(params, part)
+        loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, part)
+        grads = jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, grads)
         updates, state = tx.update(grads, state, params)
         return jax.lax.pmean(loss, "data"), optfn.apply_updates(params, updates), state
 
@@ -102,14 +115,62 @@ def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
     assert float(jnp.abs(got.residual["in"]).max()) > 1e-3  # something was not sent
 
 
-def test_unlike_stages_train_as_two_simulated_workers():
+def test_unlike_stages_that_share_weights_train_as_two_simulated_workers():
+    """What the first and the last stage share is whole on every device, as is its state."""
+
+    def first(w, x, shared):
+        return block(w, x @ shared)
+
+    def last(w, x, shared):
+        return block(w, x) @ shared.T
+
+    def loss_fn(params, batch):
+        x, target = batch
+        for stage, w in zip((first, block, block, last), params.stages, strict=True):
+            x = block(w, x) if stage is block else stage(w, x, params.shared)
+        return mean_square(x, target)
+
     tx, mesh = compressing(), mesh_of(False)
     batches = [batch(k) for k in range(STEPS)]
-    params = jax.device_put(blocks(), NamedSharding(mesh, P()))
-    losses, state = pipelined(tx, [block] * STAGES, params, batches, mesh, P(), "zb")
-    want, want_params, _ = simulated(tx, blocks(), batches)
+    params = PipelineParams(blocks(), random(7, shape=(WIDTH, WIDTH), scale=0.5))
+    placed = jax.device_put(params, NamedSharding(mesh, P()))
+    losses, state = pipelined(tx, [first, block, block, last], placed, batches, mesh, P(), "zb")
+    want, want_params, _ = simulated(tx, params, batches, loss_fn)
     np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
     assert_close(state.params, want_params)
+
+
+def test_shared_weights_and_integers_beside_stacked_stages():
+    """`spec` is that of the stages; shared weights are whole; integers have no update, no state."""
+
+    def stage(w, x, shared):
+        return block(w, x @ shared["mix"])
+
+    def loss_fn(params, batch):
+        x, target = batch
+        for w in params.stages:
+            x = stage(w, x, params.shared)
+        return mean_square(x, target)
+
+    tx = optfn.dgc_momentum(0.05, 0.9, rampup_begin_step=0, sparsity=(0.8,), min_size=20)
+    mesh, batches = mesh_of(False), [batch(k) for k in range(STEPS)]
+    stages = [w | {"id": np.arange(30, dtype=np.int32) + i} for i, w in enumerate(blocks())]
+    shared = {"mix": random(7, shape=(WIDTH, WIDTH), scale=0.5), "ids": np.arange(24)}
+    params = PipelineParams(stages, shared)
+    whole_shared = jax.device_put(shared, NamedSharding(mesh, P()))
+    placed = PipelineParams(stack_stages(stages, mesh=mesh), whole_shared)
+    losses, state = pipelined(tx, stage, placed, batches, mesh, P("stage"))
+    want, want_params, want_state = simulated(tx, params, batches, loss_fn)
+    np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
+    got = state.params._replace(stages=unstack_stages(state.params.stages))
+    assert_close(got, want_params)
+
+    kept, expected = state.opt_state[0].residual, want_state[0].residual
+    assert kept.shared["mix"].sharding.spec == P(("data",))
+    assert kept.stages["in"].sharding.spec == P(("data", "stage"))
+    assert_close(kept.shared["mix"].reshape(2, -1), expected.shared["mix"])
+    assert kept.stages["id"] == kept.shared["ids"] == optax.MaskedNode()
+    assert float(jnp.abs(kept.shared["mix"]).max()) > 1e-3
 
 
 def test_all_stages_skip_what_is_not_finite_in_one():

@@ -109,12 +109,17 @@ def test_no_parameter_travels():
 
 
 def test_unlike_stages_on_every_device():
-    """Params of unlike stages lie on the mesh whole; the step is compiled once."""
+    """Params of unlike stages lie on the mesh whole; the step is compiled once and waited for."""
     mesh = mesh_of(False)
     step = pipelined([block] * STAGES, mesh)
     params = jax.device_put(blocks(), NamedSharding(mesh, P()))
-    _, losses = train(step, params)
+    state, losses = train(step, params)
     assert step.compiled._cache_size() == 1
+    text = step.compiled.lower(state, batch(0)).compile().as_text()
+    moves = re.findall(r"= .*(all-gather|all-to-all)\(", text)
+    assert moves == ["all-gather"]  # of the gradients
+    _, metrics = step(state, batch(3))
+    assert metrics["loss"].is_ready()  # on CPU devices, where steps under way could hang
     _, want = train(optfn.make_train_step(whole, optimizer()), blocks())
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 
@@ -148,7 +153,8 @@ def test_recompute_in_the_stages_of_a_step():
         optimizer(),
         value_and_grad=lambda params, batch: f(params, batch, rng=jax.random.key(0)),
     )
-    _, losses = train(again, stack_stages(blocks(), mesh=mesh))
+    _, losses = train(again, stack_stages(blocks()))
+    assert again.compiled._cache_size() == 2  # params on one device, then on the mesh
     _, want = train(optfn.make_train_step(whole, optimizer()), blocks())
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 

@@ -42,6 +42,14 @@ class Layout:
         known = P(*(name if name in explicit else None for name in spec))
         return jax.sharding.reshard(arrays, NamedSharding(self.mesh, known))
 
+    def everywhere(self, arrays: Any, spec: P) -> Any:
+        """Return `arrays` with all stages on every device, in at most one collective.
+
+        Left to itself the partitioner splits them further and moves the pieces one by one.
+        """
+        whole = NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(self.place(arrays, spec), whole)
+
     def fold(self, stages: Any) -> Any:
         """Return the leaves of stacked params as (v, p, …)."""
         self._check_stages(stages)
@@ -95,13 +103,13 @@ class Layout:
         stages = self.place(stages, P())
         lengths = buffers.sizes(stages)
         rows = [buffers.pack(own, lengths) for own in stages]
-        return jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows)
+        return self.everywhere(jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows), P())
 
     def unpack(self, stages: Any, gradients: list[jax.Array]) -> Any:
         """Return the gradients of unlike stages from buffers (v, p, longest)."""
         p, lead = self.plan.num_stages, self.lead
         names = buffers.inexact(buffers.sizes(stages))
-        gathered = dict(zip(names, self.place(gradients, P(*lead)), strict=True))
+        gathered = dict(zip(names, self.everywhere(gradients, P(*lead)), strict=True))
         out = []
         for s, own in enumerate(stages):
             row = {name: x[..., s // p, s % p, :] for name, x in gathered.items()}

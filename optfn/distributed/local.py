@@ -9,9 +9,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import tree
+from optfn import numerics, tree
 from optfn.distributed import mesh as meshes
 from optfn.distributed.placement import map_state, num_workers
+from optfn.distributed.stacking import PipelineParams
 from optfn.wrappers.guard import all_finite
 
 
@@ -39,11 +40,13 @@ def on_each_device(
       mesh: as the pipeline's.
       spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
         PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for unlike ones, which
-        lie on every device.
+        lie on every device. What `PipelineParams` says is shared lies on every device in any case,
+        and so does what is kept for it.
       data_axis: the axis of the workers, `axis_name` of `tx`.
 
     State: that of `tx`; what Deep Gradient Compression keeps for each worker lies flat over the
-    data axis and those of `spec`, arrays like params as these do, scalars everywhere.
+    data axis and those of `spec`, arrays like params as these do, scalars everywhere. Integer
+    leaves are held: no gradient, no update, no state.
 
     Where a gradient is not finite in one stage, all stages of all workers see it.
 
@@ -54,44 +57,97 @@ def on_each_device(
     stage_axes = tuple(axis for entry in spec for axis in meshes.axes(entry))
     workers = num_workers(mesh, data_axis)
     num_workers(mesh, stage_axes)
-    own = P((data_axis, *stage_axes))
 
     def first(params: Any) -> Any:
         state = extra_tx.init(params)
         return map_state(lambda x: x, lambda x: x, state, lambda x: jnp.full_like(x, workers))
 
     def specs(state: Any) -> Any:
-        return map_state(lambda x: own, lambda x: spec if jnp.ndim(x) else P(), state)
+        def of(spec: P, axes: tuple[str, ...]) -> Any:
+            own = P((data_axis, *axes))
+            return map_state(lambda x: own, lambda x: spec if jnp.ndim(x) else P(), state)
+
+        return _shared_by(of(P(), ()), of(spec, stage_axes))
+
+    def of_params(params: Any, *lead: str) -> Any:
+        shared, stages = P(*lead), P(*lead, *spec)
+        trees = (jax.tree.map(lambda _, at=at: at, params) for at in (shared, stages))
+        return _shared_by(*trees)
 
     def init(params: Any) -> Any:
-        held = NamedSharding(mesh, spec)
-
-        def part(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(held.shard_shape(jnp.shape(x)), jnp.result_type(x))
+        def part(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            held = NamedSharding(mesh, spec).shard_shape(jnp.shape(x))
+            return jax.ShapeDtypeStruct(held, jnp.result_type(x))
 
         # What is compressed depends on the size of a device's part.
-        out = specs(jax.eval_shape(first, jax.tree.map(part, params)))
-        run = jax.shard_map(first, mesh=mesh, in_specs=(spec,), out_specs=out, check_vma=False)
+        lie = of_params(params)
+        out = specs(jax.eval_shape(first, jax.tree.map(part, params, lie)))
+        run = jax.shard_map(first, mesh=mesh, in_specs=(lie,), out_specs=out, check_vma=False)
         return jax.jit(run)(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         _check_workers(updates, workers, data_axis)
-        kept = specs(state)
+        given, kept = _without_held(updates), specs(state)
 
-        def local(updates: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
-            updates = _agreeing(jax.tree.map(lambda g: g[0], updates), stage_axes)
-            return extra_tx.update(updates, state, params, **extra)
+        def local(given: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
+            own = _agreeing(jax.tree.map(lambda g: g[0], given), stage_axes)
+            new, state = extra_tx.update(own, state, params, **extra)
+            return _where_given(given, new), state
 
         run = jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(P(data_axis, *spec), kept, spec, P()),
-            out_specs=(spec, kept),
+            in_specs=(of_params(given, data_axis), kept, of_params(params), P()),
+            out_specs=(of_params(given), kept),
             check_vma=False,
         )
-        return run(updates, state, params, extra)
+        new, state = run(given, state, params, extra)
+        return _with_held(new, updates, params), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _shared_by(shared: Any, stages: Any) -> Any:
+    """Return `stages`, but `shared` in the place of what PipelineParams share, also in a state."""
+
+    def is_tied(x: Any) -> bool:
+        return isinstance(x, PipelineParams)
+
+    def choose(own: Any, other: Any) -> Any:
+        return own._replace(shared=other.shared) if is_tied(own) else own
+
+    return jax.tree.map(choose, stages, shared, is_leaf=is_tied)
+
+
+def _without_held(updates: Any) -> Any:
+    """Return the gradients with a hole for each float0, which no device takes."""
+
+    def given(g: Any) -> Any:
+        return None if g.dtype == jax.dtypes.float0 else g
+
+    return tree.map_arrays(given, updates)
+
+
+def _where_given(gradients: Any, updates: Any) -> Any:
+    """Return the updates of those leaves that have a gradient."""
+    leaves, structure = tree.flatten(gradients)
+    pairs = zip(leaves, tree.flatten(updates)[0], strict=True)
+    return structure.unflatten([g if tree.is_hole(g) else u for g, u in pairs])
+
+
+def _with_held(new: Any, updates: Any, params: Any) -> Any:
+    """Return the updates with the zero of each leaf whose gradient was a float0."""
+    leaves, structure = tree.flatten(new)
+    came = tree.flatten(updates)[0]
+    like = came if params is None else tree.flatten(params)[0]
+
+    def whole(u: Any, g: Any, p: Any) -> Any:
+        if not tree.is_hole(u) or tree.is_hole(g):
+            return u
+        return g[0] if params is None else numerics.integer_zeros(p.shape, p.dtype)
+
+    columns = zip(leaves, came, like, strict=True)
+    return structure.unflatten([whole(*column) for column in columns])
 
 
 def _agreeing(updates: Any, stage_axes: tuple[str, ...]) -> Any:
@@ -103,8 +159,8 @@ def _agreeing(updates: Any, stage_axes: tuple[str, ...]) -> Any:
 
 
 def _check_workers(updates: Any, workers: int, data_axis: str) -> None:
-    for name, g in zip(tree.paths(updates), jax.tree.leaves(updates), strict=False):
-        if jnp.shape(g)[:1] != (workers,):
+    for name, g in zip(tree.paths(updates), tree.flatten(updates)[0], strict=True):
+        if not tree.is_hole(g) and jnp.shape(g)[:1] != (workers,):
             raise ValueError(
                 f"on_each_device: the gradient of {name!r} of shape {jnp.shape(g)} must have the "
                 f"{workers} workers of {data_axis!r} in front; grad_reduce=None leaves them"

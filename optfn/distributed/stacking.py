@@ -40,7 +40,10 @@ def stack_stages(
         device: stage r·p + d of the model is chunk r on device d. Unfolded leaves (p·v, …) are
         taken as well, but then every step moves the weights to where they are needed and back.
       mesh: where given, the result is placed on it, each stage on its device, and so then is every
-        optimizer state that is made from it.
+        optimizer state that is made from it. Without it all lies on one device until the first
+        step, which leaves it on the mesh: a jitted step, being compiled for where its arguments
+        lie, then compiles a second time at the second call, and no more
+        (`step.compiled._cache_size()` is 2, with `mesh` 1).
       axis_name: the axis of `mesh` along which the stages lie.
 
     Returns:

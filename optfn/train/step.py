@@ -74,7 +74,7 @@ class TrainStep:
         if self.mesh is not None:
             batch = parallel.split(batch, self.mesh, self.data_axis)
         state, metrics = self.compiled(state, batch)
-        if self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu":
+        if _is_on_cpus(metrics["loss"]):
             # CPU devices share their threads: with several steps under way, those of one may hold
             # the threads that an all-reduce of another waits for.
             jax.block_until_ready(metrics)
@@ -92,6 +92,13 @@ class TrainStep:
                 "skip_nonfinite: more gradients in a row than max_consecutive were not finite; the "
                 "last one has gone into the parameters"
             )
+
+
+def _is_on_cpus(x: jax.Array) -> bool:
+    """Tell whether an array lies on several devices of a CPU, as what a pipeline gives does too."""
+    if isinstance(x, jax.core.Tracer) or x.sharding.num_devices == 1:
+        return False
+    return next(iter(x.devices())).platform == "cpu"
 
 
 def _own(x: Any) -> jax.Array:
