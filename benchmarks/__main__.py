@@ -44,6 +44,7 @@ SUITE = {
     "update_one": Script("update", ("--tree", "one", *SOME)),
     "first_call": Script("first_call", ("--rounds", "3")),
     "packed": Script("packed"),
+    "fused_adam": Script("fused_adam"),
     "rows": Script("rows"),
     "moments": Script("moments", ("--seeds", "0")),
     "selection": Script("selection"),

@@ -15,11 +15,11 @@ Every optimizer is an `(init, update)` pair of pure functions, a chain of transf
 >>> bool(history["loss"][-1] < 0.1 * history["loss"][0])
 True
 
-The tour, from the bottom up: `optfn.numerics` is arithmetic on arrays; `optfn.tree` names leaves;
-`optfn.core` is the protocol; `optfn.learning_rate` and `optfn.schedules` are the rate;
-`optfn.transforms` are the parts, `optfn.wrappers` what goes around them, `optfn.optimizers` the
-chains; `optfn.distributed` is the pipeline, and `optfn.train` the step, the loop and what reads the
-state.
+The tour, from the bottom up: `optfn.numerics` is arithmetic on arrays; `optfn.tree` names leaves,
+`optfn.packing` puts many into one buffer; `optfn.core` is the protocol; `optfn.learning_rate` and
+`optfn.schedules` are the rate; `optfn.transforms` are the parts, `optfn.wrappers` what goes around
+them, `optfn.optimizers` the chains; `optfn.distributed` is the pipeline and what several workers
+exchange, and `optfn.train` the step, the loop and what reads the state.
 """
 
 from optax import chain

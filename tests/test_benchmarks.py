@@ -5,6 +5,8 @@ import math
 import sys
 from pathlib import Path
 
+import chex
+import jax
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ import optfn
 from benchmarks import __main__ as suite
 from benchmarks import (
     first_call,
+    fused_adam,
     measure,
     moments,
     packed,
@@ -122,6 +125,15 @@ def test_packed(toy):
     found = toy(packed, "packed")
     assert [row["leaves"] for row in found] == [20, 3, 2, 2, 6]
     assert all(row.keys() >= {"floor_ms", "ratio", "first_ratio"} for row in found)
+
+
+def test_adam_in_chunks_is_adam(toy):
+    p, m, v, g = (jax.random.normal(jax.random.key(k), (60,)) for k in range(4))
+    found = fused_adam.in_chunks(16, p, m, v**2, g)  # chunks of 15
+    chex.assert_trees_all_close(found, fused_adam.adam(p, m, v**2, g), rtol=1e-6)
+    sides = toy(fused_adam, "fused_adam")[:8]  # without torch's
+    assert len(sides) == 8
+    assert all(side["ratio"] > 0 and side["temporaries"] < 1 for side in sides)
 
 
 def test_pipeline(toy):
