@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optfn
 
@@ -216,6 +217,16 @@ WRAPPERS: dict[str, Entry] = {
 EVERYTHING = OPTIMIZERS | TRANSFORMS | WRAPPERS
 
 # Public names that are not factories of transforms; each has its own tests.
+
+
+def in_turn(*kinds: Any) -> list[Any]:
+    """Return pytest parameters (entry, kind): each entry with the next kind, to go round once."""
+    return [
+        pytest.param(entry, kinds[i % len(kinds)], id=f"{name}-{i % len(kinds)}")
+        for i, (name, entry) in enumerate(EVERYTHING.items())
+    ]
+
+
 OTHER_NAMES = {
     "Packed",
     "ParamAttr",

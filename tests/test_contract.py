@@ -223,8 +223,7 @@ def test_complex_leaves_are_refused_by_name(name):
         updated(entry, tx, z, state, z)
 
 
-@EVERYTHING
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("entry", "dtype"), registry.in_turn(jnp.bfloat16, jnp.float16))
 def test_low_precision_leaves(entry, dtype):
     """State in float32, updates in the dtype of the parameter, finite for zero gradients."""
     tx, params = entry.make(), tree_of(0, dtype)

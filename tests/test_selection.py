@@ -86,7 +86,7 @@ def test_narrow_dtypes(dtype):
 def test_every_worker_of_a_vmap():
     x = np.random.default_rng(3).standard_normal((4, 9000)).astype(np.float32)
     x[2] = 0
-    values, indices = jax.vmap(lambda row: select_top_k(row, 9))(x)
+    values, indices = jax.jit(jax.vmap(lambda row: select_top_k(row, 9)))(x)
     for row, v, i in zip(x, values, indices, strict=True):
         np.testing.assert_array_equal(i, np.flatnonzero(largest(row.astype(np.float64), 9)))
         np.testing.assert_array_equal(v, row[i])

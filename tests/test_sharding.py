@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 
-EVERYTHING = pytest.mark.parametrize("entry", registry.EVERYTHING.values(), ids=registry.EVERYTHING)
-
 
 def mesh(kind):
     if kind == "explicit":
@@ -41,8 +39,7 @@ def expected(entry):
     return steps(entry, tx, params, tx.init(params), gradients)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-@EVERYTHING
+@pytest.mark.parametrize(("entry", "kind"), registry.in_turn("auto", "explicit"))
 def test_sharded_parameters(entry, kind):
     """jit over sharded arrays: state is sharded as its parameters, results as on one device."""
     on = mesh(kind)
@@ -62,8 +59,7 @@ def test_sharded_parameters(entry, kind):
     chex.assert_trees_all_close(jax.device_get(new), expected(entry)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@EVERYTHING
+@pytest.mark.parametrize(("entry", "check_vma"), registry.in_turn(True, False))
 def test_replicated_in_shard_map(entry, check_vma):
     """Parameters, state and (averaged) gradients are replicated; so is what comes out."""
     tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))
