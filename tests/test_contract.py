@@ -148,10 +148,10 @@ class Layer:
     b: Any
 
 
-@EVERYTHING
-@pytest.mark.parametrize(
-    "kind", [Pair, Layer, lambda w, b: (w, [b]), lambda w, b: {"a": {"b": b, "w": w}}]
-)
+KINDS = Pair, Layer, lambda w, b: (w, [b]), lambda w, b: {"a": {"b": b, "w": w}}
+
+
+@pytest.mark.parametrize(("entry", "kind"), registry.in_turn(*KINDS))
 def test_every_kind_of_tree(entry, kind):
     """Containers come back as they were, and the numbers do not depend on them."""
     tx, (w, b, gw, gb) = entry.make(), (normal(s, k) for k, s in enumerate([(3, 2), (2,)] * 2))
