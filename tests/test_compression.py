@@ -148,11 +148,14 @@ def test_sparse_updates_are_the_dense_ones(name):
     chex.assert_trees_all_close(found, follow(tx, params, gradients), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_nothing_is_lost(wire):
+@pytest.mark.parametrize(
+    ("wire", "selection"), [("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "sampled")]
+)
+def test_nothing_is_lost(wire, selection):
     """What a worker sent and what it keeps are bit for bit what it had accumulated."""
     n, k = 5000, 50
-    tx = deep_gradient_compression(0.5, sparsity=(0.99,), min_size=1, wire=wire)
+    options = {"wire": wire, "selection": selection}
+    tx = deep_gradient_compression(0.5, sparsity=(0.99,), min_size=1, **options)
     state = stacked(tx.init(jnp.zeros(n)))
     update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
     for t in range(4):
@@ -427,7 +430,8 @@ def test_the_signature_is_the_promised_one():
         ({"rampup_step": 2**30, "sparsity": (0.5, 0.9)}, ValueError, "rampup_step times.*int32"),
         ({"rampup_step": 0}, ValueError, "rampup_step must be >= 1; got 0"),
         ({"rampup_begin_step": -1}, ValueError, "rampup_begin_step must be >= 0"),
-        ({"wire": "int8"}, ValueError, "wire must be one of float32, bfloat16; got 'int8'"),
+        ({"wire": "int8"}, ValueError, "wire must be one of 'float32', 'bfloat16'; got 'int8'"),
+        ({"selection": "best"}, ValueError, "selection must be one of 'exact', 'sampled'; got 'b"),
         ({"local_grad_clip_norm": 0.0}, ValueError, "local_grad_clip_norm must be > 0"),
         ({"regularization": 0.1}, TypeError, "regularization must be a gradient transformation"),
         ({"min_size": 0}, ValueError, "min_size must be >= 1"),

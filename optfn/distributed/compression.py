@@ -63,6 +63,7 @@ class _Options:
     min_size: int
     momentum_masking: bool
     wire: str
+    selection: str
 
     def compresses(self, p: Any) -> bool:
         """Tell whether a leaf is compressed."""
@@ -85,6 +86,7 @@ def deep_gradient_compression(
     min_size: int = 16384,
     momentum_masking: bool = True,
     wire: str = "float32",
+    selection: str = "exact",
 ) -> optax.GradientTransformationExtraArgs:
     """Exchange the largest entries of what each worker accumulates, and keep the others.
 
@@ -126,6 +128,8 @@ def deep_gradient_compression(
       min_size: the elements from which a leaf is compressed, ≥ 1.
       momentum_masking: whether u is 0 where v was sent.
       wire: "float32", 8 bytes per entry; or "bfloat16", 4, whose rounding error stays in v.
+      selection: "exact", the k largest; or "sampled", k of those that reach a bound which a sample
+        of the leaf gives, a little cheaper. Some of the k largest then wait for a later step.
 
     State: u and v, flat float32 arrays, one each per worker, 8 bytes per compressed parameter; the
     velocity, 4 bytes per other parameter; step, skipped and num_workers. `init` needs no axis and
@@ -138,7 +142,7 @@ def deep_gradient_compression(
       ValueError: an axis is not bound, or a gradient is averaged already, where JAX knows it.
 
     Source: Lin et al. 2018, arXiv 1712.01887, algorithms 1 and 4, §3; fluid's
-    DGCMomentumOptimizer. Selection is exact where both of theirs sample.
+    DGCMomentumOptimizer. Both of theirs sample.
     """
     penalty = optax.identity() if regularization is None else regularization
     check_transform("regularization", penalty, "l2_decay(1e-4)")
@@ -154,7 +158,8 @@ def deep_gradient_compression(
         reduce_axis_name,
         checks.count("min_size", min_size),
         checks.flag("momentum_masking", momentum_masking),
-        _check_wire(wire),
+        checks.choice("wire", wire, FORMATS),
+        checks.choice("selection", selection, ("exact", "sampled")),
     )
     if options.rampup_step * len(options.sparsity) >= 2**31:
         raise ValueError(
@@ -183,12 +188,6 @@ def _check_clip_norm(norm: Any) -> Any:
     if norm is None:
         return None
     return checks.number("local_grad_clip_norm", norm, low=0.0, low_open=True)
-
-
-def _check_wire(form: Any) -> str:
-    if form not in FORMATS:
-        raise ValueError(f"wire must be one of {', '.join(FORMATS)}; got {form!r}")
-    return form
 
 
 def _init(options: _Options, params: Any) -> DeepGradientCompressionState:
@@ -410,7 +409,12 @@ def _exchange(
     words = selection.candidates(v, k, rank, room, search)
 
     def send(form: Wire, u: Leaves, v: Leaves) -> tuple[list[Any], Leaves, Leaves]:
-        values, indices = selection.extract(v, words, form.k, search.room(form.k))
+        if options.selection == "exact":
+            values, indices = selection.extract(v, words, form.k, search.room(form.k))
+        else:
+            # Any number that is another one in each step.
+            shift = (step.astype(jnp.uint32) * np.uint32(2654435761)) >> np.uint32(1)
+            values, indices = selection.some(v, words, form.k, shift.astype(jnp.int32))
         mean: Callable[..., list[Any]] = rows_of_sent if as_rows else mean_of_sent
         sent = form.rounded(values)
         if form.exceeds_all_reduce(mesh.axis_size(options.axis_name)):

@@ -28,6 +28,7 @@ def dgc_momentum(
     min_size: int = 16384,
     momentum_masking: bool = True,
     wire: str = "float32",
+    selection: str = "exact",
     param_attrs: ParamAttrs | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum whose workers exchange few entries of the gradient: Deep Gradient Compression.
@@ -52,6 +53,7 @@ def dgc_momentum(
       min_size: the elements from which a leaf is compressed, ≥ 1.
       momentum_masking: whether the velocity is 0 where entries were sent.
       wire: "float32", 8 bytes per entry; or "bfloat16", about 4.
+      selection: "exact", or "sampled", a little cheaper.
       param_attrs: attributes of parameters, by patterns of paths. need_clip has no meaning here:
         the local clip is per tensor, and of compressed ones only.
 
@@ -81,6 +83,7 @@ def dgc_momentum(
             min_size=min_size,
             momentum_masking=momentum_masking,
             wire=wire,
+            selection=selection,
         ),
         scale_by_learning_rate(learning_rate),
     )

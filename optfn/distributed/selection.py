@@ -257,8 +257,7 @@ def extract(
     """
     rows = Rows(tuple(x.size for x in arrays))
     slots = Rows(tuple(int(r) for r in room))
-    ends = jnp.cumsum(_count(words))
-    bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[rows.starts[1:] // 32 - 1], ends[-1:]])
+    ends, bounds = _ends(words, rows)
 
     # Candidate j of an array is bit number bounds[array] + j of all words.
     owner = np.repeat(slots.owner, _ROW)
@@ -274,6 +273,43 @@ def extract(
     chosen = top_k_mask(m, kth_largest(m, wanted, slots), wanted, slots)
     at = positions(chosen, jnp.cumsum(_count(chosen)), np.arange(sum(k), dtype=np.int32))
     return found[at], index[at].astype(jnp.int32)
+
+
+def _ends(words: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Return how many candidates there are up to each word, and before each array and in all."""
+    ends = jnp.cumsum(_count(words))
+    first = jnp.zeros(1, jnp.int32)
+    return ends, jnp.concatenate([first, ends[rows.starts[1:] // 32 - 1], ends[-1:]])
+
+
+def some(
+    arrays: Sequence[jax.Array], words: jax.Array, k: Sequence[int], shift: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return values and indices of k candidates of each array that follow each other, in a circle.
+
+    In the order of `extract`, without a look at which are the largest.
+
+    Args:
+      arrays: the flat arrays.
+      words: the packed masks of `candidates`.
+      k: static.
+      shift: int32, ≥ 0, tells with which one to begin: another in each step, or the same entries
+        would wait for ever.
+    """
+    rows = Rows(tuple(x.size for x in arrays))
+    ends, bounds = _ends(words, rows)
+    wanted, count = np.asarray(k, np.int32), bounds[1:] - bounds[:-1]
+    first = shift % count
+    again = jnp.maximum(first + wanted - count, 0)  # how many come after the end, at the start
+
+    owner = np.repeat(np.arange(len(k)), wanted)
+    place = np.concatenate([np.arange(n, dtype=np.int32) for n in k])
+    over = again[owner]
+    rank = bounds[owner] + jnp.where(place < over, place, first[owner] + place - over)
+    index = positions(words, ends, rank) - rows.starts[owner]
+    parts = slices.split(index.astype(jnp.uint32), k)
+    found = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
+    return found, index
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
