@@ -15,33 +15,35 @@ Every optimizer is an `(init, update)` pair of pure functions, a chain of transf
 >>> bool(history["loss"][-1] < 0.1 * history["loss"][0])
 True
 
-The tour, from the bottom up: `optfn.numerics` is arithmetic on arrays; `optfn.tree` names leaves,
-`optfn.packing` puts many into one buffer; `optfn.core` is the protocol; `optfn.learning_rate` and
-`optfn.schedules` are the rate; `optfn.transforms` are the parts, `optfn.wrappers` what goes around
-them, `optfn.optimizers` the chains; `optfn.distributed` is the pipeline and what several workers
-exchange, and `optfn.train` the step, the loop and what reads the state.
+The tour, from the bottom up: `optfn.numerics` is arithmetic on arrays, `optfn.checks` looks at
+arguments; `optfn.leaves` is what a leaf may be (dense, row-sparse, packed, masked) and how a rule
+meets it; `optfn.core` is the protocol. `optfn.transforms` are the parts, `optfn.wrappers` what goes
+around them, `optfn.optimizers` the chains, `optfn.schedules` rates as functions of the step.
+`optfn.sparse` gives gradients of tables as rows, `optfn.autodiff` recomputes; `optfn.parallel`,
+`optfn.compression` and `optfn.pipeline` are several devices, with `optfn.distributed` as their
+public names; `optfn.train` is the step, the loop and what reads the state.
 """
 
 from optax import chain
 
 from optfn import distributed, schedules, sparse
+from optfn.autodiff.recompute import recompute
+from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core import apply_updates
-from optfn.distributed.optimizer import dgc_momentum
-from optfn.learning_rate import get_learning_rate, set_learning_rate
+from optfn.leaves.layout import Packed
+from optfn.leaves.packed import pack, unpack
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
-from optfn.packed import Packed
-from optfn.packing import pack, unpack
 from optfn.train.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from optfn.train.inspection import assert_in_place
 from optfn.train.loop import minimize
-from optfn.train.recompute import recompute
-from optfn.train.state import averaged_params, load_state_dict, state_dict, summary
+from optfn.train.state_dict import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainState, TrainStep, make_train_step
+from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
-from optfn.transforms.lazy import scale_by_catch_up_adam
+from optfn.transforms.learning_rate import get_learning_rate, set_learning_rate
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
@@ -52,7 +54,7 @@ from optfn.transforms.moment import (
     scale_by_momentum,
     scale_by_rms,
 )
-from optfn.transforms.quantized import scale_by_quantized_adam
+from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
 from optfn.transforms.scaling import (
     ftrl_proximal,
@@ -63,8 +65,8 @@ from optfn.transforms.scaling import (
 from optfn.wrappers.accumulation import accumulate
 from optfn.wrappers.attributes import ParamAttr
 from optfn.wrappers.averaging import exponential_moving_average, model_average
-from optfn.wrappers.guard import metrics, record_metrics, skip_nonfinite
-from optfn.wrappers.precision import master_weights
+from optfn.wrappers.master_weights import master_weights
+from optfn.wrappers.nonfinite import metrics, record_metrics, skip_nonfinite
 
 __version__ = "0.1.0"
 

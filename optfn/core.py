@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import leafwise, numerics, rows, tree
-from optfn.rows import Rows
+from optfn import numerics
+from optfn.leaves import leafwise, rows, tree
+from optfn.leaves.rows import Rows
 
 
 def transform(

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, leafwise, numerics
-from optfn import learning_rate as rates
+from optfn import checks, core, numerics
 from optfn.checks import Number, Schedule
+from optfn.leaves import leafwise
+from optfn.transforms import learning_rate as rates
 
 
 def _schedule(rule: Callable[[jax.Array], Any]) -> Schedule:

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
+from optfn.compression.dgc import DeepGradientCompressionState
+from optfn.compression.residual import stage_of
 from optfn.distributed import deep_gradient_compression
-from optfn.distributed.compression import DeepGradientCompressionState
-from optfn.distributed.residual import stage_of
-from optfn.rows import Rows
+from optfn.leaves.rows import Rows
 
 N = 4
 LR = 0.1

@@ -13,7 +13,7 @@ import registry
 import optfn
 from optfn import sparse
 from optfn.distributed import data_mesh
-from optfn.packing import pack_like
+from optfn.leaves.packed import pack_like
 
 
 def normal(shape, seed, dtype=np.float32):

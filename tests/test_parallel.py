@@ -15,8 +15,8 @@ from test_compression import follow, one_step
 from test_wire import collectives
 
 import optfn
+from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs
-from optfn.distributed.compression import DeepGradientCompressionState
 
 N = 4
 RNG = np.random.default_rng(0)

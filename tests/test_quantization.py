@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optfn
-from optfn import quantization
+from optfn.transforms import codes as quantization
 
 SCALE = jnp.array([2.5], jnp.float32)
 CODES = {

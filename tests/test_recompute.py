@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
+from optfn.autodiff.costs import piece_of
+from optfn.autodiff.recompute import is_effective
+from optfn.autodiff.rotor import Piece, Rotor
 from optfn.distributed import pipeline_value_and_grad, stack_stages
-from optfn.train.costs import piece_of
-from optfn.train.recompute import is_effective
-from optfn.train.rotor import Piece, Rotor
 
 WIDTH, BATCH, LAYERS = 16, 64, 16
 

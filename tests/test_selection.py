@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from reference_compression import largest
 
+from optfn.compression.selection import Search, candidates, extract, nth_bit, pack, some
 from optfn.distributed import select_top_k
-from optfn.distributed.selection import Search, candidates, extract, nth_bit, pack, some
 
 SELECT = jax.jit(select_top_k, static_argnums=1)
 

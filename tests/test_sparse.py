@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from test_recordings import CASES, arrays, build, translate
 
 import optfn
-from optfn import leafwise, rows, sparse
-from optfn.transforms.lazy import caught_up
+from optfn import sparse
+from optfn.leaves import leafwise, rows
+from optfn.transforms.catch_up_adam import caught_up
 
 ROWS, WIDTH = 40, 3
 

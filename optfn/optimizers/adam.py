@@ -7,13 +7,13 @@ import optax
 
 from optfn import checks
 from optfn.checks import Number, Schedule
+from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
-from optfn.transforms.lazy import scale_by_catch_up_adam
+from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.moment import scale_by_adam, scale_by_adamax
-from optfn.transforms.quantized import MOMENT_DTYPES, scale_by_quantized_adam
+from optfn.transforms.quantized_adam import MOMENT_DTYPES, scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_learning_rate, scale_by_trust_ratio
-from optfn.tree import Pattern
 from optfn.wrappers.attributes import ParamAttrs
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import optax
 
-from optfn import checks, core, leafwise
+from optfn import checks, core
+from optfn.leaves import leafwise
 from optfn.wrappers.attributes import (
     ParamAttrs,
     attributed,
@@ -12,7 +13,7 @@ from optfn.wrappers.attributes import (
     clipping,
     regularizing,
 )
-from optfn.wrappers.precision import master_weights
+from optfn.wrappers.master_weights import master_weights
 
 
 def optimizer(

@@ -10,11 +10,11 @@ match whole paths of leaves to a ParamAttr, of which the first match counts; `mu
 import optax
 
 from optfn.checks import Number, Schedule
+from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.moment import scale_by_asgd, scale_by_momentum
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_lars, scale_by_learning_rate
-from optfn.tree import Pattern
 from optfn.wrappers.attributes import ParamAttrs
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optfn.train.state import load_state_dict, state_dict
+from optfn.train.state_dict import load_state_dict, state_dict
 
 _NAME = re.compile(r"step_(\d+)\.npz")
 

@@ -13,10 +13,10 @@ import optax
 from jax.sharding import Mesh
 
 from optfn import checks
-from optfn.distributed.mesh import AxisName
+from optfn.leaves.tree import Pattern
+from optfn.parallel.mesh import AxisName
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.step import TrainState, make_train_step
-from optfn.tree import Pattern
 
 
 def minimize(

@@ -18,15 +18,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks, core, sparse
-from optfn.distributed.mesh import AxisName
-from optfn.distributed.placement import init_state, num_workers
-from optfn.learning_rate import get_learning_rate
-from optfn.packing import pack, unpacked
-from optfn.train import parallel
-from optfn.train.recompute import recompute as recomputing
-from optfn.tree import Pattern
+from optfn.autodiff.recompute import recompute as recomputing
+from optfn.leaves.packed import pack, unpacked
+from optfn.leaves.tree import Pattern
+from optfn.parallel import data_parallel as parallel
+from optfn.parallel.mesh import AxisName
+from optfn.parallel.placement import init_state, num_workers
+from optfn.transforms.learning_rate import get_learning_rate
 from optfn.wrappers.attributes import check_transform
-from optfn.wrappers.guard import SkipNonfiniteState
+from optfn.wrappers.nonfinite import SkipNonfiniteState
 
 
 class TrainState(NamedTuple):

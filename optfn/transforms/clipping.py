@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, leafwise, numerics
+from optfn import checks, core, numerics
 from optfn.checks import Number
+from optfn.leaves import leafwise
 
 
 class ClipState(NamedTuple):

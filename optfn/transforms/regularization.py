@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, leafwise, numerics, tree
+from optfn import checks, core, numerics
 from optfn.checks import Number
-from optfn.tree import Pattern
+from optfn.leaves import leafwise, tree
+from optfn.leaves.tree import Pattern
 
 _DENSE = "a regularizer concerns all rows, so a row-sparse gradient becomes dense"
 

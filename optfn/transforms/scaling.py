@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, leafwise, numerics, tree
-from optfn import learning_rate as rates
+from optfn import checks, core, numerics
 from optfn.checks import Number, Schedule
+from optfn.leaves import leafwise, tree
+from optfn.leaves.tree import Pattern
+from optfn.transforms import learning_rate as rates
 from optfn.transforms.regularization import without
-from optfn.tree import Pattern
 
 
 class ScaleByLearningRateState(NamedTuple):

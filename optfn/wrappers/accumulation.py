@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, leafwise, numerics, tree
+from optfn import checks, core, numerics
+from optfn.leaves import leafwise, tree
 
 
 class AccumulateState(NamedTuple):

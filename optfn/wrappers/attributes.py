@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, leafwise, numerics, packing, tree
+from optfn import checks, numerics
+from optfn.leaves import leafwise, tree
+from optfn.leaves import packed as packing
 
 
 class _Inherit:

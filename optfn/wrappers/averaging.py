@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, leafwise, numerics, tree
+from optfn import checks, core, numerics
 from optfn.checks import Number
+from optfn.leaves import leafwise, tree
 
 
 class ExponentialMovingAverageState(NamedTuple):

@@ -1,0 +1,1 @@
+"""Functions as lists of equations: pullbacks, and recomputation in the backward pass."""

@@ -1,0 +1,1 @@
+"""Compression of the updates that workers exchange."""

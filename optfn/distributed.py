@@ -1,0 +1,32 @@
+"""Training on several devices: data parallelism, the compression of updates, and the pipeline."""
+
+from optfn.compression.dgc import deep_gradient_compression
+from optfn.compression.packets import Wire, mean_of_sent
+from optfn.compression.residual import accumulate, take
+from optfn.compression.selection import select_top_k
+from optfn.parallel.mesh import data_mesh
+from optfn.parallel.on_each_device import on_each_device
+from optfn.parallel.placement import init_state, rescale_residuals, state_specs
+from optfn.pipeline.plan import Plan, plan
+from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
+from optfn.pipeline.value_and_grad import pipeline_value_and_grad
+
+__all__ = [
+    "PipelineParams",
+    "Plan",
+    "Wire",
+    "accumulate",
+    "data_mesh",
+    "deep_gradient_compression",
+    "init_state",
+    "mean_of_sent",
+    "on_each_device",
+    "pipeline_value_and_grad",
+    "plan",
+    "rescale_residuals",
+    "select_top_k",
+    "stack_stages",
+    "state_specs",
+    "take",
+    "unstack_stages",
+]

@@ -1,0 +1,1 @@
+"""Meshes, state that belongs to single workers, and the data-parallel step."""

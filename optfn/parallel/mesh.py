@@ -1,0 +1,94 @@
+"""Mesh axes from inside and from outside: sizes, what varies over them, a mesh for data."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from optfn import checks
+from optfn.leaves import slices
+
+AxisName = Any  # a name, or a tuple of names
+
+
+def axes(axis_name: AxisName) -> tuple[Any, ...]:
+    """Return the axes that `axis_name` stands for: one, a tuple of them, or none (None)."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Return how many workers there are along the axes."""
+    return int(np.prod([lax.axis_size(axis) for axis in axes(axis_name)], dtype=np.int64))
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Return the mesh axes over which `x` varies as JAX knows it; none where it does not check.
+
+    Inside `shard_map(check_vma=True)` every array has a set of them.
+    """
+    kind = jax.typeof(x)
+    if hasattr(kind, "mat"):  # JAX 0.10.1 or newer
+        return frozenset(kind.mat.varying)
+    return frozenset(getattr(kind, "vma", ()))
+
+
+def vary(x: jax.Array, over: Iterable[Any]) -> jax.Array:
+    """Return `x` as an array that varies over these axes too, so that branches and loops agree."""
+    missing = tuple(sorted(set(over) - varying_axes(x), key=str))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def checked_axes(axis_name: AxisName) -> tuple[Any, ...]:
+    """Return those of the axes over which JAX tracks what varies: all of them, or none."""
+    return tuple(a for a in axes(axis_name) if a in varying_axes(lax.axis_index(a)))
+
+
+def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Return x of every worker, (N, *shape), the same on all of them."""
+    names = axes(axis_name)
+    if checked_axes(names):
+        return lax.all_gather(vary(x, names), names, to="invarying")
+    return lax.all_gather(x, names)
+
+
+def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Return the means over workers, those of one dtype in one all-reduce."""
+    means: dict[int, jax.Array] = {}
+    for dtype in sorted({x.dtype for x in g}, key=str):
+        alike = [i for i, x in enumerate(g) if x.dtype == dtype]
+        bucket = lax.pmean(jnp.concatenate([g[i].reshape(-1) for i in alike]), axes(axis_name))
+        parts = slices.split(bucket, [g[i].size for i in alike])
+        means |= {i: part.reshape(g[i].shape) for i, part in zip(alike, parts, strict=True)}
+    return [means[i] for i in range(len(g))]
+
+
+def data_mesh(
+    num_workers: int | None = None,
+    *,
+    axis_name: str = "data",
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """Return a mesh of one axis, over which batches are split.
+
+    Args:
+      num_workers: how many devices; None takes all, of every process.
+      axis_name: how the axis is called.
+      devices: what to choose from; None means `jax.devices()`.
+
+    Raises:
+      ValueError: there are fewer devices.
+
+    >>> data_mesh(1).shape["data"]
+    1
+    """
+    found = list(jax.devices() if devices is None else devices)
+    count = len(found) if num_workers is None else checks.count("num_workers", num_workers)
+    if count > len(found):
+        raise ValueError(f"num_workers must be at most the {len(found)} devices; got {count}")
+    return Mesh(np.array(found[:count]), (axis_name,))

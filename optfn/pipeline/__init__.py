@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of a model on different devices."""

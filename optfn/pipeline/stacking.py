@@ -1,0 +1,126 @@
+"""Parameters of a pipeline: one tree whose leaves have the stages in front."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from optfn import checks
+from optfn.leaves import tree
+
+
+class PipelineParams(NamedTuple):
+    """Parameters of a pipeline whose stages share some, such as a tied embedding.
+
+    stages: what each stage has of its own, as `stack_stages` gives it, or the list of params of
+      unlike stages.
+    shared: a tree that every stage function and the loss get whole, as the keyword `shared`, if
+      they have a parameter of that name. Its gradient is the sum of what they give.
+    """
+
+    stages: Any
+    shared: Any
+
+
+def stack_stages(
+    params: Sequence[Any],
+    *,
+    virtual_stages: int = 1,
+    mesh: Mesh | None = None,
+    axis_name: str = "stage",
+) -> Any:
+    """Stack the params of like stages, given in the model's order.
+
+    Args:
+      params: one tree per stage, p·v of them, of the same structure, shapes and dtypes.
+      virtual_stages: v; above 1 the leaves are folded to (v, p, …), which can be sharded by
+        device: stage r·p + d of the model is chunk r on device d. Unfolded leaves (p·v, …) are
+        taken as well, but then every step moves the weights to where they are needed and back.
+      mesh: where given, the result is placed on it, each stage on its device, and so then is every
+        optimizer state that is made from it. Without it all lies on one device until the first
+        step, which leaves it on the mesh: a jitted step, being compiled for where its arguments
+        lie, then compiles a second time at the second call, and no more
+        (`step.compiled._cache_size()` is 2, with `mesh` 1).
+      axis_name: the axis of `mesh` along which the stages lie.
+
+    Returns:
+      A tree with leaves of shape (p·v, …), or (v, p, …).
+
+    Raises:
+      ValueError: no stages, stages that differ (give those to the pipeline as a list), a number of
+        stages that `virtual_stages` or the mesh does not divide.
+    """
+    params = list(params)
+    v = checks.count("virtual_stages", virtual_stages)
+    if not params:
+        raise ValueError("params must hold at least one stage")
+    if len(params) % v:
+        raise ValueError(f"params: {len(params)} stages do not make virtual_stages={v} chunks each")
+    for i, other in enumerate(params[1:], 1):
+        _check_alike(params[0], other, i)
+
+    def stack(*leaves: Any) -> jax.Array:
+        whole = jnp.stack(leaves)
+        return whole.reshape(v, len(params) // v, *whole.shape[1:]) if v > 1 else whole
+
+    stacked = jax.tree.map(stack, *params)
+    if mesh is None:
+        return stacked
+    if axis_name not in mesh.axis_names:
+        raise ValueError(f"axis_name {axis_name!r} is not an axis of the mesh {mesh.axis_names}")
+    if len(params) != mesh.shape[axis_name] * v:
+        raise ValueError(
+            f"params: {len(params)} stages, but axis {axis_name!r} has {mesh.shape[axis_name]} "
+            f"devices of {v} each"
+        )
+    spec = PartitionSpec(None, axis_name) if v > 1 else PartitionSpec(axis_name)
+    return jax.device_put(stacked, NamedSharding(mesh, spec))
+
+
+def _check_alike(first: Any, other: Any, i: int) -> None:
+    hint = "give stages that differ to the pipeline as a list of functions and a list of params"
+    tree.check_same_structure("stack_stages", f"params[{i}]", other, "params[0]", first)
+    leaves = zip(tree.paths(first), jax.tree.leaves(first), jax.tree.leaves(other), strict=False)
+    for name, a, b in leaves:
+        if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
+            raise ValueError(
+                f"params[{i}]: leaf {name!r} is {jnp.result_type(b)}{list(jnp.shape(b))}, that of "
+                f"params[0] {jnp.result_type(a)}{list(jnp.shape(a))}; {hint}"
+            )
+
+
+def unstack_stages(stacked: Any, *, virtual_stages: int = 1) -> list[Any]:
+    """Return the trees of the stages in the model's order: the inverse of `stack_stages`.
+
+    Args:
+      stacked: a tree with leaves of shape (stages, …); (v, p, …) with `virtual_stages` = v > 1. A
+        list or tuple of unlike stages is not stacked: use it as it is.
+      virtual_stages: as it was given to `stack_stages`.
+
+    Raises:
+      ValueError: no leaves, or leaves that have not the same leading axes.
+    """
+    v = checks.count("virtual_stages", virtual_stages)
+    axes = 2 if v > 1 else 1
+    leading = {jnp.shape(x)[:axes] for x in jax.tree.leaves(stacked)}
+    if len(leading) != 1 or len(min(leading)) != axes or (v > 1 and min(leading)[0] != v):
+        axes_needed = f"({v}, p)" if v > 1 else "(p,)"
+        raise ValueError(
+            f"stacked: with virtual_stages={v} all leaves must begin with the same {axes_needed}; "
+            f"these begin with {tree.listed(sorted(map(str, leading))) or 'nothing'}"
+        )
+    shape = min(leading)
+    return [jax.tree.map(partial(_take, at), stacked) for at in np.ndindex(shape)]
+
+
+def _take(at: tuple[int, ...], x: Any) -> Any:
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return x[at]
+    # Along an explicit axis it must be said that the stage goes to all devices.
+    rest = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(at) :]))
+    return x.at[at].get(out_sharding=rest)

@@ -1,0 +1,288 @@
+"""Row-sparse gradients of tables: `Rows`, `Table`, `value_and_grad`, `densify`.
+
+An embedding table may have millions of rows of which a step looks up thousands. `value_and_grad`
+gives the gradient of such a leaf as the rows that were looked up, and no array of the table's size
+is made.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.lax import GatherScatterMode
+
+from optfn import core
+from optfn.autodiff.equations import Equations, read, variables
+from optfn.leaves import leafwise, tree
+from optfn.leaves.rows import Rows
+from optfn.leaves.tree import Pattern
+
+__all__ = ["Rows", "Table", "densify", "value_and_grad"]
+
+
+def densify() -> optax.GradientTransformationExtraArgs:
+    """Turn row-sparse gradients into dense ones, for the transforms of optax that follow.
+
+    No state. Real and complex leaves. It costs an array of the table's size.
+    """
+    return core.stateless(
+        "densify", lambda updates, params: leafwise.densify(updates), complex_leaves=True
+    )
+
+
+@jax.tree_util.register_pytree_node_class
+class Table:
+    """What stands for an embedding leaf inside a loss: it can be looked up, and nothing else.
+
+    `table[ids]` gives the rows of integer ids of any shape, (*ids.shape, …).
+
+    Args:
+      array: the leaf, (rows, …).
+      path: its path, for errors.
+    """
+
+    def __init__(self, array: Any, path: str) -> None:
+        self._array, self._path = array, path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return self._array.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the leaf."""
+        return self._array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the leaf."""
+        return self._array.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the leaf."""
+        return self._array.size
+
+    def __getitem__(self, ids: Any) -> Any:
+        if ids is Ellipsis:  # how nnx reads a Variable
+            return self
+        if isinstance(ids, list | int | np.ndarray | np.integer):
+            ids = jnp.asarray(np.asarray(ids))
+        if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
+            came = f"an array of dtype {ids.dtype}" if hasattr(ids, "dtype") else repr(ids)
+            raise TypeError(
+                f"table {self._path!r} is looked up by integer ids, table[ids]; got {came}"
+            )
+        rows = self._array[ids.reshape(-1)]  # a single id would be a slice, not a gather
+        return rows.reshape(*ids.shape, *self.shape[1:])
+
+    def __jax_array__(self) -> Any:
+        raise TypeError(_dense_use(self._path, "an operation on the whole array"))
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise TypeError(_dense_use(self._path, "a conversion to NumPy"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise TypeError(_dense_use(self._path, f"its attribute {name!r}"))
+
+    def tree_flatten(self) -> tuple[tuple[Any], str]:
+        """Return the array and, as static data, the path."""
+        return (self._array,), self._path
+
+    @classmethod
+    def tree_unflatten(cls, path: str, children: tuple[Any]) -> "Table":
+        """Return the table of an array and a path."""
+        return cls(children[0], path)
+
+
+def _refuse(operation: str) -> Callable[..., Any]:
+    def refuse(self: Table, *args: Any) -> Any:
+        raise TypeError(_dense_use(self._path, operation))
+
+    return refuse
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
+    setattr(Table, f"__{_name}__", _refuse(f"{_name}"))
+    setattr(Table, f"__r{_name}__", _refuse(f"{_name}"))
+for _name in (
+    *("neg", "abs", "len", "iter", "bool", "contains", "float", "int"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+):
+    setattr(Table, f"__{_name}__", _refuse(_name))
+
+
+def _dense_use(path: str, use: str) -> str:
+    return (
+        f"table {path!r} can only be looked up, table[ids]; the loss uses it otherwise ({use}). "
+        "Leave that leaf dense: take it out of `tables`"
+    )
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    tables: Pattern,
+    *,
+    has_aux: bool = False,
+    transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """Return the function that gives a loss and its gradients, with rows for tables.
+
+    Like `jax.value_and_grad` for the first argument, but for the leaves that `tables` selects: in
+    `loss_fn` they are `Table`s, their gradient is `Rows`, with an entry for each id that was looked
+    up, and no array of the table's size is made.
+
+    Args:
+      loss_fn: (params, *args) -> loss, or (loss, aux). Lookups may stand in jit and vmap; in the
+        body of a scan, a cond or a checkpoint they are an error: look up before it.
+      tables: a regular expression that matches the whole path of each table, or path -> bool.
+      has_aux: whether `loss_fn` gives auxiliary data as well.
+      transform: what to do to the loss once its lookups are done, such as a `recompute` of names in
+        it: segments that are computed again may not contain a lookup.
+
+    Returns:
+      (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients); jit-able.
+
+    Raises:
+      ValueError: the pattern matches no leaf.
+      TypeError: a table that is not a floating-point array with rows, ids that are not integers, or
+        any use of a table but to look up.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"table": jnp.ones((1000, 2)), "w": jnp.ones(2)}
+    >>> loss = lambda p, ids: jnp.sum(p["table"][ids] @ p["w"])
+    >>> value, grads = value_and_grad(loss, "table")(params, jnp.array([3, 5, 3]))
+    >>> grads["table"].indices.tolist(), grads["table"].num_rows
+    ([3, 5, 3], 1000)
+    """
+    tables = tree.check_pattern("tables", tables)  # type: ignore[assignment]
+    if tables is None:
+        raise TypeError("tables must be a pattern of leaf paths; got None")
+
+    def value_and_rows(params: Any, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = tree.flatten(params)
+        paths, chosen = tree.paths(params), tree.select(tables, params, "tables")
+        for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
+            if is_table:
+                _check_table(path, leaf)
+
+        def called(leaves: list[Any]) -> Any:
+            whole = [
+                Table(x, path) if is_table else x
+                for x, path, is_table in zip(leaves, paths, chosen, strict=True)
+            ]
+            return loss_fn(structure.unflatten(whole), *args, **kwargs)
+
+        program = Equations(called, leaves)
+        inputs = iter(program.inputs)
+        own = [None if tree.is_hole(x) else next(inputs) for x in leaves]
+        path_of = {v: p for v, p, is_table in zip(own, paths, chosen, strict=True) if is_table}
+        lookups = _lookups(program, path_of)
+
+        arrays = {v: x for v, x in zip(own, leaves, strict=True) if v is not None}
+        outputs = [e.outvars[0] for e in lookups]
+        first = program.run(program.needed_for(outputs), arrays)
+        ids = [starts[..., 0] for starts in read(first, [e.invars[1] for e in lookups])]
+
+        def loss(dense: list[Any], looked_up: list[jax.Array]) -> Any:
+            known = arrays | {v: x for v, x in zip(own, dense, strict=True) if x is not None}
+            instead = {
+                id(e): partial(_constant, x) for e, x in zip(lookups, looked_up, strict=True)
+            }
+            values = program.run(program.equations, known, instead)
+            return program.structure.unflatten(read(values, program.outputs))
+
+        dense = [
+            None if is_table or v is None else x
+            for v, x, is_table in zip(own, leaves, chosen, strict=True)
+        ]
+        value, (grads, found) = jax.value_and_grad(
+            loss if transform is None else transform(loss),
+            argnums=(0, 1),
+            has_aux=has_aux,
+            allow_int=True,
+        )(dense, read(first, outputs))
+        grads = [
+            _rows(x, [r for r in zip(lookups, ids, found, strict=True) if r[0].invars[0] is v])
+            if is_table
+            else (x if v is None else g)
+            for g, x, v, is_table in zip(grads, leaves, own, chosen, strict=True)
+        ]
+        return value, structure.unflatten(grads)
+
+    return value_and_rows
+
+
+def _constant(x: jax.Array, *arguments: Any) -> list[jax.Array]:
+    return [x]
+
+
+def _check_table(path: str, leaf: Any) -> None:
+    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        came = getattr(leaf, "dtype", type(leaf).__name__)
+        raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
+    if not leaf.ndim or not leaf.shape[0]:
+        raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")
+
+
+def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Any]:
+    """Return the equations that look tables up; raise a TypeError if one does anything else."""
+    found = []
+    for equation in program.equations:
+        used = [v for v in variables(equation.invars) if v in path_of]
+        if not used:
+            continue
+        if not _is_lookup(equation, path_of):
+            name, path = equation.primitive.name, path_of[used[0]]
+            if any(
+                key in equation.params for key in ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
+            ):
+                raise TypeError(
+                    f"table {path!r} is used inside the body of {name}, where its rows cannot be "
+                    "traced out: look up before it, and hand the rows in"
+                )
+            raise TypeError(_dense_use(path, name))
+        found.append(equation)
+    for v in variables(program.outputs):
+        if v in path_of:
+            raise TypeError(_dense_use(path_of[v], "it is returned"))
+    return found
+
+
+def _is_lookup(equation: Any, path_of: dict[Any, str]) -> bool:
+    """Tell whether an equation takes whole rows of a table, and uses no other."""
+    if equation.primitive.name != "gather" or equation.invars[1] in path_of:
+        return False
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    return (
+        tuple(numbers.collapsed_slice_dims) == (0,)
+        and tuple(numbers.start_index_map) == (0,)
+        and not numbers.operand_batching_dims
+        and tuple(sizes[1:]) == equation.invars[0].aval.shape[1:]
+    )
+
+
+def _rows(table: Any, lookups: list[tuple[Any, jax.Array, jax.Array]]) -> Rows:
+    """Return the gradient of a table from (equation, ids, gradient of what was looked up)."""
+    num_rows, row = table.shape[0], table.shape[1:]
+    # With no lookup at all, one row that does not count.
+    indices = [jnp.full(0 if lookups else 1, num_rows, jnp.int32)]
+    values = [jnp.zeros((0 if lookups else 1, *row), table.dtype)]
+    for equation, ids, gradient in lookups:
+        last = range(-len(row), 0)
+        within = jnp.moveaxis(
+            gradient, equation.params["dimension_numbers"].offset_dims, tuple(last)
+        )
+        if equation.params["mode"] == GatherScatterMode.CLIP:
+            ids = jnp.clip(ids, 0, num_rows - 1)
+        ids = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
+        indices.append(ids.reshape(-1).astype(jnp.int32))
+        values.append(within.reshape(-1, *row))
+    return Rows(jnp.concatenate(indices), jnp.concatenate(values), num_rows)

@@ -1,0 +1,264 @@
+"""Optimizer state seen from outside: dicts for checkpoints, averages, a summary.
+
+A part of the state is named by words: the transform that owns it, the field, the path of the leaf,
+as in "scale_by_adam/mu/layers/0/w" (`optfn.tree.named_parts`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optfn.leaves import tree
+from optfn.leaves.layout import is_packed
+from optfn.leaves.packed import fits, pack_like, unpack
+from optfn.transforms import learning_rate as rates
+from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, observe
+from optfn.wrappers.averaging import (
+    ExponentialMovingAverageState,
+    ModelAverageState,
+    read_average,
+)
+
+# The format of `state_dict`. A change of names or meanings raises it.
+VERSION = 1
+
+
+def _named_leaves(opt_state: Any) -> Iterator[tuple[str, Any]]:
+    return tree.named_parts(opt_state, unnamed=rates.is_rate)
+
+
+def state_dict(opt_state: Any) -> dict[str, Any]:
+    """Return the arrays of a state by name, and the format's "version".
+
+    The names are words that stay when a transform is inserted in the chain, and are the same
+    whether the learning rate is a number, an array or a schedule, and whether params are packed.
+    `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
+    the bits they are made of.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped.
+
+    Returns:
+      A dict of NumPy arrays on the host; arrays that other processes hold a part of, and traced
+      ones, come as they are.
+    """
+    host = unpack(jax.tree.map(_to_host, opt_state))
+    return {"version": np.asarray(VERSION), **dict(_named_leaves(host))}
+
+
+def _to_host(leaf: Any) -> Any:
+    if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True):
+        return leaf
+    array = np.array(leaf)
+    return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array
+
+
+def _is_foreign(dtype: Any) -> bool:
+    """Tell whether NumPy knows the dtype only by its size (bfloat16, float8)."""
+    return np.dtype(dtype).kind == "V"
+
+
+def _bits(dtype: Any) -> np.dtype:
+    return np.dtype(f"u{np.dtype(dtype).itemsize}")
+
+
+def load_state_dict(opt_state: Any, mapping: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Return `opt_state` with the arrays of `mapping`, as `state_dict` gave them.
+
+    Args:
+      opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
+        structure, wrappers, dtypes and shardings.
+      mapping: arrays by name: a dict, or what `numpy.load` gives.
+      strict: whether every name of the template must be in `mapping` and no other. If not, parts
+        that are missing stay as the template has them, and others are passed over.
+
+    A state saved under a number loads under a schedule and the other way round: the step goes on.
+
+    Raises:
+      ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
+        or the version is newer than this one; the error lists all.
+    """
+    version = int(np.asarray(mapping["version"])) if "version" in mapping else VERSION
+    if version > VERSION:
+        raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
+    plain = unpack(jax.tree.map(_template, opt_state)) if _holds_packed(opt_state) else opt_state
+    named = list(_named_leaves(plain))
+    names = {name for name, _ in named}
+    wrong = []
+    if strict:
+        extra = [name for name in mapping if name not in names and name != "version"]
+        missing = [name for name, _ in named if name not in mapping]
+        wrong += [f"missing {tree.listed(missing)}"] if missing else []
+        wrong += [f"not expected {tree.listed(extra)}"] if extra else []
+    leaves = []
+    for name, leaf in named:
+        if name not in mapping:
+            leaves.append(leaf)
+            continue
+        value, problem = _fitted(mapping[name], leaf)
+        if problem:
+            wrong.append(f"{name!r} {problem}")
+        leaves.append(value)
+    if wrong:
+        raise ValueError("the state does not fit: " + "; ".join(wrong))
+    loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    return loaded if plain is opt_state else _packed_as(opt_state, loaded)
+
+
+def _holds_packed(x: Any) -> bool:
+    return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
+
+
+def _template(leaf: Any) -> Any:
+    """Return an array on the host of the shape of `leaf`, whose parts stand for leaves."""
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def _packed_as(opt_state: Any, plain: Any) -> Any:
+    """Return `plain` packed where `opt_state` is, on the same devices."""
+
+    def packed(node: Any, loaded: Any) -> Any:
+        if not fits(node):
+            return loaded
+        lead = max((x.ndim - 1 for x in node.buffers if not tree.is_hole(x)), default=0)
+        whole = pack_like(node.layout, loaded, lead)
+        return jax.tree.map(lambda x, like: _fitted(x, like)[0], whole, node)
+
+    return jax.tree.map(packed, opt_state, plain, is_leaf=is_packed)
+
+
+def _fitted(value: Any, leaf: Any) -> tuple[Any, str]:
+    """Return `value` as an array like `leaf`, and what keeps it from being one."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        fits = value.shape == leaf.shape and value.dtype == leaf.dtype
+        return value, "" if fits else f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
+    array = np.asarray(value)
+    dtype = np.dtype(leaf.dtype)
+    if array.shape != leaf.shape:
+        return leaf, f"has shape {array.shape}, the template {leaf.shape}"
+    if _is_foreign(dtype) and array.dtype in (_bits(dtype), np.dtype(f"V{dtype.itemsize}")):
+        array = array.view(dtype)
+    if not jnp.can_cast(array.dtype, dtype, "same_kind") and not _is_foreign(array.dtype):
+        return leaf, f"has dtype {array.dtype}, the template {dtype}"
+    array = array.astype(dtype)
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not getattr(leaf, "committed", True):
+        return jnp.asarray(array), ""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""
+
+
+def _is_average(x: Any) -> bool:
+    return isinstance(x, ExponentialMovingAverageState | ModelAverageState)
+
+
+def averaged_params(opt_state: Any, params: Any, *, name: str | None = None) -> Any:
+    """Return the average of the parameters that a state holds: fluid's apply.
+
+    Nothing is changed; restoring is keeping the parameters one has. Before the first update, and
+    for leaves that are not averaged, it is the parameters themselves, copied.
+
+    Args:
+      opt_state: the state of an optimizer with an average in it.
+      params: the parameters, for structure and dtypes.
+      name: which average, where there are several: part of its name, whole words, such as
+        "model_average".
+
+    Raises:
+      ValueError: there is no average, or several; the error lists them.
+    """
+    parts = tree.named_parts(opt_state, stop=_is_average)
+    found = {part_name: part for part_name, part in parts if _is_average(part)}
+    chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
+    if len(chosen) != 1:
+        raise ValueError(
+            f"the state must hold one average{f' named {name!r}' if name else ''}, or name= choose "
+            f"one; it holds {', '.join(map(repr, found)) or 'none'}"
+        )
+    return read_average(next(iter(chosen.values())), params)
+
+
+def summary(tx: optax.GradientTransformation, params: Any) -> str:
+    """Return a table of what an optimizer keeps for each parameter.
+
+    Args:
+      tx: an optimizer, however wrapped; nothing is allocated and no mesh axis is needed.
+      params: the parameters, arrays or ShapeDtypeStructs.
+
+    Returns:
+      Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
+    """
+    attrs: dict[str, ParamAttr] = {}
+
+    def init(params: Any) -> Any:
+        state, seen = observe(tx, params)
+        attrs.update(seen)
+        return unpack((state, params))
+
+    state, params = jax.eval_shape(init, params)
+    names, leaves = tree.paths(params), tree.flatten(params)[0]
+    kept = _bytes_by_leaf(state, names)
+    rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element")]
+    for name, p in zip(names, leaves, strict=True):
+        if tree.is_hole(p):
+            continue
+        per = f"{kept[name] / p.size:.2f}" if p.size else "-"
+        shape = "×".join(map(str, p.shape)) or "scalar"
+        described = _described(attrs.get(name, DEFAULT), p)
+        rows.append((name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per))
+    arrays = [p for p in leaves if not tree.is_hole(p)]
+    count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
+    total = sum(_bytes(leaf) for _, leaf in _named_leaves(state))
+    per = f"{total / count:.2f}" if count else "-"
+    rows.append((f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per))
+    return _table(rows)
+
+
+def _bytes(leaf: Any) -> int:
+    return int(leaf.size) * leaf.dtype.itemsize
+
+
+def _bytes_by_leaf(state: Any, names: list[str]) -> dict[str, int]:
+    """Return the bytes of state that belong to the parameter of each path."""
+    kept = dict.fromkeys(names, 0)
+    longest_first = sorted(kept, key=len, reverse=True)
+    for part, leaf in _named_leaves(state):
+        for name in longest_first:
+            if part.endswith(f"/{name}") or (name == "" and leaf.shape):
+                kept[name] += _bytes(leaf)
+                break
+    return kept
+
+
+def _described(attr: ParamAttr, p: Any) -> str:
+    if not jnp.issubdtype(p.dtype, jnp.inexact):
+        return "held: not floating point"
+    if not attr.trainable:
+        return "held: not trainable"
+    words = []
+    if attr.learning_rate != 1.0:
+        words.append(f"rate × {attr.learning_rate:g}")
+    if attr.regularization is None:
+        words.append("no regularization")
+    elif attr.regularization is not INHERIT:
+        words.append("own regularization")
+    if not attr.need_clip:
+        words.append("not clipped")
+    return ", ".join(words)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    right = {4, 5}
+    lines = [
+        "  ".join(
+            cell.rjust(w) if k in right else cell.ljust(w)
+            for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    rule = "-" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])

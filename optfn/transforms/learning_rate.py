@@ -1,0 +1,157 @@
+"""The learning rate as part of the state: a number, an array or a schedule.
+
+A Python or NumPy number belongs to the state: the program reads it there, so setting it recompiles
+nothing. A schedule and a JAX array drive the rate from outside; the state only shows it. The two
+cases have states of the same fields, told apart by their type.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optfn import checks, core
+from optfn.leaves import tree
+
+
+class LearningRateState(NamedTuple):
+    """A rate that `set_learning_rate` may change: int32 step, float32 rate; 8 bytes."""
+
+    step: jax.Array
+    learning_rate: jax.Array
+
+
+class DrivenLearningRateState(LearningRateState):
+    """A rate that a schedule or an array drives: the state shows the one last used."""
+
+    __slots__ = ()
+
+
+class PlateauLearningRateState(LearningRateState):
+    """A rate that multiplies the one before it, which is 1: `reduce_on_plateau`'s."""
+
+    __slots__ = ()
+
+
+def check(learning_rate: Any) -> Any:
+    """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule."""
+    if callable(learning_rate):
+        return learning_rate
+    return checks.nonnegative("learning_rate", learning_rate)
+
+
+def init(learning_rate: Any) -> LearningRateState:
+    """Return the state of a rate that has not been used; it shows the rate of step 0."""
+    step = core.first_step()
+    if checks.is_host_number(learning_rate):
+        return LearningRateState(step, jnp.asarray(learning_rate, jnp.float32))
+    return DrivenLearningRateState(step, _driven(learning_rate, step))
+
+
+def init_plateau(learning_rate: Any) -> LearningRateState:
+    """Return the state of a rate that a metric lowers."""
+    return PlateauLearningRateState(core.first_step(), jnp.asarray(learning_rate, jnp.float32))
+
+
+def advance(learning_rate: Any, state: LearningRateState) -> tuple[jax.Array, LearningRateState]:
+    """Return the rate of this step, a float32 scalar, and the state after it."""
+    if checks.is_host_number(learning_rate):
+        rate = state.learning_rate
+    else:
+        rate = _driven(learning_rate, state.step)
+    return rate, state._replace(step=core.next_step(state.step), learning_rate=rate)
+
+
+def _driven(learning_rate: Any, step: jax.Array) -> jax.Array:
+    rate = learning_rate(step) if callable(learning_rate) else learning_rate
+    rate = jnp.asarray(rate)
+    if rate.shape != () or jnp.iscomplexobj(rate):
+        raise ValueError(
+            "learning_rate must be a real scalar; the schedule gave an array of shape "
+            f"{rate.shape} and dtype {rate.dtype}"
+        )
+    return rate.astype(jnp.float32)
+
+
+def is_rate(x: Any) -> bool:
+    """Tell whether `x` is the state of a rate."""
+    return isinstance(x, LearningRateState)
+
+
+def get_learning_rate(opt_state: Any, path: str | None = None) -> jax.Array:
+    """Return the learning rate in a state: after init that of step 0, after k updates the k-th's.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped.
+      path: which rate, where there are several (`optax.partition`): part of the name of its state,
+        whole words, such as the label of the partition.
+
+    Returns:
+      A float32 scalar.
+
+    Raises:
+      ValueError: there is no rate, or there are several different ones; the error lists them.
+    """
+    found = _rates(opt_state, path)
+    values = {name: jax.tree.leaves(rate.learning_rate)[0] for name, rate in found.items()}
+    first, *others = values.values()
+    if any(not _equal(first, other) for other in others):
+        listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
+        raise ValueError(
+            f"the state holds several learning rates; choose one by path=. They are {listed}"
+        )
+    return first
+
+
+def set_learning_rate(opt_state: Any, value: Any, path: str | None = None) -> Any:
+    """Return `opt_state` with another learning rate; nothing is recompiled.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped.
+      value: the rate, a number ≥ 0 or a 0-d array.
+      path: which rate, as in `get_learning_rate`; None sets all.
+
+    Raises:
+      ValueError: there is no rate, or a schedule or an array drives it.
+    """
+    checks.nonnegative("value", value)
+    found = _rates(opt_state, path)
+    driven = [name for name, rate in found.items() if isinstance(rate, DrivenLearningRateState)]
+    if driven:
+        raise ValueError(
+            f"the learning rate of {', '.join(map(repr, driven))} is driven by a schedule or an "
+            "array and cannot be set; make the optimizer with a Python number instead"
+        )
+    chosen = {id(rate) for rate in found.values()}
+
+    def put(node: Any) -> Any:
+        if id(node) not in chosen:
+            return node
+        # Over the leaves, so that a wrapper around the array stays.
+        rate = jax.tree.map(lambda old: jnp.full_like(old, value), node.learning_rate)
+        return node._replace(learning_rate=rate)
+
+    return jax.tree.map(put, opt_state, is_leaf=is_rate)
+
+
+def _rates(opt_state: Any, path: str | None) -> dict[str, LearningRateState]:
+    """Return the rates in a state by name, those that `path` chooses."""
+    parts = tree.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
+    everything = {name: part for name, part in parts if is_rate(part)}
+    # A plateau's rate multiplies that of the optimizer before it, which is 1.
+    plateau = [k for k, v in everything.items() if isinstance(v, PlateauLearningRateState)]
+    found = {name: everything[name] for name in plateau or everything}
+    if not found:
+        raise ValueError("the state holds no learning rate")
+    if path is None:
+        return found
+    chosen = {name: rate for name, rate in found.items() if f"/{path}/" in f"/{name}/"}
+    if not chosen:
+        raise ValueError(f"no learning rate at path {path!r}; there are {', '.join(found)}")
+    return chosen
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return a is b
+    return bool(jnp.array_equal(a, b))

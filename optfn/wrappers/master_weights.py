@@ -1,0 +1,98 @@
+"""Float32 masters of parameters that are kept in fewer bits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import core
+from optfn.leaves import leafwise, tree
+
+
+class MasterWeightsState(NamedTuple):
+    """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
+
+    master: Any
+    inner_state: Any
+
+
+def master_weights(
+    tx: optax.GradientTransformation, dtype: Any = jnp.float32
+) -> optax.GradientTransformationExtraArgs:
+    """Run an optimizer on wide copies of narrow parameters.
+
+        M = M + tx(g, M)
+        u = M − p,  in `dtype`: p + u rounds to M rounded
+
+    The parameters are then M rounded, whatever was put into them from outside.
+
+    Args:
+      tx: an optimizer of optfn or optax; it sees the masters as its params.
+      dtype: of the masters, float32 or float64. Leaves that are as wide already have none.
+
+    State: the masters, 4 bytes per narrow parameter, beside the state of `tx`. The update of a leaf
+    with a master is in `dtype`, wider than the parameter.
+
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"dtype must be float32 or float64; got {dtype}")
+    inner = optax.with_extra_args_support(tx)
+
+    def narrow(p: Any) -> bool:
+        return (
+            not leafwise.is_absent(p)
+            and jnp.issubdtype(p.dtype, jnp.floating)
+            and jnp.finfo(p.dtype).bits < jnp.finfo(dtype).bits
+        )
+
+    def init(params: Any) -> MasterWeightsState:
+        leaves, structure = tree.flatten(params)
+        wide = [jnp.asarray(p).astype(dtype) if narrow(p) else p for p in leaves]
+        masters = [
+            w if narrow(p) else optax.MaskedNode() for w, p in zip(wide, leaves, strict=True)
+        ]
+        inner_state = inner.init(structure.unflatten(wide))
+        return MasterWeightsState(structure.unflatten(masters), inner_state)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError(
+                "master_weights needs the parameters: call update(updates, state, params)"
+            )
+        tree.check_same_structure("master_weights", "the state", state.master, "params", params)
+        leaves, structure = tree.flatten(params)
+        masters = tree.flatten(state.master)[0]
+        wide = structure.unflatten(
+            [p if tree.is_hole(m) else m for m, p in zip(masters, leaves, strict=True)]
+        )
+        new, inner_state = inner.update(updates, state.inner_state, wide, **extra)
+        moved = tree.flatten(core.apply_updates(wide, new))[0]
+        out = [
+            u if tree.is_hole(m) else landing(p, w)
+            for u, m, p, w in zip(tree.flatten(new)[0], masters, leaves, moved, strict=True)
+        ]
+        kept = [w if not tree.is_hole(m) else m for w, m in zip(moved, masters, strict=True)]
+        return (
+            structure.unflatten(out),
+            MasterWeightsState(structure.unflatten(kept), inner_state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def landing(p: jax.Array, master: jax.Array) -> jax.Array:
+    """Return the update that brings p to `master` rounded: master − p.
+
+    Where the difference itself had to be rounded, p + u may land beside; there the update is the
+    difference to the rounded master, whose sum is nearer. A difference of zero is −0.0, which
+    leaves −0.0 as it is.
+    """
+    wide = p.astype(master.dtype)
+    rounded = master.astype(p.dtype)
+    u = master - wide
+    lands = (wide + u).astype(p.dtype) == rounded
+    u = jnp.where(lands, u, rounded.astype(master.dtype) - wide)
+    return jnp.where(u == 0, -0.0, u)
