@@ -1,0 +1,75 @@
+"""What a state says about the workers of a mesh: an open protocol that names no scheme.
+
+A transform that communicates needs three things that others do not. Its state says each of them,
+and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
+asks the state:
+
+* which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
+* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves;
+* whether its updates may be row-sparse: its state type has `passes_rows = True`, and `update` takes
+  `row_updates=True`.
+
+A wrapper may stand around such a transform if its own state is right on every worker; its state
+type then has `passes_own_gradients = True`.
+
+    class MySchemeState(NamedTuple):
+        num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
+        residual: PerWorker         # flat arrays (n,) in init; (N·n,) on a mesh
+        exchanged: Exchanged        # exchanged(params) in init
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from optfn.leaves import tree
+
+
+class PerWorker(NamedTuple):
+    """A part of a state that is a worker's own: arrays with at least one axis, (n, …).
+
+    On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
+    It adds no word to the names of `state_dict`.
+    """
+
+    value: Any
+
+
+class ExchangedLeaf(NamedTuple):
+    """Stands in an `Exchanged` for a leaf; it holds nothing."""
+
+
+class Exchanged(NamedTuple):
+    """The leaves whose gradients a transform takes from each worker, and exchanges by itself.
+
+    A tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each array. It
+    holds no array.
+    """
+
+    leaves: Any
+
+
+def exchanged(params: Any) -> Exchanged:
+    """Return the mark for all leaves of `params` that are not masked."""
+    return Exchanged(tree.map_arrays(lambda p: ExchangedLeaf(), params))
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, kind)
+
+
+def nodes_of(kind: type, state: Any) -> list[Any]:
+    """Return the nodes of a type in a state."""
+    return [x for x in jax.tree.leaves(state, is_leaf=_is(kind)) if isinstance(x, kind)]
+
+
+def exchanges(state: Any) -> bool:
+    """Tell whether there is a transform in a state that exchanges by itself."""
+    return bool(nodes_of(Exchanged, state))
+
+
+def has_own_state(state: Any) -> bool:
+    """Tell whether a part of a state is a worker's own."""
+    return bool(nodes_of(PerWorker, state))
