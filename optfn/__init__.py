@@ -24,12 +24,10 @@ around them, `optfn.optimizers` the chains, `optfn.schedules` rates as functions
 public names; `optfn.train` is the step, the loop and what reads the state.
 """
 
-from optax import chain
-
 from optfn import distributed, schedules, sparse
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
-from optfn.core import apply_updates
+from optfn.core import apply_updates, chain
 from optfn.leaves.layout import Packed
 from optfn.leaves.packed import pack, unpack
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
@@ -43,7 +41,12 @@ from optfn.train.state_dict import averaged_params, load_state_dict, state_dict,
 from optfn.train.step import TrainState, TrainStep, make_train_step
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
-from optfn.transforms.learning_rate import get_learning_rate, set_learning_rate
+from optfn.transforms.ftrl import ftrl_proximal
+from optfn.transforms.learning_rate import (
+    get_learning_rate,
+    scale_by_learning_rate,
+    set_learning_rate,
+)
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
@@ -56,17 +59,13 @@ from optfn.transforms.moment import (
 )
 from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
-from optfn.transforms.scaling import (
-    ftrl_proximal,
-    scale_by_lars,
-    scale_by_learning_rate,
-    scale_by_trust_ratio,
-)
+from optfn.transforms.scaling import scale_by_lars, scale_by_trust_ratio
 from optfn.wrappers.accumulation import accumulate
 from optfn.wrappers.attributes import ParamAttr
 from optfn.wrappers.averaging import exponential_moving_average, model_average
 from optfn.wrappers.master_weights import master_weights
-from optfn.wrappers.nonfinite import metrics, record_metrics, skip_nonfinite
+from optfn.wrappers.metrics import metrics, record_metrics
+from optfn.wrappers.nonfinite import skip_nonfinite
 
 __version__ = "0.1.0"
 

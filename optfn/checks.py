@@ -78,6 +78,11 @@ def nonnegative(name: str, value: Any) -> Any:
     return number(name, value, low=0.0)
 
 
+def positive(name: str, value: Any) -> Any:
+    """Return `value`, a number > 0."""
+    return number(name, value, low=0.0, low_open=True)
+
+
 def decay(name: str, value: Any) -> Any:
     """Return `value`, the factor of a moving average: a number in [0, 1)."""
     return number(name, value, low=0.0, high=1.0, high_open=True)
@@ -104,8 +109,8 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, options: Sequence[str]) -> str:
-    """Return `value`, one of the strings in `options`."""
+def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
+    """Return `value`, one of `options`."""
     if value not in options:
         allowed = ", ".join(map(repr, options))
         raise ValueError(f"{name} must be one of {allowed}; got {value!r}")

@@ -1,12 +1,22 @@
-"""The protocol: what every transform does with leaves before and after its rule.
+"""The protocol: what a gradient transformation does with leaves before and after its rule.
 
-A transform is an `optax.GradientTransformationExtraArgs`. `transform` makes one from a rule on
-trees and gives the rule clean input: gradients and parameters that match leaf by leaf, in float32
-or wider; holes where there is nothing to update.
+A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). Inside it is
+a rule: such a pair again, which may take for granted what users need not provide. Gradients and
+parameters match leaf by leaf, in one dtype of float32 or wider; what there is nothing to update in
+is masked. The edge around the rule checks what comes, casts it, and restores the updates. Rules
+chain without an edge between them, so that a gradient meets one edge per optimizer:
+
+    @transform(complex_leaves=True)
+    def scale(factor):
+        def update(updates, state, params, **extra):
+            return leafwise.apply(lambda g: factor * g, updates), state
+
+        return rule(lambda params: optax.EmptyState(), update)
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +24,125 @@ import numpy as np
 import optax
 
 from optfn import numerics
-from optfn.leaves import leafwise, rows, tree
+from optfn.leaves import leafwise, tree
+from optfn.leaves import rows as row_sparse
 from optfn.leaves.rows import Rows
+from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree, Updates
+
+P = ParamSpec("P")
+# init and update on clean trees; called so where it stands without an edge.
+Rule: TypeAlias = optax.GradientTransformationExtraArgs
+rule = optax.GradientTransformationExtraArgs
+
+
+class Transform(optax.GradientTransformationExtraArgs):
+    """A gradient transformation that knows the call that made it, and what stands behind its edge.
+
+    call: the factory's name, its positional and its keyword arguments; `repr` shows it.
+    rule: the rule behind the edge, None for what wraps other transformations.
+    needs_params: whether the rule reads params.
+    complex_leaves: whether the rule is defined for complex leaves.
+    param_attrs: the attributes that an optimizer gives to leaves, by pattern.
+    """
+
+    call: tuple[str, tuple[Any, ...], dict[str, Any]] = ("Transform", (), {})
+    rule: Rule | None = None
+    needs_params: bool = False
+    complex_leaves: bool = True
+    param_attrs: Any = None
+
+    def __repr__(self) -> str:
+        return call_text(*self.call)
+
+    @property
+    def parts(self) -> list[optax.GradientTransformation]:
+        """The transformations among the arguments of the call."""
+        arguments = [*self.call[1], *self.call[2].values()]
+        return [x for x in arguments if isinstance(x, optax.GradientTransformation)]
+
+
+def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return a call as it might be written: "adam(0.001, eps_hat=False)"."""
+
+    def text(x: Any) -> str:
+        if callable(x) and hasattr(x, "__qualname__"):
+            return str(x.__qualname__)
+        return f"<traced {x.aval.str_short()}>" if isinstance(x, jax.core.Tracer) else repr(x)
+
+    return (
+        f"{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
+    )
+
+
+def named(
+    factory: Callable[P, optax.GradientTransformation],
+) -> Callable[P, optax.GradientTransformationExtraArgs]:
+    """Decorate a factory so that what it makes is a `Transform` that shows its call."""
+
+    @functools.wraps(factory)
+    def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
+        made = factory(*args, **kwargs)
+        tx = Transform(*optax.with_extra_args_support(made))
+        tx.__dict__.update(getattr(made, "__dict__", {}))
+        tx.call = (factory.__name__, args, kwargs)
+        return tx
+
+    return make
 
 
 def transform(
-    name: str,
-    init: Callable[[Any], Any],
-    update: Callable[..., tuple[Any, Any]],
-    *,
-    needs_params: bool = False,
-    complex_leaves: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Return the gradient transformation of a rule.
-
-    The rule sees trees in which every leaf is a real (or complex) array of at least float32, or a
-    hole. Leaves that are held (integers) are holes to it: they get no state, and the update zero.
-    Updates come back in the dtype of the parameter, or of the gradient where no params are given.
+    *, needs_params: bool = False, complex_leaves: bool = False
+) -> Callable[[Callable[P, Rule]], Callable[P, optax.GradientTransformationExtraArgs]]:
+    """Decorate a factory of rules: it then makes gradient transformations, by an edge around each.
 
     Args:
-      name: how the transform is called in errors.
-      init: params -> state.
-      update: (updates, state, params, **extra) -> (updates, state).
+      needs_params: whether the rule reads params; without them it is an error.
+      complex_leaves: whether the rule is defined for complex leaves; else they are an error.
+    """
+
+    def decorate(factory: Callable[P, Rule]) -> Callable[P, optax.GradientTransformationExtraArgs]:
+        @named
+        @functools.wraps(factory)
+        def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
+            made = factory(*args, **kwargs)
+            return behind_edge(factory.__name__, made, needs_params, complex_leaves)
+
+        return make
+
+    return decorate
+
+
+@named
+def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Apply gradient transformations one after the other: `optax.chain`, with a repr.
+
+    Args:
+      *parts: transformations of optfn or optax.
+    """
+    tx = Transform(*optax.with_extra_args_support(optax.chain(*parts)))
+    rules = [rule_of(part) for part in parts]
+    tx.rule = optax.with_extra_args_support(optax.chain(*rules))
+    tx.needs_params = any(getattr(part, "needs_params", False) for part in parts)
+    tx.complex_leaves = all(getattr(part, "complex_leaves", True) for part in parts)
+    return tx
+
+
+def rule_of(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the rule behind the edge of `tx`, `tx` itself where it has none."""
+    return getattr(tx, "rule", None) or tx
+
+
+def behind_edge(
+    name: str, rule: Rule, needs_params: bool = False, complex_leaves: bool = True
+) -> Transform:
+    """Return the gradient transformation of a rule.
+
+    Leaves that are not floating point are masked to the rule: they get no state, and the update
+    zero. Updates come back in the dtype of the parameter, or of the gradient without params.
+
+    Args:
+      name: how the transformation is called in errors.
+      rule: init and update on clean trees.
       needs_params: whether the rule reads params; without them it is an error.
       complex_leaves: whether the rule is defined for complex leaves; else they are an error.
 
@@ -43,163 +150,132 @@ def transform(
       ValueError: structures or shapes that differ, params that are missing.
       TypeError: leaves that are not numbers, gradients of the wrong kind.
     """
+    edge = _Edge(name, complex_leaves)
 
-    def init_fn(params: Any) -> Any:
+    def init(params: Params) -> OptState:
         leaves, structure = tree.flatten(params)
-        live = []
-        for i, p in enumerate(map(_as_array, leaves)):
-            kind = _kind(name, "parameter", p, params, i, complex_leaves)
-            live.append(p if kind == "live" else optax.MaskedNode())
-        return init(structure.unflatten(live))
+        arrays = map(_as_array, leaves)
+        return rule.init(
+            structure.unflatten([edge.param(params, i, p) for i, p in enumerate(arrays)])
+        )
 
-    def update_fn(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         if params is None and needs_params:
             raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-        leaves = _align(name, updates, params, complex_leaves)
-        clean = leaves.structure.unflatten
-        new, state = update(
-            clean(leaves.updates), state, None if params is None else clean(leaves.params), **extra
-        )
-        return leaves.restore(new), state
+        if params is not None:
+            tree.check_same_structure(name, "updates", updates, "params", params)
+        gradients, structure = tree.flatten(updates)
+        parameters = [None] * len(gradients) if params is None else tree.flatten(params)[0]
+        entries = [
+            edge.enter(updates, params, i, _as_array(g), _as_array(p))
+            for i, (g, p) in enumerate(zip(gradients, parameters, strict=True))
+        ]
+        clean = structure.unflatten([e.gradient for e in entries])
+        given = None if params is None else structure.unflatten([e.param for e in entries])
+        new, state = rule.update(clean, state, given, **extra)
+        pairs = zip(tree.flatten(new)[0], entries, strict=True)
+        return structure.unflatten([_leave(u, entry) for u, entry in pairs]), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-class _Leaves(NamedTuple):
-    """Gradients and parameters leaf by leaf, as a rule sees them, and what a hole gets back."""
-
-    structure: Any
-    updates: list[Any]
-    params: list[Any]
-    dtypes: list[Any]  # of the update that comes back
-    held: list[Any]  # the update of a leaf that the rule does not see
-
-    def restore(self, updates: Any) -> Any:
-        return self.structure.unflatten(
-            [
-                held if tree.is_hole(u) else leafwise.cast(u, dtype)
-                for u, dtype, held in zip(
-                    tree.flatten(updates)[0], self.dtypes, self.held, strict=True
-                )
-            ]
-        )
+    tx = Transform(init, update)
+    tx.rule, tx.needs_params, tx.complex_leaves = rule, needs_params, complex_leaves
+    return tx
 
 
-def _align(name: str, updates: Any, params: Any, complex_leaves: bool) -> _Leaves:
-    if params is not None:
-        tree.check_same_structure(name, "updates", updates, "params", params)
-    gradients, structure = tree.flatten(updates)
-    gradients = list(map(_as_array, gradients))
-    parameters = [None] * len(gradients)
-    if params is not None:
-        parameters = list(map(_as_array, tree.flatten(params)[0]))
-    out = _Leaves(structure, [], [], [], [])
-    for i, (g, p) in enumerate(zip(gradients, parameters, strict=True)):
+class _Entry(NamedTuple):
+    """A gradient and its parameter as the rule sees them, and what goes out in return."""
+
+    gradient: Leaf
+    param: Leaf
+    dtype: DType  # of the update
+    frozen: Leaf  # the update of a leaf that the rule does not see
+
+
+def _leave(update: Leaf, entry: _Entry) -> Leaf:
+    return entry.frozen if tree.is_masked(update) else leafwise.cast(update, entry.dtype)
+
+
+class _Edge(NamedTuple):
+    """The checks and casts around a rule."""
+
+    name: str
+    complex_leaves: bool
+
+    def param(self, params: Params, i: int, p: Leaf) -> Leaf:
+        """Return leaf number i of params as a rule's init sees it."""
+        return p if self.is_trained("parameter", params, i, p) else optax.MaskedNode()
+
+    def enter(self, updates: Updates, params: Params | None, i: int, g: Leaf, p: Leaf) -> _Entry:
+        """Return leaf number i of updates and params as a rule's update sees them."""
         if params is None:
-            like, live = g, _kind(name, "gradient", g, updates, i, complex_leaves) == "live"
+            like, trained = g, self.is_trained("gradient", updates, i, g)
         else:
-            like, live = p, _kind(name, "parameter", p, params, i, complex_leaves) == "live"
-            _check_gradient(name, g, p, live, updates, i)
-        if live:
-            dtype = numerics.accumulator_dtype(like.dtype)
-            out.updates.append(leafwise.cast(_as_jax(g), dtype))
-            out.params.append(p if p is None else leafwise.cast(_as_jax(p), dtype))
-            out.dtypes.append(like.dtype)
-            out.held.append(None)
-        else:
-            out.updates.append(optax.MaskedNode())
-            out.params.append(optax.MaskedNode())
-            out.dtypes.append(None)
-            out.held.append(_held_update(g, p))
-    return out
+            like, trained = p, self.is_trained("parameter", params, i, p)
+            self.check_gradient(updates, i, g, p, trained)
+        if not trained:
+            return _Entry(optax.MaskedNode(), optax.MaskedNode(), None, frozen_update(g, p))
+        dtype = numerics.accumulator_dtype(like.dtype)
+        gradient, param = (x if x is None else leafwise.cast(_as_jax(x), dtype) for x in (g, p))
+        return _Entry(gradient, param, like.dtype, None)
 
+    def is_trained(self, what: str, of: Params, i: int, x: Leaf) -> bool:
+        """Tell whether a rule sees the leaf; raise a TypeError if it is no number."""
+        if tree.is_masked(x) or _is_float0(x):
+            return False
 
-def _held_update(g: Any, p: Any) -> Any:
-    """Return the update of a leaf that no rule sees: an integer zero, or the hole that came."""
-    if not tree.is_hole(p) and hasattr(p, "dtype"):
-        return numerics.integer_zeros(jnp.shape(p), p.dtype)
-    # Without params the dtype is unknown; int8 is the one that promotes no integer.
-    return numerics.integer_zeros(g.shape, np.int8) if _is_float0(g) else g
+        def leaf() -> str:
+            return f"{what} {tree.paths(of)[i]!r}"
 
-
-def _as_array(x: Any) -> Any:
-    """Return a Python number as the array that JAX takes it for; anything else as it is."""
-    return jnp.asarray(x) if isinstance(x, int | float | complex) else x
-
-
-def _as_jax(x: Any) -> Any:
-    return x if isinstance(x, jax.Array | Rows) else jnp.asarray(x)
-
-
-def _is_float0(x: Any) -> bool:
-    return getattr(x, "dtype", None) == jax.dtypes.float0
-
-
-def _is_known_zero(x: Any) -> bool:
-    """Tell whether `x` is an integer zero as `numerics.integer_zeros` makes it."""
-    return (
-        isinstance(x, np.ndarray)
-        and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)
-        and not x.any()
-    )
-
-
-def _kind(name: str, what: str, x: Any, of: Any, i: int, complex_leaves: bool) -> str:
-    """Return "live" for a leaf that a rule updates, "held" for one that it must not see."""
-    if tree.is_hole(x) or _is_float0(x):
-        return "held"
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(
-            f"{name}: {what} {tree.paths(of)[i]!r} must be an array; "
-            f"got {x!r} of type {type(x).__name__}"
-        )
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not complex_leaves:
-        raise TypeError(
-            f"{name} is not defined for complex leaves; {what} {tree.paths(of)[i]!r} "
-            f"has dtype {x.dtype}"
-        )
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        if isinstance(x, Rows):
-            _check_rows(f"{name}: {what} {tree.paths(of)[i]!r}", x)
-        return "live"
-    if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_:
-        if what == "gradient" and not _is_known_zero(x):
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            hint = ""
+            if callable(x):
+                hint = ". Keep functions out of params: equinox.partition(model, eqx.is_array)"
+            came = f"{x!r} of type {type(x).__name__}"
+            raise TypeError(f"{self.name}: {leaf()} must be an array; got {came}{hint}")
+        if jnp.issubdtype(x.dtype, jnp.complexfloating) and not self.complex_leaves:
             raise TypeError(
-                f"{name}: gradient {tree.paths(of)[i]!r} must be floating point; got {x.dtype}"
+                f"{self.name} is not defined for complex leaves; {leaf()} has dtype {x.dtype}"
             )
-        return "held"
-    raise TypeError(f"{name}: {what} {tree.paths(of)[i]!r} has dtype {x.dtype}, not a number")
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            if isinstance(x, Rows):
+                check_rows(f"{self.name}: {leaf()}", x)
+            return True
+        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
+            if what == "gradient" and not _is_known_zero(x):
+                raise TypeError(f"{self.name}: {leaf()} must be floating point; got {x.dtype}")
+            return False
+        raise TypeError(f"{self.name}: {leaf()} has dtype {x.dtype}, not a number")
+
+    def check_gradient(self, updates: Updates, i: int, g: Leaf, p: Leaf, trained: bool) -> None:
+        """Raise an error that names the leaf unless g is a gradient of p."""
+
+        def what() -> str:
+            came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
+            return f"{self.name}: the gradient of {tree.paths(updates)[i]!r} is {came}"
+
+        if not trained:
+            if tree.is_masked(g) or _is_float0(g) or _is_known_zero(g):
+                return
+            if tree.is_masked(p):
+                raise ValueError(f"{what()}, but params have no such leaf")
+            raise TypeError(
+                f"{what()}, but the parameter has dtype {p.dtype}: an integer leaf cannot be "
+                "trained (its gradient may be None or float0)"
+            )
+        if tree.is_masked(g):
+            raise ValueError(f"{what()}, but the parameter is a {p.dtype} array of shape {p.shape}")
+        if isinstance(g, Rows):
+            check_rows(f"{self.name}: the gradient of {tree.paths(updates)[i]!r}", g)
+        if not hasattr(g, "dtype") or not jnp.issubdtype(g.dtype, jnp.inexact):
+            raise TypeError(f"{what()}; it must be a floating-point array of shape {p.shape}")
+        if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
+            raise TypeError(f"{what()}, complex, but the parameter has dtype {p.dtype}")
+        if g.shape != p.shape:
+            raise ValueError(f"{what()} of shape {g.shape}; the parameter has shape {p.shape}")
 
 
-def _check_gradient(name: str, g: Any, p: Any, live: bool, updates: Any, i: int) -> None:
-    """Raise unless `g` may be the gradient of the parameter `p`."""
-
-    def what() -> str:
-        came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
-        return f"{name}: the gradient of {tree.paths(updates)[i]!r} is {came}"
-
-    if not live:
-        if tree.is_hole(g) or _is_float0(g) or _is_known_zero(g):
-            return
-        if tree.is_hole(p):
-            raise ValueError(f"{what()}, but params have no such leaf")
-        raise TypeError(
-            f"{what()}, but the parameter has dtype {p.dtype}: an integer leaf cannot be trained "
-            "(its gradient may be None or float0)"
-        )
-    if tree.is_hole(g):
-        raise ValueError(f"{what()}, but the parameter is a {p.dtype} array of shape {p.shape}")
-    if isinstance(g, Rows):
-        _check_rows(f"{name}: the gradient of {tree.paths(updates)[i]!r}", g)
-    if not hasattr(g, "dtype") or not jnp.issubdtype(g.dtype, jnp.inexact):
-        raise TypeError(f"{what()}; it must be a floating-point array of shape {p.shape}")
-    if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
-        raise TypeError(f"{what()}, complex, but the parameter has dtype {p.dtype}")
-    if g.shape != p.shape:
-        raise ValueError(f"{what()} of shape {g.shape}; the parameter has shape {p.shape}")
-
-
-def _check_rows(what: str, g: Rows) -> None:
+def check_rows(what: str, g: Rows) -> None:
     """Raise unless indices and values are what Rows are made of."""
     if g.indices.dtype != jnp.int32:
         raise TypeError(
@@ -213,100 +289,76 @@ def _check_rows(what: str, g: Rows) -> None:
         )
 
 
-def stateless(
-    name: str, update: Callable[[Any, Any], Any], **options: Any
-) -> optax.GradientTransformationExtraArgs:
-    """Return the transform of a rule without state, (updates, params) -> updates."""
+def frozen_update(g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a leaf that no rule sees: −0.0, an integer zero, or what is masked.
 
-    def update_fn(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    −0.0 is the only number that leaves p + u = p bit for bit.
+    """
+    if not tree.is_masked(p) and hasattr(p, "dtype"):
+        if jnp.issubdtype(p.dtype, jnp.inexact):
+            return jnp.full(p.shape, -0.0, p.dtype)
+        return numerics.integer_zeros(jnp.shape(p), p.dtype)
+    # Without params the dtype is unknown; int8 is the one that promotes no integer.
+    return numerics.integer_zeros(g.shape, np.int8) if _is_float0(g) else g
+
+
+def _as_array(x: Leaf) -> Leaf:
+    """Return a Python number as the array that JAX takes it for; anything else as it is."""
+    return jnp.asarray(x) if isinstance(x, int | float | complex) else x
+
+
+def _as_jax(x: Leaf) -> Leaf:
+    return x if isinstance(x, jax.Array | Rows) else jnp.asarray(x)
+
+
+def _is_float0(x: Leaf) -> bool:
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def _is_known_zero(x: Leaf) -> bool:
+    """Tell whether `x` is an integer zero as `numerics.integer_zeros` makes it."""
+    return (
+        isinstance(x, np.ndarray)
+        and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)
+        and not x.any()
+    )
+
+
+def stateless(update: Callable[[Updates, Params], Updates]) -> Rule:
+    """Return a rule without state from (updates, params) -> updates."""
+
+    def update_rule(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del extra
         return update(updates, params), state
 
-    return transform(name, lambda params: optax.EmptyState(), update_fn, **options)
+    return rule(lambda params: optax.EmptyState(), update_rule)
 
 
 def accumulating(
-    name: str,
-    rule: Callable[..., Any],
-    state_type: Any,
-    *,
-    fill: Any = 0.0,
-    complex_leaves: bool = False,
-    touched: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Return the transform of a rule that keeps one accumulator per field of `state_type`.
+    leaf_rule: Callable[..., Any], state_type: Any, *, fill: Any = 0.0, rows: str = "dense"
+) -> Rule:
+    """Return a rule that keeps one accumulator per field of `state_type`.
 
     Args:
-      name: how the transform is called in errors.
-      rule: (g, *accumulators) -> (update, *accumulators), on arrays.
+      leaf_rule: (g, *accumulators) -> (update, *accumulators), on arrays.
       state_type: a NamedTuple class; its fields, in order, are the accumulators.
       fill: what the accumulators start with.
-      complex_leaves: whether the rule is defined for complex leaves.
-      touched: see `leafwise.apply`.
+      rows: what becomes of row-sparse gradients; see `leafwise.apply`.
     """
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> OptState:
         return state_type(*(leafwise.zeros_like(params, fill=fill) for _ in state_type._fields))
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del params, extra
-        updates, *accumulators = leafwise.apply(rule, updates, *state, touched=touched)
+        updates, *accumulators = leafwise.apply(leaf_rule, updates, *state, rows=rows)
         return updates, state_type(*accumulators)
 
-    return transform(name, init, update, complex_leaves=complex_leaves)
-
-
-def check_leaves(name: str, updates: Any, what: str, like: Any) -> None:
-    """Raise an error unless `updates` has the structure of `like`, and its arrays their shapes.
-
-    A hole fits anything: what wraps an optimizer leaves it to the optimizer whether a leaf may go
-    without a gradient.
-    """
-    tree.check_same_structure(name, "updates", updates, what, like)
-    pairs = zip(tree.flatten(updates)[0], tree.flatten(like)[0], strict=True)
-    for i, (g, p) in enumerate(pairs):
-        if leafwise.is_absent(g) or leafwise.is_absent(p):
-            continue
-        if _shape(g) != _shape(p):
-            raise ValueError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {_shape(g)}, "
-                f"{what} {_shape(p)}" + (": made for other params" if "state" in what else "")
-            )
-        if _is_complex(g) and not _is_complex(p):
-            raise TypeError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex, {what} {p.dtype}"
-            )
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return x.shape if isinstance(x, Rows) else jnp.shape(x)
-
-
-def _is_complex(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.complexfloating) if hasattr(x, "dtype") else False
-
-
-def check_axis(name: str, axis_name: Any) -> None:
-    """Raise a ValueError unless all mesh axes of `axis_name` are bound here."""
-    for axis in axis_name if isinstance(axis_name, tuple | list) else (axis_name,):
-        try:
-            jax.lax.axis_size(axis)
-        except NameError:
-            raise ValueError(
-                f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
-                f"with the axis name {axis!r}, or give make_train_step a mesh with it as data_axis"
-            ) from None
-
-
-def when(due: jax.Array, fn: Callable[..., tuple[Any, ...]], *carry: Any) -> tuple[Any, ...]:
-    """Return fn(*carry) where `due`, a bool scalar, is true, else `carry`.
-
-    A loop of one turn or none: what a cond returns is new memory, what a loop carries is updated in
-    place, and nothing that comes after is fused into it.
-    """
-    return jax.lax.while_loop(
-        lambda state: state[0], lambda state: (jnp.zeros_like(due), *fn(*state[1:])), (due, *carry)
-    )[1:]
+    return rule(init, update)
 
 
 def first_step() -> jax.Array:
@@ -319,11 +371,56 @@ def next_step(step: jax.Array) -> jax.Array:
     return optax.safe_increment(step)
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def check_transform(argument: str, tx: Any, example: str) -> optax.GradientTransformation:
+    """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
+
+    What makes one on request, such as `optax.MultiSteps`, is asked for it.
+    """
+    if hasattr(tx, "gradient_transformation"):
+        tx = tx.gradient_transformation()
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"{argument} must be a gradient transformation such as optfn.{example}; "
+            f"got {tx!r} of type {type(tx).__name__}"
+        )
+    return tx
+
+
+def check_leaves(name: str, updates: Updates, what: str, like: PyTree) -> None:
+    """Raise an error unless `updates` has the structure of `like`, and its arrays their shapes.
+
+    A masked leaf fits anything: what wraps an optimizer leaves it to the optimizer whether a leaf
+    may go without a gradient.
+    """
+    tree.check_same_structure(name, "updates", updates, what, like)
+    pairs = zip(tree.flatten(updates)[0], tree.flatten(like)[0], strict=True)
+    for i, (g, p) in enumerate(pairs):
+        if not (leafwise.is_inexact(g) and leafwise.is_inexact(p)):
+            continue
+        if _shape(g) != _shape(p):
+            raise ValueError(
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {_shape(g)}, "
+                f"{what} {_shape(p)}" + (": made for other params" if "state" in what else "")
+            )
+        if jnp.iscomplexobj(_values(g)) and not jnp.iscomplexobj(_values(p)):
+            raise TypeError(
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex, {what} {p.dtype}"
+            )
+
+
+def _shape(x: Leaf) -> tuple[int, ...]:
+    return x.shape if isinstance(x, Rows) else jnp.shape(x)
+
+
+def _values(x: Leaf) -> Any:
+    return x.values if isinstance(x, Rows) else x
+
+
+def apply_updates(params: Params, updates: Updates) -> Params:
     """Return params + updates, each leaf in the dtype of the parameter.
 
-    The sum is taken in the wider of the two dtypes and rounded once. Holes stay holes. A row-sparse
-    update is scattered into the parameter: in place, where that is donated.
+    The sum is taken in the wider of the two dtypes and rounded once. Masked leaves stay masked. A
+    row-sparse update is scattered into the parameter: in place, where that is donated.
 
     Args:
       params: a tree of arrays.
@@ -335,19 +432,19 @@ def apply_updates(params: Any, updates: Any) -> Any:
     tree.check_same_structure("apply_updates", "updates", updates, "params", params)
     parameters, structure = tree.flatten(params)
 
-    def add(i: int, p: Any, u: Any) -> Any:
-        if tree.is_hole(p):
+    def add(i: int, p: Leaf, u: Leaf) -> Leaf:
+        if tree.is_masked(p):
             return p
         p = _as_jax(p)
-        if tree.is_hole(u) or _shape(u) != p.shape:
-            came = f"has shape {_shape(u)}" if not tree.is_hole(u) else "is missing"
+        if tree.is_masked(u) or _shape(u) != p.shape:
+            came = f"has shape {_shape(u)}" if not tree.is_masked(u) else "is missing"
             raise ValueError(
                 f"apply_updates: the update of leaf {tree.paths(params)[i]!r} {came}; "
                 f"the parameter has shape {p.shape}"
             )
         if isinstance(u, Rows):
-            _check_rows(f"apply_updates: the update of {tree.paths(params)[i]!r}", u)
-            return rows.add(p, u)
+            check_rows(f"apply_updates: the update of {tree.paths(params)[i]!r}", u)
+            return row_sparse.add(p, u)
         u = jnp.asarray(u)
         wide = p.dtype
         if jnp.issubdtype(p.dtype, jnp.inexact) and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:

@@ -26,7 +26,6 @@ from optfn.parallel import mesh
 from optfn.parallel.mesh import AxisName
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
-from optfn.wrappers.attributes import check_transform
 
 Leaves = list[jax.Array]
 
@@ -147,7 +146,7 @@ def deep_gradient_compression(
     DGCMomentumOptimizer. Both of theirs sample.
     """
     penalty = optax.identity() if regularization is None else regularization
-    check_transform("regularization", penalty, "l2_decay(1e-4)")
+    core.check_transform("regularization", penalty, "l2_decay(1e-4)")
     options = _Options(
         checks.decay("momentum", momentum),
         checks.count("rampup_begin_step", rampup_begin_step, low=0),
@@ -168,9 +167,8 @@ def deep_gradient_compression(
             "rampup_step times the stages of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.transform(
-        "deep_gradient_compression", partial(_init, options), partial(_update, options)
-    )
+    rule = core.rule(partial(_init, options), partial(_update, options))
+    return core.behind_edge("deep_gradient_compression", rule, complex_leaves=False)
 
 
 def _check_sparsity(sparsity: Any) -> tuple[float, ...]:
@@ -189,7 +187,7 @@ def _check_sparsity(sparsity: Any) -> tuple[float, ...]:
 def _check_clip_norm(norm: Any) -> Any:
     if norm is None:
         return None
-    return checks.number("local_grad_clip_norm", norm, low=0.0, low_open=True)
+    return checks.positive("local_grad_clip_norm", norm)
 
 
 def _init(options: _Options, params: Any) -> DeepGradientCompressionState:
@@ -231,8 +229,8 @@ def _update(
     velocity, u, v = (
         tree.flatten(x)[0] for x in (state.velocity, state.local_velocity, state.residual)
     )
-    small = [i for i, x in enumerate(velocity) if not tree.is_hole(x)]
-    large = [i for i, x in enumerate(v) if not tree.is_hole(x)]
+    small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
+    large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
     direction: list[Any] = [optax.MaskedNode()] * len(leaves)
 
     new = _dense_leaves(options, bad, _at(leaves, small), _at(velocity, small))
@@ -269,10 +267,10 @@ def _check_local(options: _Options, updates: Any) -> None:
     """Raise unless the axes are bound and each gradient is the worker's own, as far as is known."""
     name = "deep_gradient_compression"
     for axis_name in (options.axis_name, options.reduce_axis_name):
-        core.check_axis(name, mesh.axes(axis_name))
+        mesh.check_axis(name, mesh.axes(axis_name))
         checked = set(mesh.checked_axes(axis_name))
         for i, g in enumerate(tree.flatten(updates)[0]):
-            if tree.is_hole(g) or checked <= mesh.varying_axes(g):
+            if tree.is_masked(g) or checked <= mesh.varying_axes(g):
                 continue
             raise ValueError(
                 f"{name}: the gradient of {tree.paths(updates)[i]!r} is the same on all workers of "
@@ -287,11 +285,11 @@ def _check_state(options: _Options, updates: Any, state: DeepGradientCompression
         tree.check_same_structure("update", "the state", kept, "updates", updates)
     columns = (tree.flatten(x)[0] for x in (updates, state.velocity, state.residual))
     for i, (g, velocity, v) in enumerate(zip(*columns, strict=True)):
-        if tree.is_hole(g):
+        if tree.is_masked(g):
             continue
         large = options.compresses(g)
         kept, want = (v, (g.size,)) if large else (velocity, g.shape)
-        if tree.is_hole(kept) or jnp.shape(kept) != want:
+        if tree.is_masked(kept) or jnp.shape(kept) != want:
             raise ValueError(
                 f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
                 f"{getattr(kept, 'shape', None)}, not {want}: it was made for other params, or is "
@@ -301,7 +299,7 @@ def _check_state(options: _Options, updates: Any, state: DeepGradientCompression
 
 def _agree(options: _Options, updates: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return whether any worker's gradient is not finite, and the step: the same on all workers."""
-    leaves = [g.reshape(-1) for g in tree.flatten(updates)[0] if not tree.is_hole(g)]
+    leaves = [g.reshape(-1) for g in tree.flatten(updates)[0] if not tree.is_masked(g)]
     bad = jnp.asarray(False)
     if leaves:
         # One pass over each leaf into bits, and one reduction of those of all leaves.

@@ -8,9 +8,10 @@ import optax
 from optfn import core
 from optfn.checks import Number, Schedule
 from optfn.compression.dgc import deep_gradient_compression
+from optfn.optimizers.assembly import regularizing
 from optfn.parallel.mesh import AxisName
-from optfn.transforms.scaling import scale_by_learning_rate
-from optfn.wrappers.attributes import ParamAttrs, attributed, check_param_attrs, regularizing
+from optfn.transforms.learning_rate import scale_by_learning_rate
+from optfn.wrappers.attributes import ParamAttrs, attributed, check_param_attrs
 
 
 def dgc_momentum(
@@ -87,7 +88,7 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
-    tx = attributed("dgc_momentum", core.transform("dgc_momentum", *chain), attrs)
+    tx = attributed("dgc_momentum", core.behind_edge("dgc_momentum", core.rule(*chain)), attrs)
 
     def update(
         updates: Any,

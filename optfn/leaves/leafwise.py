@@ -1,6 +1,6 @@
 """Rules on arrays, applied to the leaves of trees; and trees of arrays that are like others.
 
-The one place where a rule meets a leaf: a dense one, one that is row-sparse, or a hole.
+The one place where a rule meets a leaf: dense, row-sparse, or several tensors in one array.
 """
 
 import collections
@@ -15,13 +15,18 @@ import numpy as np
 import optax
 
 from optfn import numerics
-from optfn.leaves import rows, tree
-from optfn.leaves.layout import Part, by_runs
+from optfn.leaves import rows as row_sparse
+from optfn.leaves import tree
+from optfn.leaves.layout import BufferLayout
 from optfn.leaves.rows import Rows
+from optfn.leaves.types import DType, Leaf, Params, PyTree, Updates
+
+# (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays
+Rule = Callable[..., Any]
 
 
-class ByRun(NamedTuple):
-    """What differs between the leaves of a buffer: for each run of it an array (count,)."""
+class PerTensor(NamedTuple):
+    """Scalars that differ between the tensors in one array: per run an array (num_tensors,)."""
 
     values: Sequence[Any]
 
@@ -29,82 +34,80 @@ class ByRun(NamedTuple):
 class PerLeaf(NamedTuple):
     """A scalar that differs between leaves: one per leaf, in the order of `tree.flatten`.
 
-    For a buffer of a Packed it is a ByRun, or one scalar for all leaves in it.
+    For an array of several tensors it is a PerTensor, or one scalar for all of them.
     """
 
     values: Sequence[Any]
 
-    def every(self) -> list[Any]:
-        """Return all scalars that are there, those of runs as arrays (count,)."""
-        lists = [v.values if isinstance(v, ByRun) else [v] for v in self.values]
+    def all(self) -> list[jax.Array]:
+        """Return the scalars of all leaves that are not masked, those of tensors as arrays."""
+        lists = [v.values if isinstance(v, PerTensor) else [v] for v in self.values]
         return [v for values in lists for v in values if v is not None]
 
 
-def per_leaf(fn: Callable[[jax.Array], Any], updates: Any) -> PerLeaf:
-    """Return fn of each leaf, of the values of a row-sparse one, None for a hole."""
+def per_tensor(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> PerLeaf:
+    """Return fn of each tensor, of the values of a row-sparse leaf; None for a masked one."""
     values: list[Any] = []
-    for g, part in zip(tree.flatten(updates)[0], tree.parts(updates), strict=True):
-        if tree.is_hole(g):
+    for g, layout in zip(tree.flatten(updates)[0], tree.layouts(updates), strict=True):
+        if tree.is_masked(g):
             values.append(None)
-        elif part is not None:
-            values.append(ByRun([jax.vmap(fn)(view) for view in part.views(g)]))
-        else:
+        elif layout.is_one_tensor or isinstance(g, Rows):
             values.append(fn(_values(g)))
+        else:
+            values.append(PerTensor([jax.vmap(fn)(tensors) for tensors in layout.tensors(g)]))
     return PerLeaf(values)
 
 
-def choose(of: Callable[[Any], Any], kinds: Sequence[Any], like: Any) -> PerLeaf:
-    """Return of(kind) for each leaf of `like`.
+def per_leaf(of: Callable[[Any], Any], kinds: Sequence[tuple[Any, ...]], like: PyTree) -> PerLeaf:
+    """Return the scalar of(kind) for each leaf of `like`.
 
     Args:
       of: gives a scalar.
-      kinds: one for each leaf, a tuple of them for a buffer, as `tree.select` gives flags.
+      kinds: for each leaf a tuple, with the kind of each leaf that lies in it, as `tree.select`
+        gives flags.
       like: the tree.
     """
     values: list[Any] = []
-    for kind, part in zip(kinds, tree.parts(like), strict=True):
-        if part is None:
-            values.append(of(kind))
-        elif len(set(kind)) == 1:
-            values.append(of(kind[0]))
+    for group, layout in zip(kinds, tree.layouts(like), strict=True):
+        if len(set(group)) == 1:
+            values.append(of(group[0]))
         else:
-            numbers = {k: i for i, k in enumerate(dict.fromkeys(kind))}
-            table = jnp.stack([jnp.asarray(of(k)) for k in numbers])
-            split = part.split([numbers[k] for k in kind])
-            values.append(ByRun([table[np.array(own)] for own in split]))
+            numbers = {kind: i for i, kind in enumerate(dict.fromkeys(group))}
+            table = jnp.stack([jnp.asarray(of(kind)) for kind in numbers])
+            runs = layout.by_run([numbers[kind] for kind in group])
+            values.append(PerTensor([table[np.array(run)] for run in runs]))
     return PerLeaf(values)
 
 
-def merge_rows(updates: Any) -> Any:
+def merge_rows(updates: Updates) -> Updates:
     """Return `updates` with each row of a row-sparse leaf once, as norms want it."""
-    return _map_rows(rows.merged, updates)
+    return _map_rows(row_sparse.merged, updates)
 
 
-def densify(updates: Any, warning: str = "") -> Any:
+def densify(updates: Updates, warning: str = "") -> Updates:
     """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
 
     def dense(g: Rows) -> jax.Array:
         if warning:
             warnings.warn(f"{warning}; it costs the whole table", stacklevel=2)
-        return rows.dense(g)
+        return row_sparse.dense(g)
 
     return _map_rows(dense, updates)
 
 
-def _map_rows(fn: Callable[[Rows], Any], updates: Any) -> Any:
+def _map_rows(fn: Callable[[Rows], Any], updates: Updates) -> Updates:
     leaves, structure = tree.flatten(updates)
     return structure.unflatten([fn(g) if isinstance(g, Rows) else g for g in leaves])
 
 
 def apply(
-    rule: Callable[..., Any],
-    updates: Any,
-    *state: Any,
-    params: Any = None,
+    rule: Rule,
+    updates: Updates,
+    *state: PyTree,
+    params: Params | None = None,
     shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
-    touched: bool = False,
-    linear: bool = False,
-    whole: bool = False,
+    rows: str = "dense",
+    each_tensor: bool = False,
     **scalars: Any,
 ) -> Any:
     """Apply a rule on arrays to every leaf.
@@ -117,13 +120,11 @@ def apply(
       params: the parameters, where the rule reads them.
       shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
         it they are shaped like the gradient.
-      touched: whether a row-sparse gradient concerns only the rows that it touches: the rule is
-        then applied to these rows, each once, of gradient, accumulators and parameter. Else it
-        becomes dense.
-      linear: whether the rule is linear in g, and reads nothing else: it is then applied to the
-        rows of a row-sparse gradient as they come, repeated or not.
-      whole: whether the rule looks at a tensor as a whole, its norm: in a buffer of a Packed, each
-        leaf is then one.
+      rows: what becomes of a row-sparse gradient. "dense": the array that it stands for; "touched":
+        the rule is applied to the rows that it touches, each once, of gradient, accumulators and
+        parameter; "linear": to its rows as they come, repeated or not, for a rule that is linear in
+        g and reads nothing else.
+      each_tensor: whether the rule takes one tensor at a time, because it reads its norm.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
 
     Returns:
@@ -138,129 +139,143 @@ def apply(
         tree.check_same_structure("update", "the state", accumulators, "updates", updates)
     columns = [tree.flatten(accumulators)[0] for accumulators in state]
     parameters = None if params is None else tree.flatten(params)[0]
-    hole = (optax.MaskedNode(),) * (1 + len(state))
-    run = _shared(rule, gradients, touched, linear)
+    masked = (optax.MaskedNode(),) * (1 + len(state))
+    run = _shared(rule, gradients, rows)
+    by_tensor = each_tensor or any(isinstance(v, PerLeaf) for v in scalars.values())
+    layouts: Sequence[BufferLayout | None] = [None] * len(gradients)
+    if by_tensor:
+        layouts = tree.layouts(updates)
     results = []
-    for i, (g, part) in enumerate(zip(gradients, tree.parts(updates), strict=True)):
-        if tree.is_hole(g):
-            results.append(hole)
+    for i, (g, layout) in enumerate(zip(gradients, layouts, strict=True)):
+        if tree.is_masked(g):
+            results.append(masked)
             continue
-        kept = [column[i] for column in columns]
-        expected = [g.shape] * len(kept) if shapes is None else shapes(g.shape)
-        for x, shape in zip(kept, expected, strict=True):
-            if tree.is_hole(x) or jnp.shape(x) != shape:
-                raise ValueError(
-                    f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
-                    f"{getattr(x, 'shape', None)}, its gradient {g.shape}: "
-                    "it was made for other params"
-                )
+        accumulators = [column[i] for column in columns]
+        expected = [g.shape] * len(accumulators) if shapes is None else shapes(g.shape)
+        _check_shapes(accumulators, expected, updates, i)
         p = [] if parameters is None else [parameters[i]]
         own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
-        if part is not None and (whole or any(isinstance(v, ByRun) for v in own.values())):
-            results.append(_apply_by_runs(rule, part, g, kept, p, own))
+        if layout is not None and _goes_by_tensor(layout, g, each_tensor, own):
+            results.append(_apply_to_tensors(rule, layout, g, accumulators, p, own))
         else:
-            results.append(run(g, kept, p, own))
-    trees = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(hole)))
+            results.append(run(g, accumulators, p, own))
+    trees = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(masked)))
     return trees if state else trees[0]
 
 
-def _shared(
-    rule: Callable[..., Any], gradients: Sequence[Any], touched: bool, linear: bool
-) -> Callable[..., tuple[Any, ...]]:
-    """Return the function (g, kept, p, scalars) -> (update, *accumulators) of one leaf.
+def _goes_by_tensor(
+    layout: BufferLayout, g: Leaf, each_tensor: bool, scalars: dict[str, Any]
+) -> bool:
+    if layout.is_one_tensor or isinstance(g, Rows):
+        return False
+    return each_tensor or any(isinstance(v, PerTensor) for v in scalars.values())
 
-    While tracing, leaves that are alike share it, traced and lowered once: that is most of what a
+
+def _check_shapes(
+    accumulators: Sequence[Leaf], expected: Sequence[tuple[int, ...]], updates: Updates, i: int
+) -> None:
+    for x, shape in zip(accumulators, expected, strict=True):
+        if tree.is_masked(x) or jnp.shape(x) != shape:
+            raise ValueError(
+                f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
+                f"{getattr(x, 'shape', None)}, its gradient {tree.flatten(updates)[0][i].shape}: "
+                "it was made for other params"
+            )
+
+
+def _shared(rule: Rule, gradients: Sequence[Leaf], rows: str) -> Callable[..., tuple[Any, ...]]:
+    """Return the function (g, accumulators, p, scalars) -> (update, *accumulators) of one leaf.
+
+    While tracing, leaves of one shape share it, traced and lowered once: that is most of what a
     model of many small leaves waits for before its first step.
     """
     kinds = collections.Counter(map(_kind, gradients))
     programs: dict[Any, Callable[..., tuple[Any, ...]]] = {}
 
-    def run(g: Any, kept: Any, p: Any, scalars: dict[str, Any]) -> tuple[Any, ...]:
+    def run(g: Leaf, accumulators: list[Leaf], p: list[Leaf], scalars: dict[str, Any]) -> Any:
         if kinds[_kind(g)] < 2 or not isinstance(_values(g), jax.core.Tracer):
-            return _apply_to_leaf(rule, touched, linear, {}, g, kept, p, scalars)
+            return _apply_to_leaf(rule, rows, {}, g, accumulators, p, scalars)
         # Python numbers stay what they are: 1 − 0.999 is taken in float64.
         static = {k: v for k, v in scalars.items() if isinstance(v, int | float | bool)}
         key = tuple(sorted(static.items()))
         if key not in programs:
-            programs[key] = jax.jit(partial(_apply_to_leaf, rule, touched, linear, static))
-        rest = {k: v for k, v in scalars.items() if k not in static}
-        return programs[key](g, kept, p, rest)
+            programs[key] = jax.jit(partial(_apply_to_leaf, rule, rows, static))
+        arrays = {k: v for k, v in scalars.items() if k not in static}
+        return programs[key](g, accumulators, p, arrays)
 
     return run
 
 
-def _values(g: Any) -> Any:
+def _values(g: Leaf) -> Any:
     return g.values if isinstance(g, Rows) else g
 
 
-def _kind(g: Any) -> Any:
+def _kind(g: Leaf) -> tuple[Any, ...]:
     return (type(g), getattr(g, "shape", None), str(getattr(g, "dtype", "")))
 
 
 def _apply_to_leaf(
-    rule: Callable[..., Any],
-    touched: bool,
-    linear: bool,
+    rule: Rule,
+    rows: str,
     static: dict[str, Any],
-    g: Any,
-    kept: list[Any],
-    p: list[Any],
+    g: Leaf,
+    accumulators: list[jax.Array],
+    p: list[jax.Array],
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
     rule = partial(rule, **static, **scalars)
-    if isinstance(g, Rows) and linear:
+    if isinstance(g, Rows) and rows == "linear":
         return (g.map(rule),)
-    if isinstance(g, Rows) and touched:
-        g = rows.merged(g)
-        result = rule(g.values, *(rows.take(x, g) for x in (*kept, *p)))
-        u, *new = result if kept else (result,)
+    if isinstance(g, Rows) and rows == "touched":
+        g = row_sparse.merged(g)
+        result = rule(g.values, *(row_sparse.take(x, g) for x in (*accumulators, *p)))
+        u, *new = result if accumulators else (result,)
         return g.map(lambda values: u), *(
-            rows.put(x, g, rows_of_x) for x, rows_of_x in zip(kept, new, strict=True)
+            row_sparse.put(x, g, x_rows) for x, x_rows in zip(accumulators, new, strict=True)
         )
-    result = rule(rows.dense(g) if isinstance(g, Rows) else g, *kept, *p)
-    u, *new = result if kept else (result,)
-    return u, *(cast(x, old.dtype) for x, old in zip(new, kept, strict=True))
+    result = rule(row_sparse.dense(g) if isinstance(g, Rows) else g, *accumulators, *p)
+    return _in_own_dtypes(result, accumulators)
 
 
-def _apply_by_runs(
-    rule: Callable[..., Any],
-    part: Part,
+def _in_own_dtypes(result: Any, accumulators: list[jax.Array]) -> tuple[Any, ...]:
+    u, *new = result if accumulators else (result,)
+    return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
+
+
+def _apply_to_tensors(
+    rule: Rule,
+    layout: BufferLayout,
     g: jax.Array,
-    kept: list[Any],
-    p: list[Any],
+    accumulators: list[jax.Array],
+    p: list[jax.Array],
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
-    common = {k: v for k, v in scalars.items() if not isinstance(v, ByRun)}
-    own = {k: v.values for k, v in scalars.items() if isinstance(v, ByRun)}
-
-    def one(arrays: tuple[jax.Array, ...], own: dict[str, Any]) -> Any:
-        return rule(*arrays, **common, **own)
-
-    result = by_runs(one, part, (g, *kept, *p), own)
-    u, *new = result if kept else (result,)
-    return u, *(cast(x, old.dtype) for x, old in zip(new, kept, strict=True))
+    common = {k: v for k, v in scalars.items() if not isinstance(v, PerTensor)}
+    own = {k: v.values for k, v in scalars.items() if isinstance(v, PerTensor)}
+    result = layout.map_tensors(partial(rule, **common), (g, *accumulators, *p), own)
+    return _in_own_dtypes(result, accumulators)
 
 
-def cast(x: Any, dtype: Any) -> Any:
+def cast(x: jax.Array, dtype: DType) -> jax.Array:
     """Return x.astype(dtype), x itself where it has that dtype: the question costs less."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
 def zeros_like(
-    params: Any,
+    params: Params,
     *,
     real: bool = False,
     fill: Any = 0.0,
     leading: tuple[int, ...] = (),
-    dtype: Any = None,
-) -> Any:
+    dtype: DType | None = None,
+) -> PyTree:
     """Return a tree of accumulators for `params`, float32 or wider, filled with `fill`.
 
     `real` keeps a complex leaf's accumulator real; `leading` prepends axes to each shape; `dtype`
     is used as it is.
     """
 
-    def zeros(p: Any) -> jax.Array:
+    def zeros(p: jax.Array) -> jax.Array:
         own = numerics.accumulator_dtype(p.dtype)
         own = numerics.real_dtype(own) if real else own
         # Made like p and then broadcast, so that it is sharded as p is.
@@ -270,15 +285,39 @@ def zeros_like(
     return tree.map_arrays(zeros, params)
 
 
-def inexact(params: Any) -> Any:
-    """Return a tree with holes for the leaves that are not floating point."""
-
+def inexact(params: Params) -> Params:
+    """Return a tree in which the leaves that are not floating point are masked."""
     leaves, structure = tree.flatten(params)
-    return structure.unflatten([optax.MaskedNode() if is_absent(x) else x for x in leaves])
+    return structure.unflatten([x if is_inexact(x) else optax.MaskedNode() for x in leaves])
 
 
-def is_absent(x: Any) -> bool:
-    """Tell whether a leaf is a hole or not floating point (an integer, a float0)."""
+def is_inexact(x: Leaf) -> bool:
+    """Tell whether a leaf is floating point: not masked, nor an integer, nor a float0."""
     if not hasattr(x, "dtype"):
-        return not isinstance(x, float | complex)
-    return not jnp.issubdtype(x.dtype, jnp.inexact)
+        return isinstance(x, float | complex)
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def all_finite(updates: Updates) -> jax.Array:
+    """Tell whether all floating-point leaves are finite, a bool scalar."""
+    finite = jnp.asarray(True)
+    for g in tree.flatten(inexact(updates))[0]:
+        if not tree.is_masked(g):
+            finite = finite & jnp.all(jnp.isfinite(_values(g)))
+    return finite
+
+
+def global_norm(updates: Updates) -> jax.Array:
+    """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider.
+
+    Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf are added up before.
+    """
+
+    def square(g: jax.Array) -> jax.Array:
+        return numerics.sum_of_squares(cast(g, numerics.accumulator_dtype(g.dtype)))
+
+    squares = [jnp.sum(s) for s in per_tensor(square, merge_rows(updates)).all()]
+    if not squares:
+        return jnp.zeros((), jnp.float32)
+    widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)
+    return jnp.sqrt(jnp.stack([s.astype(widest) for s in squares]).sum())

@@ -11,31 +11,34 @@ import numpy as np
 import optax
 
 from optfn.leaves import leafwise, slices, tree
-from optfn.leaves.layout import Layout, Packed, Part, Run, is_packed
+from optfn.leaves.layout import BufferLayout, Packed, PackedLayout, Run, Stacked, is_packed
 from optfn.leaves.rows import Rows
+from optfn.leaves.tree import Flags
+from optfn.leaves.types import Leaf, Params, PyTree
 
 
-def layout_of(params: Any) -> Layout:
+def layout_of(params: Params) -> PackedLayout:
     """Return how `pack` lays out a tree: by dtype, then shape, then the order of the leaves."""
     leaves, structure = tree.flatten(params)
-    groups: dict[str, dict[tuple[int, ...], list[int]]] = {}
-    held = []
-    for i, x in enumerate(leaves):
-        if leafwise.is_absent(x) or not x.size:
-            held.append(i)
+    groups: dict[str, dict[tuple[Any, ...], list[int]]] = {}
+    frozen = []
+    for i, (x, stacked) in enumerate(zip(leaves, tree.stacked_axes(params), strict=True)):
+        if not leafwise.is_inexact(x) or not x.size:
+            frozen.append(i)
         else:
             dtype = str(jax.dtypes.canonicalize_dtype(x.dtype))
-            groups.setdefault(dtype, {}).setdefault(x.shape, []).append(i)
-    parts = []
+            groups.setdefault(dtype, {}).setdefault((x.shape, stacked), []).append(i)
+    buffers = []
     for dtype, shapes in sorted(groups.items()):
         runs: list[Run] = []
-        for shape, numbers in shapes.items():
-            runs.append(Run(shape, tuple(numbers), runs[-1].stop if runs else 0))
-        parts.append(Part(dtype, tuple(runs)))
-    return Layout(structure, tuple(tree.paths(params)), tuple(parts), tuple(held))
+        for (shape, stacked), numbers in shapes.items():
+            start = runs[-1].stop if runs else 0
+            runs.append(Run(shape, tuple(numbers), start, stacked))
+        buffers.append(BufferLayout(dtype, tuple(runs)))
+    return PackedLayout(structure, tuple(tree.paths(params)), tuple(buffers), tuple(frozen))
 
 
-def pack(params: Any) -> Packed:
+def pack(params: Params) -> Packed:
     """Return the leaves of a tree in one flat buffer per dtype.
 
     A step over thousands of small leaves spends its time on handing them over; over one buffer it
@@ -56,7 +59,7 @@ def pack(params: Any) -> Packed:
     >>> import jax.numpy as jnp, optfn
     >>> packed = optfn.pack({"w": jnp.ones((2, 3)), "b": jnp.zeros(3), "n": jnp.int32(7)})
     >>> packed
-    Packed(float32[9] of 2 leaves, 1 held)
+    Packed(float32[9] of 2 leaves, 1 frozen)
     >>> optfn.unpack(packed)["w"].shape
     (2, 3)
     """
@@ -65,13 +68,13 @@ def pack(params: Any) -> Packed:
     for path, x in zip(tree.paths(params), leaves, strict=True):
         if isinstance(x, Rows):
             raise TypeError(f"pack: leaf {path!r} is row-sparse, which has no place in a buffer")
-        if not tree.is_hole(x) and not hasattr(x, "dtype"):
+        if not tree.is_masked(x) and not hasattr(x, "dtype"):
             raise TypeError(f"pack: leaf {path!r} must be an array; got {x!r}")
     params = structure.unflatten(leaves)
     return pack_like(layout_of(params), params)
 
 
-def pack_like(layout: Layout, values: Any, lead: int = 0) -> Packed:
+def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     """Return a tree, such as the gradient of what was packed, in the same places.
 
     Args:
@@ -85,17 +88,17 @@ def pack_like(layout: Layout, values: Any, lead: int = 0) -> Packed:
     leaves, structure = tree.flatten(values)
     if structure != layout.structure:
         tree.check_same_structure("pack", "the tree", values, "what was packed", _skeleton(layout))
-    for part in layout.parts:
-        _check_part(part, leaves, layout.paths, lead)
-    parts = tuple(tuple(leaves[i] for i in part.leaves) for part in layout.parts)
+    for buffer in layout.buffers:
+        _check_buffer(buffer, leaves, layout.paths, lead)
+    parts = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
     if any(isinstance(x, jax.core.Tracer) for x in itertools.chain(*parts)):
         buffers = _join(lead, parts)
     else:
         buffers = _compiled_join(lead, parts)
-    return Packed(buffers, [leaves[i] for i in layout.held], layout)
+    return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
 
 
-def _skeleton(layout: Layout) -> Any:
+def _skeleton(layout: PackedLayout) -> Any:
     return layout.structure.unflatten([0] * len(layout.paths))
 
 
@@ -103,13 +106,13 @@ def _is_masked(leaves: Sequence[Any]) -> bool:
     return all(isinstance(x, optax.MaskedNode) for x in leaves)
 
 
-def _check_part(part: Part, leaves: list[Any], paths: Sequence[str], lead: int) -> None:
+def _check_buffer(buffer: BufferLayout, leaves: list[Any], paths: Sequence[str], lead: int) -> None:
     """Raise unless the leaves of a buffer have the shapes that they had, or are all masked."""
-    if _is_masked([leaves[i] for i in part.leaves]):
+    if _is_masked([leaves[i] for i in buffer.leaves]):
         return
-    for run in part.runs:
+    for run in buffer.runs:
         for i in run.leaves:
-            missing = tree.is_hole(leaves[i])
+            missing = tree.is_masked(leaves[i])
             if missing or jnp.shape(leaves[i])[lead:] != run.shape:
                 came = "is missing" if missing else f"has shape {jnp.shape(leaves[i])}"
                 raise ValueError(
@@ -152,52 +155,52 @@ def fits(x: Any) -> bool:
     The scales of 8-bit moments have not: they are packed, and are not a tree.
     """
     return is_packed(x) and all(
-        tree.is_hole(b) or jnp.shape(b)[-1:] == (part.size,)
-        for b, part in zip(x.buffers, x.layout.parts, strict=True)
+        tree.is_masked(b) or jnp.shape(b)[-1:] == (buffer.size,)
+        for b, buffer in zip(x.buffers, x.layout.buffers, strict=True)
     )
 
 
 def _unpack(packed: Packed) -> Any:
     layout = packed.layout
     leaves: list[Any] = [optax.MaskedNode()] * len(layout.paths)
-    for i, x in zip(layout.held, packed.held, strict=True):
+    for i, x in zip(layout.frozen, packed.frozen, strict=True):
         leaves[i] = x
-    for part, x in zip(layout.parts, packed.buffers, strict=True):
-        if tree.is_hole(x):
+    for buffer, x in zip(layout.buffers, packed.buffers, strict=True):
+        if tree.is_masked(x):
             continue
         if isinstance(x, np.ndarray):
-            split: Callable[[Part, Any], list[Any]] = _host_pieces
+            split: Callable[[BufferLayout, Any], list[Any]] = _host_pieces
         else:
             split = _pieces if isinstance(x, jax.core.Tracer) else _compiled_pieces
-        for i, piece in zip(part.leaves, split(part, x), strict=True):
+        for i, piece in zip(buffer.leaves, split(buffer, x), strict=True):
             leaves[i] = piece
     return layout.structure.unflatten(leaves)
 
 
-def _host_pieces(part: Part, x: np.ndarray) -> list[np.ndarray]:
+def _host_pieces(buffer: BufferLayout, x: np.ndarray) -> list[np.ndarray]:
     return [
         x[..., start : start + run.size].reshape((*x.shape[:-1], *run.shape))
-        for run in part.runs
+        for run in buffer.runs
         for start in range(run.start, run.stop, run.size)
     ]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pieces(part: Part, x: jax.Array) -> list[jax.Array]:
+def _pieces(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
     """Return the leaves of a buffer. What is differentiated is put together once, not padded."""
-    runs = [run for run in part.runs for _ in run.leaves]
-    starts = [start for run in part.runs for start in range(run.start, run.stop, run.size)]
+    runs = [run for run in buffer.runs for _ in run.leaves]
+    starts = [start for run in buffer.runs for start in range(run.start, run.stop, run.size)]
     flat = slices.pieces(x, starts, [run.size for run in runs])
     return [y.reshape(*x.shape[:-1], *run.shape) for y, run in zip(flat, runs, strict=True)]
 
 
-def _forward(part: Part, x: jax.Array) -> tuple[list[jax.Array], None]:
-    return _pieces(part, x), None
+def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]:
+    return _pieces(buffer, x), None
 
 
-def _backward(part: Part, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
+def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
     del residual
-    (x,) = _join(pieces[0].ndim - len(part.runs[0].shape), [pieces])
+    (x,) = _join(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
     return (x,)
 
 
@@ -205,114 +208,124 @@ _pieces.defvjp(_forward, _backward)
 _compiled_pieces = jax.jit(_pieces, static_argnums=0)
 
 
-def _spans(part: Part, flags: tuple[bool, ...]) -> Iterator[tuple[bool, int]]:
+def _nodes(x: PyTree) -> tuple[list[Any], Any]:
+    """Return the leaves of a tree, where a Packed is one, and its structure."""
+    return jax.tree.flatten(x, is_leaf=lambda node: is_packed(node) or tree.is_leaf(node))
+
+
+def _arrays(node: Any) -> list[Leaf]:
+    """Return the leaves in one of `_nodes`."""
+    return [*node.buffers, *node.frozen] if is_packed(node) else [node]
+
+
+def _by_node(nodes: Sequence[Any], per_leaf: Sequence[Any]) -> list[list[Any]]:
+    """Split what has one entry per leaf by node."""
+    rest = iter(per_leaf)
+    return [list(itertools.islice(rest, len(_arrays(node)))) for node in nodes]
+
+
+def keep(values: PyTree, flags: Flags) -> PyTree:
+    """Mask the leaves whose flag is False; see `tree.select`.
+
+    A Packed becomes one of the leaves that are selected.
+    """
+    nodes, structure = _nodes(values)
+    pairs = zip(nodes, _by_node(nodes, flags), strict=True)
+    return structure.unflatten([_keep(node, own) for node, own in pairs])
+
+
+def _keep(node: Any, flags: list[tuple[bool, ...]]) -> Any:
+    if not is_packed(node):
+        return node if flags[0][0] else optax.MaskedNode()
+    layout = node.layout.only(tuple(flags))
+    triples = list(zip(_layouts(node), _arrays(node), flags, strict=True))
+    chosen = [_select(buffer, own, x) for buffer, x, own in triples if any(own)]
+    return Packed(chosen[: len(layout.buffers)], chosen[len(layout.buffers) :], layout)
+
+
+def _layouts(node: Any) -> list[BufferLayout | None]:
+    """Return the layout of each buffer of a Packed, None for a frozen leaf."""
+    return [*node.layout.buffers, *[None] * len(node.frozen)]
+
+
+def _spans(buffer: BufferLayout, flags: Sequence[bool]) -> Iterator[tuple[bool, int]]:
     """Yield (flag, elements) of the stretches of a buffer whose leaves have one flag."""
-    sizes = [run.size for run in part.runs for _ in run.leaves]
+    sizes = [run.size for run in buffer.runs for _ in run.leaves]
     pairs = zip(flags, sizes, strict=True)
     for flag, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
         yield flag, sum(size for _, size in group)
 
 
-def _nodes(x: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree, where a Packed is one, and its structure."""
-    return jax.tree.flatten(x, is_leaf=tree.is_node)
-
-
-def _flags_of(nodes: Sequence[Any], flags: Sequence[Any]) -> Iterator[Any]:
-    """Yield for each of `_nodes` its flag, for a Packed those of its buffers and held leaves."""
-    rest = iter(flags)
-    for node in nodes:
-        if is_packed(node):
-            yield tuple(itertools.islice(rest, len(node.layout.parts) + len(node.layout.held)))
-        else:
-            yield next(rest)
-
-
-def keep(values: Any, flags: Sequence[Any]) -> Any:
-    """Return a tree with holes for the leaves whose flag is False; see `tree.select`.
-
-    A Packed becomes one of the leaves that are selected.
-    """
-    nodes, structure = _nodes(values)
-    kept = []
-    for node, own in zip(nodes, _flags_of(nodes, flags), strict=True):
-        if not is_packed(node):
-            kept.append(node if own else optax.MaskedNode())
-        else:
-            kept.append(_keep_packed(node, own))
-    return structure.unflatten(kept)
-
-
-def _keep_packed(packed: Packed, flags: tuple[Any, ...]) -> Packed:
-    layout = packed.layout.only(flags)
-    buffers = []
-    for part, x, own in zip(packed.layout.parts, packed.buffers, flags, strict=False):
-        if any(own):
-            buffers.append(_select(part, own, x))
-    rest = flags[len(packed.layout.parts) :]
-    held = [x for x, flag in zip(packed.held, rest, strict=True) if flag]
-    return Packed(buffers, held, layout)
-
-
-def _select(part: Part, flags: tuple[bool, ...], x: Any) -> Any:
-    if all(flags) or tree.is_hole(x):
+def _select(buffer: BufferLayout | None, flags: tuple[bool, ...], x: Leaf) -> Leaf:
+    """Return the part of an array that lies in flagged leaves."""
+    if buffer is None or all(flags) or tree.is_masked(x):
         return x
-    starts = itertools.accumulate((size for _, size in _spans(part, flags)), initial=0)
-    return jnp.concatenate(
-        [
-            x[start : start + size]
-            for start, (flag, size) in zip(starts, _spans(part, flags), strict=False)
-            if flag
-        ]
-    )
+    pieces, start = [], 0
+    for flag, size in _spans(buffer, flags):
+        if flag:
+            pieces.append(x[start : start + size])
+        start += size
+    return jnp.concatenate(pieces)
 
 
-def kept_of(kinds: Sequence[Any], flags: Sequence[Any], values: Any) -> list[Any]:
-    """Return what is said of the leaves of `values` for those of `keep(values, flags)`."""
+def kept_of(per_leaf: Sequence[tuple[Any, ...]], flags: Flags, values: PyTree) -> list[Any]:
+    """Filter per-leaf values to the leaves that `keep(values, flags)` retains."""
     nodes = _nodes(values)[0]
     kept: list[Any] = []
-    pairs = zip(nodes, _flags_of(nodes, flags), _flags_of(nodes, kinds), strict=True)
-    for node, own, said in pairs:
+    for node, own, chosen in zip(
+        nodes, _by_node(nodes, per_leaf), _by_node(nodes, flags), strict=True
+    ):
         if not is_packed(node):
-            kept.append(said)
-            continue
-        for flag, kind in zip(own, said, strict=True):
-            if isinstance(flag, tuple) and any(flag):
-                kept.append(tuple(itertools.compress(kind, flag)))
-            elif flag is True:
-                kept.append(kind)
+            kept += own
+        else:
+            pairs = zip(own, chosen, strict=True)
+            kept += [tuple(itertools.compress(v, flag)) for v, flag in pairs if any(flag)]
     return kept
 
 
-def fill(kept: Any, flags: Sequence[Any], rest: Any) -> Any:
+def mark_stacked(values: PyTree, axes: Sequence[tuple[int, ...]]) -> PyTree:
+    """Return the tree with so many leading axes of each leaf counting tensors; see `Stacked`."""
+    nodes, structure = _nodes(values)
+    marked = []
+    known = _by_node(nodes, tree.stacked_axes(values))
+    for node, counts, before in zip(nodes, _by_node(nodes, axes), known, strict=True):
+        if is_packed(node):
+            layout = node.layout.stacked(tuple(counts))
+            marked.append(Packed(node.buffers, node.frozen, layout))
+        else:
+            for _ in range(counts[0][0] - before[0]):
+                node = node if tree.is_masked(node) else Stacked(node)
+            marked.append(node)
+    return structure.unflatten(marked)
+
+
+def fill(kept: PyTree, flags: Flags, rest: PyTree) -> PyTree:
     """Return the whole tree: what `keep` left, and for the other leaves those of `rest`."""
     nodes, structure = _nodes(rest)
-    chosen = _nodes(kept)[0]
-    whole = []
-    for new, old, own in zip(chosen, nodes, _flags_of(nodes, flags), strict=True):
-        if not is_packed(old):
-            whole.append(new if own else old)
-        else:
-            whole.append(_fill_packed(new, old, own))
-    return structure.unflatten(whole)
+    triples = zip(_nodes(kept)[0], nodes, _by_node(nodes, flags), strict=True)
+    return structure.unflatten([_fill(new, old, own) for new, old, own in triples])
 
 
-def _fill_packed(kept: Packed, rest: Packed, flags: tuple[Any, ...]) -> Packed:
-    parts, new, buffers = rest.layout.parts, iter(kept.buffers), []
-    for part, x, own in zip(parts, rest.buffers, flags, strict=False):
-        buffers.append(_merge(part, own, next(new) if any(own) else x, x))
-    held_new = iter(kept.held)
-    pairs = zip(rest.held, flags[len(parts) :], strict=True)
-    return Packed(buffers, [next(held_new) if flag else x for x, flag in pairs], rest.layout)
+def _fill(new: Any, old: Any, flags: list[tuple[bool, ...]]) -> Any:
+    if not is_packed(old):
+        return new if flags[0][0] else old
+    given = iter(_arrays(new))
+    whole = [
+        _merge(buffer, own, next(given) if any(own) else x, x)
+        for buffer, x, own in zip(_layouts(old), _arrays(old), flags, strict=True)
+    ]
+    count = len(old.layout.buffers)
+    return Packed(whole[:count], whole[count:], old.layout)
 
 
-def _merge(part: Part, flags: tuple[bool, ...], new: Any, old: Any) -> Any:
-    if all(flags) or not any(flags):
+def _merge(buffer: BufferLayout | None, flags: tuple[bool, ...], new: Leaf, old: Leaf) -> Leaf:
+    """Return the array with the flagged leaves from `new`, which has no others, in `old`."""
+    if buffer is None or all(flags) or not any(flags):
         return new
-    pieces, at, here = [], 0, 0
-    for flag, size in _spans(part, flags):
-        pieces.append(new[at : at + size] if flag else old[here : here + size])
-        at, here = at + size * flag, here + size
+    pieces, at_new, at_old = [], 0, 0
+    for flag, size in _spans(buffer, flags):
+        pieces.append(new[at_new : at_new + size] if flag else old[at_old : at_old + size])
+        at_new, at_old = at_new + size * flag, at_old + size
     return jnp.concatenate(pieces)
 
 

@@ -4,12 +4,14 @@ Arithmetic only; `optfn.sparse` is where they come from.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from optfn import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,16 +20,22 @@ class Rows:
 
     A pytree whose leaves are indices and values. Repeated indices add up. It stands for an array of
     `shape` and may be added to one: params + rows. optfn's transforms know it; others see two
-    arrays, and one that works on every array works on the indices too: it must not come near.
+    arrays, indices among them: call `densify` before third-party transforms.
 
     Args:
-      indices: int32 (k,), which rows; `num_rows` marks one that does not count (padding).
-      values: (k, …), the rows.
-      num_rows: of the array; static.
+      indices: int32 (k,), which rows; `num_rows` marks one that does not count (padding). Integers
+        in a list or of another width are converted.
+      values: (k, …), the rows, floating point.
+      num_rows: of the array, ≥ 0; static.
       unique: whether no index but padding is repeated, and padding is zero; static.
       parts: how many parts of equal length the rows come in; the indices of each rise and are not
         repeated, and they are added in order, so that all devices get the same bits; static.
       view: the shape of the array, where its rows are those of a reshaped one; static.
+
+    Raises:
+      TypeError: indices that are not integers, values that are not floating point, num_rows that is
+        no Python integer.
+      ValueError: indices that are not (k,), values that are not (k, …), num_rows < 0.
     """
 
     indices: Any
@@ -37,6 +45,25 @@ class Rows:
     parts: int = 1
     view: tuple[int, ...] | None = None
     __array_ufunc__ = None  # NumPy arrays leave the sum to __radd__
+
+    def __post_init__(self) -> None:
+        checks.count("Rows: num_rows", self.num_rows, low=0)
+        indices, values = (
+            x if hasattr(x, "dtype") else np.asarray(x) for x in (self.indices, self.values)
+        )
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise TypeError(f"Rows: indices must be int32; got dtype {indices.dtype}")
+        if not jnp.issubdtype(values.dtype, jnp.inexact):
+            raise TypeError(f"Rows: values must be floating point; got dtype {values.dtype}")
+        if len(indices.shape) != 1 or values.shape[:1] != indices.shape:
+            raise ValueError(
+                "Rows: indices must have shape (k,) and values (k, …); "
+                f"got {indices.shape} and {values.shape}"
+            )
+        if indices.dtype != jnp.int32 and isinstance(indices, np.ndarray | jax.Array):
+            indices = indices.astype(jnp.int32)
+        object.__setattr__(self, "indices", indices)
+        object.__setattr__(self, "values", values)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +82,7 @@ class Rows:
 
     def map(self, fn: Callable[[Any], Any]) -> "Rows":
         """Return these rows with fn(values), for a function that keeps zero at zero."""
-        return dataclasses.replace(self, values=fn(self.values))
+        return _unflatten(_flatten_with_keys(self)[1], (self.indices, fn(self.values)))
 
     def reshape(self, shape: tuple[int, ...]) -> "Rows":
         """Return these rows as those of an array of `shape`, of as many elements, reshaped."""
@@ -74,9 +101,29 @@ class Rows:
     __radd__ = __add__
 
 
-jax.tree_util.register_dataclass(
-    Rows, data_fields=["indices", "values"], meta_fields=["num_rows", "unique", "parts", "view"]
-)
+_STATIC = ("num_rows", "unique", "parts", "view")
+
+
+def _flatten_with_keys(rows: Rows) -> tuple[Any, Any]:
+    keys = map(jax.tree_util.GetAttrKey, ("indices", "values"))
+    children = zip(keys, (rows.indices, rows.values), strict=True)
+    return tuple(children), tuple(getattr(rows, name) for name in _STATIC)
+
+
+def _unflatten(static: tuple[Any, ...], children: Iterable[Any]) -> Rows:
+    # Not by the constructor: JAX puts all kinds of things in the place of arrays.
+    rows = object.__new__(Rows)
+    fields = {
+        "indices": children[0],
+        "values": children[1],
+        **dict(zip(_STATIC, static, strict=True)),
+    }
+    for name, value in fields.items():
+        object.__setattr__(rows, name, value)
+    return rows
+
+
+jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
 
 
 def _as_rows(x: jax.Array, rows: Rows) -> jax.Array:

@@ -1,69 +1,86 @@
 """Leaves and their paths: naming, selecting, and errors that a reader can act on.
 
-A tree here may have holes: None, and optax's MaskedNode where `optax.masked` or `optax.partition`
-has taken a leaf out. A hole counts as a leaf, so that trees with holes in different places (a
-gradient that is None for an integer parameter) still have the same structure. A row-sparse gradient
-is one leaf as well. A buffer of a Packed is one leaf; `select` looks at the leaves in it.
+A tree here may have masked leaves: None, and optax's MaskedNode where `optax.masked` or
+`optax.partition` has taken a leaf out. They count as leaves, so that trees that are masked in
+different places (a gradient that is None for an integer parameter) still have the same structure. A
+row-sparse gradient is one leaf as well. So is a buffer of a Packed: it has the names of all leaves
+in it, where another leaf has one.
 """
 
+import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from optfn.leaves.layout import Packed, Part, is_packed
+from optfn.leaves.layout import BufferLayout, Packed, Stacked, is_packed, plain
 from optfn.leaves.rows import Rows
+from optfn.leaves.types import Leaf, PyTree
 
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
-def is_hole(x: Any) -> bool:
-    """Tell whether `x` stands where there is no array."""
+def is_masked(x: Leaf) -> bool:
+    """Tell whether `x` is a masked leaf: it stands where there is no array."""
     return x is None or isinstance(x, optax.MaskedNode)
 
 
-def is_leaf(x: Any) -> bool:
-    """Tell whether `x` is one leaf here where JAX sees a tree: a hole, or Rows."""
-    return is_hole(x) or isinstance(x, Rows)
+def is_leaf(x: Leaf) -> bool:
+    """Tell whether `x` is one leaf here where JAX sees a tree: masked, or Rows."""
+    return is_masked(x) or isinstance(x, Rows)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of `tree`, holes included, and its structure."""
+def flatten(tree: PyTree) -> tuple[list[Leaf], Any]:
+    """Return the leaves of `tree`, masked ones included, and its structure."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
-def map_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Map `fn` over the leaves of `tree` that are not holes; holes stay as they are."""
-    return jax.tree.map(lambda x: x if is_hole(x) else fn(x), tree, is_leaf=is_leaf)
+def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
+    """Map `fn` over the leaves of `tree` that are not masked; masked ones stay as they are."""
+    return jax.tree.map(lambda x: x if is_masked(x) else fn(x), tree, is_leaf=is_leaf)
 
 
-def paths(tree: Any) -> list[str]:
+def paths(tree: PyTree) -> list[str]:
     """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
 
     Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx gives the
-    tree with it at init and without it at update, and a leaf has one name.
+    tree with it at init and without it at update, and a leaf has one name. So is the key of a node
+    that only marks what is below it (`Stacked`, `PerWorker`).
     """
-    nnx = sys.modules.get("flax.nnx")
-    variable = getattr(nnx, "Variable", ())
+    variable = getattr(sys.modules.get("flax.nnx"), "Variable", ())
 
     def stop(x: Any) -> bool:
-        return is_leaf(x) or isinstance(x, variable)
+        return is_leaf(x) or is_transparent(x) or isinstance(x, variable)
 
-    names = []
+    names: list[str] = []
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
-        name = "/".join(map(_key_name, keys))
-        inside = 1
-        if not is_hole(node) and isinstance(node, variable):
-            inside = len(jax.tree.leaves(node, is_leaf=is_leaf))
-        names.extend([name] * inside)
+        name = "/".join(map(key_name, keys))
+        if is_transparent(node):
+            names.extend(join(name, inner) for inner in paths(node[0]))
+        elif isinstance(node, variable) and not is_masked(node):
+            names.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
+        else:
+            names.append(name)
     return names
 
 
-def _key_name(key: Any) -> str:
+def is_transparent(x: Any) -> bool:
+    """Tell whether `x` is a node that adds no word to paths: a NamedTuple of one field."""
+    return getattr(type(x), "transparent", False) is True
+
+
+def join(*words: str) -> str:
+    """Return a path made of words, empty ones left out."""
+    return "/".join(filter(None, words))
+
+
+def key_name(key: Any) -> str:
+    """Return a key of a JAX key path as a word."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -71,63 +88,77 @@ def _key_name(key: Any) -> str:
 
 
 def is_node(x: Any) -> bool:
-    """Tell whether `x` is a leaf here, or a Packed."""
-    return is_packed(x) or is_leaf(x)
+    """Tell whether `x` is a leaf here, or a node that says what lies in its leaves."""
+    return isinstance(x, Packed | Stacked) or is_leaf(x)
 
 
-def parts(tree: Any) -> list[Part | None]:
-    """Return for each leaf, in the order of `flatten`, what lies in it; None for a usual leaf."""
-    found: list[Part | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=is_node):
+def layouts(tree: PyTree) -> list[BufferLayout]:
+    """Return what lies in each leaf, in the order of `flatten`."""
+
+    def of(node: Any, stacked: int) -> list[BufferLayout]:
+        if isinstance(node, Stacked):
+            inner = jax.tree.leaves(node.layers, is_leaf=is_node)
+            return [layout for below in inner for layout in of(below, stacked + 1)]
         if isinstance(node, Packed):
-            found += [*node.layout.parts, *[None] * len(node.held)]
-        else:
-            found.append(None)
-    return found
+            frozen = (plain(jnp.shape(x)) for x in node.frozen)
+            return [*node.layout.buffers, *frozen]
+        return [plain(() if is_masked(node) else jnp.shape(node), stacked)]
+
+    return [layout for node in jax.tree.leaves(tree, is_leaf=is_node) for layout in of(node, 0)]
 
 
-def names(tree: Any) -> list[str | tuple[str, ...]]:
-    """Return the path of each leaf; for a buffer of a Packed, those of the leaves in it."""
-    found: list[str | tuple[str, ...]] = []
+def stacked_axes(tree: PyTree) -> list[int]:
+    """Return for each leaf how many leading axes a `Stacked` around it says count tensors."""
+    return [layout.runs[0].stacked for layout in layouts(tree)]
+
+
+def names(tree: PyTree) -> list[tuple[str, ...]]:
+    """Return the paths of the leaves that lie in each leaf, in the order of `flatten`.
+
+    That is one, the leaf's own; in a buffer of a Packed as many as it has.
+    """
+    found: list[tuple[str, ...]] = []
     whole = paths(tree)
-    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
+    for keys, node in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: is_packed(x) or is_leaf(x)
+    ):
         if not isinstance(node, Packed):
-            found.append(whole[len(found)])
+            found.append((whole[len(found)],))
             continue
-        layout, before = node.layout, [_key_name(key) for key in keys]
-        inside = ["/".join(filter(None, [*before, path])) for path in layout.paths]
-        found += [tuple(inside[i] for i in part.leaves) for part in layout.parts]
-        found += [inside[i] for i in layout.held]
+        layout, before = node.layout, map(key_name, keys)
+        prefix = join(*before)
+        inside = [join(prefix, path) for path in layout.paths]
+        found += [tuple(inside[i] for i in buffer.leaves) for buffer in layout.buffers]
+        found += [(inside[i],) for i in layout.frozen]
     return found
 
 
-# Whether a leaf is selected; for a buffer of a Packed, whether each of the leaves in it is.
-Flag = bool | tuple[bool, ...]
+# For each leaf, whether each of the leaves that lie in it is selected.
+Flags = list[tuple[bool, ...]]
 
 
-def select(pattern: Pattern | None, tree: Any, argument: str) -> list[Flag]:
-    """Tell for each leaf of `tree`, in the order of `flatten`, whether `pattern` selects it.
+def select(pattern: Pattern | None, tree: PyTree, argument: str) -> Flags:
+    """Tell for each leaf of `tree`, in the order of `flatten`, what `pattern` selects of it.
 
     Args:
       pattern: a regular expression that must match a whole path, or a function path -> bool; None
         selects nothing.
-      tree: the tree whose paths are meant; holes have paths too.
+      tree: the tree whose paths are meant; masked leaves have paths too.
       argument: how the pattern is called in an error.
+
+    Returns:
+      For each leaf a bool in a tuple; for a buffer of a Packed, one for each leaf in it.
 
     Raises:
       ValueError: a regular expression matches none of the paths of a tree that has leaves.
       TypeError: a function gives something other than a bool.
     """
     own = names(tree)
-    flat = [name for n in own for name in (n if isinstance(n, tuple) else (n,))]
-    known = flat + [path for node in _packed_nodes(tree) for path in node.layout.paths]
+    flat = [name for group in own for name in group]
+    packed = filter(is_packed, jax.tree.leaves(tree, is_leaf=is_node))
+    known = flat + [path for node in packed for path in node.layout.paths]
     chosen = iter(_select(pattern, flat, known, flatten(tree)[0], argument))
-    return [tuple(next(chosen) for _ in n) if isinstance(n, tuple) else next(chosen) for n in own]
-
-
-def _packed_nodes(tree: Any) -> list[Packed]:
-    nodes = jax.tree.leaves(tree, is_leaf=is_node)
-    return [node for node in nodes if is_packed(node)]
+    return [tuple(itertools.islice(chosen, len(group))) for group in own]
 
 
 def _select(
@@ -143,7 +174,7 @@ def _select(
     if isinstance(pattern, str | re.Pattern):
         compiled = re.compile(pattern)
         selected = [compiled.fullmatch(name) is not None for name in names]
-        if not (any(map(compiled.fullmatch, known)) or all(map(is_hole, leaves))):
+        if not (any(map(compiled.fullmatch, known)) or all(map(is_masked, leaves))):
             raise ValueError(
                 f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
                 f"it must match a whole path. The paths are: {listed(names)}"
@@ -178,7 +209,7 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown
 
 
-def check_same_structure(who: str, what: str, tree: Any, than: str, reference: Any) -> None:
+def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference: PyTree) -> None:
     """Raise a ValueError that says where, unless `tree` has the structure of `reference`."""
     if flatten(tree)[1] == flatten(reference)[1]:
         return
@@ -194,74 +225,3 @@ def check_same_structure(who: str, what: str, tree: Any, than: str, reference: A
     else:
         where = f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
     raise ValueError(f"{who}: {what} must have the tree structure of {than}: {where}")
-
-
-def is_state(x: Any) -> bool:
-    """Tell whether `x` is the state of a transform: a NamedTuple of a type named …State."""
-    return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
-
-
-def _holds_states(x: Any) -> bool:
-    if is_state(x):
-        return True
-    if isinstance(x, dict):
-        return any(map(_holds_states, x.values()))
-    return isinstance(x, tuple | list) and any(map(_holds_states, x))
-
-
-def state_word(state_type: type) -> str:
-    """Return "scale_by_adam" for ScaleByAdamState, also for a subclass of it."""
-    kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
-    name = kind.__name__.removesuffix("State")
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
-def named_parts(
-    state: Any,
-    stop: Callable[[Any], bool] = lambda x: False,
-    *,
-    unnamed: Callable[[Any], bool] = lambda x: False,
-) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
-
-    A name is made of words: the transform that owns the leaf, from the type of its state, then the
-    field, then the path in a tree like the parameters: "scale_by_adam/mu/layers/0/w". Neither
-    positions in a chain nor wrappers enter, so that a transform put before or around another leaves
-    its names as they were; a second one of the same type is numbered, "scale_by_momentum_2". The
-    labels of a dict of states (`optax.partition`) stand before: "fast/scale_by_adam/mu/w".
-
-    Args:
-      state: the state of an optimizer, however wrapped.
-      stop: states that are yielded whole.
-      unnamed: states whose own word is left out, because what holds them says it all.
-    """
-    seen: dict[str, int] = {}
-
-    def join(*words: str) -> str:
-        return "/".join(filter(None, words))
-
-    def walk(node: Any, own: str, labels: str) -> Iterator[tuple[str, Any]]:
-        if is_state(node) and node._fields:
-            name = own
-            if not unnamed(node):
-                name = join(labels, state_word(type(node)))
-                seen[name] = seen.get(name, 0) + 1
-                name += f"_{seen[name]}" if seen[name] > 1 else ""
-            if stop(node):
-                yield name, node
-                return
-            for field, child in zip(node._fields, node, strict=True):
-                own_field = name if _holds_states(child) else join(name, field)
-                yield from walk(child, own_field, labels)
-        elif _holds_states(node):
-            children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
-            for (key,), child in children:
-                label = _key_name(key) if isinstance(node, dict) else ""
-                yield from walk(child, own, join(labels, label))
-        else:
-            leaves = jax.tree.leaves(node, is_leaf=is_hole)
-            for path, leaf in zip(paths(node), leaves, strict=True):
-                if not is_hole(leaf):
-                    yield join(own, path), leaf
-
-    yield from walk(state, "", "")

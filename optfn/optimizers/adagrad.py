@@ -6,7 +6,9 @@ Shared arguments as in `optfn.optimizers.sgd`.
 import optax
 
 from optfn.checks import Number, Schedule
+from optfn.core import chain
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
@@ -14,10 +16,10 @@ from optfn.transforms.moment import (
     scale_by_momentum,
     scale_by_rms,
 )
-from optfn.transforms.scaling import scale_by_learning_rate
 from optfn.wrappers.attributes import ParamAttrs
 
 
+@optimizer
 def adagrad(
     learning_rate: Number | Schedule,
     *,
@@ -37,26 +39,18 @@ def adagrad(
       learning_rate: lr.
       eps: > 0.
       initial_accumulator_value: m before the first step, ≥ 0.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m, 4 bytes per parameter. Real leaves.
 
     Source: Duchi et al. 2011; fluid's AdagradOptimizer.
     """
-    return optimizer(
-        "adagrad",
+    return chain(
         scale_by_adagrad(eps=eps, initial_accumulator_value=initial_accumulator_value),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def decayed_adagrad(
     learning_rate: Number | Schedule,
     *,
@@ -76,26 +70,18 @@ def decayed_adagrad(
       learning_rate: lr.
       decay: d, in [0, 1).
       eps: > 0, outside the root.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m, 4 bytes per parameter. Real leaves.
 
     Source: fluid's DecayedAdagradOptimizer.
     """
-    return optimizer(
-        "decayed_adagrad",
+    return chain(
         scale_by_decayed_adagrad(decay=decay, eps=eps),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def adadelta(
     learning_rate: Number | Schedule,
     *,
@@ -117,27 +103,19 @@ def adadelta(
       learning_rate: lr; 1 is the paper's rule.
       rho: ρ, in [0, 1).
       eps: > 0.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: a and u, 8 bytes per parameter. Real leaves.
 
     Source: Zeiler 2012, arXiv 1212.5701; fluid's AdadeltaOptimizer.
     """
-    return optimizer(
-        "adadelta",
+    return chain(
         dense_rows("adadelta"),
         scale_by_adadelta(rho=rho, eps=eps),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def rmsprop(
     learning_rate: Number | Schedule,
     *,
@@ -162,23 +140,14 @@ def rmsprop(
       eps: > 0, inside the root.
       momentum: μ, in [0, 1).
       centered: whether to divide by the root of the variance.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: r and v, 8 bytes per parameter, 12 if centered; v is kept also for μ = 0, so that μ may
     be a traced number. Real leaves.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """
-    return optimizer(
-        "rmsprop",
+    return chain(
         scale_by_rms(rho=rho, eps=eps, centered=centered),
         scale_by_learning_rate(learning_rate),
         scale_by_momentum(momentum),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )

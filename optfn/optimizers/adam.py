@@ -7,13 +7,15 @@ import optax
 
 from optfn import checks
 from optfn.checks import Number, Schedule
+from optfn.core import chain
 from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
+from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import scale_by_adam, scale_by_adamax
 from optfn.transforms.quantized_adam import MOMENT_DTYPES, scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
-from optfn.transforms.scaling import scale_by_learning_rate, scale_by_trust_ratio
+from optfn.transforms.scaling import scale_by_trust_ratio
 from optfn.wrappers.attributes import ParamAttrs
 
 
@@ -37,6 +39,7 @@ def _moments(
     return scale_by_adam(b1, b2, eps, eps_hat=eps_hat, lazy=bool(lazy))
 
 
+@optimizer
 def adam(
     learning_rate: Number | Schedule = 1e-3,
     b1: Number = 0.9,
@@ -70,27 +73,19 @@ def adam(
         optax, torch and Paddle 2.
       moment_dtype: "bfloat16" or "int8" keeps the moments in few bits, stochastically rounded; see
         `scale_by_quantized_adam`.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and with
     float32 moments complex ones.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
-    return optimizer(
-        "adam",
+    return chain(
         _moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def adamw(
     learning_rate: Number | Schedule = 1e-3,
     b1: Number = 0.9,
@@ -120,27 +115,19 @@ def adamw(
       lazy: as in `adam`; the decay then concerns the rows present only.
       eps_hat: which form of Adam's step, see `adam`.
       moment_dtype: "bfloat16" or "int8", see `adam`.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g, which the moments see.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves.
 
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
-    return optimizer(
-        "adamw",
+    return chain(
         _moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
         add_decayed_weights(weight_decay, exclude=exclude),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def adamax(
     learning_rate: Number | Schedule = 1e-3,
     b1: Number = 0.9,
@@ -162,27 +149,19 @@ def adamax(
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and u, 8 bytes per parameter. Real leaves.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; fluid's AdamaxOptimizer.
     """
-    return optimizer(
-        "adamax",
+    return chain(
         dense_rows("adamax"),
         scale_by_adamax(b1, b2, eps),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def lamb(
     learning_rate: Number | Schedule = 1e-3,
     *,
@@ -214,24 +193,15 @@ def lamb(
         does not.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool. They keep their trust ratio.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g, which the moments see.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: m and v, 8 bytes per parameter. Real leaves.
 
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2; fluid's LambOptimizer.
     """
-    return optimizer(
-        "lamb",
+    return chain(
         dense_rows("lamb"),
         scale_by_adam(b1, b2, eps, eps_hat=False, bias_correction=bias_correction),
         add_decayed_weights(weight_decay, exclude=exclude),
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )

@@ -3,11 +3,13 @@
 import optax
 
 from optfn.checks import Number, Schedule
+from optfn.core import chain
 from optfn.optimizers.assembly import optimizer
-from optfn.transforms.scaling import ftrl_proximal
+from optfn.transforms.ftrl import ftrl_proximal
 from optfn.wrappers.attributes import ParamAttrs
 
 
+@optimizer
 def ftrl(
     learning_rate: Number | Schedule,
     *,
@@ -26,20 +28,11 @@ def ftrl(
       l1: ≥ 0.
       l2: ≥ 0.
       lr_power: k, ≤ 0.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g, beside l1 and l2.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: n and z, 8 bytes per parameter. Real leaves.
 
     Source: McMahan et al. 2013; fluid's FtrlOptimizer.
     """
-    return optimizer(
-        "ftrl",
+    return chain(
         ftrl_proximal(learning_rate, l1=l1, l2=l2, lr_power=lr_power),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )

@@ -10,14 +10,17 @@ match whole paths of leaves to a ParamAttr, of which the first match counts; `mu
 import optax
 
 from optfn.checks import Number, Schedule
+from optfn.core import chain
 from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import scale_by_asgd, scale_by_momentum
 from optfn.transforms.regularization import add_decayed_weights
-from optfn.transforms.scaling import scale_by_lars, scale_by_learning_rate
+from optfn.transforms.scaling import scale_by_lars
 from optfn.wrappers.attributes import ParamAttrs
 
 
+@optimizer
 def sgd(
     learning_rate: Number | Schedule,
     *,
@@ -30,10 +33,6 @@ def sgd(
 
     Args:
       learning_rate: lr.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: the rate only. Real and complex leaves.
 
@@ -46,16 +45,12 @@ def sgd(
     >>> optfn.apply_updates(params, updates)["w"].tolist()
     [0.0, 2.0]
     """
-    return optimizer(
-        "sgd",
+    return chain(
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def momentum(
     learning_rate: Number | Schedule,
     momentum: Number,
@@ -75,26 +70,18 @@ def momentum(
       learning_rate: lr; it stands outside v.
       momentum: μ, in [0, 1).
       nesterov: whether to look ahead.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: v, 4 bytes per parameter. Real and complex leaves.
 
     Source: Sutskever et al. 2013; fluid's MomentumOptimizer.
     """
-    return optimizer(
-        "momentum",
+    return chain(
         scale_by_momentum(momentum, nesterov=nesterov),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def lars(
     learning_rate: Number | Schedule,
     momentum: Number,
@@ -122,28 +109,20 @@ def lars(
       eps: ≥ 0.
       exclude: the leaves with wd = 0; a regular expression that matches their whole path, or a
         function path -> bool. The ratio applies to them as well.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: v, 4 bytes per parameter. Real leaves.
 
     Source: You et al. 2017, arXiv 1708.03888; fluid's LarsMomentumOptimizer.
     """
-    return optimizer(
-        "lars",
+    return chain(
         dense_rows("lars"),
         scale_by_lars(lars_coeff, lars_weight_decay, eps, exclude=exclude),
         scale_by_learning_rate(learning_rate),
         scale_by_momentum(momentum),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )
 
 
+@optimizer
 def asgd(
     learning_rate: Number | Schedule = 1e-3,
     *,
@@ -163,23 +142,14 @@ def asgd(
       learning_rate: lr.
       batch_num: n, the batches in an epoch, which come in the same order in every epoch; static.
       weight_decay: λ ≥ 0, outside the average; `regularization` enters g and so the average.
-      grad_clip: a clip of g.
-      regularization: a penalty added to g.
-      param_attrs: attributes of parameters, by patterns of paths.
-      multi_precision: whether to keep float32 masters of narrower parameters.
 
     State: y, 4·n bytes per parameter. Real leaves.
 
     Source: Schmidt et al. 2017, arXiv 1309.2388; Paddle's ASGD.
     """
-    return optimizer(
-        "asgd",
+    return chain(
         dense_rows("asgd"),
         scale_by_asgd(batch_num),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(learning_rate),
-        grad_clip=grad_clip,
-        regularization=regularization,
-        param_attrs=param_attrs,
-        multi_precision=multi_precision,
     )

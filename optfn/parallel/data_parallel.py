@@ -61,7 +61,7 @@ def mean_over_workers(x: Any, axis_name: AxisName) -> Any:
     def reduce(leaf: Any) -> Any:
         if isinstance(leaf, Rows):
             return mean_over(leaf, axes(axis_name))
-        if tree.is_hole(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
+        if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
         leaf = jnp.asarray(leaf)
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)

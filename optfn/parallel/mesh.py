@@ -92,3 +92,15 @@ def data_mesh(
     if count > len(found):
         raise ValueError(f"num_workers must be at most the {len(found)} devices; got {count}")
     return Mesh(np.array(found[:count]), (axis_name,))
+
+
+def check_axis(name: str, axis_name: AxisName) -> None:
+    """Raise a ValueError unless all mesh axes of `axis_name` are bound here."""
+    for axis in axes(axis_name):
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            raise ValueError(
+                f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
+                f"with the axis name {axis!r}, or give make_train_step a mesh with it as data_axis"
+            ) from None

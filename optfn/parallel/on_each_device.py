@@ -10,12 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import numerics
-from optfn.leaves import packed as packing
-from optfn.leaves import tree
+from optfn.leaves import leafwise, packed, tree
 from optfn.parallel import mesh as meshes
 from optfn.parallel.placement import map_state, num_workers
 from optfn.pipeline.stacking import PipelineParams
-from optfn.wrappers.nonfinite import all_finite
 
 
 def on_each_device(
@@ -90,11 +88,11 @@ def on_each_device(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         _check_workers(updates, workers, data_axis)
         gradients, structure = tree.flatten(updates)
-        flags = [_has_gradient(g) for g in gradients]
+        flags: tree.Flags = [(_has_gradient(g),) for g in gradients]
         like = [None] * len(flags) if params is None else tree.flatten(params)[0]
         rest = structure.unflatten(map(_held_update, gradients, like))
-        given, kept = packing.keep(updates, flags), specs(state)
-        held = None if params is None else packing.keep(params, flags)
+        given, kept = packed.keep(updates, flags), specs(state)
+        held = None if params is None else packed.keep(params, flags)
 
         def local(given: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any]:
             own = _agreeing(jax.tree.map(lambda g: g[0], given), stage_axes)
@@ -108,7 +106,7 @@ def on_each_device(
             check_vma=False,
         )
         new, state = run(given, state, held, extra)
-        return packing.fill(new, flags, rest), state
+        return packed.fill(new, flags, rest), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -127,27 +125,27 @@ def _shared_by(shared: Any, stages: Any) -> Any:
 
 def _has_gradient(g: Any) -> bool:
     # No device takes a float0.
-    return not tree.is_hole(g) and g.dtype != jax.dtypes.float0
+    return not tree.is_masked(g) and g.dtype != jax.dtypes.float0
 
 
 def _held_update(g: Any, p: Any) -> Any:
     """Return the update of a leaf without a gradient: an integer zero, or the hole that came."""
-    if tree.is_hole(g) or _has_gradient(g):
+    if tree.is_masked(g) or _has_gradient(g):
         return g
-    return g[0] if tree.is_hole(p) else numerics.integer_zeros(p.shape, p.dtype)
+    return g[0] if tree.is_masked(p) else numerics.integer_zeros(p.shape, p.dtype)
 
 
 def _agreeing(updates: Any, stage_axes: tuple[str, ...]) -> Any:
     """Return the gradients, or NaN in all stages where those of one are not finite."""
     if not stage_axes:
         return updates
-    bad = lax.pmax((~all_finite(updates)).astype(jnp.int32), stage_axes) > 0
+    bad = lax.pmax((~leafwise.all_finite(updates)).astype(jnp.int32), stage_axes) > 0
     return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), updates)
 
 
 def _check_workers(updates: Any, workers: int, data_axis: str) -> None:
     for name, g in zip(tree.paths(updates), tree.flatten(updates)[0], strict=True):
-        if not tree.is_hole(g) and jnp.shape(g)[:1] != (workers,):
+        if not tree.is_masked(g) and jnp.shape(g)[:1] != (workers,):
             raise ValueError(
                 f"on_each_device: the gradient of {name!r} of shape {jnp.shape(g)} must have the "
                 f"{workers} workers of {data_axis!r} in front; grad_reduce=None leaves them"

@@ -10,7 +10,8 @@ asks the state:
   `row_updates=True`.
 
 A wrapper may stand around such a transform if its own state is right on every worker; its state
-type then has `passes_own_gradients = True`.
+type then has `passes_own_gradients = True`. Where gradients come with the workers as a leading axis
+(`on_each_device`), the state type has `workers_in_front = True`.
 
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
@@ -25,8 +26,10 @@ import jax
 import optax
 
 from optfn.leaves import tree
+from optfn.leaves.types import OptState, Params, PyTree, declares
 
 
+@declares(transparent=True)
 class PerWorker(NamedTuple):
     """A part of a state that is a worker's own: arrays with at least one axis, (n, …).
 
@@ -34,7 +37,7 @@ class PerWorker(NamedTuple):
     It adds no word to the names of `state_dict`.
     """
 
-    value: Any
+    value: PyTree
 
 
 class ExchangedLeaf(NamedTuple):
@@ -48,10 +51,10 @@ class Exchanged(NamedTuple):
     holds no array.
     """
 
-    leaves: Any
+    leaves: PyTree
 
 
-def exchanged(params: Any) -> Exchanged:
+def exchanged(params: Params) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
     return Exchanged(tree.map_arrays(lambda p: ExchangedLeaf(), params))
 
@@ -60,16 +63,71 @@ def _is(kind: type) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, kind)
 
 
-def nodes_of(kind: type, state: Any) -> list[Any]:
+def nodes_of(kind: type, state: OptState) -> list[Any]:
     """Return the nodes of a type in a state."""
     return [x for x in jax.tree.leaves(state, is_leaf=_is(kind)) if isinstance(x, kind)]
 
 
-def exchanges(state: Any) -> bool:
+def exchanges(state: OptState) -> bool:
     """Tell whether there is a transform in a state that exchanges by itself."""
     return bool(nodes_of(Exchanged, state))
 
 
-def has_own_state(state: Any) -> bool:
+def has_own_state(state: OptState) -> bool:
     """Tell whether a part of a state is a worker's own."""
     return bool(nodes_of(PerWorker, state))
+
+
+def own_leaves(state: OptState, params: Params) -> list[bool]:
+    """Tell for each leaf of `params` whether a transform in `state` exchanges its gradient itself.
+
+    The gradients of the others have to be averaged over workers before the transform sees them.
+    """
+    covered = set()
+    for node in nodes_of(Exchanged, state):
+        marks = jax.tree.map(_is(ExchangedLeaf), node.leaves, is_leaf=_is_mark)
+        pairs = zip(tree.names(marks), tree.flatten(marks)[0], strict=True)
+        covered |= {name for names, mark in pairs if not tree.is_masked(mark) for name in names}
+    return [not covered.isdisjoint(names) for names in tree.names(params)]
+
+
+def _is_mark(x: Any) -> bool:
+    return isinstance(x, ExchangedLeaf)
+
+
+def has_workers_in_front(state: OptState) -> bool:
+    """Tell whether the transform of a state takes gradients with the workers as leading axis."""
+    found = jax.tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "workers_in_front"))
+    return any(getattr(type(x), "workers_in_front", False) for x in found)
+
+
+# Wrappers of optax whose own state is the same on all workers.
+_PASSING = (
+    optax.MaskedState,
+    optax.transforms.PartitionState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
+
+
+def check_wrappers(who: str, state: OptState) -> None:
+    """Raise a ValueError if what stands around a transform that exchanges is not known to be right.
+
+    A wrapper that looks at gradients or keeps them would do so on each worker for itself, and
+    decide otherwise there.
+    """
+    if not exchanges(state) or isinstance(state, Exchanged):
+        return
+    is_state = hasattr(state, "_fields") and not isinstance(state, PerWorker)
+    if is_state and not any(isinstance(x, Exchanged) for x in state):
+        known = isinstance(state, _PASSING) or getattr(type(state), "passes_own_gradients", False)
+        if not known:
+            raise ValueError(
+                f"{who}: {type(state).__name__} stands around a transform that exchanges gradients "
+                "by itself, and would keep or judge those of each worker apart. Put it inside, or "
+                "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it"
+            )
+    children = state.values() if isinstance(state, dict) else state
+    if isinstance(state, dict | tuple | list):
+        for child in children:
+            check_wrappers(who, child)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks
 from optfn.compression.dgc import DeepGradientCompressionState
-from optfn.leaves import tree
+from optfn.leaves import state_names
 from optfn.parallel import mesh as meshes
 from optfn.parallel.mesh import AxisName
 from optfn.wrappers.accumulation import AccumulateState
@@ -169,7 +169,7 @@ def rescale_residuals(opt_state: Any, num_workers: int) -> Any:
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], new: int) -> dict[str, Any]:
-    word = tree.state_word(DeepGradientCompressionState)
+    word = state_names.state_word(DeepGradientCompressionState)
     out = dict(mapping)
     counts = [k for k in out if k.endswith("/num_workers") and word in k.split("/")[-2]]
     if not counts:

@@ -24,14 +24,13 @@ from optfn.leaves.tree import Pattern
 __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 
 
+@core.transform(complex_leaves=True)
 def densify() -> optax.GradientTransformationExtraArgs:
     """Turn row-sparse gradients into dense ones, for the transforms of optax that follow.
 
     No state. Real and complex leaves. It costs an array of the table's size.
     """
-    return core.stateless(
-        "densify", lambda updates, params: leafwise.densify(updates), complex_leaves=True
-    )
+    return core.stateless(lambda updates, params: leafwise.densify(updates))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -168,7 +167,7 @@ def value_and_grad(
 
     def value_and_rows(params: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree.flatten(params)
-        paths, chosen = tree.paths(params), tree.select(tables, params, "tables")
+        paths, chosen = tree.paths(params), _one_each(tree.select(tables, params, "tables"))
         for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
             if is_table:
                 _check_table(path, leaf)
@@ -182,7 +181,7 @@ def value_and_grad(
 
         program = Equations(called, leaves)
         inputs = iter(program.inputs)
-        own = [None if tree.is_hole(x) else next(inputs) for x in leaves]
+        own = [None if tree.is_masked(x) else next(inputs) for x in leaves]
         path_of = {v: p for v, p, is_table in zip(own, paths, chosen, strict=True) if is_table}
         lookups = _lookups(program, path_of)
 
@@ -218,6 +217,11 @@ def value_and_grad(
         return value, structure.unflatten(grads)
 
     return value_and_rows
+
+
+def _one_each(flags: tree.Flags) -> list[bool]:
+    """Return the flags of leaves in which one leaf lies each: a table is not part of a buffer."""
+    return [flag for (flag,) in flags]
 
 
 def _constant(x: jax.Array, *arguments: Any) -> list[jax.Array]:

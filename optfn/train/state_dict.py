@@ -1,7 +1,7 @@
 """Optimizer state seen from outside: dicts for checkpoints, averages, a summary.
 
 A part of the state is named by words: the transform that owns it, the field, the path of the leaf,
-as in "scale_by_adam/mu/layers/0/w" (`optfn.tree.named_parts`).
+as in "scale_by_adam/mu/layers/0/w" (`optfn.state_names.named_parts`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn.leaves import tree
+from optfn import core
+from optfn.leaves import state_names, tree
 from optfn.leaves.layout import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.transforms import learning_rate as rates
-from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, observe
+from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import (
     ExponentialMovingAverageState,
     ModelAverageState,
@@ -28,7 +29,7 @@ VERSION = 1
 
 
 def _named_leaves(opt_state: Any) -> Iterator[tuple[str, Any]]:
-    return tree.named_parts(opt_state, unnamed=rates.is_rate)
+    return state_names.named_parts(opt_state, unnamed=rates.is_rate)
 
 
 def state_dict(opt_state: Any) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _packed_as(opt_state: Any, plain: Any) -> Any:
     def packed(node: Any, loaded: Any) -> Any:
         if not fits(node):
             return loaded
-        lead = max((x.ndim - 1 for x in node.buffers if not tree.is_hole(x)), default=0)
+        lead = max((x.ndim - 1 for x in node.buffers if not tree.is_masked(x)), default=0)
         whole = pack_like(node.layout, loaded, lead)
         return jax.tree.map(lambda x, like: _fitted(x, like)[0], whole, node)
 
@@ -170,7 +171,7 @@ def averaged_params(opt_state: Any, params: Any, *, name: str | None = None) -> 
     Raises:
       ValueError: there is no average, or several; the error lists them.
     """
-    parts = tree.named_parts(opt_state, stop=_is_average)
+    parts = state_names.named_parts(opt_state, stop=_is_average)
     found = {part_name: part for part_name, part in parts if _is_average(part)}
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
@@ -191,25 +192,20 @@ def summary(tx: optax.GradientTransformation, params: Any) -> str:
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
     """
-    attrs: dict[str, ParamAttr] = {}
-
-    def init(params: Any) -> Any:
-        state, seen = observe(tx, params)
-        attrs.update(seen)
-        return unpack((state, params))
-
-    state, params = jax.eval_shape(init, params)
+    tx = core.check_transform("summary: tx", tx, "adam(1e-3)")
+    attrs = attributes_of(tx, params)
+    state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
     kept = _bytes_by_leaf(state, names)
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element")]
     for name, p in zip(names, leaves, strict=True):
-        if tree.is_hole(p):
+        if tree.is_masked(p):
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
         described = _described(attrs.get(name, DEFAULT), p)
         rows.append((name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per))
-    arrays = [p for p in leaves if not tree.is_hole(p)]
+    arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
     total = sum(_bytes(leaf) for _, leaf in _named_leaves(state))
     per = f"{total / count:.2f}" if count else "-"
@@ -235,9 +231,9 @@ def _bytes_by_leaf(state: Any, names: list[str]) -> dict[str, int]:
 
 def _described(attr: ParamAttr, p: Any) -> str:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
-        return "held: not floating point"
+        return "frozen: not floating point"
     if not attr.trainable:
-        return "held: not trainable"
+        return "frozen: not trainable"
     words = []
     if attr.learning_rate != 1.0:
         words.append(f"rate × {attr.learning_rate:g}")

@@ -25,7 +25,6 @@ from optfn.parallel import data_parallel as parallel
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.placement import init_state, num_workers
 from optfn.transforms.learning_rate import get_learning_rate
-from optfn.wrappers.attributes import check_transform
 from optfn.wrappers.nonfinite import SkipNonfiniteState
 
 
@@ -240,7 +239,7 @@ def make_train_step(
 def _check_arguments(loss_fn: Any, tx: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    check_transform("tx", tx, "adam(1e-3)")
+    core.check_transform("tx", tx, "adam(1e-3)")
 
 
 def _gives_rows(tx: optax.GradientTransformationExtraArgs) -> bool:

@@ -10,6 +10,7 @@ import optax
 from optfn import checks, core, numerics
 from optfn.checks import Number
 from optfn.leaves import leafwise, tree
+from optfn.leaves.types import OptState, Params, Updates
 from optfn.transforms.moment import adam_direction, adam_factors, adam_rule
 
 
@@ -69,6 +70,7 @@ def catch_up_adam_rule(
     return u + series * late, m, v, jnp.full_like(last, step)
 
 
+@core.transform()
 def scale_by_catch_up_adam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, *, eps_hat: bool = True
 ) -> optax.GradientTransformationExtraArgs:
@@ -101,12 +103,12 @@ def scale_by_catch_up_adam(
     Source: Kingma & Ba 2015, arXiv 1412.6980; the sum over missed steps is our own.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
     eps_hat = checks.flag("eps_hat", eps_hat)
     if isinstance(b1, float) and isinstance(b2, float) and b1 * b1 >= b2:
         raise ValueError(f"b1² must be < b2, or missed steps do not fade; got b1 {b1}, b2 {b2}")
 
-    def init(params: Any) -> ScaleByCatchUpAdamState:
+    def init(params: Params) -> ScaleByCatchUpAdamState:
         def never(p: Any) -> jax.Array:
             # Made from p, so that it is sharded as the rows of p are.
             return jnp.zeros_like(jnp.sum(p, axis=tuple(range(1, p.ndim))), dtype=jnp.int32)
@@ -120,7 +122,9 @@ def scale_by_catch_up_adam(
             tree.map_arrays(never, params),
         )
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del params, extra
         step = core.next_step(state.step)
         updates, mu, nu, last = leafwise.apply(
@@ -130,11 +134,11 @@ def scale_by_catch_up_adam(
             state.nu,
             state.last_step,
             shapes=lambda shape: [shape, shape, shape[:1]],
-            touched=True,
+            rows="touched",
         )
         return updates, state._replace(step=step, mu=mu, nu=nu, last_step=last)
 
-    return core.transform("scale_by_catch_up_adam", init, update)
+    return core.rule(init, update)
 
 
 def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
@@ -144,7 +148,7 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     """
     mu, columns = tree.flatten(state.mu)[0], tree.flatten(state.last_step)
     pairs = [
-        (m, v) if tree.is_hole(m) else catch_up(m, v, state.step - last, b1=state.b1, b2=state.b2)
+        (m, v) if tree.is_masked(m) else catch_up(m, v, state.step - last, b1=state.b1, b2=state.b2)
         for m, v, last in zip(mu, tree.flatten(state.nu)[0], columns[0], strict=True)
     ]
     build = columns[1].unflatten

@@ -9,6 +9,7 @@ import optax
 from optfn import checks, core, numerics
 from optfn.checks import Number
 from optfn.leaves import leafwise
+from optfn.leaves.types import OptState, Params, Updates
 
 
 class ClipState(NamedTuple):
@@ -17,7 +18,7 @@ class ClipState(NamedTuple):
     factor: jax.Array
 
 
-def _unclipped(params: Any) -> ClipState:
+def _unclipped(params: Params) -> ClipState:
     del params
     return ClipState(jnp.ones((), jnp.float32))
 
@@ -28,6 +29,7 @@ def clip_factor(norm: jax.Array, max_norm: Any) -> jax.Array:
     return max_norm / jnp.maximum(norm, max_norm)
 
 
+@core.transform()
 def clip_by_value(
     max_value: Number, min_value: Number | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -42,7 +44,7 @@ def clip_by_value(
     Source: fluid.clip.GradientClipByValue.
     """
     if min_value is None:
-        high = checks.number("max_value", max_value, low=0.0, low_open=True)
+        high = checks.positive("max_value", max_value)
         low = -high
     else:
         high = checks.number("max_value", max_value)
@@ -50,17 +52,16 @@ def clip_by_value(
         if isinstance(low, float) and isinstance(high, float) and low > high:
             raise ValueError(f"min_value must be <= max_value; got {low} and {high}")
 
-    def rule(g: jax.Array) -> jax.Array:
+    def clip(g: jax.Array) -> jax.Array:
         return jnp.clip(g, numerics.scalar(low, g), numerics.scalar(high, g))
 
     # Where zero is out of bounds, the rows that are not touched move as well.
     keeps_zero = isinstance(low, float) and isinstance(high, float) and low <= 0 <= high
-    return core.stateless(
-        "clip_by_value",
-        lambda updates, params: leafwise.apply(rule, updates, touched=keeps_zero),
-    )
+    rows = "touched" if keeps_zero else "dense"
+    return core.stateless(lambda updates, params: leafwise.apply(clip, updates, rows=rows))
 
 
+@core.transform(complex_leaves=True)
 def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     """Limit the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
@@ -71,35 +72,28 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
 
     Source: fluid.clip.GradientClipByNorm.
     """
-    c = checks.number("max_norm", max_norm, low=0.0, low_open=True)
+    c = checks.positive("max_norm", max_norm)
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, ClipState]:
         del state, params, extra
         updates = leafwise.merge_rows(updates)
-        factors = leafwise.per_leaf(lambda g: clip_factor(numerics.norm(g), c), updates)
+        factors = leafwise.per_tensor(lambda g: clip_factor(numerics.norm(g), c), updates)
         smallest = jnp.ones((), jnp.float32)
-        for factor in factors.every():
+        for factor in factors.all():
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
-        new = leafwise.apply(_multiply, updates, touched=True, factor=factors)
+        new = leafwise.apply(_multiply, updates, rows="touched", factor=factors)
         return new, ClipState(smallest)
 
-    return core.transform("clip_by_norm", _unclipped, update, complex_leaves=True)
+    return core.rule(_unclipped, update)
 
 
 def _multiply(g: jax.Array, *, factor: Any) -> jax.Array:
     return g * numerics.scalar(factor, g)
 
 
-def global_norm(updates: Any) -> jax.Array:
-    """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider."""
-    leaves = leafwise.per_leaf(numerics.sum_of_squares, leafwise.merge_rows(updates))
-    squares = [jnp.sum(s) for s in leaves.every()]
-    if not squares:
-        return jnp.zeros((), jnp.float32)
-    widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)
-    return jnp.sqrt(jnp.stack([s.astype(widest) for s in squares]).sum())
-
-
+@core.transform(complex_leaves=True)
 def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
@@ -113,13 +107,15 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
 
     Source: Pascanu et al. 2013, arXiv 1211.5063; fluid.clip.GradientClipByGlobalNorm.
     """
-    c = checks.number("max_norm", max_norm, low=0.0, low_open=True)
+    c = checks.positive("max_norm", max_norm)
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, ClipState]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, ClipState]:
         del state, params, extra
         updates = leafwise.merge_rows(updates)
-        factor = clip_factor(global_norm(updates), c)
-        new = leafwise.apply(_multiply, updates, touched=True, factor=factor)
+        factor = clip_factor(leafwise.global_norm(updates), c)
+        new = leafwise.apply(_multiply, updates, rows="touched", factor=factor)
         return new, ClipState(factor.astype(jnp.float32))
 
-    return core.transform("clip_by_global_norm", _unclipped, update, complex_leaves=True)
+    return core.rule(_unclipped, update)

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from optfn import checks, core
-from optfn.leaves import tree
+from optfn import checks, core, numerics
+from optfn.checks import Number, Schedule
+from optfn.leaves import leafwise, state_names
+from optfn.leaves.types import OptState, Params, Updates
 
 
 class LearningRateState(NamedTuple):
@@ -28,7 +31,7 @@ class DrivenLearningRateState(LearningRateState):
 
 
 class PlateauLearningRateState(LearningRateState):
-    """A rate that multiplies the one before it, which is 1: `reduce_on_plateau`'s."""
+    """A learning rate applied after an optimizer whose own rate is 1: `reduce_on_plateau`'s."""
 
     __slots__ = ()
 
@@ -71,6 +74,54 @@ def _driven(learning_rate: Any, step: jax.Array) -> jax.Array:
             f"{rate.shape} and dtype {rate.dtype}"
         )
     return rate.astype(jnp.float32)
+
+
+class ScaleByLearningRateState(NamedTuple):
+    """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
+
+    rate: LearningRateState
+
+
+@core.transform(complex_leaves=True)
+def scale_by_learning_rate(
+    learning_rate: Number | Schedule,
+) -> optax.GradientTransformationExtraArgs:
+    """Turn an ascent direction into a step: u = −lr·u.
+
+    Args:
+      learning_rate: lr ≥ 0: a Python or NumPy number, which the state owns and
+        `set_learning_rate` changes; or a 0-d array or a schedule step -> lr, which drive it from
+        outside. A schedule is given the 0-based step, int32.
+
+    `update` takes `rate_factors`, a factor of the rate for each leaf, from an optimizer with
+    `param_attrs`.
+
+    State: the step and the rate last used (after init, that of step 0), float32. Real and complex
+    leaves.
+    """
+    lr = check(learning_rate)
+
+    def init_rate(params: Params) -> ScaleByLearningRateState:
+        del params
+        return ScaleByLearningRateState(init(lr))
+
+    def scale(u: jax.Array, *, rate: Any, factor: Any) -> jax.Array:
+        return -numerics.scalar(rate * factor, u) * u
+
+    def update(
+        updates: Updates,
+        state: OptState,
+        params: Params | None = None,
+        *,
+        rate_factors: Any = 1.0,
+        **extra: Any,
+    ) -> tuple[Updates, OptState]:
+        del params, extra
+        rate, new = advance(lr, state.rate)
+        updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=rate_factors)
+        return updates, ScaleByLearningRateState(new)
+
+    return core.rule(init_rate, update)
 
 
 def is_rate(x: Any) -> bool:
@@ -136,7 +187,7 @@ def set_learning_rate(opt_state: Any, value: Any, path: str | None = None) -> An
 
 def _rates(opt_state: Any, path: str | None) -> dict[str, LearningRateState]:
     """Return the rates in a state by name, those that `path` chooses."""
-    parts = tree.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
+    parts = state_names.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
     everything = {name: part for name, part in parts if is_rate(part)}
     # A plateau's rate multiplies that of the optimizer before it, which is 1.
     plateau = [k for k, v in everything.items() if isinstance(v, PlateauLearningRateState)]

@@ -15,6 +15,7 @@ import optax
 from optfn import checks, core, numerics
 from optfn.checks import Number
 from optfn.leaves import leafwise
+from optfn.leaves.types import OptState, Params, Updates
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -32,6 +33,7 @@ def momentum_rule(
     return (g + mu * v if nesterov else v), v
 
 
+@core.transform(complex_leaves=True)
 def scale_by_momentum(
     momentum: Number, *, nesterov: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -51,13 +53,8 @@ def scale_by_momentum(
     """
     mu = checks.decay("momentum", momentum)
     nesterov = checks.flag("nesterov", nesterov)
-
-    return core.accumulating(
-        "scale_by_momentum",
-        partial(momentum_rule, momentum=mu, nesterov=nesterov),
-        ScaleByMomentumState,
-        complex_leaves=True,
-    )
+    leaf_rule = partial(momentum_rule, momentum=mu, nesterov=nesterov)
+    return core.accumulating(leaf_rule, ScaleByMomentumState)
 
 
 class ScaleByAdagradState(NamedTuple):
@@ -72,6 +69,7 @@ def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Any) -> tuple[jax.Array, ja
     return g / (jnp.sqrt(m) + numerics.scalar(eps, g)), m
 
 
+@core.transform()
 def scale_by_adagrad(
     *, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0
 ) -> optax.GradientTransformationExtraArgs:
@@ -85,13 +83,11 @@ def scale_by_adagrad(
 
     Source: Duchi et al. 2011, "Adaptive subgradient methods", eq. 1; fluid's AdagradOptimizer.
     """
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
     start = checks.nonnegative("initial_accumulator_value", initial_accumulator_value)
 
-    rule = partial(adagrad_rule, eps=eps)
-    return core.accumulating(
-        "scale_by_adagrad", rule, ScaleByAdagradState, fill=start, touched=True
-    )
+    leaf_rule = partial(adagrad_rule, eps=eps)
+    return core.accumulating(leaf_rule, ScaleByAdagradState, fill=start, rows="touched")
 
 
 class ScaleByDecayedAdagradState(NamedTuple):
@@ -108,6 +104,7 @@ def decayed_adagrad_rule(
     return g / (jnp.sqrt(m) + numerics.scalar(eps, g)), m
 
 
+@core.transform()
 def scale_by_decayed_adagrad(
     *, decay: Number = 0.95, eps: Number = 1e-6
 ) -> optax.GradientTransformationExtraArgs:
@@ -122,10 +119,10 @@ def scale_by_decayed_adagrad(
     Source: fluid's DecayedAdagradOptimizer.
     """
     decay = checks.decay("decay", decay)
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
 
-    rule = partial(decayed_adagrad_rule, decay=decay, eps=eps)
-    return core.accumulating("scale_by_decayed_adagrad", rule, ScaleByDecayedAdagradState)
+    leaf_rule = partial(decayed_adagrad_rule, decay=decay, eps=eps)
+    return core.accumulating(leaf_rule, ScaleByDecayedAdagradState)
 
 
 class ScaleByAdadeltaState(NamedTuple):
@@ -152,6 +149,7 @@ def adadelta_rule(
     return jnp.sqrt((u + rho * eps) / below) * g, a, u
 
 
+@core.transform()
 def scale_by_adadelta(
     *, rho: Number = 0.95, eps: Number = 1e-6
 ) -> optax.GradientTransformationExtraArgs:
@@ -171,10 +169,9 @@ def scale_by_adadelta(
     u after writing it and leaves out the learning rate; neither is repeated here.
     """
     rho = checks.decay("rho", rho)
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
 
-    rule = partial(adadelta_rule, rho=rho, eps=eps)
-    return core.accumulating("scale_by_adadelta", rule, ScaleByAdadeltaState)
+    return core.accumulating(partial(adadelta_rule, rho=rho, eps=eps), ScaleByAdadeltaState)
 
 
 class ScaleByRmsState(NamedTuple):
@@ -208,6 +205,7 @@ def centered_rms_rule(
     return g / jnp.sqrt(variance + numerics.scalar(eps, g)), r, q
 
 
+@core.transform()
 def scale_by_rms(
     *, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -227,11 +225,11 @@ def scale_by_rms(
     1308.0850, eq. 38–41 (centered); fluid's RMSPropOptimizer.
     """
     rho = checks.decay("rho", rho)
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
     if checks.flag("centered", centered):
-        rule = partial(centered_rms_rule, rho=rho, eps=eps)
-        return core.accumulating("scale_by_rms", rule, ScaleByCenteredRmsState)
-    return core.accumulating("scale_by_rms", partial(rms_rule, rho=rho, eps=eps), ScaleByRmsState)
+        leaf_rule = partial(centered_rms_rule, rho=rho, eps=eps)
+        return core.accumulating(leaf_rule, ScaleByCenteredRmsState)
+    return core.accumulating(partial(rms_rule, rho=rho, eps=eps), ScaleByRmsState)
 
 
 class ScaleByAdamState(NamedTuple):
@@ -264,6 +262,7 @@ def adam_factors(b1: Any, b2: Any, step: jax.Array, eps_hat: bool) -> tuple[Any,
     return (scale / root, 1.0) if eps_hat else (scale, root)
 
 
+@core.transform(complex_leaves=True)
 def scale_by_adam(
     b1: Number = 0.9,
     b2: Number = 0.999,
@@ -296,17 +295,19 @@ def scale_by_adam(
     Algorithm 1 the other form, optax's and torch's.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
     eps_hat = checks.flag("eps_hat", eps_hat)
     bias_correction = checks.flag("bias_correction", bias_correction)
     lazy = checks.flag("lazy", lazy)
 
-    def init(params: Any) -> ScaleByAdamState:
+    def init(params: Params) -> ScaleByAdamState:
         return ScaleByAdamState(
             core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
         )
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del params, extra
         step = core.next_step(state.step)
         scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
@@ -315,11 +316,11 @@ def scale_by_adam(
             updates,
             state.mu,
             state.nu,
-            touched=lazy,
+            rows="touched" if lazy else "dense",
         )
         return updates, ScaleByAdamState(step, mu, nu)
 
-    return core.transform("scale_by_adam", init, update, complex_leaves=True)
+    return core.rule(init, update)
 
 
 class ScaleByAdamaxState(NamedTuple):
@@ -339,6 +340,7 @@ def adamax_rule(
     return numerics.scalar(scale, g) * m / u, m, u
 
 
+@core.transform()
 def scale_by_adamax(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
@@ -356,14 +358,16 @@ def scale_by_adamax(
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; eps as in fluid's AdamaxOptimizer.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
 
-    def init(params: Any) -> ScaleByAdamaxState:
+    def init(params: Params) -> ScaleByAdamaxState:
         return ScaleByAdamaxState(
             core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params)
         )
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del params, extra
         step = core.next_step(state.step)
         scale = 1 / numerics.bias_correction(b1, step)
@@ -372,7 +376,7 @@ def scale_by_adamax(
         )
         return updates, ScaleByAdamaxState(step, mu, infinity_norm)
 
-    return core.transform("scale_by_adamax", init, update)
+    return core.rule(init, update)
 
 
 class ScaleByAsgdState(NamedTuple):
@@ -382,6 +386,7 @@ class ScaleByAsgdState(NamedTuple):
     gradients: Any
 
 
+@core.transform()
 def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
     """Average the last gradient of each of the n batches of an epoch.
 
@@ -399,20 +404,22 @@ def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
     """
     n = checks.count("batch_num", batch_num)
 
-    def init(params: Any) -> ScaleByAsgdState:
+    def init(params: Params) -> ScaleByAsgdState:
         return ScaleByAsgdState(core.first_step(), leafwise.zeros_like(params, leading=(n,)))
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del params, extra
         step = core.next_step(state.step)
 
-        def rule(g: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def average(g: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
             y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), state.step % n, 0)
             return jnp.sum(y, axis=0) / jnp.minimum(step, n).astype(g.dtype), y
 
         updates, gradients = leafwise.apply(
-            rule, updates, state.gradients, shapes=lambda shape: [(n, *shape)]
+            average, updates, state.gradients, shapes=lambda shape: [(n, *shape)]
         )
         return updates, ScaleByAsgdState(step, gradients)
 
-    return core.transform("scale_by_asgd", init, update)
+    return core.rule(init, update)

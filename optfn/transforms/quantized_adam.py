@@ -9,9 +9,11 @@ import numpy as np
 import optax
 
 from optfn import checks, core, numerics
+from optfn.autodiff.in_place import when
 from optfn.checks import Number
 from optfn.leaves import leafwise, tree
-from optfn.transforms import codes as quantization
+from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.transforms import codes
 from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
 
 
@@ -42,12 +44,12 @@ def _init_bfloat16(params: Any) -> tuple[Any, ...]:
 def _advance_bfloat16(
     g: jax.Array, mu: jax.Array, nu: jax.Array, *, b1: Any, b2: Any, seed: jax.Array
 ) -> tuple[jax.Array, ...]:
-    noise = quantization.random_bits(g.shape, seed)
+    noise = codes.random_bits(g.shape, seed)
     m = numerics.moving_average(mu.astype(jnp.float32), g, b1)
     v = numerics.moving_average(nu.astype(jnp.float32), jnp.square(g), b2)
     return (
-        quantization.to_bfloat16(m, noise >> 16),
-        quantization.to_bfloat16(v, noise & 0xFFFF),
+        codes.to_bfloat16(m, noise >> 16),
+        codes.to_bfloat16(v, noise & 0xFFFF),
     )
 
 
@@ -57,13 +59,13 @@ def _moments_bfloat16(mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Arra
 
 def _init_int8(params: Any) -> tuple[Any, ...]:
     def scale(p: Any) -> jax.Array:
-        return jnp.zeros(quantization.num_blocks(p.size), jnp.float32)
+        return jnp.zeros(codes.num_blocks(p.size), jnp.float32)
 
-    def codes(dtype: Any) -> Any:
+    def zero_codes(dtype: Any) -> Any:
         return leafwise.zeros_like(params, dtype=dtype)
 
     scales = (tree.map_arrays(scale, params) for _ in range(2))
-    return codes(jnp.int8), next(scales), codes(jnp.uint8), next(scales)
+    return zero_codes(jnp.int8), next(scales), zero_codes(jnp.uint8), next(scales)
 
 
 def _advance_int8(
@@ -77,18 +79,18 @@ def _advance_int8(
     b2: Any,
     seed: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    noise = quantization.random_bits(g.shape, seed)
+    noise = codes.random_bits(g.shape, seed)
     # By the same recursion as the moment, a scale stays above all of its block, and the block's
     # new moments need not be known before they are stored.
-    largest = quantization.block_max(jnp.abs(g))
+    largest = codes.block_max(jnp.abs(g))
     m_scale = numerics.moving_average(mu_scale, largest, b1)
     v_scale = numerics.moving_average(nu_scale, jnp.square(largest), b2)
-    m = numerics.moving_average(quantization.decode_signed(mu, mu_scale), g, b1)
-    v = numerics.moving_average(quantization.decode_unsigned(nu, nu_scale), jnp.square(g), b2)
+    m = numerics.moving_average(codes.decode_signed(mu, mu_scale), g, b1)
+    v = numerics.moving_average(codes.decode_unsigned(nu, nu_scale), jnp.square(g), b2)
     return (
-        quantization.encode_signed(m, m_scale, noise >> 16),
+        codes.encode_signed(m, m_scale, noise >> 16),
         m_scale,
-        quantization.encode_unsigned(v, v_scale, noise & 0xFFFF),
+        codes.encode_unsigned(v, v_scale, noise & 0xFFFF),
         v_scale,
     )
 
@@ -96,11 +98,11 @@ def _advance_int8(
 def _moments_int8(
     mu: jax.Array, mu_scale: jax.Array, nu: jax.Array, nu_scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return quantization.decode_signed(mu, mu_scale), quantization.decode_unsigned(nu, nu_scale)
+    return codes.decode_signed(mu, mu_scale), codes.decode_unsigned(nu, nu_scale)
 
 
 def _blocked(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    blocks = (quantization.num_blocks(int(np.prod(shape))),)
+    blocks = (codes.num_blocks(int(np.prod(shape))),)
     return [shape, blocks, shape, blocks]
 
 
@@ -117,6 +119,7 @@ _STORAGES = {
 MOMENT_DTYPES = tuple(_STORAGES)
 
 
+@core.transform()
 def scale_by_quantized_adam(
     b1: Number = 0.9,
     b2: Number = 0.999,
@@ -156,49 +159,52 @@ def scale_by_quantized_adam(
     1502.02551 (stochastic rounding). The code, the scales and the hash are our own.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.number("eps", eps, low=0.0, low_open=True)
+    eps = checks.positive("eps", eps)
     eps_hat = checks.flag("eps_hat", eps_hat)
     storage = _STORAGES[checks.choice("dtype", dtype, MOMENT_DTYPES)]
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> Any:
         return storage.state_type(core.first_step(), *storage.init(params))
 
-    def update(updates: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del params, extra
         step, updates = core.next_step(state.step), leafwise.densify(updates)
 
-        def advance(*kept: Any) -> Any:
+        def advance(*arguments: PyTree) -> PyTree:
+            *moments, g = arguments
             return leafwise.apply(
                 _narrow(storage.advance),
-                updates,
-                *kept,
+                g,
+                *moments,
                 shapes=storage.shapes,
                 b1=b1,
                 b2=b2,
                 seed=step.astype(jnp.uint32) * np.uint32(0x85EBCA6B),
             )[1:]
 
-        # The loop's single turn keeps XLA from computing the new moments once more where they are
-        # read, which would need the old ones beside them.
-        kept = core.when(step > 0, advance, *state[1:])
+        # Always due. The loop's single iteration keeps XLA from computing the new moments once more
+        # where they are read, which would need the old ones beside them.
+        moments = when(step > 0, advance, tuple(state[1:]), updates)
 
-        def direction(g: jax.Array, *kept: jax.Array, **factors: Any) -> Any:
-            u = adam_direction(*storage.moments(*kept), **factors)
-            return u.astype(g.dtype), *kept
+        def direction(g: jax.Array, *moments: jax.Array, **factors: Any) -> Any:
+            u = adam_direction(*storage.moments(*moments), **factors)
+            return u.astype(g.dtype), *moments
 
         scale, root = adam_factors(b1, b2, step, eps_hat)
         updates = leafwise.apply(
-            direction, updates, *kept, shapes=storage.shapes, eps=eps, scale=scale, root=root
+            direction, updates, *moments, shapes=storage.shapes, eps=eps, scale=scale, root=root
         )[0]
-        return updates, storage.state_type(step, *kept)
+        return updates, storage.state_type(step, *moments)
 
-    return core.transform("scale_by_quantized_adam", init, update)
+    return core.rule(init, update)
 
 
 def _narrow(advance: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a rule for `leafwise.apply` that works in float32, whatever the gradient is."""
 
-    def rule(g: jax.Array, *kept: jax.Array, **scalars: Any) -> tuple[jax.Array, ...]:
-        return g, *advance(g.astype(jnp.float32), *kept, **scalars)
+    def rule(g: jax.Array, *moments: jax.Array, **scalars: Any) -> tuple[jax.Array, ...]:
+        return g, *advance(g.astype(jnp.float32), *moments, **scalars)
 
     return rule

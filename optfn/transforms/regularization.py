@@ -10,6 +10,7 @@ from optfn import checks, core, numerics
 from optfn.checks import Number
 from optfn.leaves import leafwise, tree
 from optfn.leaves.tree import Pattern
+from optfn.leaves.types import Params, Updates
 
 _DENSE = "a regularizer concerns all rows, so a row-sparse gradient becomes dense"
 
@@ -27,9 +28,10 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
 def without(exclude: Pattern | None, coeff: Any, updates: Any) -> leafwise.PerLeaf:
     """Return the decay of each leaf: `coeff`, or 0 where `exclude` selects the leaf."""
     excluded = tree.select(exclude, updates, "exclude")
-    return leafwise.choose(lambda out: 0.0 if out else coeff, excluded, updates)
+    return leafwise.per_leaf(lambda out: 0.0 if out else coeff, excluded, updates)
 
 
+@core.transform(needs_params=True)
 def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     """Add the gradient of coeff·‖p‖₁: g = g + coeff·sign(p), sign(0) = 0.
 
@@ -42,14 +44,13 @@ def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     """
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
-        "l1_decay",
         lambda updates, params: leafwise.apply(
             l1_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
-        ),
-        needs_params=True,
+        )
     )
 
 
+@core.transform(needs_params=True, complex_leaves=True)
 def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     """Add the gradient of coeff/2·‖p‖₂²: g = g + coeff·p.
 
@@ -62,15 +63,13 @@ def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     """
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
-        "l2_decay",
         lambda updates, params: leafwise.apply(
             l2_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
-        ),
-        needs_params=True,
-        complex_leaves=True,
+        )
     )
 
 
+@core.transform(needs_params=True)
 def add_decayed_weights(
     weight_decay: Number, *, exclude: Pattern | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -91,8 +90,8 @@ def add_decayed_weights(
     coeff = checks.nonnegative("weight_decay", weight_decay)
     exclude = tree.check_pattern("exclude", exclude)
 
-    def update(updates: Any, params: Any) -> Any:
+    def update(updates: Updates, params: Params) -> Updates:
         coeffs = without(exclude, coeff, updates)
-        return leafwise.apply(l2_penalty, updates, params=params, touched=True, coeff=coeffs)
+        return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
-    return core.stateless("add_decayed_weights", update, needs_params=True)
+    return core.stateless(update)

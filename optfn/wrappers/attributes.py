@@ -2,17 +2,16 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
-from optfn import checks, numerics
-from optfn.leaves import leafwise, tree
-from optfn.leaves import packed as packing
+from optfn import checks, core
+from optfn.leaves import leafwise, packed, tree
+from optfn.leaves.layout import BufferLayout
+from optfn.leaves.tree import Flags
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 
 
 class _Inherit:
@@ -35,12 +34,16 @@ class ParamAttr:
       need_clip: whether the parameter takes part in the optimizer's `grad_clip`; where it does not,
         it is left out of the global norm and is not scaled.
       trainable: False leaves the parameter alone bit for bit, without state.
+      stacked: how many leading axes of the leaf count tensors, ≥ 0: 1 for layers that a model scans
+        over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as if
+        it were a leaf of its own. `optfn.distributed.stack_stages` marks its result by itself.
     """
 
     learning_rate: float = 1.0
     regularization: Any = INHERIT
     need_clip: bool = True
     trainable: bool = True
+    stacked: int = 0
 
     def __post_init__(self) -> None:
         if not checks.is_host_number(self.learning_rate):
@@ -51,22 +54,13 @@ class ParamAttr:
         checks.nonnegative("ParamAttr: learning_rate", self.learning_rate)
         checks.flag("ParamAttr: need_clip", self.need_clip)
         checks.flag("ParamAttr: trainable", self.trainable)
+        checks.count("ParamAttr: stacked", self.stacked, low=0)
         if self.regularization is not None and self.regularization is not INHERIT:
-            check_transform("ParamAttr: regularization", self.regularization, "l2_decay(1e-4)")
+            core.check_transform("ParamAttr: regularization", self.regularization, "l2_decay(1e-4)")
 
 
 ParamAttrs = Mapping[str, ParamAttr]
 DEFAULT = ParamAttr()
-
-
-def check_transform(argument: str, tx: Any, example: str) -> optax.GradientTransformation:
-    """Return `tx` if it is a gradient transformation; raise an error that names `argument`."""
-    if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            f"{argument} must be a gradient transformation such as optfn.{example}; "
-            f"got {tx!r} of type {type(tx).__name__}"
-        )
-    return tx
 
 
 def check_param_attrs(param_attrs: Any) -> ParamAttrs:
@@ -87,158 +81,131 @@ def check_param_attrs(param_attrs: Any) -> ParamAttrs:
     return dict(param_attrs)
 
 
-# The attributes of a leaf; for a buffer of a Packed, those of the leaves in it.
-Attrs = ParamAttr | tuple[ParamAttr, ...]
+# For each leaf of a tree, the attributes of the leaves that lie in it: one, or those of a buffer.
+LeafAttrs = list[tuple[ParamAttr, ...]]
 
 
-def resolve(param_attrs: ParamAttrs, params: Any) -> list[Attrs]:
+def resolve(param_attrs: ParamAttrs, params: Params) -> LeafAttrs:
     """Return the attributes of the leaves of `params`; the first pattern that matches wins.
 
     Raises:
-      ValueError: a pattern matches none of the paths.
+      ValueError: a pattern matches none of the paths, or an attribute does not fit its leaf.
     """
-    names = tree.names(params)
-    attrs: list[Attrs] = [(DEFAULT,) * len(n) if isinstance(n, tuple) else DEFAULT for n in names]
+    attrs = [(DEFAULT,) * len(names) for names in tree.names(params)]
     # Backwards, so that an earlier pattern overwrites a later one.
     for pattern, attr in reversed(list(param_attrs.items())):
-        for i, matched in enumerate(tree.select(pattern, params, "param_attrs")):
-            old = attrs[i]
-            if isinstance(matched, tuple) and isinstance(old, tuple):
-                attrs[i] = tuple(attr if m else o for m, o in zip(matched, old, strict=True))
-            elif matched:
-                attrs[i] = attr
+        flags = tree.select(pattern, params, "param_attrs")
+        attrs = [
+            tuple(attr if chosen else before for chosen, before in zip(*pair, strict=True))
+            for pair in zip(flags, attrs, strict=True)
+        ]
     return attrs
 
 
-def _each(of: Callable[[Any], Any], attrs: Sequence[Any]) -> list[Any]:
-    return [tuple(map(of, a)) if isinstance(a, tuple) else of(a) for a in attrs]
+def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
+    """Return the attributes that an optimizer gives to the leaves of `params`, by path.
+
+    Seen through the wrappers and chains of optfn; what other libraries wrap does not show.
+    """
+    found: dict[str, ParamAttr] = {}
+    for part in getattr(tx, "parts", []):
+        found |= attributes_of(part, params)
+    param_attrs = getattr(tx, "param_attrs", None)
+    if param_attrs:
+        pairs = zip(tree.names(params), resolve(param_attrs, params), strict=True)
+        found |= {name: attr for leaf in pairs for name, attr in zip(*leaf, strict=True)}
+    return found
 
 
-def _all(of: Callable[[Any], bool], attrs: Sequence[Any]) -> bool:
-    return all(all(v) if isinstance(v, tuple) else v for v in _each(of, attrs))
-
-
-def _only(
-    tx: optax.GradientTransformation,
-    param_attrs: ParamAttrs,
-    choose: Callable[[ParamAttr], bool],
+def for_leaves(
+    tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` for the leaves whose attributes `choose` selects; the others pass."""
-    tx = optax.with_extra_args_support(tx)
+    rule = optax.with_extra_args_support(core.rule_of(tx))
 
-    def chosen(updates: Any) -> list[Any]:
-        return _each(choose, resolve(param_attrs, updates))
+    def chosen(updates: Updates) -> Flags:
+        return [tuple(map(choose, leaf)) for leaf in resolve(param_attrs, updates)]
 
-    def init(params: Any) -> optax.MaskedState:
-        return optax.MaskedState(tx.init(packing.keep(params, chosen(params))))
+    def init(params: Params) -> optax.MaskedState:
+        return optax.MaskedState(rule.init(packed.keep(params, chosen(params))))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         flags = chosen(updates)
-        kept = None if params is None else packing.keep(params, flags)
-        new, inner = tx.update(packing.keep(updates, flags), state.inner_state, kept, **extra)
-        return packing.fill(new, flags, updates), optax.MaskedState(inner)
+        kept = None if params is None else packed.keep(params, flags)
+        new, inner = rule.update(packed.keep(updates, flags), state.inner_state, kept, **extra)
+        return packed.fill(new, flags, updates), optax.MaskedState(inner)
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def clipping(grad_clip: Any, param_attrs: ParamAttrs) -> list[optax.GradientTransformation]:
-    """Return the transforms that clip the leaves that need it."""
-    if grad_clip is None:
-        return []
-    check_transform("grad_clip", grad_clip, "clip_by_norm(1.0)")
-    if all(attr.need_clip for attr in param_attrs.values()):
-        return [grad_clip]
-    return [_only(grad_clip, param_attrs, lambda attr: attr.need_clip)]
-
-
-def regularizing(
-    regularization: Any, param_attrs: ParamAttrs
-) -> list[optax.GradientTransformation]:
-    """Return the transforms that regularize each leaf by its own penalty or the common one."""
-    if regularization is not None:
-        check_transform("regularization", regularization, "l2_decay(1e-4)")
-    own = {id(a.regularization): a.regularization for a in param_attrs.values()}
-    if set(own) <= {id(INHERIT)}:
-        return [] if regularization is None else [regularization]
-    parts = []
-    for each in {id(INHERIT): INHERIT, **own}.values():
-        tx = regularization if each is INHERIT else each
-        if tx is not None:
-            parts.append(_only(tx, param_attrs, partial(_is_regularized_by, each)))
-    return parts
-
-
-def _is_regularized_by(regularization: Any, attr: ParamAttr) -> bool:
-    return attr.regularization is regularization
-
-
-# Who wants to know the attributes that an optimizer's init resolves; see `observe`.
-_observer: ContextVar[Callable[[str, ParamAttr], None] | None] = ContextVar(
-    "observer", default=None
-)
-
-
-def observe(tx: optax.GradientTransformation, params: Any) -> tuple[Any, dict[str, ParamAttr]]:
-    """Return tx.init(params) and the attributes of the leaves, however deeply `tx` is wrapped."""
-    seen: dict[str, ParamAttr] = {}
-    token = _observer.set(seen.__setitem__)
-    try:
-        return tx.init(params), seen
-    finally:
-        _observer.reset(token)
+    selected = core.Transform(init, update)
+    selected.rule = core.rule(init, update)
+    selected.needs_params = getattr(tx, "needs_params", False)
+    selected.complex_leaves = getattr(tx, "complex_leaves", True)
+    return selected
 
 
 def attributed(
     name: str, tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Hold the leaves that are not trainable, and hand `tx` the rate factors of the others.
+    """Freeze the leaves that are not trainable, and hand `tx` the attributes of the others.
 
-    `tx` sees a held leaf as a hole; its update is −0.0, the only number that leaves p + u = p bit
-    for bit.
+    `tx` sees a frozen leaf as masked; its update is −0.0, which leaves it bit for bit.
     """
-
-    def init(params: Any) -> Any:
-        attrs = resolve(param_attrs, params)
-        notify = _observer.get()
-        if notify is not None:
-            for names, own in zip(tree.names(params), attrs, strict=True):
-                pairs = zip(names, own, strict=True) if isinstance(own, tuple) else [(names, own)]
-                for path, attr in pairs:
-                    notify(str(path), attr)
-        return tx.init(packing.keep(params, _trainable(attrs)))
-
     if not param_attrs:
-        return optax.GradientTransformationExtraArgs(init, tx.update)
+        return tx
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def init(params: Params) -> OptState:
+        return tx.init(_trained(params, resolve(param_attrs, params)))
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         if params is not None:
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
-        flags = _trainable(attrs)
-        kept = packing.keep(updates, flags)
-        if not _all(lambda attr: attr.learning_rate == 1.0, attrs):
-            rates = packing.kept_of(_each(lambda attr: attr.learning_rate, attrs), flags, updates)
-            extra["rate_factors"] = leafwise.choose(lambda rate: rate, rates, kept)
-        held = None if params is None else packing.keep(params, flags)
-        new, state = tx.update(kept, state, held, **extra)
         gradients, structure = tree.flatten(updates)
-        like = gradients if params is None else tree.flatten(params)[0]
-        rest = [
-            g if _all(bool, [flag]) else _held_update(p, g)
-            for flag, p, g in zip(flags, like, gradients, strict=True)
+        parameters = [None] * len(gradients) if params is None else tree.flatten(params)[0]
+        frozen = [
+            g if all(attr.trainable for attr in leaf) else _frozen_update(g, p)
+            for leaf, g, p in zip(attrs, gradients, parameters, strict=True)
         ]
-        return packing.fill(new, flags, structure.unflatten(rest)), state
+        trained = _trained(updates, attrs)
+        if any(attr.learning_rate != 1.0 for leaf in attrs for attr in leaf):
+            rates = [tuple(attr.learning_rate for attr in leaf) for leaf in attrs]
+            rates = packed.kept_of(rates, _trainable(attrs), updates)
+            extra["rate_factors"] = leafwise.per_leaf(lambda rate: rate, rates, trained)
+        kept = None if params is None else _trained(params, attrs)
+        new, state = tx.update(trained, state, kept, **extra)
+        return packed.fill(new, _trainable(attrs), structure.unflatten(frozen)), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    made = core.Transform(init, update)
+    made.param_attrs = param_attrs
+    return made
 
 
-def _trainable(attrs: Sequence[Attrs]) -> list[Any]:
-    return _each(lambda attr: attr.trainable, attrs)
+def _trainable(attrs: LeafAttrs) -> Flags:
+    return [tuple(attr.trainable for attr in leaf) for leaf in attrs]
 
 
-def _held_update(p: Any, g: Any) -> Any:
-    if tree.is_hole(p):
-        return g
-    if jnp.issubdtype(p.dtype, jnp.inexact):
-        return jnp.full(p.shape, -0.0, p.dtype)
-    return numerics.integer_zeros(p.shape, p.dtype)
+def _trained(values: PyTree, attrs: LeafAttrs) -> PyTree:
+    """Return a tree like params in which frozen leaves are masked and stacked ones are marked."""
+    stacked = [tuple(attr.stacked for attr in leaf) for leaf in attrs]
+    if any(axes for leaf in stacked for axes in leaf):
+        pairs = zip(tree.names(values), tree.layouts(values), stacked, strict=True)
+        for names, layout, leaf in pairs:
+            _check_axes(names, layout, leaf)
+        values = packed.mark_stacked(values, stacked)
+    return packed.keep(values, _trainable(attrs))
+
+
+def _check_axes(names: tuple[str, ...], layout: BufferLayout, stacked: tuple[int, ...]) -> None:
+    shapes = [run.shape for run in layout.runs for _ in run.leaves]
+    for name, shape, axes in zip(names, shapes, stacked, strict=True):
+        if axes > len(shape) and shape:
+            raise ValueError(
+                f"param_attrs: stacked={axes} for leaf {name!r}, which has only the axes {shape}"
+            )
+
+
+def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
+    return core.frozen_update(g, g if p is None else p)

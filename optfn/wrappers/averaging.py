@@ -13,28 +13,31 @@ import optax
 from optfn import checks, core, numerics
 from optfn.checks import Number
 from optfn.leaves import leafwise, tree
+from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
 
 
+@declares(passes_rows=True)
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
     step: jax.Array
     weight: jax.Array
-    average: Any
+    average: Params
 
 
+@declares(passes_rows=True)
 class ModelAverageState(NamedTuple):
     """State of `model_average`: 12 bytes per parameter and three counters."""
 
     num_updates: jax.Array
     num_accumulates: jax.Array
     old_num_accumulates: jax.Array
-    sum_1: Any
-    sum_2: Any
-    sum_3: Any
+    sum_1: Params
+    sum_2: Params
+    sum_3: Params
 
 
-def _moved(name: str, updates: Any, params: Any) -> Any:
+def _moved(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, rounded as `apply_updates` rounds them."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
@@ -45,6 +48,7 @@ def _widen(p: jax.Array) -> jax.Array:
     return p.astype(numerics.accumulator_dtype(p.dtype))
 
 
+@core.named
 def exponential_moving_average(
     decay: Number = 0.999, *, thres_steps: bool = False
 ) -> optax.GradientTransformationExtraArgs:
@@ -71,7 +75,7 @@ def exponential_moving_average(
     decay = checks.decay("decay", decay)
     thres_steps = checks.flag("thres_steps", thres_steps)
 
-    def init(params: Any) -> ExponentialMovingAverageState:
+    def init(params: Params) -> ExponentialMovingAverageState:
         zero = jnp.zeros((), jnp.float32)
         average = leafwise.zeros_like(leafwise.inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
@@ -80,7 +84,9 @@ def exponential_moving_average(
         p = _widen(p)
         return p, numerics.scalar(d, p) * e + numerics.scalar(rest, p) * p
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del extra
         p = _moved("exponential_moving_average", updates, params)
         d, rest = decay, 1 - decay
@@ -101,6 +107,7 @@ def exponential_moving_average(
 _SUM_LENGTH = 16384
 
 
+@core.named
 def model_average(
     average_window_rate: Number,
     *,
@@ -134,7 +141,7 @@ def model_average(
             f"min_average_window must be <= max_average_window; got {shortest} and {longest}"
         )
 
-    def init(params: Any) -> ModelAverageState:
+    def init(params: Params) -> ModelAverageState:
         sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
@@ -143,10 +150,12 @@ def model_average(
     ) -> tuple[jax.Array, ...]:
         s1 = s1 + _widen(p)
         s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
-        whole = s1 + s2
-        return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, whole, s3)
+        total = s1 + s2
+        return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         del extra
         p = _moved("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
@@ -164,7 +173,7 @@ def model_average(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def read_average(state: Any, params: Any) -> Any:
+def read_average(state: OptState, params: Params) -> Params:
     """Return the average that `state` holds, in the structure and dtypes of `params`.
 
     Leaves without an average, and all of them before the first update, come from `params`, copied:
@@ -178,12 +187,12 @@ def read_average(state: Any, params: Any) -> Any:
         step, acc, old = (jax.tree.leaves(x)[0] for x in state[:3])
         count = (acc + old).astype(jnp.float32)
 
-    def read(p: Any, *parts: Any) -> Any:
-        if tree.is_hole(p):
+    def read(p: Leaf, *parts: Leaf) -> Leaf:
+        if tree.is_masked(p):
             return p
-        if tree.is_hole(parts[0]):
+        if tree.is_masked(parts[0]):
             return jnp.array(p, copy=True)
-        total = sum(parts[1:], parts[0])
+        total: jax.Array = sum(parts[1:], parts[0])
         average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
         return jnp.where(step > 0, average.astype(p.dtype), p)
 

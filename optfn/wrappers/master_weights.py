@@ -8,17 +8,20 @@ import optax
 
 from optfn import core
 from optfn.leaves import leafwise, tree
+from optfn.leaves.types import DType, Leaf, OptState, Params, Updates, declares
 
 
+@declares(passes_own_gradients=True)
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 
-    master: Any
-    inner_state: Any
+    master: Params
+    inner_state: OptState
 
 
+@core.named
 def master_weights(
-    tx: optax.GradientTransformation, dtype: Any = jnp.float32
+    tx: optax.GradientTransformation, dtype: DType = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
     """Run an optimizer on wide copies of narrow parameters.
 
@@ -36,28 +39,35 @@ def master_weights(
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision.
     """
-    dtype = jnp.dtype(dtype)
-    if dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"dtype must be float32 or float64; got {dtype}")
-    inner = optax.with_extra_args_support(tx)
+    try:
+        wide_dtype = jnp.dtype(dtype)
+    except TypeError:
+        wide_dtype = None
+    if wide_dtype not in (jnp.float32, jnp.float64):
+        raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
+    inner = optax.with_extra_args_support(
+        core.check_transform("master_weights: tx", tx, "adam(1e-3)")
+    )
 
-    def narrow(p: Any) -> bool:
+    def narrow(p: Leaf) -> bool:
         return (
-            not leafwise.is_absent(p)
+            leafwise.is_inexact(p)
             and jnp.issubdtype(p.dtype, jnp.floating)
-            and jnp.finfo(p.dtype).bits < jnp.finfo(dtype).bits
+            and jnp.finfo(p.dtype).bits < jnp.finfo(wide_dtype).bits
         )
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: Params) -> MasterWeightsState:
         leaves, structure = tree.flatten(params)
-        wide = [jnp.asarray(p).astype(dtype) if narrow(p) else p for p in leaves]
+        wide = [jnp.asarray(p).astype(wide_dtype) if narrow(p) else p for p in leaves]
         masters = [
             w if narrow(p) else optax.MaskedNode() for w, p in zip(wide, leaves, strict=True)
         ]
         inner_state = inner.init(structure.unflatten(wide))
         return MasterWeightsState(structure.unflatten(masters), inner_state)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         if params is None:
             raise ValueError(
                 "master_weights needs the parameters: call update(updates, state, params)"
@@ -66,18 +76,18 @@ def master_weights(
         leaves, structure = tree.flatten(params)
         masters = tree.flatten(state.master)[0]
         wide = structure.unflatten(
-            [p if tree.is_hole(m) else m for m, p in zip(masters, leaves, strict=True)]
+            [p if tree.is_masked(m) else m for m, p in zip(masters, leaves, strict=True)]
         )
         new, inner_state = inner.update(updates, state.inner_state, wide, **extra)
         moved = tree.flatten(core.apply_updates(wide, new))[0]
         out = [
-            u if tree.is_hole(m) else landing(p, w)
+            u if tree.is_masked(m) else landing(p, w)
             for u, m, p, w in zip(tree.flatten(new)[0], masters, leaves, moved, strict=True)
         ]
-        kept = [w if not tree.is_hole(m) else m for w, m in zip(moved, masters, strict=True)]
+        new_masters = [m if tree.is_masked(m) else w for w, m in zip(moved, masters, strict=True)]
         return (
             structure.unflatten(out),
-            MasterWeightsState(structure.unflatten(kept), inner_state),
+            MasterWeightsState(structure.unflatten(new_masters), inner_state),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

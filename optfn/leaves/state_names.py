@@ -1,0 +1,80 @@
+"""The parts of an optimizer's state by name: words that survive a changed chain."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from optfn.leaves.tree import is_masked, is_transparent, join, key_name, paths
+from optfn.leaves.types import OptState
+
+
+def is_state(x: Any) -> bool:
+    """Tell whether `x` is the state of a transform: a NamedTuple of a type named …State."""
+    return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
+
+
+def _holds_states(x: Any) -> bool:
+    if is_state(x):
+        return True
+    if isinstance(x, dict):
+        return any(map(_holds_states, x.values()))
+    return isinstance(x, tuple | list) and any(map(_holds_states, x))
+
+
+def state_word(state_type: type) -> str:
+    """Return "scale_by_adam" for ScaleByAdamState, also for a subclass of it."""
+    kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
+    name = kind.__name__.removesuffix("State")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def named_parts(
+    state: OptState,
+    stop: Callable[[Any], bool] = lambda x: False,
+    *,
+    unnamed: Callable[[Any], bool] = lambda x: False,
+) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
+
+    A name is made of words: the transform that owns the leaf, from the type of its state, then the
+    field, then the path in a tree like the parameters: "scale_by_adam/mu/layers/0/w". Neither
+    positions in a chain nor wrappers enter, so that a transform put before or around another leaves
+    its names as they were; a second one of the same type is numbered, "scale_by_momentum_2". The
+    labels of a dict of states (`optax.partition`) stand before: "fast/scale_by_adam/mu/w".
+
+    Args:
+      state: the state of an optimizer, however wrapped.
+      stop: states that are yielded whole.
+      unnamed: states whose own word is left out, because what holds them says it all.
+    """
+    seen: dict[str, int] = {}
+
+    def walk(node: Any, own: str, labels: str) -> Iterator[tuple[str, Any]]:
+        if is_state(node) and node._fields:
+            name = own
+            if not unnamed(node):
+                name = join(labels, state_word(type(node)))
+                seen[name] = seen.get(name, 0) + 1
+                name += f"_{seen[name]}" if seen[name] > 1 else ""
+            if stop(node):
+                yield name, node
+                return
+            for field, child in zip(node._fields, node, strict=True):
+                own_field = name if _holds_states(child) else join(name, field)
+                yield from walk(child, own_field, labels)
+        elif is_transparent(node):
+            yield from walk(node[0], own, labels)
+        elif _holds_states(node):
+            children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+            for (key,), child in children:
+                label = key_name(key) if isinstance(node, dict) else ""
+                yield from walk(child, own, join(labels, label))
+        else:
+            leaves = jax.tree.leaves(node, is_leaf=is_masked)
+            for path, leaf in zip(paths(node), leaves, strict=True):
+                if not is_masked(leaf):
+                    yield join(own, path), leaf
+
+    yield from walk(state, "", "")

@@ -1,0 +1,137 @@
+"""FTRL-Proximal: a step of its own, with the rate inside the recursion."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core, numerics
+from optfn.autodiff.in_place import when
+from optfn.checks import Number, Schedule
+from optfn.leaves import leafwise
+from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.transforms import learning_rate as rates
+
+
+class FtrlProximalState(NamedTuple):
+    """State of `ftrl_proximal`: 8 bytes per parameter, the step and the rate."""
+
+    rate: rates.LearningRateState
+    accumulator: Any
+    linear: Any
+
+
+def ftrl_accumulate(
+    g: jax.Array,
+    n: jax.Array,
+    z: jax.Array,
+    p: jax.Array,
+    *,
+    rate: Any,
+    factor: Any,
+    lr_power: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (g, n', z') of one FTRL-Proximal step; see `ftrl_proximal`."""
+    lr = numerics.scalar(rate * factor, g)
+    still = lr == 0
+    # A finite gradient whose square is not: σ would be infinite.
+    seen = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
+    new_n = n + jnp.square(seen)
+    root, new_root = numerics.power(n, -lr_power), numerics.power(new_n, -lr_power)
+    sigma = (new_root - root) / jnp.where(still, 1, lr)
+    return g, jnp.where(still, n, new_n), jnp.where(still, z, z + seen - sigma * p)
+
+
+def ftrl_minimiser(
+    n: jax.Array,
+    z: jax.Array,
+    p: jax.Array,
+    *,
+    rate: Any,
+    factor: Any,
+    l1: Any,
+    l2: Any,
+    lr_power: Any,
+) -> jax.Array:
+    """Return p' − p for the minimiser p' that belongs to n and z; 0 where the rate is 0."""
+    lr = numerics.scalar(rate * factor, z)
+    l1, l2 = numerics.scalar(l1, z) + 1e-10, numerics.scalar(l2, z) + 1e-10
+    still = lr == 0
+    root = numerics.power(n, -lr_power) / jnp.where(still, 1, lr)
+    new_p = (l1 * jnp.sign(z) - z) / (root + 2 * l2)
+    new_p = jnp.where(jnp.abs(z) <= l1, 0, new_p)  # a NaN is not ≤, and so is not hidden
+    return jnp.where(still, 0, new_p - p)
+
+
+@core.transform(needs_params=True)
+def ftrl_proximal(
+    learning_rate: Number | Schedule,
+    *,
+    l1: Number = 0.0,
+    l2: Number = 0.0,
+    lr_power: Number = -0.5,
+) -> optax.GradientTransformationExtraArgs:
+    """Step to the minimiser of the regularized sum of all gradients so far.
+
+        n' = n + g²
+        σ = (n'^(−k) − n^(−k))/lr
+        z = z + g − σ·p
+        p' = (l1·sign(z) − z)/(n'^(−k)/lr + 2·l2) where |z| > l1, else 0
+        u = p' − p
+
+    The rate stands inside the recursion, so no `scale_by_learning_rate` follows. Fluid adds 1e-10
+    to l1 and l2, and so does this. Where lr = 0, p, n and z stay. A gradient whose square is beyond
+    float32 counts as 0. An element whose gradient has always been 0 becomes 0.
+
+    p' follows from n' and z' alone. They change in place, in a pass of their own.
+
+    Args:
+      learning_rate: lr ≥ 0, as in `scale_by_learning_rate`.
+      l1: ≥ 0; makes parameters exactly zero.
+      l2: ≥ 0.
+      lr_power: k, ≤ 0; −½ divides by the root of n.
+
+    State: accumulator (n) and linear (z), 8 bytes per parameter, and the rate. Needs params; real
+    leaves.
+
+    Source: McMahan et al. 2013, "Ad click prediction", algorithm 1; fluid's FtrlOptimizer. Paddle
+    1.8.5 hands l1 over as l2 in Python; that is not repeated here.
+    """
+    lr = rates.check(learning_rate)
+    l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)
+    lr_power = checks.number("lr_power", lr_power, high=0.0)
+
+    def init(params: Params) -> FtrlProximalState:
+        return FtrlProximalState(
+            rates.init(lr), leafwise.zeros_like(params), leafwise.zeros_like(params)
+        )
+
+    def update(
+        updates: Updates,
+        state: OptState,
+        params: Params | None = None,
+        *,
+        rate_factors: Any = 1.0,
+        **extra: Any,
+    ) -> tuple[Updates, OptState]:
+        del extra
+        rate, new = rates.advance(lr, state.rate)
+        updates, carry = leafwise.densify(updates), (state.accumulator, state.linear)
+
+        def accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, factor: Any, rate: Any) -> Any:
+            own = {"rate": rate, "factor": factor, "lr_power": lr_power}
+            return leafwise.apply(ftrl_accumulate, g, n, z, params=p, **own)[1:]
+
+        # Always due. The loop's single iteration keeps n and z in place: XLA would else compute
+        # them once more for the update, and keep the old ones for that.
+        n, z = when(new.step > 0, accumulate, carry, updates, params, rate_factors, rate)
+
+        def step(g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Any) -> Any:
+            return ftrl_minimiser(n, z, p, **scalars), n, z
+
+        own = {"rate": rate, "factor": rate_factors, "l1": l1, "l2": l2, "lr_power": lr_power}
+        updates = leafwise.apply(step, updates, n, z, params=params, **own)[0]
+        return updates, FtrlProximalState(new, n, z)
+
+    return core.rule(init, update)

@@ -1,0 +1,158 @@
+"""A learning rate that falls when a metric stops improving."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core, numerics
+from optfn.checks import Number
+from optfn.leaves import leafwise
+from optfn.leaves.types import OptState, Params, Updates
+from optfn.transforms import learning_rate as rates
+
+
+def _choose(condition: jax.Array, yes: OptState, no: OptState) -> OptState:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+class ReduceOnPlateauState(NamedTuple):
+    """State of `reduce_on_plateau`: seven scalars, 25 bytes."""
+
+    rate: rates.LearningRateState
+    best: jax.Array
+    value: jax.Array
+    observed: jax.Array
+    bad_values: jax.Array
+    cooldown: jax.Array
+
+
+@core.transform(complex_leaves=True)
+def reduce_on_plateau(
+    learning_rate: Number,
+    *,
+    mode: str = "min",
+    decay_rate: float = 0.1,
+    patience: int = 10,
+    threshold: float = 1e-4,
+    threshold_mode: str = "rel",
+    cooldown: int = 0,
+    min_lr: float = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Multiply updates by a rate that falls when a metric stops improving.
+
+    The optimizer before it has rate 1, and an average comes after it:
+
+        tx = optfn.chain(optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-3))
+        updates, state = tx.update(grads, state, params, value=loss)
+
+    The metric given with an update acts from the next update on. In the order of the code, with the
+    metric v of the update before:
+
+        while cooling down: count down, and nothing else
+        better = v < best − gap (v > best + gap)     gap = threshold·best ("rel") or threshold
+        best, bad = (v, 0) if better else (best, bad + 1)
+        if bad > patience: rate = max(rate·decay_rate, min_lr), bad = 0, cooling down begins
+        u = rate·u
+
+    Args:
+      learning_rate: the first rate: a number ≥ 0.
+      mode: "min" or "max", what is better.
+      decay_rate: the factor of a reduction, in (0, 1).
+      patience: how many values without improvement pass before a reduction, ≥ 0.
+      threshold: the smallest change that counts, ≥ 0.
+      threshold_mode: "rel" or "abs".
+      cooldown: values after a reduction that are passed over, ≥ 0.
+      min_lr: the smallest rate, ≥ 0.
+
+    `update` takes `value`, a scalar; None where there is no new metric in this step (between two
+    epochs, say). `get_learning_rate` and `set_learning_rate` concern this rate.
+
+    Source: fluid.dygraph.ReduceLROnPlateau.
+    """
+    lr = checks.nonnegative("learning_rate", learning_rate)
+    checks.choice("mode", mode, ("min", "max"))
+    checks.choice("threshold_mode", threshold_mode, ("rel", "abs"))
+    factor = checks.number("decay_rate", decay_rate, low=0, high=1, low_open=True, high_open=True)
+    patience = checks.count("patience", patience, low=0)
+    threshold = checks.nonnegative("threshold", threshold)
+    cooldown = checks.count("cooldown", cooldown, low=0)
+    min_lr = checks.nonnegative("min_lr", min_lr)
+    sign = 1.0 if mode == "min" else -1.0
+
+    def init(params: Params) -> ReduceOnPlateauState:
+        del params
+        return ReduceOnPlateauState(
+            rate=rates.init_plateau(lr),
+            best=jnp.asarray(jnp.inf, jnp.float32),
+            value=jnp.zeros((), jnp.float32),
+            observed=jnp.zeros((), jnp.bool_),
+            bad_values=jnp.zeros((), jnp.int32),
+            cooldown=jnp.zeros((), jnp.int32),
+        )
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del params
+        if "value" not in extra:
+            raise ValueError(
+                "reduce_on_plateau needs the metric: call update(updates, state, params, "
+                "value=metric), with value=None where there is none"
+            )
+        state = _observe(
+            state,
+            sign=sign,
+            factor=factor,
+            patience=patience,
+            threshold=threshold,
+            relative=threshold_mode == "rel",
+            cooldown=cooldown,
+            min_lr=min_lr,
+        )
+        rate = state.rate.learning_rate
+        new = leafwise.apply(lambda u: numerics.scalar(rate, u) * u, updates, rows="touched")
+        value = extra["value"]
+        state = state._replace(
+            rate=state.rate._replace(step=core.next_step(state.rate.step)),
+            observed=jnp.asarray(value is not None),
+        )
+        if value is not None:
+            value = jnp.asarray(value)
+            if value.shape != ():
+                raise ValueError(f"value must be a scalar; got an array of shape {value.shape}")
+            state = state._replace(value=sign * value.astype(jnp.float32))
+        return new, state
+
+    return core.rule(init, update)
+
+
+def _observe(
+    state: ReduceOnPlateauState,
+    *,
+    sign: float,
+    factor: Any,
+    patience: int,
+    threshold: Any,
+    relative: bool,
+    cooldown: int,
+    min_lr: Any,
+) -> ReduceOnPlateauState:
+    """Return the state after the metric of the update before."""
+    # `best` and `value` carry the sign of the mode, so that smaller is better.
+    gap = sign * threshold * state.best if relative else threshold
+    better = jnp.isinf(state.best) | (state.value < state.best - gap)
+    bad = jnp.where(better, 0, state.bad_values + 1)
+    reduce = bad > patience
+    rate = state.rate.learning_rate
+    lower = jnp.minimum(rate, jnp.maximum(rate * factor, min_lr))
+    counted = state._replace(
+        rate=state.rate._replace(learning_rate=jnp.where(reduce, lower, rate)),
+        best=jnp.where(better, state.value, state.best),
+        bad_values=jnp.where(reduce, 0, bad),
+        cooldown=jnp.where(reduce, cooldown, 0),
+    )
+    cooled = state._replace(cooldown=state.cooldown - 1)
+    seen = _choose(state.cooldown > 0, cooled, counted)
+    return _choose(state.observed, seen, state)

@@ -1,0 +1,123 @@
+"""Norms, the factor of the clip and the learning rate of each step, recorded in the state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import core
+from optfn.leaves import leafwise, tree
+from optfn.leaves.types import OptState, Params, Updates, declares
+from optfn.parallel.mesh import AxisName, check_axis
+from optfn.parallel.per_worker import has_workers_in_front, nodes_of
+from optfn.transforms import learning_rate as rates
+from optfn.transforms.clipping import ClipState
+from optfn.wrappers.nonfinite import own_or_given
+
+
+@declares(passes_own_gradients=True, passes_rows=True)
+class RecordMetricsState(NamedTuple):
+    """State of `record_metrics`: five float32 scalars, and the inner state."""
+
+    grad_norm: jax.Array
+    update_norm: jax.Array
+    param_norm: jax.Array
+    clip_factor: jax.Array
+    learning_rate: jax.Array
+    inner_state: OptState
+
+
+@core.named
+def record_metrics(
+    tx: optax.GradientTransformation, *, axis_name: AxisName = None
+) -> optax.GradientTransformationExtraArgs:
+    """Record norms of gradient, update and parameters, the clip's factor and the rate.
+
+    Read them by `metrics(opt_state)`. The structure is fixed, so that it works inside `lax.scan`.
+
+    Args:
+      tx: an optimizer of optfn or optax.
+      axis_name: mesh axes over which the squares of the norms are averaged, where each worker has
+        its own gradient; inside shard_map, pmap or vmap. `make_train_step` supplies it. Around
+        `on_each_device` the norm of the gradient is the same root mean square over workers.
+
+    State: grad_norm, of the gradient as it came; update_norm; param_norm, before the update;
+    clip_factor, the smallest of the clips by norm in `tx`, 1 without one; learning_rate, NaN where
+    `tx` keeps none or several; 20 bytes, and the state of `tx`. Needs params.
+    """
+    tx = core.check_transform("record_metrics: tx", tx, "adam(1e-3)")
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Params) -> RecordMetricsState:
+        inner_state = inner.init(params)
+        norms = (jnp.zeros((), jnp.float32) for _ in range(3))
+        return RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        if params is None:
+            raise ValueError(
+                "record_metrics needs the parameters: call update(updates, state, params)"
+            )
+        new, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        over = own_or_given(axis_name, extra)
+        norms = [_norm(x, over) for x in (updates, new, params)]
+        if has_workers_in_front(inner_state):
+            norms[0] = norms[0] / jnp.sqrt(float(_num_workers(updates)))
+        return new, RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _norm(x: Updates, axis_name: AxisName) -> jax.Array:
+    norm = leafwise.global_norm(leafwise.inexact(x)).astype(jnp.float32)
+    if axis_name is None:
+        return norm
+    check_axis("record_metrics", axis_name)
+    return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axis_name))
+
+
+def _num_workers(updates: Updates) -> int:
+    leaves = [g for g in tree.flatten(updates)[0] if leafwise.is_inexact(g)]
+    return leaves[0].shape[0] if leaves else 1
+
+
+def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
+    """Return the smallest clip factor and the rate in a state."""
+
+    def is_clip(x: Any) -> bool:
+        return isinstance(x, ClipState)
+
+    factor = jnp.ones((), jnp.float32)
+    for node in jax.tree.leaves(inner_state, is_leaf=is_clip):
+        if is_clip(node):
+            factor = jnp.minimum(factor, node.factor)
+    try:
+        rate = rates.get_learning_rate(inner_state)
+    except ValueError:  # none, or several
+        rate = jnp.asarray(jnp.nan, jnp.float32)
+    return factor, jnp.array(rate, copy=True)
+
+
+def metrics(opt_state: OptState) -> dict[str, jax.Array]:
+    """Return what `record_metrics` has recorded, float32 scalars by name.
+
+    Args:
+      opt_state: the state of an optimizer with a `record_metrics` in it.
+
+    Raises:
+      ValueError: the state has no `record_metrics` in it, or several, one inside another included.
+    """
+    found = _recorded(opt_state)
+    if len(found) != 1:
+        raise ValueError(f"the state must hold one record_metrics; it holds {len(found)}")
+    fields = zip(RecordMetricsState._fields[:-1], found[0], strict=False)
+    return {name: jax.tree.leaves(value)[0] for name, value in fields}
+
+
+def _recorded(state: OptState) -> list[RecordMetricsState]:
+    """Return the states of `record_metrics` in a state, those inside others as well."""
+    nodes = nodes_of(RecordMetricsState, state)
+    return [x for node in nodes for x in (node, *_recorded(node.inner_state))]
