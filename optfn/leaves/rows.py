@@ -113,12 +113,8 @@ def _flatten_with_keys(rows: Rows) -> tuple[Any, Any]:
 def _unflatten(static: tuple[Any, ...], children: Iterable[Any]) -> Rows:
     # Not by the constructor: JAX puts all kinds of things in the place of arrays.
     rows = object.__new__(Rows)
-    fields = {
-        "indices": children[0],
-        "values": children[1],
-        **dict(zip(_STATIC, static, strict=True)),
-    }
-    for name, value in fields.items():
+    names = ("indices", "values", *_STATIC)
+    for name, value in zip(names, [*children, *static], strict=True):
         object.__setattr__(rows, name, value)
     return rows
 

@@ -4,6 +4,8 @@ They come last in a chain, where params + updates is what the parameters will be
 (`averaged_params`) changes nothing; going back is keeping the params one has.
 """
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -192,7 +194,7 @@ def read_average(state: OptState, params: Params) -> Params:
             return p
         if tree.is_masked(parts[0]):
             return jnp.array(p, copy=True)
-        total: jax.Array = sum(parts[1:], parts[0])
+        total = functools.reduce(operator.add, parts)
         average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
         return jnp.where(step > 0, average.astype(p.dtype), p)
 
