@@ -24,10 +24,10 @@ import numpy as np
 import optax
 
 from optfn import numerics
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves import rows as row_sparse
 from optfn.leaves.rows import Rows
-from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
 
 P = ParamSpec("P")
 # init and update on clean trees; called so where it stands without an edge.
@@ -150,14 +150,31 @@ def behind_edge(
       ValueError: structures or shapes that differ, params that are missing.
       TypeError: leaves that are not numbers, gradients of the wrong kind.
     """
-    edge = _Edge(name, complex_leaves)
+
+    def is_trained(what: str, of: Params, i: int, x: Leaf) -> bool:
+        if tree.is_inexact(x) and (complex_leaves or not jnp.iscomplexobj(x)):
+            return True
+        mismatch.check_untrained(name, what, of, i, x, complex_leaves)
+        return False
 
     def init(params: Params) -> OptState:
         leaves, structure = tree.flatten(params)
-        arrays = map(_as_array, leaves)
-        return rule.init(
-            structure.unflatten([edge.param(params, i, p) for i, p in enumerate(arrays)])
-        )
+        trained = [is_trained("parameter", params, i, p) for i, p in enumerate(leaves)]
+        pairs = zip(leaves, trained, strict=True)
+        clean = [_as_array(p) if is_seen else optax.MaskedNode() for p, is_seen in pairs]
+        return rule.init(structure.unflatten(clean))
+
+    def enter(i: int, g: Leaf, p: Leaf, updates: Updates, params: Params | None) -> _Entry:
+        like = g if params is None else p
+        what, of = ("gradient", updates) if params is None else ("parameter", params)
+        trained = is_trained(what, of, i, like)
+        if params is not None and not (trained and _is_plain_gradient(g, p)):
+            mismatch.check_gradient(name, updates, i, g, p, trained)
+        if not trained:
+            return _Entry(optax.MaskedNode(), optax.MaskedNode(), None, frozen_update(g, p))
+        wide = numerics.accumulator_dtype(like.dtype)
+        gradient, param = (x if x is None else leafwise.cast(_as_array(x), wide) for x in (g, p))
+        return _Entry(gradient, param, like.dtype, None)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -169,14 +186,18 @@ def behind_edge(
         gradients, structure = tree.flatten(updates)
         parameters = [None] * len(gradients) if params is None else tree.flatten(params)[0]
         entries = [
-            edge.enter(updates, params, i, _as_array(g), _as_array(p))
+            enter(i, _as_array(g, np.ndarray), _as_array(p, np.ndarray), updates, params)
             for i, (g, p) in enumerate(zip(gradients, parameters, strict=True))
         ]
-        clean = structure.unflatten([e.gradient for e in entries])
-        given = None if params is None else structure.unflatten([e.param for e in entries])
-        new, state = rule.update(clean, state, given, **extra)
+        clean, params = (
+            None if i and params is None else structure.unflatten([entry[i] for entry in entries])
+            for i in (0, 1)
+        )
+        new, state = rule.update(clean, state, params, **extra)
         pairs = zip(tree.flatten(new)[0], entries, strict=True)
-        return structure.unflatten([_leave(u, entry) for u, entry in pairs]), state
+        return structure.unflatten(
+            [e.frozen if tree.is_masked(u) else leafwise.cast(u, e.dtype) for u, e in pairs]
+        ), state
 
     tx = Transform(init, update)
     tx.rule, tx.needs_params, tx.complex_leaves = rule, needs_params, complex_leaves
@@ -184,7 +205,7 @@ def behind_edge(
 
 
 class _Entry(NamedTuple):
-    """A gradient and its parameter as the rule sees them, and what goes out in return."""
+    """A leaf as it goes in to the rule, and what comes back."""
 
     gradient: Leaf
     param: Leaf
@@ -192,101 +213,14 @@ class _Entry(NamedTuple):
     frozen: Leaf  # the update of a leaf that the rule does not see
 
 
-def _leave(update: Leaf, entry: _Entry) -> Leaf:
-    return entry.frozen if tree.is_masked(update) else leafwise.cast(update, entry.dtype)
-
-
-class _Edge(NamedTuple):
-    """The checks and casts around a rule."""
-
-    name: str
-    complex_leaves: bool
-
-    def param(self, params: Params, i: int, p: Leaf) -> Leaf:
-        """Return leaf number i of params as a rule's init sees it."""
-        return p if self.is_trained("parameter", params, i, p) else optax.MaskedNode()
-
-    def enter(self, updates: Updates, params: Params | None, i: int, g: Leaf, p: Leaf) -> _Entry:
-        """Return leaf number i of updates and params as a rule's update sees them."""
-        if params is None:
-            like, trained = g, self.is_trained("gradient", updates, i, g)
-        else:
-            like, trained = p, self.is_trained("parameter", params, i, p)
-            self.check_gradient(updates, i, g, p, trained)
-        if not trained:
-            return _Entry(optax.MaskedNode(), optax.MaskedNode(), None, frozen_update(g, p))
-        dtype = numerics.accumulator_dtype(like.dtype)
-        gradient, param = (x if x is None else leafwise.cast(_as_jax(x), dtype) for x in (g, p))
-        return _Entry(gradient, param, like.dtype, None)
-
-    def is_trained(self, what: str, of: Params, i: int, x: Leaf) -> bool:
-        """Tell whether a rule sees the leaf; raise a TypeError if it is no number."""
-        if tree.is_masked(x) or _is_float0(x):
-            return False
-
-        def leaf() -> str:
-            return f"{what} {tree.paths(of)[i]!r}"
-
-        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-            hint = ""
-            if callable(x):
-                hint = ". Keep functions out of params: equinox.partition(model, eqx.is_array)"
-            came = f"{x!r} of type {type(x).__name__}"
-            raise TypeError(f"{self.name}: {leaf()} must be an array; got {came}{hint}")
-        if jnp.issubdtype(x.dtype, jnp.complexfloating) and not self.complex_leaves:
-            raise TypeError(
-                f"{self.name} is not defined for complex leaves; {leaf()} has dtype {x.dtype}"
-            )
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            if isinstance(x, Rows):
-                check_rows(f"{self.name}: {leaf()}", x)
-            return True
-        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_:
-            if what == "gradient" and not _is_known_zero(x):
-                raise TypeError(f"{self.name}: {leaf()} must be floating point; got {x.dtype}")
-            return False
-        raise TypeError(f"{self.name}: {leaf()} has dtype {x.dtype}, not a number")
-
-    def check_gradient(self, updates: Updates, i: int, g: Leaf, p: Leaf, trained: bool) -> None:
-        """Raise an error that names the leaf unless g is a gradient of p."""
-
-        def what() -> str:
-            came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
-            return f"{self.name}: the gradient of {tree.paths(updates)[i]!r} is {came}"
-
-        if not trained:
-            if tree.is_masked(g) or _is_float0(g) or _is_known_zero(g):
-                return
-            if tree.is_masked(p):
-                raise ValueError(f"{what()}, but params have no such leaf")
-            raise TypeError(
-                f"{what()}, but the parameter has dtype {p.dtype}: an integer leaf cannot be "
-                "trained (its gradient may be None or float0)"
-            )
-        if tree.is_masked(g):
-            raise ValueError(f"{what()}, but the parameter is a {p.dtype} array of shape {p.shape}")
-        if isinstance(g, Rows):
-            check_rows(f"{self.name}: the gradient of {tree.paths(updates)[i]!r}", g)
-        if not hasattr(g, "dtype") or not jnp.issubdtype(g.dtype, jnp.inexact):
-            raise TypeError(f"{what()}; it must be a floating-point array of shape {p.shape}")
-        if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
-            raise TypeError(f"{what()}, complex, but the parameter has dtype {p.dtype}")
-        if g.shape != p.shape:
-            raise ValueError(f"{what()} of shape {g.shape}; the parameter has shape {p.shape}")
-
-
-def check_rows(what: str, g: Rows) -> None:
-    """Raise unless indices and values are what Rows are made of."""
-    if g.indices.dtype != jnp.int32:
-        raise TypeError(
-            f"{what} has indices of dtype {g.indices.dtype}; they must be int32 (a transform that "
-            "scales every array takes no Rows: put optfn.sparse.densify() before it)"
-        )
-    if g.indices.ndim != 1 or g.values.shape[:1] != g.indices.shape:
-        raise ValueError(
-            f"{what} has indices of shape {g.indices.shape} and values of shape {g.values.shape}; "
-            "they must be (k,) and (k, …)"
-        )
+def _is_plain_gradient(g: Leaf, p: Leaf) -> bool:
+    """Tell whether g is clearly a gradient of p; what is left is looked at more closely."""
+    return (
+        tree.is_inexact(g)
+        and not isinstance(g, Rows)
+        and g.shape == p.shape
+        and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
+    )
 
 
 def frozen_update(g: Leaf, p: Leaf) -> Leaf:
@@ -299,29 +233,13 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
             return jnp.full(p.shape, -0.0, p.dtype)
         return numerics.integer_zeros(jnp.shape(p), p.dtype)
     # Without params the dtype is unknown; int8 is the one that promotes no integer.
-    return numerics.integer_zeros(g.shape, np.int8) if _is_float0(g) else g
+    return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
 
 
-def _as_array(x: Leaf) -> Leaf:
-    """Return a Python number as the array that JAX takes it for; anything else as it is."""
-    return jnp.asarray(x) if isinstance(x, int | float | complex) else x
-
-
-def _as_jax(x: Leaf) -> Leaf:
-    return x if isinstance(x, jax.Array | Rows) else jnp.asarray(x)
-
-
-def _is_float0(x: Leaf) -> bool:
-    return getattr(x, "dtype", None) == jax.dtypes.float0
-
-
-def _is_known_zero(x: Leaf) -> bool:
-    """Tell whether `x` is an integer zero as `numerics.integer_zeros` makes it."""
-    return (
-        isinstance(x, np.ndarray)
-        and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)
-        and not x.any()
-    )
+def _as_array(x: Leaf, *kept: type) -> Leaf:
+    """Return a number or a NumPy array as the array that JAX takes it for; others as they are."""
+    convertible = isinstance(x, int | float | complex | np.ndarray) and not isinstance(x, kept)
+    return jnp.asarray(x) if convertible else x
 
 
 def stateless(update: Callable[[Updates, Params], Updates]) -> Rule:
@@ -371,7 +289,7 @@ def next_step(step: jax.Array) -> jax.Array:
     return optax.safe_increment(step)
 
 
-def check_transform(argument: str, tx: Any, example: str) -> optax.GradientTransformation:
+def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
     """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
 
     What makes one on request, such as `optax.MultiSteps`, is asked for it.
@@ -380,40 +298,10 @@ def check_transform(argument: str, tx: Any, example: str) -> optax.GradientTrans
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
-            f"{argument} must be a gradient transformation such as optfn.{example}; "
-            f"got {tx!r} of type {type(tx).__name__}"
+            f"{argument} must be a gradient transformation, as optfn.adam(1e-3) and "
+            f"optfn.clip_by_norm(1.0) are; got {tx!r} of type {type(tx).__name__}"
         )
     return tx
-
-
-def check_leaves(name: str, updates: Updates, what: str, like: PyTree) -> None:
-    """Raise an error unless `updates` has the structure of `like`, and its arrays their shapes.
-
-    A masked leaf fits anything: what wraps an optimizer leaves it to the optimizer whether a leaf
-    may go without a gradient.
-    """
-    tree.check_same_structure(name, "updates", updates, what, like)
-    pairs = zip(tree.flatten(updates)[0], tree.flatten(like)[0], strict=True)
-    for i, (g, p) in enumerate(pairs):
-        if not (leafwise.is_inexact(g) and leafwise.is_inexact(p)):
-            continue
-        if _shape(g) != _shape(p):
-            raise ValueError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {_shape(g)}, "
-                f"{what} {_shape(p)}" + (": made for other params" if "state" in what else "")
-            )
-        if jnp.iscomplexobj(_values(g)) and not jnp.iscomplexobj(_values(p)):
-            raise TypeError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex, {what} {p.dtype}"
-            )
-
-
-def _shape(x: Leaf) -> tuple[int, ...]:
-    return x.shape if isinstance(x, Rows) else jnp.shape(x)
-
-
-def _values(x: Leaf) -> Any:
-    return x.values if isinstance(x, Rows) else x
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -432,18 +320,21 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     tree.check_same_structure("apply_updates", "updates", updates, "params", params)
     parameters, structure = tree.flatten(params)
 
+    def shape_of(x: Leaf) -> tuple[int, ...]:
+        return x.shape if isinstance(x, Rows) else jnp.shape(x)
+
     def add(i: int, p: Leaf, u: Leaf) -> Leaf:
         if tree.is_masked(p):
             return p
-        p = _as_jax(p)
-        if tree.is_masked(u) or _shape(u) != p.shape:
-            came = f"has shape {_shape(u)}" if not tree.is_masked(u) else "is missing"
+        p = jnp.asarray(p)
+        if tree.is_masked(u) or shape_of(u) != p.shape:
+            came = f"has shape {shape_of(u)}" if not tree.is_masked(u) else "is missing"
             raise ValueError(
                 f"apply_updates: the update of leaf {tree.paths(params)[i]!r} {came}; "
                 f"the parameter has shape {p.shape}"
             )
         if isinstance(u, Rows):
-            check_rows(f"apply_updates: the update of {tree.paths(params)[i]!r}", u)
+            mismatch.check_rows(f"apply_updates: the update of {tree.paths(params)[i]!r}", u)
             return row_sparse.add(p, u)
         u = jnp.asarray(u)
         wide = p.dtype

@@ -208,36 +208,47 @@ def test_rows_of_a_reshaped_array_in_parts():
     np.testing.assert_array_equal(rows.put(p, once, rows.take(p, once)), p)
 
 
-BAD_ROWS = {
-    "float indices": (
-        sparse.Rows(jnp.ones(2), jnp.ones((2, WIDTH)), ROWS),
-        TypeError,
-        "'table' has indices of dtype float32; they must be int32",
-    ),
-    "values that do not fit": (
-        sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((3, WIDTH)), ROWS),
-        ValueError,
-        r"'table' has indices of shape \(2,\) and values of shape \(3, 3\)",
-    ),
-    "another table": (
-        sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((2, WIDTH)), ROWS + 1),
-        ValueError,
-        r"'table' is Rows float32 of shape \(41, 3\); the parameter has shape \(40, 3\)",
-    ),
-    "another width": (
-        sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((2, WIDTH + 1)), ROWS),
-        ValueError,
-        r"of shape \(40, 4\); the parameter has shape \(40, 3\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_rows_that_do_not_fit_are_errors_that_name_the_leaf(name):
-    grad, error, message = BAD_ROWS[name]
-    tx, params = optfn.adam(0.1, lazy=True), {"table": jnp.ones((ROWS, WIDTH))}
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((jnp.ones(2), jnp.ones((2, 3)), 9), TypeError, "indices must be int32; got dtype float32"),
+        ((jnp.zeros(2, jnp.int32), jnp.ones((3, 3)), 9), ValueError, r"\(2,\) and \(3, 3\)"),
+        ((jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 3)), 9), ValueError, r"\(2, 1\) and \(2, 3\)"),
+        ((jnp.zeros(2, jnp.int32), jnp.ones((2, 3), jnp.int32), 9), TypeError, "floating point"),
+        (([0, 1], np.ones((2, 3)), -1), ValueError, "num_rows must be >= 0; got -1"),
+        (([0, 1], np.ones((2, 3)), 2.5), TypeError, "num_rows must be a Python integer"),
+    ],
+)
+def test_rows_are_checked_when_they_are_made(arguments, error, message):
     with pytest.raises(error, match=message):
+        sparse.Rows(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "message"),
+    [
+        (
+            ROWS + 1,
+            WIDTH,
+            r"'table' is Rows float32 of shape \(41, 3\); the parameter has shape \(40, 3\)",
+        ),
+        (ROWS, WIDTH + 1, r"of shape \(40, 4\); the parameter has shape \(40, 3\)"),
+    ],
+)
+def test_rows_of_another_table_are_errors_that_name_the_leaf(num_rows, width, message):
+    grad = sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((2, width)), num_rows)
+    tx, params = optfn.adam(0.1, lazy=True), {"table": jnp.ones((ROWS, WIDTH))}
+    with pytest.raises(ValueError, match=message):
         tx.update({"table": grad}, tx.init(params), params)
+
+
+def test_scaled_indices_are_refused():
+    """What multiplies every array, such as a scale of optax, makes floats of the indices."""
+    rows = sparse.Rows(jnp.zeros(2, jnp.int32), jnp.ones((2, WIDTH)), ROWS)
+    scaled = jax.tree.map(lambda x: 0.5 * x, rows)
+    tx, params = optfn.adam(0.1, lazy=True), {"table": jnp.ones((ROWS, WIDTH))}
+    with pytest.raises(TypeError, match="'table' has indices of dtype float32; they must be int32"):
+        tx.update({"table": scaled}, tx.init(params), params)
 
 
 # Optimizers
@@ -562,6 +573,6 @@ def test_rows_add_up():
     np.testing.assert_allclose(rows.dense(a + b), rows.dense(a) + rows.dense(b), rtol=1e-6)
     with pytest.raises(ValueError, match="cannot add rows of arrays of shapes"):
         a + sparse.Rows(a.indices, a.values, ROWS + 1)
-    bad = sparse.Rows(jnp.ones(2), jnp.ones((2, WIDTH)), ROWS)
+    bad = jax.tree.map(lambda x: 0.5 * x, a)
     with pytest.raises(TypeError, match="update of 't' has indices of dtype float32"):
         optfn.apply_updates({"t": normal(0, ROWS, WIDTH)}, {"t": bad})

@@ -218,9 +218,9 @@ def test_summary_counts_every_byte():
         "ids": jax.ShapeDtypeStruct((3,), jnp.int32),
     }
     rows = {line.split()[0]: line for line in optfn.summary(tx, shapes).splitlines()}
-    assert "held: not trainable" in rows["emb/w"]
+    assert "frozen: not trainable" in rows["emb/w"]
     assert rows["emb/w"].split()[-2] == "3,200"  # the average does not know
-    assert "held: not floating point" in rows["ids"]
+    assert "frozen: not floating point" in rows["ids"]
     assert "rate × 0.5, no regularization, not clipped" in rows["b"]
     assert rows["w"].split()[-2:] == [f"{64 * 16:,}", "16.00"]  # master, mu, nu, average
     assert rows["b"].split()[-2:] == [str(8 * 12), "12.00"]

@@ -146,7 +146,7 @@ def deep_gradient_compression(
     DGCMomentumOptimizer. Both of theirs sample.
     """
     penalty = optax.identity() if regularization is None else regularization
-    core.check_transform("regularization", penalty, "l2_decay(1e-4)")
+    core.check_transform("regularization", penalty)
     options = _Options(
         checks.decay("momentum", momentum),
         checks.count("rampup_begin_step", rampup_begin_step, low=0),

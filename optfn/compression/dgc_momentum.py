@@ -8,10 +8,9 @@ import optax
 from optfn import core
 from optfn.checks import Number, Schedule
 from optfn.compression.dgc import deep_gradient_compression
-from optfn.optimizers.assembly import regularizing
 from optfn.parallel.mesh import AxisName
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.wrappers.attributes import ParamAttrs, attributed, check_param_attrs
+from optfn.wrappers.attributes import ParamAttrs, attributed, check_param_attrs, regularizing
 
 
 def dgc_momentum(
@@ -69,6 +68,8 @@ def dgc_momentum(
     the size of the axis.
     """
     attrs = check_param_attrs(param_attrs)
+    if regularization is not None:
+        core.check_transform("regularization", regularization)
     penalties = regularizing(regularization, attrs)
     chain = optax.chain(
         deep_gradient_compression(

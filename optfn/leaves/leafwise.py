@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from optfn import numerics
+from optfn.leaves import mismatch, tree
 from optfn.leaves import rows as row_sparse
-from optfn.leaves import tree
 from optfn.leaves.layout import BufferLayout
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import DType, Leaf, Params, PyTree, Updates
@@ -152,7 +152,8 @@ def apply(
             continue
         accumulators = [column[i] for column in columns]
         expected = [g.shape] * len(accumulators) if shapes is None else shapes(g.shape)
-        _check_shapes(accumulators, expected, updates, i)
+        if [getattr(x, "shape", None) for x in accumulators] != list(expected):
+            raise mismatch.state_error(accumulators, expected, updates, i)
         p = [] if parameters is None else [parameters[i]]
         own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
         if layout is not None and _goes_by_tensor(layout, g, each_tensor, own):
@@ -169,18 +170,6 @@ def _goes_by_tensor(
     if layout.is_one_tensor or isinstance(g, Rows):
         return False
     return each_tensor or any(isinstance(v, PerTensor) for v in scalars.values())
-
-
-def _check_shapes(
-    accumulators: Sequence[Leaf], expected: Sequence[tuple[int, ...]], updates: Updates, i: int
-) -> None:
-    for x, shape in zip(accumulators, expected, strict=True):
-        if tree.is_masked(x) or jnp.shape(x) != shape:
-            raise ValueError(
-                f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
-                f"{getattr(x, 'shape', None)}, its gradient {tree.flatten(updates)[0][i].shape}: "
-                "it was made for other params"
-            )
 
 
 def _shared(rule: Rule, gradients: Sequence[Leaf], rows: str) -> Callable[..., tuple[Any, ...]]:
@@ -224,17 +213,24 @@ def _apply_to_leaf(
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
     rule = partial(rule, **static, **scalars)
-    if isinstance(g, Rows) and rows == "linear":
+    if isinstance(g, Rows):
+        return _apply_to_rows(rule, rows, g, accumulators, p)
+    return _in_own_dtypes(rule(g, *accumulators, *p), accumulators)
+
+
+def _apply_to_rows(
+    rule: Rule, rows: str, g: Rows, accumulators: list[jax.Array], p: list[jax.Array]
+) -> tuple[Any, ...]:
+    if rows == "linear":
         return (g.map(rule),)
-    if isinstance(g, Rows) and rows == "touched":
-        g = row_sparse.merged(g)
-        result = rule(g.values, *(row_sparse.take(x, g) for x in (*accumulators, *p)))
-        u, *new = result if accumulators else (result,)
-        return g.map(lambda values: u), *(
-            row_sparse.put(x, g, x_rows) for x, x_rows in zip(accumulators, new, strict=True)
-        )
-    result = rule(row_sparse.dense(g) if isinstance(g, Rows) else g, *accumulators, *p)
-    return _in_own_dtypes(result, accumulators)
+    if rows == "dense":
+        return _in_own_dtypes(rule(row_sparse.dense(g), *accumulators, *p), accumulators)
+    g = row_sparse.merged(g)
+    result = rule(g.values, *(row_sparse.take(x, g) for x in (*accumulators, *p)))
+    u, *new = result if accumulators else (result,)
+    return g.map(lambda values: u), *(
+        row_sparse.put(x, g, x_rows) for x, x_rows in zip(accumulators, new, strict=True)
+    )
 
 
 def _in_own_dtypes(result: Any, accumulators: list[jax.Array]) -> tuple[Any, ...]:
@@ -288,14 +284,7 @@ def zeros_like(
 def inexact(params: Params) -> Params:
     """Return a tree in which the leaves that are not floating point are masked."""
     leaves, structure = tree.flatten(params)
-    return structure.unflatten([x if is_inexact(x) else optax.MaskedNode() for x in leaves])
-
-
-def is_inexact(x: Leaf) -> bool:
-    """Tell whether a leaf is floating point: not masked, nor an integer, nor a float0."""
-    if not hasattr(x, "dtype"):
-        return isinstance(x, float | complex)
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return structure.unflatten([x if tree.is_inexact(x) else optax.MaskedNode() for x in leaves])
 
 
 def all_finite(updates: Updates) -> jax.Array:
@@ -313,10 +302,10 @@ def global_norm(updates: Updates) -> jax.Array:
     Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf are added up before.
     """
 
-    def square(g: jax.Array) -> jax.Array:
-        return numerics.sum_of_squares(cast(g, numerics.accumulator_dtype(g.dtype)))
-
-    squares = [jnp.sum(s) for s in per_tensor(square, merge_rows(updates)).all()]
+    leaves = tree.flatten(merge_rows(updates))[0]
+    arrays = [_values(g) for g in leaves if not tree.is_masked(g)]
+    wide = [cast(x, numerics.accumulator_dtype(x.dtype)) for x in arrays]
+    squares = [numerics.sum_of_squares(x) for x in wide]
     if not squares:
         return jnp.zeros((), jnp.float32)
     widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)

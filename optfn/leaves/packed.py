@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn.leaves import leafwise, slices, tree
+from optfn.leaves import slices, tree
 from optfn.leaves.layout import BufferLayout, Packed, PackedLayout, Run, Stacked, is_packed
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Flags
@@ -23,7 +23,7 @@ def layout_of(params: Params) -> PackedLayout:
     groups: dict[str, dict[tuple[Any, ...], list[int]]] = {}
     frozen = []
     for i, (x, stacked) in enumerate(zip(leaves, tree.stacked_axes(params), strict=True)):
-        if not leafwise.is_inexact(x) or not x.size:
+        if not tree.is_inexact(x) or not x.size:
             frozen.append(i)
         else:
             dtype = str(jax.dtypes.canonicalize_dtype(x.dtype))

@@ -35,6 +35,13 @@ def is_leaf(x: Leaf) -> bool:
     return is_masked(x) or isinstance(x, Rows)
 
 
+def is_inexact(x: Leaf) -> bool:
+    """Tell whether a leaf is floating point: not masked, nor an integer, nor a float0."""
+    if not hasattr(x, "dtype"):
+        return isinstance(x, float | complex)
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
 def flatten(tree: PyTree) -> tuple[list[Leaf], Any]:
     """Return the leaves of `tree`, masked ones included, and its structure."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
@@ -100,11 +107,14 @@ def layouts(tree: PyTree) -> list[BufferLayout]:
             inner = jax.tree.leaves(node.layers, is_leaf=is_node)
             return [layout for below in inner for layout in of(below, stacked + 1)]
         if isinstance(node, Packed):
-            frozen = (plain(jnp.shape(x)) for x in node.frozen)
-            return [*node.layout.buffers, *frozen]
-        return [plain(() if is_masked(node) else jnp.shape(node), stacked)]
+            return [*node.layout.buffers, *(plain(_shape(x)) for x in node.frozen)]
+        return [plain(_shape(node), stacked)]
 
     return [layout for node in jax.tree.leaves(tree, is_leaf=is_node) for layout in of(node, 0)]
+
+
+def _shape(x: Leaf) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))
 
 
 def stacked_axes(tree: PyTree) -> list[int]:

@@ -3,26 +3,19 @@
 import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import optax
 
 from optfn import checks, core
 from optfn.leaves import leafwise
-from optfn.wrappers.attributes import (
-    INHERIT,
-    ParamAttr,
-    ParamAttrs,
-    attributed,
-    check_param_attrs,
-    for_leaves,
-)
+from optfn.wrappers.attributes import attributed, check_param_attrs, clip_and_regularize
 from optfn.wrappers.master_weights import master_weights
 
 P = ParamSpec("P")
 
-COMMON = """
+BEFORE = ("grad_clip", "regularization")  # in this order, so that no penalty is clipped
+COMMON_DOC = """
     Arguments of every optimizer:
       grad_clip: a transform of the raw gradients, such as `clip_by_global_norm(1.0)`.
       regularization: a transform that adds the gradient of a penalty, such as `l2_decay(1e-4)`,
@@ -47,54 +40,25 @@ def optimizer(
     @core.named
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        chain = factory(*args, **kwargs)
+        own = factory(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        attrs = check_param_attrs(given["param_attrs"])
-        parts = core.chain(
-            *clipping(given["grad_clip"], attrs),
-            *regularizing(given["regularization"], attrs),
-            *chain.parts,
-        )
+        common = bound.arguments
+        before = [core.check_transform(k, common[k]) for k in BEFORE if common[k] is not None]
+        if common["param_attrs"]:
+            before = clip_and_regularize(*(common[k] for k in (*BEFORE, "param_attrs")))
+        chain = core.chain(*before, *own.parts)
         tx = core.behind_edge(
-            factory.__name__, parts.rule, parts.needs_params, parts.complex_leaves
+            factory.__name__, chain.rule, chain.needs_params, chain.complex_leaves
         )
-        if checks.flag("multi_precision", given["multi_precision"]):
+        if checks.flag("multi_precision", common["multi_precision"]):
             tx = master_weights(tx)
-        return attributed(factory.__name__, tx, attrs)
+        if common["param_attrs"] is not None:
+            tx = attributed(factory.__name__, tx, check_param_attrs(common["param_attrs"]))
+        return tx
 
-    make.__doc__ = f"{(factory.__doc__ or '').rstrip()}\n{COMMON}"
+    make.__doc__ = f"{(factory.__doc__ or '').rstrip()}\n{COMMON_DOC}"
     return make
-
-
-def clipping(grad_clip: Any, attrs: ParamAttrs) -> list[optax.GradientTransformation]:
-    """Return the transforms that clip the leaves that need it."""
-    if grad_clip is None:
-        return []
-    core.check_transform("grad_clip", grad_clip, "clip_by_norm(1.0)")
-    if all(attr.need_clip for attr in attrs.values()):
-        return [grad_clip]
-    return [for_leaves(grad_clip, attrs, lambda attr: attr.need_clip)]
-
-
-def regularizing(regularization: Any, attrs: ParamAttrs) -> list[optax.GradientTransformation]:
-    """Return the transforms that regularize each leaf by its own penalty or the common one."""
-    if regularization is not None:
-        core.check_transform("regularization", regularization, "l2_decay(1e-4)")
-    penalties = {id(a.regularization): a.regularization for a in attrs.values()}
-    if set(penalties) <= {id(INHERIT)}:
-        return [] if regularization is None else [regularization]
-    parts = []
-    for penalty in {id(INHERIT): INHERIT, **penalties}.values():
-        tx = regularization if penalty is INHERIT else penalty
-        if tx is not None:
-            parts.append(for_leaves(tx, attrs, partial(_is_regularized_by, penalty)))
-    return parts
-
-
-def _is_regularized_by(penalty: Any, attr: ParamAttr) -> bool:
-    return attr.regularization is penalty
 
 
 @core.transform(complex_leaves=True)

@@ -192,7 +192,7 @@ def summary(tx: optax.GradientTransformation, params: Any) -> str:
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
     """
-    tx = core.check_transform("summary: tx", tx, "adam(1e-3)")
+    tx = core.check_transform("summary: tx", tx)
     attrs = attributes_of(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]

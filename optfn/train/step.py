@@ -239,7 +239,7 @@ def make_train_step(
 def _check_arguments(loss_fn: Any, tx: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    core.check_transform("tx", tx, "adam(1e-3)")
+    core.check_transform("tx", tx)
 
 
 def _gives_rows(tx: optax.GradientTransformationExtraArgs) -> bool:

@@ -8,7 +8,7 @@ import optax
 
 from optfn import checks, core, numerics
 from optfn.autodiff.in_place import when
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
 from optfn.parallel.per_worker import PerWorker, has_workers_in_front, own_leaves
 
@@ -53,7 +53,7 @@ def accumulate(
       ValueError: `tx` is an `on_each_device`: accumulate goes inside it.
     """
     every = checks.count("accumulate: every", every)
-    inner = optax.with_extra_args_support(core.check_transform("accumulate: tx", tx, "adam(1e-3)"))
+    inner = optax.with_extra_args_support(core.check_transform("accumulate: tx", tx))
 
     def init(params: Params) -> AccumulateState:
         inner_state = inner.init(params)
@@ -73,9 +73,9 @@ def accumulate(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        core.check_leaves("accumulate", updates, "the state", state.total)
+        mismatch.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:
-            core.check_leaves("accumulate", updates, "params", params)
+            mismatch.check_shapes("accumulate", updates, "params", params)
         gradients, structure = tree.flatten(updates)
         shared, apart = (tree.flatten(x)[0] for x in (state.total, state.own_total.value))
         own = [not tree.is_masked(x) for x in apart]
@@ -122,7 +122,7 @@ def _by_owner(totals: list[Leaf], own: list[bool], structure: Any) -> tuple[Upda
 
 def _counts(total: Leaf, g: Leaf) -> bool:
     """Tell whether a gradient is added up: the others are handed on as they are."""
-    return leafwise.is_inexact(g) and not tree.is_masked(total)
+    return tree.is_inexact(g) and not tree.is_masked(total)
 
 
 def _added(total: Leaf, g: Leaf) -> Leaf:
@@ -145,7 +145,7 @@ def _step_when(
     """Return (updates, totals, inner_state) after `step` where `due`, else as they stand."""
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
     leaves, structure = tree.flatten(shapes)
-    moving = [leafwise.is_inexact(leaf) for leaf in leaves]
+    moving = [tree.is_inexact(leaf) for leaf in leaves]
     unmoved = [
         _unmoved(total, leaf)
         for total, leaf, moves in zip(totals, leaves, moving, strict=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import optax
@@ -56,7 +57,7 @@ class ParamAttr:
         checks.flag("ParamAttr: trainable", self.trainable)
         checks.count("ParamAttr: stacked", self.stacked, low=0)
         if self.regularization is not None and self.regularization is not INHERIT:
-            core.check_transform("ParamAttr: regularization", self.regularization, "l2_decay(1e-4)")
+            core.check_transform("ParamAttr: regularization", self.regularization)
 
 
 ParamAttrs = Mapping[str, ParamAttr]
@@ -209,3 +210,37 @@ def _check_axes(names: tuple[str, ...], layout: BufferLayout, stacked: tuple[int
 
 def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
     return core.frozen_update(g, g if p is None else p)
+
+
+def clip_and_regularize(
+    grad_clip: Any, regularization: Any, param_attrs: Any
+) -> list[optax.GradientTransformation]:
+    """Return the transforms that come first in an optimizer, for the leaves that need them."""
+    attrs = check_param_attrs(param_attrs)
+    return [*_clipping(grad_clip, attrs), *regularizing(regularization, attrs)]
+
+
+def _clipping(grad_clip: Any, attrs: ParamAttrs) -> list[optax.GradientTransformation]:
+    """Return the transforms that clip the leaves that need it."""
+    if grad_clip is None:
+        return []
+    if all(attr.need_clip for attr in attrs.values()):
+        return [grad_clip]
+    return [for_leaves(grad_clip, attrs, lambda attr: attr.need_clip)]
+
+
+def regularizing(regularization: Any, attrs: ParamAttrs) -> list[optax.GradientTransformation]:
+    """Return the transforms that regularize each leaf by its own penalty or the common one."""
+    penalties = {id(a.regularization): a.regularization for a in attrs.values()}
+    if set(penalties) <= {id(INHERIT)}:
+        return [] if regularization is None else [regularization]
+    parts = []
+    for penalty in {id(INHERIT): INHERIT, **penalties}.values():
+        tx = regularization if penalty is INHERIT else penalty
+        if tx is not None:
+            parts.append(for_leaves(tx, attrs, partial(_is_regularized_by, penalty)))
+    return parts
+
+
+def _is_regularized_by(penalty: Any, attr: ParamAttr) -> bool:
+    return attr.regularization is penalty

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.leaves import leafwise, tree
+from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, OptState, Params, Updates, declares
 
 
@@ -45,13 +45,11 @@ def master_weights(
         wide_dtype = None
     if wide_dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
-    inner = optax.with_extra_args_support(
-        core.check_transform("master_weights: tx", tx, "adam(1e-3)")
-    )
+    inner = optax.with_extra_args_support(core.check_transform("master_weights: tx", tx))
 
     def narrow(p: Leaf) -> bool:
         return (
-            leafwise.is_inexact(p)
+            tree.is_inexact(p)
             and jnp.issubdtype(p.dtype, jnp.floating)
             and jnp.finfo(p.dtype).bits < jnp.finfo(wide_dtype).bits
         )

@@ -46,7 +46,7 @@ def record_metrics(
     clip_factor, the smallest of the clips by norm in `tx`, 1 without one; learning_rate, NaN where
     `tx` keeps none or several; 20 bytes, and the state of `tx`. Needs params.
     """
-    tx = core.check_transform("record_metrics: tx", tx, "adam(1e-3)")
+    tx = core.check_transform("record_metrics: tx", tx)
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Params) -> RecordMetricsState:
@@ -80,7 +80,7 @@ def _norm(x: Updates, axis_name: AxisName) -> jax.Array:
 
 
 def _num_workers(updates: Updates) -> int:
-    leaves = [g for g in tree.flatten(updates)[0] if leafwise.is_inexact(g)]
+    leaves = [g for g in tree.flatten(updates)[0] if tree.is_inexact(g)]
     return leaves[0].shape[0] if leaves else 1
 
 

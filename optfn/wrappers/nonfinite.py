@@ -49,7 +49,7 @@ def skip_nonfinite(
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """
     most = checks.count("max_consecutive", max_consecutive, low=0)
-    tx = core.check_transform("skip_nonfinite: tx", tx, "adam(1e-3)")
+    tx = core.check_transform("skip_nonfinite: tx", tx)
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Params) -> SkipNonfiniteState:

@@ -1,0 +1,137 @@
+"""What is wrong with a leaf: errors that name it, what came and what is needed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.leaves import tree
+from optfn.leaves.rows import Rows
+from optfn.leaves.types import Leaf, Params, PyTree, Updates
+
+
+def check_untrained(
+    name: str, what: str, of: Params, i: int, x: Leaf, complex_leaves: bool
+) -> None:
+    """Raise a TypeError unless leaf number i, which no rule can see, is one to leave alone.
+
+    Args:
+      name: the transformation.
+      what: "parameter", or "gradient" where there are no params.
+      of: the tree.
+      i: which leaf.
+      x: the leaf: masked, an integer, or wrong.
+      complex_leaves: whether the rule is defined for complex leaves.
+    """
+    if tree.is_masked(x) or is_float0(x):
+        return
+    leaf = f"{what} {tree.paths(of)[i]!r}"
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        hint = ""
+        if callable(x):
+            hint = ". Functions are no parameters: params, static = equinox.partition(model, "
+            hint += "equinox.is_array), and equinox.combine(params, static) in the loss"
+        came = f"{x!r} of type {type(x).__name__}"
+        raise TypeError(f"{name}: {leaf} must be an array; got {came}{hint}")
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not complex_leaves:
+        raise TypeError(f"{name} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
+    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
+        raise TypeError(f"{name}: {leaf} has dtype {x.dtype}, not a number")
+    if what == "gradient" and not is_known_zero(x):
+        raise TypeError(f"{name}: {leaf} must be floating point; got {x.dtype}")
+
+
+def check_gradient(name: str, updates: Updates, i: int, g: Leaf, p: Leaf, trained: bool) -> None:
+    """Raise an error that names leaf number i unless g is a gradient of p."""
+    leaf = f"{name}: the gradient of {tree.paths(updates)[i]!r}"
+    came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
+    if not trained:
+        if tree.is_masked(g) or is_float0(g) or is_known_zero(g):
+            return
+        if tree.is_masked(p):
+            raise ValueError(f"{leaf} is {came}, but params have no such leaf")
+        raise TypeError(
+            f"{leaf} is {came}, but the parameter has dtype {p.dtype}: an integer leaf cannot be "
+            "trained (its gradient may be None or float0)"
+        )
+    if tree.is_masked(g):
+        raise ValueError(
+            f"{leaf} is {came}, but the parameter is a {p.dtype} array of shape {p.shape}"
+        )
+    if isinstance(g, Rows):
+        check_rows(leaf, g)
+    if not hasattr(g, "dtype") or not jnp.issubdtype(g.dtype, jnp.inexact):
+        raise TypeError(f"{leaf} is {came}; it must be a floating-point array of shape {p.shape}")
+    if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
+        raise TypeError(f"{leaf} is {came}, complex, but the parameter has dtype {p.dtype}")
+    if g.shape != p.shape:
+        raise ValueError(f"{leaf} is {came} of shape {g.shape}; the parameter has shape {p.shape}")
+
+
+def check_rows(what: str, g: Rows) -> None:
+    """Raise unless indices and values are what Rows are made of."""
+    if g.indices.dtype != jnp.int32:
+        raise TypeError(
+            f"{what} has indices of dtype {g.indices.dtype}; they must be int32 (a transform that "
+            "scales every array takes no Rows: put optfn.sparse.densify() before it)"
+        )
+    if g.indices.ndim != 1 or g.values.shape[:1] != g.indices.shape:
+        raise ValueError(
+            f"{what} has indices of shape {g.indices.shape} and values of shape {g.values.shape}; "
+            "they must be (k,) and (k, …)"
+        )
+
+
+def state_error(accumulators: list[Leaf], shapes: Any, updates: Updates, i: int) -> ValueError:
+    """Return the error of leaf number i whose accumulators have not these shapes."""
+    pairs = zip(accumulators, shapes, strict=True)
+    came = [getattr(x, "shape", None) for x, shape in pairs if getattr(x, "shape", None) != shape]
+    return ValueError(
+        f"update: the state of leaf {tree.paths(updates)[i]!r} has shape {came[0]}, its gradient "
+        f"{tree.flatten(updates)[0][i].shape}: it was made for other params"
+    )
+
+
+def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
+    """Raise an error unless `updates` has the structure of `like`, and its arrays their shapes.
+
+    A masked leaf fits anything: what wraps an optimizer leaves it to the optimizer whether a leaf
+    may go without a gradient.
+    """
+    tree.check_same_structure(name, "updates", updates, what, like)
+    pairs = zip(tree.flatten(updates)[0], tree.flatten(like)[0], strict=True)
+    for i, (g, p) in enumerate(pairs):
+        if not (tree.is_inexact(g) and tree.is_inexact(p)):
+            continue
+        if jnp.shape(g) != jnp.shape(p) if not _is_rows(g, p) else g.shape != p.shape:
+            raise ValueError(
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {g.shape}, "
+                f"{what} {p.shape}" + (": made for other params" if "state" in what else "")
+            )
+        if _is_complex(g) and not _is_complex(p):
+            raise TypeError(
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex, {what} {p.dtype}"
+            )
+
+
+def _is_rows(*leaves: Leaf) -> bool:
+    return any(isinstance(x, Rows) for x in leaves)
+
+
+def _is_complex(x: Leaf) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x.dtype), jnp.complexfloating))
+
+
+def is_float0(x: Leaf) -> bool:
+    """Tell whether `x` is the gradient that JAX gives to an integer."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
+def is_known_zero(x: Leaf) -> bool:
+    """Tell whether `x` is an integer zero as `numerics.integer_zeros` makes it."""
+    return (
+        isinstance(x, np.ndarray)
+        and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)
+        and not x.any()
+    )
