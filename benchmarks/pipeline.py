@@ -34,8 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optfn
 from benchmarks import measure
-from optfn.distributed import pipeline_value_and_grad
-from optfn.pipeline import plan
+from optfn.distributed import pipeline_value_and_grad, plan
 
 STAGES = 4
 

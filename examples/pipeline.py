@@ -40,8 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 
 import optfn
 from examples import text, transformer
-from optfn.distributed import on_each_device, pipeline_value_and_grad
-from optfn.pipeline import plan
+from optfn.distributed import on_each_device, pipeline_value_and_grad, plan
 
 STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 48
 CONFIG = transformer.Config(width=32, heads=2, hidden=64, blocks=8, length=64)
