@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 import optfn
 from benchmarks import measure
 from examples import transformer
-from optfn.autodiff.recompute import is_effective
+from optfn.autodiff.budget import is_effective
 
 SHARES = [0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8]
 

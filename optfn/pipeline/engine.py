@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import numerics
-from optfn.autodiff.pullback import floats
+from optfn.autodiff.pullback import inexact_leaves
 from optfn.pipeline.model import At, Gradient, Model, Weights
 from optfn.pipeline.plan import Plan, backward_order, forward_order
 
@@ -79,9 +79,9 @@ class Engine:
         wire = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.wire)
         kept = jax.eval_shape(self.model.forward, at, weights, wire)[1]
         loss, _, back, context = jax.eval_shape(
-            self.model.backward, at, weights, kept, floats(wire)
+            self.model.backward, at, weights, kept, inexact_leaves(wire)
         )
-        sums = Gradient(*(jax.tree.map(_accumulator, floats(w)) for w in self.weights))
+        sums = Gradient(*(jax.tree.map(_accumulator, inexact_leaves(w)) for w in self.weights))
         return Progress(
             wire,
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), back),

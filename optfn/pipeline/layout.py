@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.autodiff.pullback import floats
+from optfn.autodiff.pullback import inexact_leaves
 from optfn.leaves import tree
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
@@ -113,7 +113,7 @@ class Layout:
         out = []
         for s, own in enumerate(stages):
             row = {name: x[..., s // p, s % p, :] for name, x in gathered.items()}
-            unpack = partial(buffers.unpack, like=floats(own))
+            unpack = partial(buffers.unpack, like=inexact_leaves(own))
             out.append(self.like(own, (jax.vmap(unpack) if lead else unpack)(row)))
         return type(stages)(out)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.autodiff.pullback import StageFn, floats, with_floats
+from optfn.autodiff.pullback import StageFn, inexact_leaves, with_inexact_leaves
 from optfn.leaves import tree
 from optfn.pipeline import buffers
 from optfn.pipeline.stage import Stage, recomputed, split, stashed
@@ -82,9 +82,13 @@ def _loss(loss_fn: LossFn, y: Any, target: Any, shared: Any) -> tuple[jax.Array,
     """Return (loss, gradient of shared, cotangent of y)."""
 
     def of_floats(y_floats: list[Any], shared_floats: list[Any]) -> jax.Array:
-        return loss_fn(with_floats(y, y_floats), target, with_floats(shared, shared_floats))
+        return loss_fn(
+            with_inexact_leaves(y, y_floats), target, with_inexact_leaves(shared, shared_floats)
+        )
 
-    loss, (cotangent, gradient) = jax.value_and_grad(of_floats, (0, 1))(floats(y), floats(shared))
+    loss, (cotangent, gradient) = jax.value_and_grad(of_floats, (0, 1))(
+        inexact_leaves(y), inexact_leaves(shared)
+    )
     return loss, gradient, cotangent
 
 
@@ -129,7 +133,7 @@ def alike(
                 return _loss(loss_fn, y, at.target, weights.shared)
 
             def inner() -> Any:
-                nothing = jax.tree.map(jnp.zeros_like, floats(weights.shared))
+                nothing = jax.tree.map(jnp.zeros_like, inexact_leaves(weights.shared))
                 return jnp.zeros((), loss_dtype), nothing, arriving
 
             # The loss costs only the last stage; a value that is not used may be NaN.
@@ -147,7 +151,7 @@ def alike(
 
 
 def _by_kind(weights: Weights, gradient: list[Any]) -> Gradient:
-    own = len(floats(weights.own))
+    own = len(inexact_leaves(weights.own))
     return Gradient(list(gradient[:own]), list(gradient[own:]))
 
 
@@ -280,9 +284,9 @@ class _Chain:
             if i == self.last:
                 loss, shared, cotangent = _loss(self.loss_fn, y, at.target, weights.shared)
                 return (loss, shared), cotangent
-            nothing = jax.tree.map(jnp.zeros_like, floats(weights.shared))
+            nothing = jax.tree.map(jnp.zeros_like, inexact_leaves(weights.shared))
             back = dict(zip(self.returns, arriving, strict=True))
-            cotangent = buffers.unpack(back, floats(self.inputs[i + 1]))
+            cotangent = buffers.unpack(back, inexact_leaves(self.inputs[i + 1]))
             return (jnp.zeros((), self.loss), nothing), cotangent
 
         stage_weights = self._weights(i, weights)

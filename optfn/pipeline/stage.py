@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn.autodiff.equations import Equations, like, read, variables, with_divided_scans
+from optfn.autodiff.equations import Equations, read, shapes_of, variables, with_split_scans
 from optfn.autodiff.pullback import StageFn, pullback
 
 # y -> (whatever the caller wants of it, the cotangent of y)
@@ -132,7 +132,7 @@ class _Residuals:
         self.y, self.residuals = program.outputs[:count], program.outputs[count:]
         self.given = program.inputs[: len(jax.tree.leaves(weights))]
         wanted = variables([*self.residuals, *(self.y if keep_output else [])])
-        weights_only = program.from_only(self.given)
+        weights_only = program.computable_from(self.given)
         self.kept = [a for a in wanted if a not in weights_only]
         self.rebuild = program.needed_for(a for a in wanted if a in weights_only)
         self.keep_output = keep_output
@@ -177,16 +177,18 @@ class _Split:
     """The equations of a pullback in two parts: for the cotangent of x, and for the weights."""
 
     def __init__(self, residuals: _Residuals) -> None:
-        cotangent = [a for a in like(residuals.y) if jnp.issubdtype(a.dtype, jnp.inexact)]
-        whole = Equations(residuals.pull, like(residuals.residuals), cotangent)
+        cotangent = [a for a in shapes_of(residuals.y) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        whole = Equations(residuals.pull, shapes_of(residuals.residuals), cotangent)
         targets = jax.tree.unflatten(whole.structure, whole.outputs)[1]
         # Effects tie equations together that share no variable: then nothing is divided.
-        tied = whole.effects
-        self.program = program = whole if tied else with_divided_scans(whole, targets)
+        tied = whole.has_effects
+        self.program = program = whole if tied else with_split_scans(whole, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
         self.first = program.equations if tied else program.needed_for(self.cotangent)
         # What weights alone decide is cheaper to make again than to keep for every microbatch.
-        cheap = program.from_only(() if tied else self._of_weights(residuals.weight_positions))
+        cheap = program.computable_from(
+            () if tied else self._of_weights(residuals.weight_positions)
+        )
         done = {id(e) for e in self.first if tied or not cheap.issuperset(e.outvars)}
         self.second = [e for e in program.needed_for(self.gradients) if id(e) not in done]
         made = {a for e in self.second for a in e.outvars} | cheap

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.autodiff.pullback import floats
+from optfn.autodiff.pullback import inexact_leaves
 from optfn.leaves import tree
 from optfn.pipeline.engine import Batch, Engine, at_microbatch
 from optfn.pipeline.layout import Layout
@@ -277,7 +277,7 @@ class _Pipeline:
                 gradient = lax.pmean(gradient, self.data_axis)
         m = self.plan.num_microbatches
         own, shared = (
-            [(g / m).astype(w.dtype) for g, w in zip(grads, floats(of), strict=True)]
+            [(g / m).astype(w.dtype) for g, w in zip(grads, inexact_leaves(of), strict=True)]
             for grads, of in zip(gradient, weights, strict=True)
         )
         own = [g[:, None] for g in own]
