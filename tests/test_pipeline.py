@@ -310,14 +310,14 @@ def test_residuals_of_the_weights_alone_are_not_kept():
 
 
 def test_zero_bubble_divides_scans():
-    """Scans inside scans, weights that all turns share, and an effect."""
+    """Scans inside scans, weights that all iterations share, and an effect."""
 
     def stage(w, x):
-        def turn(x, w_in):
+        def iteration(x, w_in):
             x = jax.lax.scan(lambda x, _: (block(w_in, x), None), x, None, length=2)[0]
             return jnp.tanh(x @ w["all"]), x.mean(axis=1, keepdims=True)
 
-        x, means = jax.lax.scan(turn, x, w["each"], reverse=True)
+        x, means = jax.lax.scan(iteration, x, w["each"], reverse=True)
         jax.debug.callback(lambda _: None, x[0, 0])
         return x + means.sum(axis=0)
 
@@ -364,7 +364,7 @@ def test_plan_keeps_its_own_rules():
             )
             for tick in range(theory.ticks)
         ]
-        assert max(held) <= theory.ring
+        assert max(held) <= theory.stash_slots
 
 
 def test_plan_counts_and_draws():
@@ -373,6 +373,10 @@ def test_plan_counts_and_draws():
     assert plan(4, 64, schedule="gpipe").stash == 64
     assert plan(4, 64, schedule="zb").stash == 7 + 4
     assert plan(4, 64, activation_bytes=1000).stash == 7000
+    assert repr(plan(4, 8)) == "plan(4, 8)"
+    for made in (plan(4, 8, 2, "zb"), plan(2, 3, schedule="gpipe", activation_bytes=9)):
+        assert eval(repr(made)) == made
+    assert repr(plan(4, 8, 2, "zb")) == "plan(4, 8, virtual_stages=2, schedule='zb')"
     assert "7,000 bytes" in str(plan(4, 64, activation_bytes=1000))
     lines = str(plan(4, 8)).splitlines()
     assert len(lines) == 5
@@ -395,7 +399,7 @@ def test_plan_has_a_picture():
     assert max(left + width for _, left, width in bars) == theory.units
 
 
-def chain_of_unlike_stages():
+def chain_of_heterogeneous_stages():
     """Tokens and a mask → embedding → bfloat16 in between → another width and length → logits."""
 
     def embed(w, x):
@@ -437,8 +441,8 @@ def cross_entropy(logits, labels):
         (4, 1, "zb", "residual", False),
     ],
 )
-def test_a_list_of_unlike_stages(p, v, schedule, stash, explicit):
-    fns, params, x, target = chain_of_unlike_stages()
+def test_a_list_of_heterogeneous_stages(p, v, schedule, stash, explicit):
+    fns, params, x, target = chain_of_heterogeneous_stages()
     mesh = mesh_of(p, explicit=explicit)
     if explicit:
         params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -465,7 +469,7 @@ def test_a_list_of_unlike_stages(p, v, schedule, stash, explicit):
     assert_close((loss, grads), (want, want_grads))
 
 
-def test_tied_weights_in_unlike_stages():
+def test_tied_weights_in_heterogeneous_stages():
     """The embedding is read by the first stage and, transposed, by the last."""
 
     def embed(w, tokens, *, shared):
@@ -490,7 +494,7 @@ def test_tied_weights_in_unlike_stages():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
-def test_weights_shared_by_like_stages_and_the_loss(schedule):
+def test_weights_shared_by_homogeneous_stages_and_the_loss(schedule):
     def stage(w, x, shared):
         return block(w, x) * shared["scale"]
 
@@ -634,7 +638,7 @@ def test_a_data_axis_where_each_worker_keeps_its_gradient(explicit, v):
     assert_close(unstack_stages(reduced, virtual_stages=v), reference(2 * v)[1])
 
 
-def test_unlike_and_shared_gradients_of_each_worker():
+def test_heterogeneous_and_shared_gradients_of_each_worker():
     def head(w, x, shared):
         return x @ w + shared
 
@@ -677,7 +681,11 @@ def make(stage_fn=block, loss_fn=mean_square, *, p=2, **options):
         ({"data_axis": "data"}, ValueError, "data_axis must be an axis of the mesh"),
         ({"data_axis": "stage"}, ValueError, "data_axis must be another axis"),
         ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
-        ({"schedule": "2f2b"}, ValueError, "schedule must be one of 1f1b, gpipe, zb; got '2f2b'"),
+        (
+            {"schedule": "2f2b"},
+            ValueError,
+            "schedule must be one of '1f1b', 'gpipe', 'zb'; got '2f2b'",
+        ),
         ({"stash": "outputs"}, ValueError, "stash must be one of 'input', 'residual'"),
         ({"grad_reduce": "sum"}, ValueError, "grad_reduce must be one of 'mean', None"),
         ({"num_microbatches": 0}, ValueError, "num_microbatches must be >= 1"),
