@@ -62,7 +62,7 @@ def plain(params, x):
 
 
 def residual_bytes(f, *args):
-    """What the backward keeps, other than the arguments, at the level of the jaxpr."""
+    """Bytes of the residuals other than the arguments, at the level of the jaxpr."""
     closed = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]))(*args)
     kept = {a for a in closed.jaxpr.outvars if not hasattr(a, "val")} - {*closed.jaxpr.invars}
     return sum(a.aval.size * a.aval.dtype.itemsize for a in kept)
@@ -115,21 +115,21 @@ def test_gradients_are_bitwise_the_same(form):
 
 
 @pytest.mark.parametrize("form", ["all names", "each"])
-def test_a_cut_after_each_layer_keeps_a_quarter(form):
-    """At the jaxpr's level in every JAX; in memory where the compiler leaves it."""
+def test_a_cut_after_each_layer_saves_a_quarter(form):
+    """In the jaxpr with every JAX; in memory where the compiler keeps recomputation."""
     f, params = FORMS[form](), params_of(form)
     assert residual_bytes(f, params, X) <= 0.25 * residual_bytes(plain, layers(), X)
     if is_effective():
         assert temporaries(f, params, X) <= 0.25 * temporaries(plain, layers(), X)
 
 
-def test_what_is_kept_is_what_is_named():
-    """Three values: inputs of segments, the last one also what the square of the loss keeps."""
+def test_only_named_values_are_saved():
+    """Three values: inputs of segments, the last one also a residual of the square in the loss."""
     f = optfn.recompute(named, checkpoints=("layer_3", "layer_7", "layer_15"))
     assert residual_bytes(f, layers(), X) == 3 * X.nbytes
 
 
-def test_the_probe_tells_what_the_compiler_does():
+def test_is_effective_agrees_with_the_compiler():
     fns, params = [layer] * 8, layers()[:8]
     kept = temporaries(plain, params, X)
     again = temporaries(
@@ -138,7 +138,7 @@ def test_the_probe_tells_what_the_compiler_does():
     assert is_effective() == (again < 0.9 * kept)
 
 
-def test_a_value_that_later_segments_read_is_kept():
+def test_a_value_that_later_segments_read_is_saved():
     """A skip over the cut, an array that is an output, a constant, a jitted function inside."""
     table = np.arange(4.0, dtype=np.float32)
 
@@ -355,7 +355,7 @@ def test_flops_of_loops_and_convolutions():
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_a_budget_is_kept(share):
+def test_a_budget_is_met(share):
     fns, params = heterogeneous_chain()
     if not is_effective():
         # The compiler undoes recomputation: only the residuals can be counted.
@@ -388,7 +388,7 @@ def test_a_large_budget_changes_nothing():
     assert residual_bytes(f, params, X) == residual_bytes(plain, params[:-1], X)
 
 
-def test_a_budget_below_the_minimum_says_it():
+def test_the_error_of_a_budget_below_the_minimum_says_the_minimum():
     fns, params = heterogeneous_chain()
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as error:
         jax.eval_shape(optfn.recompute(fns, memory_budget=1000), params, X)

@@ -19,10 +19,10 @@ MAX_TRIALS = 6  # segmentations that are compiled at most to find one within a b
 
 
 class _MemoryUse(NamedTuple):
-    """The bytes that the gradient takes; measured: by compiling it, otherwise residuals only."""
+    """The memory that a gradient takes."""
 
     num_bytes: int
-    measured: bool
+    measured: bool  # the temporaries of the compiled gradient; otherwise its residuals only
 
 
 def segmentation_by_budget(
@@ -73,13 +73,14 @@ def _bisect_with_feedback(
 
     A heuristic, for the table's prediction of the peak has an unknown error: it predicts well how
     much two segmentations differ, and less well how much each takes. Each trial requests a budget
-    of the table and measures the segmentation that it gives. If that takes too much, the next
-    request is the larger of
+    of the table and measures the segmentation that it proposes. If that exceeds the budget, the
+    next request is the larger of
       * the budget, corrected by the error of this prediction (predicted − measured), and
       * the midpoint of this prediction and the table's minimum: a correction that overshoots would
         land at the minimum, where segmentations can cost many more FLOPs than just above it;
-    but always less than what this prediction was. The last trial requests the minimum. If all
-    fail, the bytes are the last measured: what a budget must at least be.
+    but always less than this prediction. Where nothing can be measured and the prediction exceeds
+    the budget, the next request is the budget itself. The last trial requests the minimum. If all
+    trials fail, the bytes are the last measured, a budget that would have been met.
     """
     needed, request = rotor.min_bytes, max(budget, 1.5 * rotor.min_bytes)
     for trial in range(MAX_TRIALS):
@@ -95,7 +96,7 @@ def _bisect_with_feedback(
         if measured:
             request = max(budget + predicted - size, request)
         elif predicted > budget:
-            request = budget  # only the table can be relied on
+            request = budget
         request = max(rotor.min_bytes, min(request, predicted - rotor.unit))
     return None, needed
 

@@ -21,7 +21,7 @@ ChainFn: TypeAlias = Callable[[Sequence[Params], PyTree], PyTree]
 def recompute_chain(
     fns: Sequence[LayerFn], segmentation_of: Callable[[Sequence[Params], PyTree], Segmentation]
 ) -> ChainFn:
-    """Return f([params1, …, paramsn], x), segmented as `segmentation_of` its arguments says."""
+    """Return f([params1, …, paramsn], x), run with the segmentation for its arguments."""
 
     def recomputed(params: Sequence[Params], x: PyTree) -> PyTree:
         if not isinstance(params, list | tuple) or len(params) != len(fns):

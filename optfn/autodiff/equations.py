@@ -1,4 +1,4 @@
-"""A function as the list of its equations: their dependencies, and running some of them."""
+"""A function as the list of its equations: their dependencies, and running a part of them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -151,7 +151,7 @@ def _run_inlined(closed: jex.ClosedJaxpr, arguments: Iterable[Value]) -> list[Va
 
 
 def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
-    """Return `program` with each scan split in two: what `targets` need of it, and the rest."""
+    """Return `program` with each scan split in two: the part that `targets` need, and the rest."""
     needed = program.dependencies(targets)
 
     def run(*leaves: Value) -> list[Value]:

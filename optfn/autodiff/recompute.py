@@ -22,7 +22,7 @@ def recompute(
 ) -> Callable[..., Any]:
     """Return a function with the values and gradients of `fn` that saves fewer residuals.
 
-    There are two forms, and what they return is called differently:
+    There are two forms, and the functions that they return have different signatures:
 
         f = recompute(fn, checkpoints=names)                    # one function
         f(*args, **kwargs)                                      # as fn itself is called
@@ -64,9 +64,9 @@ def recompute(
       ([params1, …, paramsn], x) -> x.
 
     Raises:
-      ValueError: not exactly one of the three options; a name that `fn` does not give (when it is
-        called; the message lists the names there are); more segments than functions; a budget that
-        cannot be met (when it is called; the message says the minimum).
+      ValueError: not exactly one of the three options; more segments than functions; when the
+        result is called, a name that `fn` does not use (the message lists those that it uses) or a
+        budget that cannot be met (the message says the minimum).
       TypeError: arguments of the wrong kind.
 
     Source: Chen, Xu, Zhang and Guestrin 2016, arXiv 1604.06174 (√n segments); Beaumont et al.

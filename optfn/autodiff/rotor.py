@@ -1,8 +1,8 @@
 """The segmentation of a chain that is cheapest within a memory budget, by dynamic programming.
 
 A segmentation is a nested list of the chain's functions, by their numbers, in order. A number is a
-function whose residuals are saved. A list is a segment of which only the input is saved: when its
-backward comes, it runs again, segmented as the list says. [[0, 1], [2, 3], 4] is Chen's √n
+function whose residuals are saved. A list is a segment of which only the input is saved: before its
+backward, it runs again with the segmentation of the list. [[0, 1], [2, 3], 4] is Chen's √n
 segments, with the last segment not recomputed.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 Segmentation: TypeAlias = list[Any]  # of int and Segmentation
-UNITS = 2000  # the memory of the whole chain in units, the resolution of the table
+UNITS = 2000  # the resolution of the table: units of memory in what the whole chain takes
 
 
 class FunctionCosts(NamedTuple):
@@ -118,13 +118,7 @@ class Rotor:
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
 
     def _restrict(self, flops: np.ndarray, occupied: float, peak: float) -> np.ndarray:
-        """Return `flops` as a function of memory of which some is occupied, ∞ below `peak` bytes.
-
-        Args:
-          flops: by units of free memory.
-          occupied: bytes.
-          peak: bytes that are needed in any case.
-        """
+        """Return `flops` by memory of which `occupied` bytes are not free, ∞ below `peak` bytes."""
         shift = min(UNITS + 1, math.ceil(occupied / self.unit))
         shifted = np.concatenate([np.full(shift, np.inf), flops[: UNITS + 1 - shift]])
         shifted[: min(UNITS + 1, math.ceil(peak / self.unit))] = np.inf

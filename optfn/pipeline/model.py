@@ -28,8 +28,8 @@ from optfn.pipeline.stage import (
 
 # A number that is known when tracing, or a traced integer.
 Index: TypeAlias = int | jax.Array
-# What a stage passes to the next, and the cotangent that comes back for it: arrays of one type for
-# all stages.
+# What a stage passes to the next, or the cotangent of that, which it receives from the next; of one
+# type for all stages.
 Activation: TypeAlias = PyTree
 # (outputs, target, shared weights) -> the loss, a scalar
 StageLossFn: TypeAlias = Callable[[PyTree, PyTree, Params], jax.Array]
@@ -67,8 +67,8 @@ class Gradient(NamedTuple):
 class Model(NamedTuple):
     """What the engine runs.
 
-    activation: the shapes of what a stage passes to the next; cotangents of its inexact leaves come
-      back.
+    activation: the shapes of what a stage passes to the next; cotangents are those of its inexact
+      leaves.
     loss_dtype: the dtype of the loss.
     forward: (item, weights, activation) -> (activation, stash)
     backward: (item, weights, stash, cotangent) -> (loss, gradient of the loss with respect to the
@@ -231,7 +231,7 @@ def heterogeneous_model(
       loss_fn: (y, target, shared) -> scalar.
       policy: what is saved between forward and backward.
       params: the params of each stage; only their shapes are read.
-      weights: an example: one stage's params as `buffers.ravel` gives them, and the shared ones.
+      weights: an example: one stage's params as `buffers.ravel` returns them, and the shared ones.
       item: an example.
     """
     stages = _RavelledStages(stage_fns, loss_fn, policy, params, weights, item)

@@ -27,7 +27,7 @@ class Phase(NamedTuple):
 
     start: int
     stop: int
-    work: str  # "F", "B" and "W", those that there are, in this order
+    work: str  # a subsequence of "FBW"
 
 
 class Cell(NamedTuple):

@@ -84,7 +84,7 @@ def stack_stages(
 
 
 def _check_homogeneous(first: Params, other: Params, i: int) -> None:
-    hint = "give stages that differ to the pipeline as a list of functions and a list of params"
+    hint = "pass stages that differ to the pipeline as a list of functions and a list of params"
     tree.check_same_structure("stack_stages", f"params[{i}]", other, "params[0]", first)
     leaves = zip(tree.paths(first), jax.tree.leaves(first), jax.tree.leaves(other), strict=False)
     for name, a, b in leaves:

@@ -1,7 +1,7 @@
 """A stage function as three functions: forward, backward, and the gradient of the weights.
 
-A schedule runs the three at different ticks, with other microbatches in between; what one of them
-leaves for the next is saved as arrays. The three builders here differ in how much is saved.
+A schedule runs the three at different ticks, with other microbatches in between; the values that
+one of them passes to the next are saved. The three builders here differ in how much is saved.
 
 A stage function takes (weights, x, key) and returns y. Gradients and cotangents are lists of the
 inexact leaves of the tree that they belong to; other leaves have none.
@@ -27,7 +27,7 @@ from optfn.leaves.types import Params, PyTree
 
 # The inexact leaves of a gradient or a cotangent.
 Leaves: TypeAlias = list[jax.Array]
-# What forward saves for backward, and what backward saves for the gradient of the weights.
+# Saved by forward for backward, and by backward for the gradient of the weights.
 Stash: TypeAlias = PyTree
 Context: TypeAlias = PyTree
 # Starts the backward of a stage: y -> (an auxiliary result, the cotangent of y).

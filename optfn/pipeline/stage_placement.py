@@ -1,4 +1,4 @@
-"""Where the params of the stages lie on the mesh, and the gradients back in the form of params."""
+"""Placement of the stages' params on the mesh, and gradients in the structure of the params."""
 
 import dataclasses
 from functools import partial
@@ -18,10 +18,10 @@ from optfn.pipeline.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class StagePlacement:
-    """Leaves (v, p, …), the second axis along `axis_name`: chunk r of device d is stage r·p + d.
+    """Placement of leaves (v, p, …), p along `axis_name`: chunk r of device d is stage r·p + d.
 
-    worker_axis: the data axis, where each worker keeps its own gradients: these then have the
-      workers as a leading axis. None where gradients are averaged.
+    worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
+      a leading axis. Otherwise None.
     """
 
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""Loss and gradients of a model whose stages lie on different devices.
+"""Loss and gradients of a model whose stages are on different devices.
 
 The values are those of `jax.value_and_grad` on one device, so any optimizer takes them. `engine`
 runs the stages by the schedule of `plan`.
@@ -126,7 +126,7 @@ def pipeline_value_and_grad(
     State: none.
 
     Source: as `plan`. The phases as scans, with the vjp of each stage taken explicitly, are this
-    library's: differentiating through one scan gives gpipe only.
+    library's: differentiating through one scan yields gpipe only.
     """
     stage_fns, homogeneous = _stage_functions(stage_fn)
     if not callable(loss_fn):
@@ -220,7 +220,7 @@ class _Pipeline:
 
     @property
     def placement(self) -> StagePlacement:
-        """Where params and gradients lie."""
+        """The placement of params and gradients."""
         worker_axis = self.data_axis if self.grad_reduce is None else None
         return StagePlacement(self.mesh, self.axis_name, self.plan, worker_axis)
 
@@ -245,7 +245,8 @@ class _Pipeline:
             mesh=self.mesh,
             in_specs=specs,
             out_specs=(P(), (P(*leading_axes, None, self.axis_name), P(*leading_axes))),
-            # Stage functions need not say what varies over which axis; `_reduce` sums explicitly.
+            # Stage functions need not track which values vary over which axis: `_reduce` sums
+            # explicitly.
             check_vma=False,
         )
         loss, (stage_gradients, shared_gradients) = run(
