@@ -1,16 +1,16 @@
-"""How long is the clock of each schedule of the pipeline, and what memory does it need?
+"""How many ticks does each schedule of the pipeline take, and how much memory?
 
     python -m benchmarks.pipeline [--microbatches 16 64]
 
-Four stages on four devices of the CPU; microbatches of one size, so that more of them are a larger
+Four stages on four devices of the CPU; microbatches of one size, so that more of them make a larger
 batch. Ticks, bubble and activations are those of the plan; temporaries are those of the compiled
-loss and gradients, a device.
+loss and gradients, per device.
 
-Several devices that share the cores of one machine say nothing about speed. What can be counted is
-the CPU time of all threads of the process, as a multiple of that of the same model's gradient on
-one device, microbatch after microbatch, in interleaved rounds. In lock step a device computes in
-the bubble as well, for nothing: with residuals the ideal is 1 + bubble; with inputs, where every
-forward is run again, 4/3 of that. Threads that spin while they wait for another device count too.
+Speed cannot be measured with devices that share the cores of one machine. Measured instead is the
+CPU time of all threads of the process, as a multiple of that of the same model's gradient on one
+device, microbatch after microbatch, in interleaved rounds. A device also computes in the bubble,
+and discards the results: with residuals the ideal multiple is 1 + bubble; with inputs, where every
+forward runs twice, 4/3 of that. Threads that spin while they wait for another device count too.
 """
 
 import argparse
@@ -34,14 +34,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import optfn
 from benchmarks import measure
-from optfn.distributed import pipeline_value_and_grad
-from optfn.pipeline import plan
+from optfn.distributed import pipeline_value_and_grad, plan
 
 STAGES = 4
 
 
 class Size(NamedTuple):
-    """Of the model: layers on a device, widths, examples in a microbatch."""
+    """The model's layers per device and widths, and the examples in a microbatch."""
 
     layers: int = 4
     width: int = 64
@@ -85,7 +84,7 @@ def stage(params: Any, x: jax.Array) -> jax.Array:
 
 
 def gradients(form: Form, size: Size, m: int) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-    """Return the pipeline as compiled, a call of it, and one of the gradient on one device."""
+    """Return the compiled pipeline, a call of it, and a call of the gradient on one device."""
     v = form.virtual_stages
     lead = (v, STAGES) if v > 1 else (STAGES,)
     mesh = Mesh(np.array(jax.devices()[:STAGES]), ("stage",))
@@ -98,14 +97,16 @@ def gradients(form: Form, size: Size, m: int) -> tuple[Any, Callable[[], Any], C
     def loss(y: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.mean((y - target) ** 2)
 
-    def whole(params: Any, x: jax.Array, target: jax.Array) -> jax.Array:
-        for at in np.ndindex(lead):
-            x = stage(jax.tree.map(lambda w, at=at: w[at], params), x)
+    def unpipelined_loss(params: Any, x: jax.Array, target: jax.Array) -> jax.Array:
+        for index in np.ndindex(lead):
+            x = stage(jax.tree.map(lambda w, index=index: w[index], params), x)
         return loss(x, target)
 
     def one_by_one(params: Any, *batch: jax.Array) -> Any:
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(whole)(params, *part)), None
+            return jax.tree.map(
+                jnp.add, total, jax.value_and_grad(unpipelined_loss)(params, *part)
+            ), None
 
         parts = jax.tree.map(lambda a: a.reshape(m, size.examples, size.width), batch)
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params)), parts)[0]
@@ -134,14 +135,14 @@ def gradients(form: Form, size: Size, m: int) -> tuple[Any, Callable[[], Any], C
 
 
 def cpu_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Return the median CPU time of each call over interleaved rounds, the first not counted."""
+    """Return the median CPU time of each call over interleaved rounds, without the first."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 1):
-        for call, own in zip(calls, seconds, strict=True):
+        for call, times in zip(calls, seconds, strict=True):
             start = time.process_time()
             jax.block_until_ready(call())
-            own.append(time.process_time() - start)
-    return [statistics.median(own[1:]) for own in seconds]
+            times.append(time.process_time() - start)
+    return [statistics.median(times[1:]) for times in seconds]
 
 
 def run(

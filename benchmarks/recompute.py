@@ -5,9 +5,9 @@
 
 Temporaries and FLOPs of the jitted gradient, as the compiler counts them: nothing recomputed, cut
 after each block, √n segments, after named blocks only, a `save_only_these_names` policy over the
-whole function, and byte budgets, as shares of what nothing recomputed takes. Nothing is run. Where
-the compiler undoes recomputation (`is_effective`; jaxlib 0.10 on a CPU does), the temporaries say
-so, and the residuals that the gradient keeps stand beside them.
+full function, and byte budgets, as shares of what the gradient takes with nothing recomputed.
+Nothing is run. Where the compiler undoes recomputation (`is_effective`; jaxlib 0.10 on a CPU), the
+temporaries do not shrink; the residuals that the gradient saves are printed beside them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 import optfn
 from benchmarks import measure
 from examples import transformer
-from optfn.autodiff.recompute import is_effective
+from optfn.autodiff.budget import is_effective
 
 SHARES = [0.15, 0.2, 0.25, 0.3, 0.4, 0.6, 0.8]
 
@@ -51,7 +51,7 @@ def transformer_chain(blocks: int, batch: int, config: transformer.Config) -> Ch
 
 
 def mlp_chain(hidden: Sequence[int], batch: int) -> Chain:
-    """Return residual layers of the given widths inside, 64 outside."""
+    """Return residual layers of width 64 with these hidden widths."""
 
     def layer(p: Any, x: jax.Array) -> jax.Array:
         return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
@@ -72,9 +72,9 @@ MODELS: dict[str, Callable[[], Chain]] = {
 
 
 def in_order(chain: Chain, params: Any, x: Any, names: str = "") -> Any:
-    """Run the chain; with `names`, every output has a name."""
-    for i, (fn, own) in enumerate(zip(chain.fns, params, strict=True)):
-        x = fn(own, x)
+    """Run the chain; with a prefix `names`, every output is named."""
+    for i, (fn, layer_params) in enumerate(zip(chain.fns, params, strict=True)):
+        x = fn(layer_params, x)
         if names:
             x = checkpoint_name(x, f"{names}{i}")
     return x
@@ -84,7 +84,7 @@ def forms(chain: Chain) -> dict[str, Callable[[Any, Any], Any]]:
     """Return the functions to compare."""
     named = partial(in_order, chain, names="block_")
     last = len(chain.fns) - 2
-    some = [f"block_{i}" for i in range(2, last, 4)]
+    every_fourth = [f"block_{i}" for i in range(2, last, 4)]
     every = [f"block_{i}" for i in range(last + 1)]
     policy = jax.checkpoint_policies.save_only_these_names(*every)
     return {
@@ -92,13 +92,13 @@ def forms(chain: Chain) -> dict[str, Callable[[Any, Any], Any]]:
         "each": optfn.recompute(chain.fns, segments="each"),
         "√n": optfn.recompute(chain.fns, segments="sqrt"),
         f"{len(every)} names": optfn.recompute(named, checkpoints=every),
-        f"{len(some)} names": optfn.recompute(named, checkpoints=some),
+        f"{len(every_fourth)} names": optfn.recompute(named, checkpoints=every_fourth),
         "policy over the whole": jax.checkpoint(named, policy=policy),
     }
 
 
 def residual_bytes(f: Callable[..., Any], *args: Any) -> int:
-    """Return the bytes that the backward reads, other than the arguments."""
+    """Return the bytes of the residuals other than the arguments."""
     closed = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]))(*args)
     kept = {a for a in closed.jaxpr.outvars if not hasattr(a, "val")} - {*closed.jaxpr.invars}
     return sum(a.aval.size * a.aval.dtype.itemsize for a in kept)
@@ -126,7 +126,7 @@ def row(name: str, f: Callable[..., Any], chain: Chain) -> measure.Row:
 
 
 def run(model: str, shares: Sequence[float]) -> list[measure.Row]:
-    """Return a row per function, and per budget as a share of what nothing recomputed takes."""
+    """Return a row per function, and per budget as a share of the memory without recomputation."""
     chain = MODELS[model]()
     rows: list[measure.Row] = []
     for name, f in forms(chain).items():
@@ -164,7 +164,7 @@ def _line(row: measure.Row, none: measure.Row) -> str:
 
 
 def draw(rows: list[measure.Row], file: str, model: str = "") -> None:
-    """Save the curve of FLOPs against memory: temporaries, or residuals where those say nothing."""
+    """Save the curve of FLOPs against memory: temporaries, or residuals if those do not shrink."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,7 +185,7 @@ def draw(rows: list[measure.Row], file: str, model: str = "") -> None:
             x, y = at(row)
             named.setdefault((round(x, 1), round(y, 2)), {})[row["recomputed"]] = x, y
             axes.plot(x, y, "s", color="C1")
-    for names in named.values():  # what lies on one point has one label
+    for names in named.values():  # points that coincide share a label
         x, y = next(iter(names.values()))
         right = x > 0.6 * most
         place = {"xytext": (-7 if right else 7, 0), "ha": "right" if right else "left"}

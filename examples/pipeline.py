@@ -3,14 +3,15 @@
     python -m examples.pipeline [--steps N] [--schedule 1f1b|gpipe|zb] [--dgc]
         [--processes 2] [--out DIR]
 
-Embedding, blocks and head lie on four devices of a mesh as unlike stages; each stage recomputes its
-blocks one by one. The same model, seed and batches train on one device as well: the losses agree.
-Eight devices of the CPU stand for eight real ones, so the pipeline is not faster here. Prints the
-schedule, draws it where matplotlib is installed, and says what memory each device needs.
+Embedding, blocks and head are heterogeneous stages on four devices of a mesh; each stage recomputes
+its blocks one by one. The same model, seed and batches train on one device as well: the losses
+agree. Eight devices of the CPU stand for eight real ones, so the pipeline is not faster here. The
+program prints the schedule, draws it where matplotlib is installed, and prints the memory that each
+device needs.
 
 The optimizer is adam, on the mean over workers. With --dgc it is dgc_momentum, on each worker's own
-gradients, and what it is compared with is the same two workers side by side on one device, by vmap.
-With --processes several processes of this host share the mesh, as those of several hosts would.
+gradients, compared with the same two workers simulated on one device by vmap. With --processes
+several processes of this host share the mesh, as those of several hosts would.
 """
 
 import argparse
@@ -40,8 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 
 import optfn
 from examples import text, transformer
-from optfn.distributed import on_each_device, pipeline_value_and_grad
-from optfn.pipeline import plan
+from optfn.distributed import on_each_device, pipeline_value_and_grad, plan
 
 STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 48
 CONFIG = transformer.Config(width=32, heads=2, hidden=64, blocks=8, length=64)
@@ -56,7 +56,7 @@ def split(params: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def stage(params: dict[str, Any], x: jax.Array) -> jax.Array:
-    """Run what of the model a stage has: tokens or activations in, activations or logits out."""
+    """Run a stage's part of the model: tokens or activations in, activations or logits out."""
     if "embed" in params:
         x = transformer.embed(params["embed"], x)
     for block in params["blocks"]:
@@ -70,11 +70,11 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
 
 
-def whole(params: Sequence[Any], batch: tuple[Any, Any]) -> jax.Array:
-    """Return the loss of all stages in one place."""
+def unpipelined_loss(params: Sequence[Any], batch: tuple[Any, Any]) -> jax.Array:
+    """Return the loss of all stages on one device."""
     x, targets = batch
-    for each in params:
-        x = stage(each, x)
+    for stage_params in params:
+        x = stage(stage_params, x)
     return cross_entropy(x, targets)
 
 
@@ -109,10 +109,10 @@ def train(step: optfn.TrainStep, params: Any, data: Sequence[Any]) -> tuple[np.n
 
 
 def simulated(tx: Any, params: Any, data: Sequence[Any]) -> tuple[np.ndarray, int]:
-    """Return the losses and temporaries of the workers side by side on one device."""
+    """Return the losses and temporaries of the workers simulated on one device."""
 
     def worker(params: Any, state: Any, part: Any) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(whole)(params, part)
+        loss, grads = jax.value_and_grad(unpipelined_loss)(params, part)
         updates, state = tx.update(grads, state, params)
         return optfn.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
 
@@ -133,7 +133,7 @@ def runs(schedule: str, steps: int, dgc: bool) -> dict[str, Callable[[Any, Seque
     """Return the runs to compare: (params, batches) -> (losses, temporaries)."""
     devices = np.array(jax.devices()[: WORKERS * STAGES])
     mesh = Mesh(devices.reshape(WORKERS, STAGES), ("data", "stage"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
     tx = optimizer(steps, dgc)
 
     def pipelined(fns: list[Any], params: Any, data: Sequence[Any]) -> Any:
@@ -146,13 +146,13 @@ def runs(schedule: str, steps: int, dgc: bool) -> dict[str, Callable[[Any, Seque
             schedule=schedule,
             grad_reduce=None if dgc else "mean",
         )
-        # Unlike stages lie on every device, whole.
-        own = on_each_device(tx, mesh, spec=PartitionSpec()) if dgc else tx
-        step = optfn.make_train_step(whole, own, value_and_grad=value_and_grad)
-        return train(step, jax.device_put(params, everywhere), data)
+        # The params of heterogeneous stages are replicated.
+        run_tx = on_each_device(tx, mesh, spec=PartitionSpec()) if dgc else tx
+        step = optfn.make_train_step(unpipelined_loss, run_tx, value_and_grad=value_and_grad)
+        return train(step, jax.device_put(params, replicated), data)
 
     def one_device(params: Any, data: Sequence[Any]) -> Any:
-        return train(optfn.make_train_step(whole, tx), params, data)
+        return train(optfn.make_train_step(unpipelined_loss, tx), params, data)
 
     recomputing = optfn.recompute(stage, checkpoints=("block",))
     name = f"{schedule}, {STAGES} × {WORKERS}"
@@ -178,7 +178,7 @@ def draw(schedule: optfn.distributed.Plan, directory: Path) -> None:
 
 def compare(schedule: str, steps: int, dgc: bool, quiet: bool) -> None:
     """Print the runs, each beside the first."""
-    # From the host, where every process has the same.
+    # Host arrays, which are the same in every process.
     params = jax.device_get(split(transformer.init(jax.random.key(0), CONFIG)))
     data = batches(steps)
     reference = None

@@ -26,7 +26,7 @@ from benchmarks import (
     selection,
     update,
 )
-from optfn.autodiff.recompute import is_effective
+from optfn.autodiff.budget import is_effective
 
 ROOT = Path(__file__).parent.parent
 ABOUT = {"device", "jax", "optax", "commit"}

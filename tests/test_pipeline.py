@@ -1,4 +1,4 @@
-"""The pipeline against the whole model in one place, by jax.value_and_grad."""
+"""The pipeline against the unpipelined model, by jax.value_and_grad."""
 
 import functools
 import itertools
@@ -65,7 +65,7 @@ def batch(seed=7, size=BATCH):
 
 
 def whole(stage_fn, loss_fn, params, x, target):
-    """The reference: all stages in one place."""
+    """The reference: all stages on one device."""
 
     def loss(params):
         y = x
@@ -169,7 +169,7 @@ def test_stacking_and_unstacking_are_inverse():
     ("schedule", "stash"), [("1f1b", "residual"), ("zb", None), ("gpipe", None)]
 )
 def test_a_stage_that_is_nan_on_zeros(schedule, stash):
-    """The bubble works on zeros; nothing of it may get into loss or gradients."""
+    """The bubble computes with zeros; its results may not reach the loss or the gradients."""
 
     def normalized(w, x):
         return x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ w
@@ -290,34 +290,34 @@ def deep(w, x):
     ],
 )
 def test_work_of_a_tick(stage_fn, schedule, stash, work):
-    """Nothing is done twice but what stash="input" says; zb splits a backward in halves."""
+    """Only stash="input" computes a forward twice; zb splits a backward in halves."""
     params = [stack_stages(blocks(2, seed=i)) for i in range(3)] if stage_fn is deep else blocks(3)
     phases = phases_of(3, 1, 6, stage_fn, params, schedule=schedule, stash=stash)
     assert list(map(products, phases)) == work
 
 
-def test_residuals_of_the_weights_alone_are_not_kept():
-    """Every microbatch would keep the same transposes and casts."""
+def test_residuals_of_the_weights_alone_are_not_saved():
+    """Every microbatch would save the same transposes and casts."""
 
     def stage(w, x):
         return x + jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16).T).astype(x.dtype)
 
     params = [random(i, WIDTH, WIDTH) for i in range(2)]
     first, *_ = phases_of(2, 1, 8, stage, params, stash="residual")
-    kept = [a.aval.shape for a in first.outvars if a.aval.shape[:1] == (3,)]
-    assert kept
-    assert all(shape == (3, 1, WIDTH) for shape in kept)
+    saved = [a.aval.shape for a in first.outvars if a.aval.shape[:1] == (3,)]
+    assert saved
+    assert all(shape == (3, 1, WIDTH) for shape in saved)
 
 
-def test_zero_bubble_divides_scans():
-    """Scans inside scans, weights that all turns share, and an effect."""
+def test_zero_bubble_splits_scans():
+    """Scans inside scans, weights that all iterations share, and an effect."""
 
     def stage(w, x):
-        def turn(x, w_in):
+        def iteration(x, w_in):
             x = jax.lax.scan(lambda x, _: (block(w_in, x), None), x, None, length=2)[0]
             return jnp.tanh(x @ w["all"]), x.mean(axis=1, keepdims=True)
 
-        x, means = jax.lax.scan(turn, x, w["each"], reverse=True)
+        x, means = jax.lax.scan(iteration, x, w["each"], reverse=True)
         jax.debug.callback(lambda _: None, x[0, 0])
         return x + means.sum(axis=0)
 
@@ -334,8 +334,8 @@ def test_zero_bubble_divides_scans():
     assert_close((loss, unstack_stages(grads)), want, 5e-6)
 
 
-def test_plan_keeps_its_own_rules():
-    """Work comes after what it needs, one piece of a kind at a time, and rings are long enough."""
+def test_plan_is_consistent():
+    """Work follows its dependencies, one item of a kind per tick, and ring buffers suffice."""
     for p, m, v, schedule in [
         (4, 8, 1, "1f1b"),
         (4, 3, 1, "zb"),
@@ -356,7 +356,7 @@ def test_plan_keeps_its_own_rules():
                 assert tick == when["B", j, s + 1] + 1 if s < last else tick >= when["F", j, s]
             if work == "W":
                 assert tick >= when["B", j, s]
-        held = [
+        saved = [
             sum(
                 when["F", j, s] <= tick <= when["B", j, s]
                 for j in range(m)
@@ -364,7 +364,7 @@ def test_plan_keeps_its_own_rules():
             )
             for tick in range(theory.ticks)
         ]
-        assert max(held) <= theory.ring
+        assert max(saved) <= theory.stash_slots
 
 
 def test_plan_counts_and_draws():
@@ -373,6 +373,10 @@ def test_plan_counts_and_draws():
     assert plan(4, 64, schedule="gpipe").stash == 64
     assert plan(4, 64, schedule="zb").stash == 7 + 4
     assert plan(4, 64, activation_bytes=1000).stash == 7000
+    assert repr(plan(4, 8)) == "plan(4, 8)"
+    for made in (plan(4, 8, 2, "zb"), plan(2, 3, schedule="gpipe", activation_bytes=9)):
+        assert eval(repr(made)) == made
+    assert repr(plan(4, 8, 2, "zb")) == "plan(4, 8, virtual_stages=2, schedule='zb')"
     assert "7,000 bytes" in str(plan(4, 64, activation_bytes=1000))
     lines = str(plan(4, 8)).splitlines()
     assert len(lines) == 5
@@ -395,7 +399,7 @@ def test_plan_has_a_picture():
     assert max(left + width for _, left, width in bars) == theory.units
 
 
-def chain_of_unlike_stages():
+def chain_of_heterogeneous_stages():
     """Tokens and a mask → embedding → bfloat16 in between → another width and length → logits."""
 
     def embed(w, x):
@@ -437,8 +441,8 @@ def cross_entropy(logits, labels):
         (4, 1, "zb", "residual", False),
     ],
 )
-def test_a_list_of_unlike_stages(p, v, schedule, stash, explicit):
-    fns, params, x, target = chain_of_unlike_stages()
+def test_a_list_of_heterogeneous_stages(p, v, schedule, stash, explicit):
+    fns, params, x, target = chain_of_heterogeneous_stages()
     mesh = mesh_of(p, explicit=explicit)
     if explicit:
         params = jax.device_put(params, NamedSharding(mesh, P()))
@@ -465,7 +469,7 @@ def test_a_list_of_unlike_stages(p, v, schedule, stash, explicit):
     assert_close((loss, grads), (want, want_grads))
 
 
-def test_tied_weights_in_unlike_stages():
+def test_tied_weights_in_heterogeneous_stages():
     """The embedding is read by the first stage and, transposed, by the last."""
 
     def embed(w, tokens, *, shared):
@@ -490,7 +494,7 @@ def test_tied_weights_in_unlike_stages():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
-def test_weights_shared_by_like_stages_and_the_loss(schedule):
+def test_weights_shared_by_homogeneous_stages_and_the_loss(schedule):
     def stage(w, x, shared):
         return block(w, x) * shared["scale"]
 
@@ -555,7 +559,7 @@ def test_dropout_has_a_key_per_microbatch_and_stage(schedule, stash, data, remat
 
 @pytest.mark.parametrize(("schedule", "stash"), [("1f1b", "input"), ("zb", "residual")])
 def test_trees_between_stages(schedule, stash):
-    """Floats, integers and what no stage changes go along; None is no leaf."""
+    """Floats, integers and leaves that no stage changes are passed on; None is no leaf."""
 
     def stage(w, x):
         h = jnp.where(x["keep"][:, None], block(w, x["h"]), x["h"])
@@ -600,7 +604,7 @@ def test_a_data_axis_with_the_mean(explicit):
 
 
 @pytest.mark.parametrize(("explicit", "v"), [(False, 1), (True, 2)])
-def test_a_data_axis_where_each_worker_keeps_its_gradient(explicit, v):
+def test_a_data_axis_where_each_worker_has_its_gradient(explicit, v):
     mesh = mesh_of(2, 2, explicit=explicit)
     fn = pipeline_value_and_grad(
         block,
@@ -624,7 +628,7 @@ def test_a_data_axis_where_each_worker_keeps_its_gradient(explicit, v):
         assert_close(unstack_stages(own, virtual_stages=v), want)
     assert_close(loss, reference(2 * v)[0])
 
-    # The layout that a compressor's shard_map takes as it is.
+    # The sharding that a compressor's shard_map takes without change.
     def combine(g):
         return jax.tree.map(lambda x: jax.lax.pmean(x[0], "data"), g)
 
@@ -634,7 +638,7 @@ def test_a_data_axis_where_each_worker_keeps_its_gradient(explicit, v):
     assert_close(unstack_stages(reduced, virtual_stages=v), reference(2 * v)[1])
 
 
-def test_unlike_and_shared_gradients_of_each_worker():
+def test_heterogeneous_and_shared_gradients_of_each_worker():
     def head(w, x, shared):
         return x @ w + shared
 
@@ -658,7 +662,7 @@ def test_unlike_and_shared_gradients_of_each_worker():
     assert_close((loss, grads), (losses.mean(), want))
 
 
-def test_axes_of_no_concern_repeat_the_work():
+def test_work_is_replicated_over_other_axes():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("other", "stage"))
     fn = pipeline_value_and_grad(block, mean_square, mesh=mesh, num_microbatches=2)
     loss, grads = fn(stack_stages(blocks(2)), *batch())
@@ -677,7 +681,11 @@ def make(stage_fn=block, loss_fn=mean_square, *, p=2, **options):
         ({"data_axis": "data"}, ValueError, "data_axis must be an axis of the mesh"),
         ({"data_axis": "stage"}, ValueError, "data_axis must be another axis"),
         ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
-        ({"schedule": "2f2b"}, ValueError, "schedule must be one of 1f1b, gpipe, zb; got '2f2b'"),
+        (
+            {"schedule": "2f2b"},
+            ValueError,
+            "schedule must be one of '1f1b', 'gpipe', 'zb'; got '2f2b'",
+        ),
         ({"stash": "outputs"}, ValueError, "stash must be one of 'input', 'residual'"),
         ({"grad_reduce": "sum"}, ValueError, "grad_reduce must be one of 'mean', None"),
         ({"num_microbatches": 0}, ValueError, "num_microbatches must be >= 1"),

@@ -60,8 +60,8 @@ def simulated(tx, params, batches, loss_fn=whole):
     step = jax.jit(jax.vmap(worker, axis_name="data"))
     params, state = jax.tree.map(lambda x: jnp.stack([x, x]), (params, tx.init(params)))
     losses = []
-    for each in batches:
-        parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), each)
+    for single in batches:
+        parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), single)
         loss, params, state = step(params, state, parts)
         losses.append(float(loss[0]))
     return losses, jax.tree.map(lambda x: x[0], params), state
@@ -80,8 +80,8 @@ def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b"):
     step = optfn.make_train_step(mean_square, on_each_device(tx, mesh, spec=spec), value_and_grad=f)
     state, losses = step.init(params), []
     placed = jax.tree.map(lambda x: x.sharding, state)
-    for each in batches:
-        state, metrics = step(state, each)
+    for single in batches:
+        state, metrics = step(state, single)
         losses.append(float(metrics["loss"]))
     for x, before in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
         assert x.sharding.is_equivalent_to(before, x.ndim)
@@ -97,7 +97,7 @@ def assert_close(got, want):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
-    """Losses, params and what each worker keeps of each stage, through the whole ramp."""
+    """Losses, params and the residuals of each worker's stages, through the full ramp."""
     tx, mesh = compressing(nesterov), mesh_of(explicit)
     batches = [batch(k) for k in range(STEPS)]
     params = stack_stages(blocks(), mesh=mesh)
@@ -108,15 +108,15 @@ def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
 
     got, expected = state.opt_state[0], want_state[0]
     assert int(got.num_workers) == 2 and int(got.step) == STEPS
-    for name in ("in", "out"):  # flat, worker by worker, in it stage by stage
-        kept = got.residual[name].reshape(2, STAGES, -1)
-        assert_close(kept, jnp.stack([v[name] for v in expected.residual], axis=1))
+    for name in ("in", "out"):  # flat: workers, then stages
+        residual = got.residual[name].reshape(2, STAGES, -1)
+        assert_close(residual, jnp.stack([v[name] for v in expected.residual], axis=1))
         assert got.residual[name].sharding.spec == P(("data", "stage"))
     assert float(jnp.abs(got.residual["in"]).max()) > 1e-3  # something was not sent
 
 
-def test_unlike_stages_that_share_weights_train_as_two_simulated_workers():
-    """What the first and the last stage share is whole on every device, as is its state."""
+def test_heterogeneous_stages_that_share_weights_train_as_two_simulated_workers():
+    """Weights that the first and last stage share are replicated, as is their state."""
 
     def first(w, x, shared):
         return block(w, x @ shared)
@@ -141,7 +141,7 @@ def test_unlike_stages_that_share_weights_train_as_two_simulated_workers():
 
 
 def test_shared_weights_and_integers_beside_stacked_stages():
-    """`spec` is that of the stages; shared weights are whole; integers have no update, no state."""
+    """`spec` is for the stages; shared weights are replicated; integers have no update or state."""
 
     def stage(w, x, shared):
         return block(w, x @ shared["mix"])
@@ -157,8 +157,8 @@ def test_shared_weights_and_integers_beside_stacked_stages():
     stages = [w | {"id": np.arange(30, dtype=np.int32) + i} for i, w in enumerate(blocks())]
     shared = {"mix": random(7, shape=(WIDTH, WIDTH), scale=0.5), "ids": np.arange(24)}
     params = PipelineParams(stages, shared)
-    whole_shared = jax.device_put(shared, NamedSharding(mesh, P()))
-    placed = PipelineParams(stack_stages(stages, mesh=mesh), whole_shared)
+    replicated = jax.device_put(shared, NamedSharding(mesh, P()))
+    placed = PipelineParams(stack_stages(stages, mesh=mesh), replicated)
     losses, state = pipelined(tx, stage, placed, batches, mesh, P("stage"))
     want, want_params, want_state = simulated(tx, params, batches, loss_fn)
     np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)

@@ -78,7 +78,7 @@ def pipelined(stage_fn, mesh):
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_state_stays_sharded_by_stage(explicit):
-    """Losses as on one device; params and moments where they were; one compilation, no moves."""
+    """Losses as on one device; params and moments stay sharded; one compilation, no moves."""
     mesh = mesh_of(explicit)
     step = pipelined(block, mesh)
     params = stack_stages(blocks(), mesh=mesh)
@@ -98,7 +98,7 @@ def test_state_stays_sharded_by_stage(explicit):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-def test_no_parameter_travels():
+def test_no_parameter_leaves_its_stage():
     """The collectives of the step: activations between neighbours, sums of gradients and norms."""
     mesh = mesh_of(False)
     step = pipelined(block, mesh)
@@ -108,8 +108,8 @@ def test_no_parameter_travels():
     assert collectives == {"all-reduce", "collective-permute"}
 
 
-def test_unlike_stages_on_every_device():
-    """Params of unlike stages lie on the mesh whole; the step is compiled once and waited for."""
+def test_heterogeneous_stages_on_every_device():
+    """Params of heterogeneous stages are replicated; the step is compiled once and waited for."""
     mesh = mesh_of(False)
     step = pipelined([block] * STAGES, mesh)
     params = jax.device_put(blocks(), NamedSharding(mesh, P()))

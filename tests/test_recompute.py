@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.autodiff.costs import piece_of
-from optfn.autodiff.recompute import is_effective
-from optfn.autodiff.rotor import Piece, Rotor
+from optfn.autodiff.budget import is_effective
+from optfn.autodiff.costs import costs_of
+from optfn.autodiff.rotor import FunctionCosts, Rotor
 from optfn.distributed import pipeline_value_and_grad, stack_stages
 
 WIDTH, BATCH, LAYERS = 16, 64, 16
@@ -42,7 +42,7 @@ def layers(hidden=(64,) * LAYERS):
 
 
 X = random(7, BATCH, WIDTH)
-UNLIKE = tuple(16 * (1 + (7 * i * i + 3 * i) % 11) for i in range(9))
+HETEROGENEOUS = tuple(16 * (1 + (7 * i * i + 3 * i) % 11) for i in range(9))
 
 
 def named(params, x):
@@ -62,7 +62,7 @@ def plain(params, x):
 
 
 def residual_bytes(f, *args):
-    """What the backward keeps, other than the arguments, at the level of the jaxpr."""
+    """Bytes of the residuals other than the arguments, at the level of the jaxpr."""
     closed = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]))(*args)
     kept = {a for a in closed.jaxpr.outvars if not hasattr(a, "val")} - {*closed.jaxpr.invars}
     return sum(a.aval.size * a.aval.dtype.itemsize for a in kept)
@@ -115,21 +115,21 @@ def test_gradients_are_bitwise_the_same(form):
 
 
 @pytest.mark.parametrize("form", ["all names", "each"])
-def test_a_cut_after_each_layer_keeps_a_quarter(form):
-    """At the jaxpr's level in every JAX; in memory where the compiler leaves it."""
+def test_a_cut_after_each_layer_saves_a_quarter(form):
+    """In the jaxpr with every JAX; in memory where the compiler keeps recomputation."""
     f, params = FORMS[form](), params_of(form)
     assert residual_bytes(f, params, X) <= 0.25 * residual_bytes(plain, layers(), X)
     if is_effective():
         assert temporaries(f, params, X) <= 0.25 * temporaries(plain, layers(), X)
 
 
-def test_what_is_kept_is_what_is_named():
-    """Three values: inputs of segments, the last one also what the square of the loss keeps."""
+def test_only_named_values_are_saved():
+    """Three values: inputs of segments, the last one also a residual of the square in the loss."""
     f = optfn.recompute(named, checkpoints=("layer_3", "layer_7", "layer_15"))
     assert residual_bytes(f, layers(), X) == 3 * X.nbytes
 
 
-def test_the_probe_tells_what_the_compiler_does():
+def test_is_effective_agrees_with_the_compiler():
     fns, params = [layer] * 8, layers()[:8]
     kept = temporaries(plain, params, X)
     again = temporaries(
@@ -138,7 +138,7 @@ def test_the_probe_tells_what_the_compiler_does():
     assert is_effective() == (again < 0.9 * kept)
 
 
-def test_a_value_that_later_segments_read_is_kept():
+def test_a_value_that_later_segments_read_is_saved():
     """A skip over the cut, an array that is an output, a constant, a jitted function inside."""
     table = np.arange(4.0, dtype=np.float32)
 
@@ -208,7 +208,7 @@ def test_inside_shard_map(form, check):
 
 
 def test_an_axis_inside_the_functions_of_a_budget():
-    """The plan is made though the functions cannot be compiled where they stand."""
+    """A segmentation is found though the functions cannot be compiled where they stand."""
 
     def f(p, x):
         return jnp.sum(jax.lax.psum(x * p, "workers") ** 2)
@@ -251,94 +251,98 @@ def test_inside_pipeline_stages(stash):
 # The budget.
 
 
-def every_plan(s, t):
-    """All plans of the pieces s to t that end with a piece that is kept."""
+def every_segmentation(s, t):
+    """All segmentations of the functions s to t that end with one whose residuals are saved."""
     if s > t:
         yield []
         return
-    for rest in every_plan(s + 1, t):
+    for rest in every_segmentation(s + 1, t):
         yield [s, *rest]
     for c in range(s + 1, t + 1):
-        for inner, rest in itertools.product(every_plan(s, c - 1), every_plan(c, t)):
-            yield [inner, *rest]
+        heads, tails = every_segmentation(s, c - 1), every_segmentation(c, t)
+        for segment, rest in itertools.product(heads, tails):
+            yield [segment, *rest]
 
 
-def pieces_in(entry):
-    return [i for x in entry for i in (pieces_in(x) if isinstance(x, list) else [x])]
+def functions_in(segmentation):
+    return [i for x in segmentation for i in (functions_in(x) if isinstance(x, list) else [x])]
 
 
-def simulate(pieces, plan, last, held):
-    """Return (extra FLOPs, peak) of a plan, step by step: forward, then backward in reverse."""
-    flops, peak, now, undo = 0, 0, held, []
-    cotangent = pieces[last].output  # arrives from outside, or counts for the result
-    for n, entry in enumerate(plan):
-        inside = pieces_in([entry])
+def simulate(costs, segmentation, last, occupied):
+    """Return (extra FLOPs, peak), step by step: forward, then backward in reverse."""
+    flops, peak, now, undo = 0, 0, occupied, []
+    cotangent = costs[last].output_bytes  # arrives from outside, or counts for the result
+    for n, entry in enumerate(segmentation):
         if isinstance(entry, int):
-            piece = pieces[entry]
-            peak = max(peak, now + cotangent + piece.residual_peak)
+            own = costs[entry]
+            peak = max(peak, now + cotangent + own.forward_peak_with_residuals)
             undo.append((entry, now))
-            now += piece.kept + piece.output
+            now += own.residual_bytes + own.output_bytes
             continue
         arriving = 0
-        for i in inside:
-            peak = max(peak, now + cotangent + arriving + pieces[i].forward_peak)
-            arriving = pieces[i].output
+        for i in functions_in(entry):
+            peak = max(peak, now + cotangent + arriving + costs[i].forward_peak)
+            arriving = costs[i].output_bytes
         undo.append((entry, now))
         now += arriving
-        assert n < len(plan) - 1
-    for entry, held in reversed(undo):
+        assert n < len(segmentation) - 1
+    for entry, before in reversed(undo):
         if isinstance(entry, int):
-            piece = pieces[entry]
-            own = piece.kept + piece.keeps_output * piece.output + piece.backward_peak
-            peak = max(peak, held + own)
+            own = costs[entry]
+            residuals = own.residual_bytes + own.output_is_residual * own.output_bytes
+            peak = max(peak, before + residuals + own.backward_peak)
         else:
-            inside = pieces_in(entry)
-            flops += sum(pieces[i].forward for i in inside[:-1]) + pieces[inside[-1]].again
-            more, high = simulate(pieces, entry, inside[-1], held)
+            *first, final = functions_in(entry)
+            flops += sum(costs[i].forward_flops for i in first) + costs[final].recompute_flops
+            more, high = simulate(costs, entry, final, before)
             flops, peak = flops + more, max(peak, high)
     return flops, peak
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_table_finds_the_best_of_all_plans(seed):
+def test_the_table_finds_the_best_of_all_segmentations(seed):
     rng = np.random.default_rng(seed)
-    pieces = []
+    costs = []
     for _ in range(6):
-        forward, output, kept = (int(k) for k in rng.integers(1, 30, 3))
+        forward, output, residuals = (int(k) for k in rng.integers(1, 30, 3))
         peaks = [output + int(k) for k in rng.integers(0, 10, 2)]
         again = int(rng.integers(0, forward + 1))
-        keeps = bool(rng.integers(2))
-        residual = max(peaks[0], output + kept)
-        pieces.append(Piece(forward, again, output, kept, keeps, peaks[0], residual, peaks[1]))
-    found = [simulate(pieces, plan, 5, 0) for plan in every_plan(0, 5)]
-    rotor = Rotor(pieces)
+        is_residual = bool(rng.integers(2))
+        with_residuals = max(peaks[0], output + residuals)
+        costs.append(
+            FunctionCosts(
+                forward, again, output, residuals, is_residual, peaks[0], with_residuals, peaks[1]
+            )
+        )
+    found = [simulate(costs, segmentation, 5, 0) for segmentation in every_segmentation(0, 5)]
+    rotor = Rotor(costs)
     slack = 8 * rotor.unit + 1  # sizes are rounded up
     least = min(peak for _, peak in found)
-    assert least <= rotor.least <= least + slack
+    assert least <= rotor.min_bytes <= least + slack
     curve = set()
-    for budget in range(rotor.least, max(peak for _, peak in found) + 20, 7):
-        flops, peak = simulate(pieces, rotor.plan(budget), 5, 0)
+    for budget in range(rotor.min_bytes, max(peak for _, peak in found) + 20, 7):
+        flops, peak = simulate(costs, rotor.segmentation(budget), 5, 0)
         assert peak <= budget
-        assert flops == rotor.flops(rotor.plan(budget))
+        assert flops == rotor.extra_flops(rotor.segmentation(budget))
         assert min(f for f, p in found if p <= budget) <= flops
         assert flops <= min((f for f, p in found if p <= budget - slack), default=np.inf)
         curve.add(flops)
     assert len(curve) > 2 and 0 in curve
 
 
-def unlike_chain():
-    return [layer] * len(UNLIKE) + [mean_square], [*layers(UNLIKE), {}]
+def heterogeneous_chain():
+    return [layer] * len(HETEROGENEOUS) + [mean_square], [*layers(HETEROGENEOUS), {}]
 
 
 def test_predicted_flops_are_those_of_the_program():
     """2·m·n·k for a product of matrices, over forward and what is run again."""
-    piece, y = piece_of(layer, layers()[0], X)
+    costs, y = costs_of(layer, layers()[0], X)
     products = 2 * 2 * BATCH * WIDTH * 64
-    assert products <= piece.forward <= 1.2 * products
-    assert products / 2 <= piece.again <= 0.5 * products + 0.25 * products
-    assert (y.shape, y.dtype, piece.output) == (X.shape, X.dtype, X.nbytes)
+    assert products <= costs.forward_flops <= 1.2 * products
+    assert products / 2 <= costs.recompute_flops <= 0.5 * products + 0.25 * products
+    assert (y.shape, y.dtype, costs.output_bytes) == (X.shape, X.dtype, X.nbytes)
     # The product, its tanh, and the second product's operand.
-    assert piece.kept == 3 * BATCH * 64 * 4
+    assert costs.residual_bytes == 3 * BATCH * 64 * 4
 
 
 def test_flops_of_loops_and_convolutions():
@@ -346,15 +350,15 @@ def test_flops_of_loops_and_convolutions():
         y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
         return jax.lax.scan(lambda c, _: (c @ jnp.ones((8, 8)), None), y, length=5)[0]
 
-    piece, _ = piece_of(f, random(0, 3, 2, 3, 3), random(1, 1, 2, 8, 8))
-    assert piece.forward == 2 * (3 * 64) * (2 * 9) + 5 * 2 * (3 * 64) * 8
+    costs, _ = costs_of(f, random(0, 3, 2, 3, 3), random(1, 1, 2, 8, 8))
+    assert costs.forward_flops == 2 * (3 * 64) * (2 * 9) + 5 * 2 * (3 * 64) * 8
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_a_budget_is_kept(share):
-    fns, params = unlike_chain()
+def test_a_budget_is_met(share):
+    fns, params = heterogeneous_chain()
     if not is_effective():
-        # What the compiler makes of it is not to be had; the residuals are.
+        # The compiler undoes recomputation: only the residuals can be counted.
         budget = int(share * residual_bytes(plain, params[:-1], X))
         f = optfn.recompute(fns, memory_budget=budget)
         assert residual_bytes(f, params, X) <= budget
@@ -366,7 +370,7 @@ def test_a_budget_is_kept(share):
 
 @pytest.mark.parametrize("segments", ["sqrt", "each"])
 def test_a_budget_costs_no_more_than_segments_of_its_memory(segments):
-    fns, params = unlike_chain()
+    fns, params = heterogeneous_chain()
     cut = optfn.recompute(fns, segments=segments)
     if not is_effective():
         budget = residual_bytes(plain, params[:-1], X)
@@ -379,13 +383,13 @@ def test_a_budget_costs_no_more_than_segments_of_its_memory(segments):
 
 
 def test_a_large_budget_changes_nothing():
-    fns, params = unlike_chain()
+    fns, params = heterogeneous_chain()
     f = optfn.recompute(fns, memory_budget=1 << 30)
     assert residual_bytes(f, params, X) == residual_bytes(plain, params[:-1], X)
 
 
-def test_a_budget_below_the_minimum_says_it():
-    fns, params = unlike_chain()
+def test_the_error_of_a_budget_below_the_minimum_says_the_minimum():
+    fns, params = heterogeneous_chain()
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as error:
         jax.eval_shape(optfn.recompute(fns, memory_budget=1000), params, X)
     least = int(str(error.value).split("at least ")[1].split()[0])
@@ -432,6 +436,7 @@ def test_recompute_is_for_the_loss_only():
 @pytest.mark.parametrize(
     ("fn", "options", "error", "words"),
     [
+        (3, {}, TypeError, r"fn must be a function .* or a list of functions.*; got 3"),
         (named, {}, ValueError, "one of checkpoints, segments and memory_budget; got none"),
         (named, {"checkpoints": ("a",), "segments": 2}, ValueError, "checkpoints and segments"),
         (named, {"checkpoints": "layer_0"}, TypeError, "sequence of names; got 'layer_0'"),

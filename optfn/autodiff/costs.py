@@ -1,7 +1,7 @@
-"""What a function takes to be differentiated, read off its equations: FLOPs and bytes.
+"""What a function costs to differentiate, estimated from its equations: FLOPs and bytes.
 
-Bytes are those of what a compiler that fuses has to write to memory. Values that cheap elementwise
-equations give to others of the kind are not: they are computed where they are read.
+Bytes are those that a fusing compiler writes to memory. A value that a cheap elementwise equation
+passes to another one is not written: it is computed where it is read.
 """
 
 import math
@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from optfn.autodiff.equations import Equations, variables
-from optfn.autodiff.pullback import floats, pullback
-from optfn.autodiff.rotor import Piece
+from optfn.autodiff.equations import Atom, Equation, Equations, Variable, type_of, variables
+from optfn.autodiff.pullback import inexact_leaves, pullback
+from optfn.autodiff.rotor import FunctionCosts
+from optfn.leaves.types import Leaf, Params, PyTree
 
-# What XLA computes again in each fusion that reads it, rather than write it to memory.
+# XLA computes these again in each fusion that reads them, rather than write them to memory.
 CHEAP = frozenset(
     {"abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type"}
     | {"copy", "copy_p", "eq", "expand_dims", "floor", "ge", "gt", "integer_pow", "iota"}
@@ -22,7 +23,7 @@ CHEAP = frozenset(
     | {"one_minus_square", "or", "pad", "real", "reshape", "rev", "select_n", "sign", "slice"}
     | {"square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
 )
-# What it writes to memory, out of values that need not be there.
+# The results of these are written to memory, but their operands need not be there.
 FUSED = CHEAP | frozenset(
     {"argmax", "argmin", "atan2", "cbrt", "cos", "cumsum", "div", "erf", "erf_inv", "exp", "exp2"}
     | {"expm1", "log", "log1p", "logistic", "pow", "reduce_and", "reduce_max", "reduce_min"}
@@ -30,46 +31,49 @@ FUSED = CHEAP | frozenset(
 )
 
 
-def piece_of(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[Piece, Any]:
-    """Return what `fn(params, x)` takes, and the shapes of its result.
+def costs_of(
+    fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
+) -> tuple[FunctionCosts, PyTree]:
+    """Return the costs of `fn(params, x)`, and the shapes of its result.
 
     The arguments are arrays or shapes; nothing is computed.
     """
     structure: Any = None
 
-    def run(params: Any, x: Any) -> tuple[Any, list[Any]]:
+    def run(params: Params, x: PyTree) -> tuple[PyTree, list[Leaf]]:
         nonlocal structure
         y, pull = pullback(lambda params, x, _: fn(params, x), params, x, None)
         leaves, structure = jax.tree.flatten(pull)
         return y, leaves
 
-    def pull(leaves: list[Any], cotangent: list[Any]) -> tuple[list[Any], list[Any]]:
+    def pull(leaves: list[Leaf], cotangent: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         return jax.tree.unflatten(structure, leaves)(cotangent)
 
     forward = Equations(run, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
     y_leaves = jax.tree.leaves(y_atoms)
-    # Shapes as eval_shape gives them know over which mesh axes they vary.
+    # The shapes that eval_shape returns also say over which mesh axes the values vary.
     y, leaves = jax.eval_shape(run, params, x)
-    backward = Equations(pull, leaves, floats(y))
-    inputs = {*forward.inputs, *forward.constants}
-    read_back = _written(backward.equations, ())
-    inside = zip(residuals, backward.inputs, strict=False)
-    read_whole = [a for a, within in inside if within in read_back]
-    written = _written(forward.equations, [*y_leaves, *read_whole])
-    kept = _sources(forward, variables(residuals), written) - inputs
-    outputs = set(variables(y_leaves)) - inputs
+    backward = Equations(pull, leaves, inexact_leaves(y))
+    arguments = {*forward.inputs, *forward.constants}
+    # Of the residuals, backward reads some from memory; the others it computes within fusions.
+    in_memory = _written(backward.equations, ())
+    pairs = zip(residuals, backward.inputs, strict=False)
+    read_from_memory = [a for a, in_backward in pairs if in_backward in in_memory]
+    written = _written(forward.equations, [*y_leaves, *read_from_memory])
+    saved = _sources(forward, variables(residuals), written) - arguments
+    outputs = set(variables(y_leaves)) - arguments
     for_y = forward.needed_for(y_leaves)
     weight_gradients = set(variables(jax.tree.unflatten(backward.structure, backward.outputs)[0]))
-    piece = Piece(
-        forward=_flops(for_y),
-        again=_flops(forward.needed_for(residuals)),
-        output=num_bytes(variables(y_leaves)),
-        kept=num_bytes(kept - outputs),
-        keeps_output=bool(outputs & kept),
+    costs = FunctionCosts(
+        forward_flops=_flops(for_y),
+        recompute_flops=_flops(forward.needed_for(residuals)),
+        output_bytes=num_bytes(variables(y_leaves)),
+        residual_bytes=num_bytes(saved - outputs),
+        output_is_residual=bool(outputs & saved),
         forward_peak=_peak(for_y, y_leaves),
-        residual_peak=_peak(forward.equations, [*y_leaves, *kept]),
-        # The gradients of the weights are results of the whole, not temporaries.
+        forward_peak_with_residuals=_peak(forward.equations, [*y_leaves, *saved]),
+        # The gradients of the weights are results of the gradient, not temporaries.
         backward_peak=_peak(
             backward.equations,
             backward.outputs,
@@ -77,90 +81,98 @@ def piece_of(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[Piece,
             weight_gradients,
         ),
     )
-    return piece, y
+    return costs, y
 
 
-def num_bytes(atoms: Iterable[Any]) -> int:
-    """Return the bytes of the values of variables."""
-    return sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in atoms)
+def num_bytes(atoms: Iterable[Atom]) -> int:
+    """Return the total bytes of the values of `atoms`."""
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in map(type_of, atoms))
 
 
-def _written(equations: Iterable[Any], outputs: Iterable[Any]) -> set[Any]:
+def _written(equations: Iterable[Equation], outputs: Iterable[Atom]) -> set[Variable]:
     """Return the variables that `equations` read from memory, or write to it."""
     written = set(variables(outputs))
     for equation in equations:
-        if not _all_of(CHEAP, equation):
+        if not _consists_of(CHEAP, equation):
             written.update(equation.outvars)
-        if not _all_of(FUSED, equation):
+        if not _consists_of(FUSED, equation):
             written.update(variables(equation.invars))
     return written
 
 
-def _all_of(kind: Collection[str], equation: Any) -> bool:
+def _consists_of(primitives: Collection[str], equation: Equation) -> bool:
+    """Tell whether an equation, or the function that it calls, uses `primitives` only."""
     if equation.primitive.name in ("custom_jvp_call", "jit", "pjit"):  # such as relu
-        return all(_all_of(kind, e) for inner in _jaxprs(equation.params) for e in inner.eqns)
-    return equation.primitive.name in kind
+        inner = _jaxprs(equation.params)
+        return all(_consists_of(primitives, e) for jaxpr in inner for e in jaxpr.eqns)
+    return equation.primitive.name in primitives
 
 
-def _sources(program: Equations, atoms: Iterable[Any], written: set[Any]) -> set[Any]:
-    """Return the written values and inputs from which fusions compute `atoms`."""
-    wanted = set(atoms)
+def _sources(
+    program: Equations, targets: Iterable[Variable], written: set[Variable]
+) -> set[Variable]:
+    """Return the written variables and inputs from which fusions compute `targets`."""
+    sources = set(targets)
     for equation in reversed(program.equations):
-        for made in wanted.intersection(equation.outvars) - written:
-            wanted.remove(made)
-            wanted.update(variables(equation.invars))
-    return wanted
+        for computed in sources.intersection(equation.outvars) - written:
+            sources.remove(computed)
+            sources.update(variables(equation.invars))
+    return sources
 
 
 def _peak(
-    equations: Sequence[Any],
-    outputs: Iterable[Any],
-    arriving: Iterable[Any] = (),
-    free: Collection[Any] = (),
+    equations: Sequence[Equation],
+    outputs: Iterable[Atom],
+    inputs: Iterable[Variable] = (),
+    ignored: Collection[Variable] = (),
 ) -> int:
-    """Return the bytes of what is alive at the worst of `equations`.
+    """Return the most bytes that are alive at any of `equations`.
 
     Args:
       equations: run in this order.
-      outputs: what lives until the end.
-      arriving: variables that are alive at the start, until they have been read.
-      free: variables that count nothing. Nor do those that no equation makes.
+      outputs: alive until the end.
+      inputs: variables that are alive from the start until they are last read.
+      ignored: variables that take no memory here. Nor do those that no equation computes.
     """
     written = _written(equations, outputs)
-    last = dict.fromkeys(variables(outputs), len(equations))
+    last_read = dict.fromkeys(variables(outputs), len(equations))
     for i, equation in reversed(list(enumerate(equations))):
-        # A fusion reads what it reads when the value is written that it is part of.
+        # An equation inside a fusion reads its operands when the fusion's result is written.
         fused = not written.intersection(equation.outvars)
-        end = max((last.get(a, i) for a in equation.outvars), default=i) if fused else i
+        end = max((last_read.get(a, i) for a in equation.outvars), default=i) if fused else i
         for a in variables(equation.invars):
-            last[a] = max(last.get(a, i), end)
-    alive = {a for a in arriving if a in last}
-    peak = now = num_bytes(alive)
+            last_read[a] = max(last_read.get(a, i), end)
+    alive = {a for a in inputs if a in last_read}
+    peak = current = num_bytes(alive)
     for i, equation in enumerate(equations):
-        made = [a for a in equation.outvars if a in written and a in last and a not in free]
-        done = {a for a in alive if last[a] <= i}
-        now += num_bytes(made)
+        results = [
+            a for a in equation.outvars if a in written and a in last_read and a not in ignored
+        ]
+        freed = {a for a in alive if last_read[a] <= i}
+        current += num_bytes(results)
         # An elementwise result takes the place of an operand that is not read again.
-        in_place = _all_of(FUSED, equation) and num_bytes(made) in {num_bytes([a]) for a in done}
-        peak = max(peak, now - in_place * num_bytes(made))
-        now -= num_bytes(done)
-        alive = (alive | set(made)) - done
+        elementwise = _consists_of(FUSED, equation)
+        in_place = elementwise and num_bytes(results) in {num_bytes([a]) for a in freed}
+        peak = max(peak, current - in_place * num_bytes(results))
+        current -= num_bytes(freed)
+        alive = (alive | set(results)) - freed
     return peak
 
 
-def _flops(equations: Iterable[Any]) -> float:
-    """Return two for each multiplication and addition of matrices, one per element of the rest."""
+def _flops(equations: Iterable[Equation]) -> float:
+    """Count 2 FLOPs per multiply-add of a matrix product or convolution, else 1 per element."""
     return sum(map(_flops_of, equations))
 
 
-def _flops_of(equation: Any) -> float:
+def _flops_of(equation: Equation) -> float:
     name, params = equation.primitive.name, equation.params
-    size = sum(math.prod(a.aval.shape) for a in equation.outvars)
+    size = sum(math.prod(type_of(a).shape) for a in equation.outvars)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * size * math.prod(equation.invars[0].aval.shape[i] for i in contracted)
+        left = type_of(equation.invars[0]).shape
+        return 2.0 * size * math.prod(left[i] for i in contracted)
     if name == "conv_general_dilated":
-        kernel = equation.invars[1].aval.shape
+        kernel = type_of(equation.invars[1]).shape
         features = kernel[params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * size * math.prod(kernel) / features
     inner = [_flops(jaxpr.eqns) for jaxpr in _jaxprs(params)]

@@ -1,250 +1,294 @@
-"""A function as the list of its equations: which need which, and running some of them."""
+"""A function as the list of its equations: their dependencies, and running a part of them."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.extend.core as jex
 
-# Values of variables.
-Environment = dict[Any, Any]
+from optfn.leaves.types import PyTree
+
+Variable: TypeAlias = jex.Var
+Atom: TypeAlias = jex.Var | jex.Literal  # what an equation reads
+Equation: TypeAlias = jex.JaxprEqn
+Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar
+Environment: TypeAlias = dict[Any, Value]  # the values of variables
+
 _CALLS = ("jit", "pjit", "closed_call")
 
 
 class Equations:
-    """The equations of a function of trees, calls of jitted functions inlined.
+    """The equations of a function of trees, with the calls of jitted functions inlined.
 
     inputs: the variables of all leaves of the arguments, in order.
     outputs: the variables (or literals) of the leaves of the result.
-    structure: the tree that the outputs are the leaves of.
+    structure: the tree structure of the result.
+    constants: the values of the variables that the function closes over.
     """
 
-    def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
-        called, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        flat = jax.make_jaxpr(lambda *leaves: _inlined(called, leaves))(*jax.tree.leaves(args))
+    def __init__(self, fn: Callable[..., Any], *args: PyTree) -> None:
+        closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        inlined = jax.make_jaxpr(lambda *leaves: _run_inlined(closed, leaves))(
+            *jax.tree.leaves(args)
+        )
         self.structure: Any = jax.tree.structure(shape)
-        self.inputs, self.outputs = list(flat.jaxpr.invars), list(flat.jaxpr.outvars)
-        self.equations = list(flat.jaxpr.eqns)
-        self.constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+        self.inputs, self.outputs = list(inlined.jaxpr.invars), list(inlined.jaxpr.outvars)
+        self.equations = list(inlined.jaxpr.eqns)
+        self.constants = dict(zip(inlined.jaxpr.constvars, inlined.consts, strict=True))
 
-    def from_only(self, sources: Iterable[Any]) -> set[Any]:
-        """Return the variables that can be had from `sources` and the constants alone."""
+    @property
+    def has_effects(self) -> bool:
+        """Whether an equation has a side effect (writes to a reference, prints)."""
+        return any(e.effects for e in self.equations)
+
+    def computable_from(self, sources: Iterable[Variable]) -> set[Variable]:
+        """Return the variables that `sources` and the constants alone determine."""
         known = {*sources, *self.constants}
         for equation in self.equations:
             if known.issuperset(variables(equation.invars)):
                 known.update(equation.outvars)
         return known
 
-    def needed_for(self, targets: Iterable[Any]) -> list[Any]:
-        """Return the equations that `targets` are computed by, in order."""
-        wanted = set(variables(targets))
+    def needed_for(self, targets: Iterable[Atom]) -> list[Equation]:
+        """Return the equations that compute `targets`, in order."""
+        needed = set(variables(targets))
         found = []
         for equation in reversed(self.equations):
-            if not wanted.isdisjoint(equation.outvars):
-                wanted.update(variables(equation.invars))
+            if not needed.isdisjoint(equation.outvars):
+                needed.update(variables(equation.invars))
                 found.append(equation)
         return found[::-1]
 
-    @property
-    def effects(self) -> bool:
-        """Whether an equation does more than give its outputs (writes to a reference, prints)."""
-        return any(e.effects for e in self.equations)
-
-    def read_for(self, targets: Iterable[Any]) -> set[Any]:
-        """Return the variables that `targets` are computed from, themselves included."""
+    def dependencies(self, targets: Iterable[Atom]) -> set[Variable]:
+        """Return the variables that `targets` depend on, themselves included."""
         targets = list(targets)
         equations = self.needed_for(targets)
         return set(variables([*targets, *(a for e in equations for a in e.invars)]))
 
     def run(
         self,
-        equations: Iterable[Any],
+        equations: Iterable[Equation],
         known: Environment,
-        instead: Mapping[int, Callable[..., list[Any]]] | None = None,
+        overrides: Mapping[int, Callable[..., list[Value]]] | None = None,
     ) -> Environment:
-        """Return `known`, variables and their values, and what `equations` make of them.
+        """Return the values in `known`, the constants, and the results of `equations`.
 
-        `instead` has functions that take the place of some: by the equation's id, from its
-        arguments to its results.
+        `overrides` maps the id of an equation to a function that replaces it, from the values of
+        its arguments to those of its results.
         """
         values = {**self.constants, **known}
         for equation in equations:
             arguments = read(values, equation.invars)
-            own = (instead or {}).get(id(equation))
-            _assign(values, equation, own(*arguments) if own else _bind(equation, arguments))
+            override = (overrides or {}).get(id(equation))
+            results = override(*arguments) if override else _bind(equation, arguments)
+            _assign(values, equation, results)
         return values
 
 
-def like(atoms: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Return what values of `atoms` look like, to trace with."""
-    return [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in atoms]
+def as_function_of_arrays(
+    fn: Callable[..., Any], args: PyTree, kwargs: PyTree
+) -> tuple[Callable[[list[jax.Array]], PyTree], list[jax.Array]]:
+    """Return `fn` as a function of the arrays among its arguments, and these arrays.
+
+    The other arguments, such as flags and sizes, are bound.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(x, jax.Array) for x in leaves]
+
+    def of_arrays(arrays: list[jax.Array]) -> PyTree:
+        remaining = iter(arrays)
+        pairs = zip(leaves, is_array, strict=True)
+        bound = [next(remaining) if array else x for x, array in pairs]
+        args, kwargs = jax.tree.unflatten(structure, bound)
+        return fn(*args, **kwargs)
+
+    return of_arrays, [x for x, array in zip(leaves, is_array, strict=True) if array]
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
+def shapes_of(atoms: Iterable[Atom]) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of `atoms`, to trace with."""
+    return [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in map(type_of, atoms)]
+
+
+def type_of(atom: Atom) -> Any:
+    """Return the abstract value of an atom, which has its shape and dtype."""
+    return atom.aval
+
+
+def variables(atoms: Iterable[Atom]) -> list[Variable]:
     """Return those of `atoms` that are not literals, each once."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, jex.Literal)))
 
 
-def read(values: Environment, atoms: Iterable[Any]) -> list[Any]:
+def read(values: Environment, atoms: Iterable[Atom]) -> list[Value]:
     """Return the values of `atoms`."""
     return [a.val if isinstance(a, jex.Literal) else values[a] for a in atoms]
 
 
-def _assign(values: Environment, equation: Any, results: list[Any]) -> None:
+def _assign(values: Environment, equation: Equation, results: Sequence[Value]) -> None:
     values.update(zip(equation.outvars, results, strict=True))
 
 
-def _bind(equation: Any, arguments: list[Any]) -> list[Any]:
+def _bind(equation: Equation, arguments: Sequence[Value]) -> list[Value]:
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
     return result if primitive.multiple_results else [result]
 
 
-def _inlined(called: Any, arguments: Iterable[Any]) -> list[Any]:
-    values = dict(zip(called.jaxpr.constvars, called.consts, strict=True))
-    values.update(zip(called.jaxpr.invars, arguments, strict=True))
-    for equation in called.jaxpr.eqns:
-        given = read(values, equation.invars)
+def _run_inlined(closed: jex.ClosedJaxpr, arguments: Iterable[Value]) -> list[Value]:
+    """Run a jaxpr equation by equation, those of jitted functions inside included."""
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(closed.jaxpr.invars, arguments, strict=True))
+    for equation in closed.jaxpr.eqns:
+        operands = read(values, equation.invars)
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if equation.primitive.name in _CALLS and isinstance(inner, jex.ClosedJaxpr):
-            _assign(values, equation, _inlined(inner, given))
+            _assign(values, equation, _run_inlined(inner, operands))
         else:
-            _assign(values, equation, _bind(equation, given))
-    return read(values, called.jaxpr.outvars)
+            _assign(values, equation, _bind(equation, operands))
+    return read(values, closed.jaxpr.outvars)
 
 
-def with_divided_scans(program: Equations, targets: Iterable[Any]) -> Equations:
-    """Return `program` with each scan in two: for what `targets` need of it, and for the rest."""
-    wanted = program.read_for(targets)
+def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
+    """Return `program` with each scan split in two: the part that `targets` need, and the rest."""
+    needed = program.dependencies(targets)
 
-    def run(*leaves: Any) -> list[Any]:
+    def run(*leaves: Value) -> list[Value]:
         values = {**program.constants, **dict(zip(program.inputs, leaves, strict=True))}
         for equation in program.equations:
-            given = read(values, equation.invars)
+            operands = read(values, equation.invars)
             if equation.primitive.name == "scan":
-                results = _divided_scan(equation, given, wanted)
+                results = _run_split_scan(equation, operands, needed)
             else:
-                results = _bind(equation, given)
+                results = _bind(equation, operands)
             _assign(values, equation, results)
         return read(values, program.outputs)
 
-    divided = Equations(run, *like(program.inputs))
-    divided.structure = program.structure
-    return divided
+    split = Equations(run, *shapes_of(program.inputs))
+    split.structure = program.structure
+    return split
 
 
-def _divided_scan(equation: Any, given: list[Any], wanted: set[Any]) -> list[Any]:
-    """Return the results of a scan, by a first one for `wanted` and a second for the others."""
-    whole = _Scan.of(equation.params, given)
-    if whole is None:
-        return _bind(equation, given)
-    early = whole.closure({i for i, a in enumerate(equation.outvars) if a in wanted})
-    body = with_divided_scans(whole.body, (whole.body.outputs[i] for i in early))
-    scan = whole._replace(body=body)
+def _run_split_scan(
+    equation: Equation, operands: list[Value], needed: set[Variable]
+) -> list[Value]:
+    """Return the results of a scan: a first scan computes those in `needed`, a second the others.
+
+    A scan that cannot be split runs as it is.
+    """
+    scan = _Scan.of(equation.params, operands)
+    if scan is None:
+        return _bind(equation, operands)
+    early = scan.closure({i for i, a in enumerate(equation.outvars) if a in needed})
+    body = with_split_scans(scan.body, (scan.body.outputs[i] for i in early))
+    scan = scan._replace(body=body)
     late = set(range(len(body.outputs))) - early
     first = body.needed_for(scan.outputs(early))
-    done = set(map(id, first))
-    second = [e for e in body.needed_for(scan.outputs(late)) if id(e) not in done]
+    in_first = set(map(id, first))
+    second = [e for e in body.needed_for(scan.outputs(late)) if id(e) not in in_first]
     if not early or not second:
-        return _bind(equation, given)
-    # What the second reads of the first is handed over turn by turn.
-    had = {a for e in second for a in e.outvars} | {*body.constants, *body.inputs}
-    had -= set(scan.carried(early))
+        return _bind(equation, operands)
+    # The intermediate values of the first scan that the second reads are stacked, one entry per
+    # iteration.
+    available = {a for e in second for a in e.outvars} | {*body.constants, *body.inputs}
+    available -= set(scan.carry_inputs(early))
     reads = variables([*(a for e in second for a in e.invars), *scan.outputs(late)])
-    handed = [a for a in reads if a not in had]
-    results, values = scan.run(early, first, [], [], handed)
-    results |= scan.run(late, second, handed, values, [])[0]
+    intermediates = [a for a in reads if a not in available]
+    results, values = scan.run(early, first, [], [], intermediates)
+    results |= scan.run(late, second, intermediates, values, [])[0]
     return [results[i] for i in range(len(body.outputs))]
 
 
 class _Scan(NamedTuple):
-    """A scan equation: its body, and the values of its constants, first carry and elements.
+    """A scan equation: its body, and the values of its constants, initial carry and elements.
 
-    The outputs of the body are known by their positions: first what is carried, then what is
-    stacked.
+    An output of the body is identified by its position: the carries come first, then the stacked
+    outputs.
     """
 
     body: Equations
     options: dict[str, Any]
-    constants: list[Any]
-    init: list[Any]
-    elements: list[Any]
+    constants: list[Value]
+    init: list[Value]
+    elements: list[Value]
 
     @classmethod
-    def of(cls, params: dict[str, Any], given: list[Any]) -> "_Scan | None":
-        """Return the scan, or None if its form is not known, or it has effects."""
+    def of(cls, params: dict[str, Any], operands: list[Value]) -> "_Scan | None":
+        """Return the scan, or None if the layout of its params is unknown or it has effects."""
         closed = params["jaxpr"]
         if "num_consts" in params:
-            consts, carry = params["num_consts"], params["num_carry"]
+            num_consts, num_carry = params["num_consts"], params["num_carry"]
         else:  # newer than JAX 0.10
             try:
-                groups = params["ft_in"].update(given).unpack()
-                consts, carry, _ = (len(list(group)) for group in groups)
+                groups = params["ft_in"].update(operands).unpack()
+                num_consts, num_carry, _ = (len(list(group)) for group in groups)
             except (AttributeError, KeyError, TypeError, ValueError):
                 return None
         if closed.effects:
             return None
-        body = Equations(jex.jaxpr_as_fun(closed), *like(closed.jaxpr.invars))
+        body = Equations(jex.jaxpr_as_fun(closed), *shapes_of(closed.jaxpr.invars))
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        start = consts + carry
-        return cls(body, options, given[:consts], given[consts:start], given[start:])
+        start = num_consts + num_carry
+        constants, init = operands[:num_consts], operands[num_consts:start]
+        return cls(body, options, constants, init, operands[start:])
 
-    def outputs(self, which: Iterable[int]) -> list[Any]:
-        """Return the variables of the outputs at these positions."""
-        return [self.body.outputs[i] for i in sorted(which)]
+    def outputs(self, positions: Iterable[int]) -> list[Atom]:
+        """Return the body's output variables at these positions."""
+        return [self.body.outputs[i] for i in sorted(positions)]
 
-    def carried(self, which: Iterable[int]) -> list[Any]:
-        """Return the variables that those outputs among `which` that are carried arrive in."""
+    def carry_inputs(self, positions: Iterable[int]) -> list[Variable]:
+        """Return the body's input variables of the carries among these outputs."""
         start = len(self.constants)
-        return [self.body.inputs[start + i] for i in sorted(which) if i < len(self.init)]
+        return [self.body.inputs[start + i] for i in sorted(positions) if i < len(self.init)]
 
-    def closure(self, which: set[int]) -> set[int]:
-        """Return `which` and all that is carried from turn to turn to make them."""
+    def closure(self, positions: set[int]) -> set[int]:
+        """Return `positions` and those of all carries that these outputs depend on."""
         while True:
-            needed = self.body.read_for(self.outputs(which))
-            more = {i for i in range(len(self.init)) if needed.issuperset(self.carried([i]))}
-            if more <= which:
-                return which
-            which = which | more
+            needed = self.body.dependencies(self.outputs(positions))
+            carries = range(len(self.init))
+            more = {i for i in carries if needed.issuperset(self.carry_inputs([i]))}
+            if more <= positions:
+                return positions
+            positions = positions | more
 
     def run(
         self,
-        which: set[int],
-        equations: list[Any],
-        handed: list[Any],
-        values: list[Any],
-        out: list[Any],
-    ) -> tuple[dict[int, Any], list[Any]]:
-        """Scan by some of the equations.
+        positions: set[int],
+        equations: Sequence[Equation],
+        received: Sequence[Variable],
+        received_values: Sequence[Value],
+        passed_on: Sequence[Variable],
+    ) -> tuple[dict[int, Value], list[Value]]:
+        """Run a scan whose body is part of this one's.
 
         Args:
-          which: the outputs that `equations` make.
-          equations: part of the body.
-          handed: variables that come from another part, turn by turn.
-          values: their stacked values.
-          out: variables to hand on.
+          positions: the outputs that `equations` compute.
+          equations: the part of the body.
+          received: variables that another part of the body computes.
+          received_values: their values, stacked over the iterations.
+          passed_on: variables to stack for another part.
 
         Returns:
-          The outputs by position, and the stacked values of `out`.
+          The outputs by position, and the stacked values of `passed_on`.
         """
-        state = [i for i in sorted(which) if i < len(self.init)]
-        stacked = [i for i in sorted(which) if i >= len(self.init)]
-        reads = {*variables(a for e in equations for a in e.invars), *out}
-        reads |= set(variables(self.outputs(which)))
-        names = self.body.inputs[len(self.constants) + len(self.init) :]
-        pairs = [(a, x) for a, x in zip(names, self.elements, strict=True) if a in reads]
-        per_turn = [*(a for a, _ in pairs), *handed]
-        always = dict(zip(self.body.inputs, self.constants, strict=False))
+        carried = [i for i in sorted(positions) if i < len(self.init)]
+        stacked = [i for i in sorted(positions) if i >= len(self.init)]
+        reads = {*variables(a for e in equations for a in e.invars), *passed_on}
+        reads |= set(variables(self.outputs(positions)))
+        element_inputs = self.body.inputs[len(self.constants) + len(self.init) :]
+        pairs = [(a, x) for a, x in zip(element_inputs, self.elements, strict=True) if a in reads]
+        per_iteration = [*(a for a, _ in pairs), *received]
+        constants = dict(zip(self.body.inputs, self.constants, strict=False))
 
-        def turn(now: list[Any], elements: list[Any]) -> Any:
-            known = always | dict(zip(self.carried(state), now, strict=True))
-            known |= dict(zip(per_turn, elements, strict=True))
-            made = self.body.run(equations, known)
-            new, ys = read(made, self.outputs(state)), read(made, self.outputs(stacked))
-            return new, (ys, read(made, out))
+        def iteration(carry: list[Value], elements: list[Value]) -> Any:
+            known = constants | dict(zip(self.carry_inputs(carried), carry, strict=True))
+            known |= dict(zip(per_iteration, elements, strict=True))
+            values = self.body.run(equations, known)
+            carry, ys = read(values, self.outputs(carried)), read(values, self.outputs(stacked))
+            return carry, (ys, read(values, passed_on))
 
-        init = [self.init[i] for i in state]
-        xs = [*(x for _, x in pairs), *values]
-        final, (ys, passed) = jax.lax.scan(turn, init, xs, **self.options)
-        return dict(zip([*state, *stacked], [*final, *ys], strict=True)), passed
+        init = [self.init[i] for i in carried]
+        xs = [*(x for _, x in pairs), *received_values]
+        final, (ys, passed_values) = jax.lax.scan(iteration, init, xs, **self.options)
+        return dict(zip([*carried, *stacked], [*final, *ys], strict=True)), passed_values

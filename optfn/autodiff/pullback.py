@@ -1,35 +1,41 @@
 """The vector-Jacobian product of a function with parameters, on floating-point leaves only."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from optfn.leaves.types import Leaf, Params, PyTree
+
+# A random key, typed or as raw bits, or None.
+Key: TypeAlias = jax.Array | None
 # (weights, x, key) -> y
-StageFn = Callable[[Any, Any, Any], Any]
+StageFn: TypeAlias = Callable[[Params, PyTree, Key], PyTree]
+# (cotangent of y) -> (gradient of weights, cotangent of x), all as lists of inexact leaves
+Pullback: TypeAlias = Callable[[Sequence[Leaf]], tuple[list[Leaf], list[Leaf]]]
 
 
-def floats(tree: Any) -> list[Any]:
-    """Return the leaves of `tree` that have a gradient."""
+def inexact_leaves(tree: PyTree) -> list[Leaf]:
+    """Return the real and complex floating-point leaves of `tree`: those that have a gradient."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def with_floats(tree: Any, new: list[Any]) -> Any:
-    """Return `tree` with `new` in place of its `floats`."""
+def with_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
+    """Return `tree` with `replacements` in place of its inexact leaves, in order."""
     leaves, structure = jax.tree.flatten(tree)
-    given = iter(new)
+    remaining = iter(replacements)
     return jax.tree.unflatten(
-        structure, [next(given) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
+        structure, [next(remaining) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
     )
 
 
-def pullback(fn: StageFn, weights: Any, x: Any, key: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return y, and (cotangent of y) -> (gradient of weights, cotangent of x)."""
+def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Pullback]:
+    """Return y, and the function (cotangent of y) -> (gradient of weights, cotangent of x)."""
 
-    def of_floats(w: list[Any], a: list[Any]) -> tuple[list[Any], Any]:
-        y = fn(with_floats(weights, w), with_floats(x, a), key)
-        return floats(y), y
+    def of_inexact(weight_leaves: list[Leaf], x_leaves: list[Leaf]) -> tuple[list[Leaf], PyTree]:
+        y = fn(with_inexact_leaves(weights, weight_leaves), with_inexact_leaves(x, x_leaves), key)
+        return inexact_leaves(y), y
 
-    _, pull, y = jax.vjp(of_floats, floats(weights), floats(x), has_aux=True)
+    _, pull, y = jax.vjp(of_inexact, inexact_leaves(weights), inexact_leaves(x), has_aux=True)
     return y, pull

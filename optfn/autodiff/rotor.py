@@ -1,154 +1,164 @@
-"""The cheapest way to differentiate a chain in a given memory, by dynamic programming.
+"""The segmentation of a chain that is cheapest within a memory budget, by dynamic programming.
 
-A plan is a list, in the order of the chain. An integer is a piece whose residuals are kept; a list
-is a plan for some consecutive pieces of which only the input is kept: they are run again, by that
-plan, when their backward comes. [[0, 1], [2, 3], 4] is Chen's √n segments without the last.
+A segmentation is a nested list of the chain's functions, by their numbers, in order. A number is a
+function whose residuals are saved. A list is a segment of which only the input is saved: before its
+backward, it runs again with the segmentation of the list. [[0, 1], [2, 3], 4] is Chen's √n
+segments, with the last segment not recomputed.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-Plan = list[Any]  # of int and Plan
-UNITS = 2000  # the steps in which memory is counted
+Segmentation: TypeAlias = list[Any]  # of int and Segmentation
+UNITS = 2000  # the resolution of the table: units of memory in what the whole chain takes
 
 
-class Piece(NamedTuple):
-    """What one piece of a chain takes, in FLOPs and bytes.
+class FunctionCosts(NamedTuple):
+    """What one function of a chain costs, in FLOPs and bytes.
 
-    forward: FLOPs of its output.
-    again: FLOPs of its residuals alone, when it is run again.
-    output: bytes of its output, and of the cotangent of that.
-    kept: bytes of its residuals other than its input and its output.
-    keeps_output: whether its output is a residual.
-    forward_peak: bytes alive in its forward, the output included, the input not.
-    residual_peak: as forward_peak, where the residuals are kept.
-    backward_peak: bytes alive in its backward, both cotangents included, the residuals not.
+    forward_flops: to compute its output.
+    recompute_flops: to compute its residuals alone, when it runs again.
+    output_bytes: of its output, and of the cotangent of that.
+    residual_bytes: of its residuals other than its input and its output.
+    output_is_residual: whether its output is a residual.
+    forward_peak: bytes alive in its forward, the output included, the input excluded.
+    forward_peak_with_residuals: the same, where the residuals are saved.
+    backward_peak: bytes alive in its backward, both cotangents included, the residuals excluded.
     """
 
-    forward: float
-    again: float
-    output: int
-    kept: int
-    keeps_output: bool
+    forward_flops: float
+    recompute_flops: float
+    output_bytes: int
+    residual_bytes: int
+    output_is_residual: bool
     forward_peak: int
-    residual_peak: int
+    forward_peak_with_residuals: int
     backward_peak: int
 
     @property
-    def own_peak(self) -> int:
+    def backward_peak_with_residuals(self) -> int:
         """Bytes alive in its backward, the residuals included."""
-        return self.kept + self.keeps_output * self.output + self.backward_peak
+        residuals = self.residual_bytes + self.output_is_residual * self.output_bytes
+        return residuals + self.backward_peak
 
 
-def pieces_of(plan: Plan) -> list[int]:
-    """Return the pieces of a plan, in order."""
-    nested = (pieces_of(entry) if isinstance(entry, list) else [entry] for entry in plan)
-    return [i for some in nested for i in some]
+def functions_in(segmentation: Segmentation) -> list[int]:
+    """Return the numbers of the functions in a segmentation, in order."""
+    nested = (functions_in(x) if isinstance(x, list) else [x] for x in segmentation)
+    return [i for numbers in nested for i in numbers]
 
 
 class Rotor:
-    """The plans of fewest FLOPs of a chain, for every memory.
+    """The segmentations of a chain with the fewest extra FLOPs, for every memory budget.
 
-    With m bytes for the pieces s to t, beside the input of s, the extra FLOPs are the least of
+    With m bytes for the functions s to t, beside the input of s, the extra FLOPs C(s, t, m) are
+    the minimum of
 
-        keep s:               C(s + 1, t, m − kept_s − output_s)
-        run s … c − 1 again:  ∑ forward_s … forward_{c−2} + again_{c−1}
-                              + C(c, t, m − output_{c−1}) + C(s, c − 1, m),    s < c ≤ t
+        save the residuals of s:  C(s + 1, t, m − residuals_s − output_s)
+        recompute s … c − 1:      ∑ forward_s … forward_{c−2} + recompute_{c−1}
+                                  + C(c, t, m − output_{c−1}) + C(s, c − 1, m),    s < c ≤ t
 
-    over those whose own work fits into m. Bytes are counted in 2000ths of what the chain takes
-    with all residuals, rounded up.
+    over the choices whose own peak fits into m. Memory is counted in units, 1/2000 of what the
+    chain takes with all residuals saved, rounded up.
 
     Args:
-      pieces: what each piece takes, n ≥ 1 of them.
+      costs: the costs of the n ≥ 1 functions of the chain.
 
     Time O(n³), memory O(n²), with arrays of 2000.
 
     Source: Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for
-    heterogeneous chains", arXiv 1911.13214 (Rotor). Here an operation needs the peak of its
-    memory, and FLOPs stand for time.
+    heterogeneous chains", arXiv 1911.13214 (whose tool is named Rotor). Here an operation is
+    charged its peak of memory, and FLOPs stand for time.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.pieces = pieces
-        everything = sum(p.kept + p.output for p in pieces)
-        everything += max(max(p.residual_peak, p.own_peak) + p.output for p in pieces)
-        self.unit = max(everything / UNITS, 1e-9)
-        self.costs: dict[tuple[int, int], np.ndarray] = {}
-        for length in range(len(pieces)):
-            for s in range(len(pieces) - length):
-                choices = [costs for _, costs in self.choices(s, s + length)]
-                self.costs[s, s + length] = np.min(choices, axis=0)
-        self.extra_flops = self.costs[0, len(pieces) - 1]
+    def __init__(self, costs: Sequence[FunctionCosts]) -> None:
+        self.costs = costs
+        total = sum(f.residual_bytes + f.output_bytes for f in costs)
+        total += max(
+            max(f.forward_peak_with_residuals, f.backward_peak_with_residuals) + f.output_bytes
+            for f in costs
+        )
+        self.unit = max(total / UNITS, 1e-9)
+        # C(s, t, ·), for 0 to UNITS units of memory.
+        self.table: dict[tuple[int, int], np.ndarray] = {}
+        for length in range(len(costs)):
+            for s in range(len(costs) - length):
+                choices = [flops for _, flops in self._choices(s, s + length)]
+                self.table[s, s + length] = np.min(choices, axis=0)
+        self.flops_by_memory = self.table[0, len(costs) - 1]
 
     @property
-    def least(self) -> int:
-        """The bytes below which there is no plan."""
-        return math.ceil(int(np.isfinite(self.extra_flops).argmax()) * self.unit)
+    def min_bytes(self) -> int:
+        """The smallest budget for which there is a segmentation."""
+        return math.ceil(int(np.isfinite(self.flops_by_memory).argmax()) * self.unit)
 
-    def plan(self, budget: float) -> Plan:
-        """Return the best plan for `budget` bytes, at least `least`."""
-        return self.best(0, len(self.pieces) - 1, self.floor(budget))
+    def segmentation(self, budget: float) -> Segmentation:
+        """Return the best segmentation within `budget` bytes, at least `min_bytes`."""
+        return self._best(0, len(self.costs) - 1, self._whole_units(budget))
 
-    def peak(self, budget: float) -> float:
-        """Return the bytes that the best plan for `budget` needs of it."""
-        flops = self.extra_flops[self.floor(budget)]
-        return int((self.extra_flops <= flops).argmax()) * self.unit
+    def predicted_bytes(self, budget: float) -> float:
+        """Return how many bytes of `budget` the best segmentation needs."""
+        flops = self.flops_by_memory[self._whole_units(budget)]
+        return int((self.flops_by_memory <= flops).argmax()) * self.unit
 
-    def flops(self, plan: Plan) -> float:
-        """Return the extra FLOPs of a plan."""
+    def extra_flops(self, segmentation: Segmentation) -> float:
+        """Return the FLOPs of the recomputation."""
         total = 0.0
-        for inner in (entry for entry in plan if isinstance(entry, list)):
-            *before, last = (self.pieces[i] for i in pieces_of(inner))
-            total += sum(p.forward for p in before) + last.again + self.flops(inner)
+        for segment in (x for x in segmentation if isinstance(x, list)):
+            *before, last = (self.costs[i] for i in functions_in(segment))
+            total += sum(f.forward_flops for f in before) + last.recompute_flops
+            total += self.extra_flops(segment)
         return total
 
-    def floor(self, size: float) -> int:
-        """Return the whole units in `size` bytes, no more than the chain can use."""
+    def _whole_units(self, size: float) -> int:
+        """Return the whole units in `size` bytes, at most UNITS."""
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
 
-    def within(self, costs: np.ndarray, held: float, needed: float) -> np.ndarray:
-        """Return `costs` for memory of which `held` bytes are taken, ∞ below `needed` bytes."""
-        shift = min(UNITS + 1, math.ceil(held / self.unit))
-        moved = np.concatenate([np.full(shift, np.inf), costs[: UNITS + 1 - shift]])
-        moved[: min(UNITS + 1, math.ceil(needed / self.unit))] = np.inf
-        return moved
+    def _restrict(self, flops: np.ndarray, occupied: float, peak: float) -> np.ndarray:
+        """Return `flops` by memory of which `occupied` bytes are not free, ∞ below `peak` bytes."""
+        shift = min(UNITS + 1, math.ceil(occupied / self.unit))
+        shifted = np.concatenate([np.full(shift, np.inf), flops[: UNITS + 1 - shift]])
+        shifted[: min(UNITS + 1, math.ceil(peak / self.unit))] = np.inf
+        return shifted
 
-    def choices(self, s: int, t: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Give what can be done first with the pieces s to t, and its costs.
+    def _choices(self, s: int, t: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first choices for the functions s to t, with their FLOPs by memory.
 
-        s: keep the residuals of s. c > s: run s to c − 1 again.
+        The choice s saves the residuals of s; a choice c > s recomputes s to c − 1.
         """
-        pieces = self.pieces
-        cotangent, first = pieces[t].output, pieces[s]
-        needed = max(first.own_peak, cotangent + first.residual_peak)
+        cotangent, first = self.costs[t].output_bytes, self.costs[s]
+        peak = max(
+            first.backward_peak_with_residuals, cotangent + first.forward_peak_with_residuals
+        )
         if s == t:
-            yield s, self.within(np.zeros(UNITS + 1), 0, needed)
+            yield s, self._restrict(np.zeros(UNITS + 1), 0, peak)
             return
-        yield s, self.within(self.costs[s + 1, t], first.kept + first.output, needed)
-        forward, peak, arriving = 0.0, 0, 0
+        occupied = first.residual_bytes + first.output_bytes
+        yield s, self._restrict(self.table[s + 1, t], occupied, peak)
+        flops_before, forward_peak, input_bytes = 0.0, 0, 0
         for c in range(s + 1, t + 1):
-            last = pieces[c - 1]
-            peak = max(peak, arriving + last.forward_peak)
-            arriving = last.output
-            rest = self.within(self.costs[c, t], last.output, cotangent + peak)
-            yield c, forward + last.again + rest + self.costs[s, c - 1]
-            forward += last.forward
+            last = self.costs[c - 1]
+            forward_peak = max(forward_peak, input_bytes + last.forward_peak)
+            input_bytes = last.output_bytes
+            rest = self._restrict(self.table[c, t], last.output_bytes, cotangent + forward_peak)
+            yield c, flops_before + last.recompute_flops + rest + self.table[s, c - 1]
+            flops_before += last.forward_flops
 
-    def best(self, s: int, t: int, units: int) -> Plan:
-        """Return the best plan of the pieces s to t."""
-        found: Plan = []
+    def _best(self, s: int, t: int, units: int) -> Segmentation:
+        """Return the best segmentation of the functions s to t."""
+        best: Segmentation = []
         while s <= t:
-            first, _ = min(self.choices(s, t), key=lambda choice: choice[1][units])
-            if first == s:
-                found.append(s)
-                held = self.pieces[s].kept + self.pieces[s].output
+            choice, _ = min(self._choices(s, t), key=lambda pair: pair[1][units])
+            if choice == s:
+                best.append(s)
+                occupied = self.costs[s].residual_bytes + self.costs[s].output_bytes
                 s += 1
             else:
-                found.append(self.best(s, first - 1, units))
-                held = self.pieces[first - 1].output
-                s = first
-            units -= math.ceil(held / self.unit)
-        return found
+                best.append(self._best(s, choice - 1, units))
+                occupied = self.costs[choice - 1].output_bytes
+                s = choice
+            units -= math.ceil(occupied / self.unit)
+        return best

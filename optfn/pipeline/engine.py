@@ -1,202 +1,209 @@
-"""The clock of a pipeline: one scan per phase of the plan, in every device of the stage axis.
+"""The clock of a pipeline: one scan per phase of the plan, on every device of the stage axis.
 
-At a tick, a device does what its plan says: a forward on what arrived from the stage before, a
-backward on what arrived from the stage after, or both; and passes the results on. Work of a tick
-that does not exist (the bubble) is done on whatever is there, for all devices run one program, and
-what comes of it is not taken: the choice is made after the gradient, so that no NaN gets through.
+At a tick, a device does what its plan says: a forward of the activation from the stage before, a
+backward of the cotangent from the stage after, or both; and passes the results on. Where a tick has
+no work for a device (the bubble), it computes with whatever values are there, since all devices run
+one program. Results of bubble iterations are masked out, and only after the gradient is taken, so
+that no NaN gets through.
 """
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optfn import numerics
-from optfn.autodiff.pullback import floats
-from optfn.pipeline.model import At, Gradient, Model, Weights
+from optfn.autodiff.pullback import Key, inexact_leaves
+from optfn.leaves.types import PyTree
+from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
 from optfn.pipeline.plan import Plan, backward_order, forward_order
+from optfn.pipeline.stage import Context, Stash
 
 
-class Batch(NamedTuple):
-    """A worker's share of the batch, in microbatches: leaves (m, size, …).
+class Microbatches(NamedTuple):
+    """A worker's share of the batch; leaves of inputs and targets are (m, examples, …).
 
     first: the number of the first microbatch, counted over all workers.
     rng: a random key, or None.
     """
 
-    inputs: Any
-    targets: Any
-    first: Any
-    rng: Any
+    inputs: PyTree
+    targets: PyTree
+    first: Index
+    rng: Key
 
 
-class Progress(NamedTuple):
-    """What goes from tick to tick."""
+class Carry(NamedTuple):
+    """What a scan over the ticks carries."""
 
-    arriving: Any  # activations from the stage before
-    returning: Any  # cotangents from the stage after
-    kept: Any  # a ring, from forward to backward
-    waiting: Any  # a ring, from backward to the gradient of the weights
-    gradient: Gradient  # sums over the microbatches; own: (v, …)
-    loss: jax.Array
+    activation: Activation  # received from the stage before
+    cotangent: Activation  # received from the stage after
+    stash: Stash  # ring buffers, from forward to backward
+    context: Context  # ring buffers, from backward to the gradient of the weights
+    gradient: Gradient  # sums over the microbatches; leaves of the stages are (v, …)
+    loss: jax.Array  # the sum over the microbatches
 
 
-def at_microbatch(batch: Batch, microbatch: Any, stage: Any) -> At:
-    """Return what `stage` of the model finds at a microbatch."""
-    feed, target = _pick((batch.inputs, batch.targets), microbatch)
-    key = batch.rng
+def work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkItem:
+    """Return the work of a `stage` of the model on the microbatch at `index`."""
+    model_input, target = _at((microbatches.inputs, microbatches.targets), index)
+    key = microbatches.rng
     if key is not None:
-        key = jax.random.fold_in(jax.random.fold_in(key, batch.first + microbatch), stage)
-    return At(stage, feed, target, key)
+        key = jax.random.fold_in(jax.random.fold_in(key, microbatches.first + index), stage)
+    return WorkItem(stage, model_input, target, key)
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """A model run by a plan; `run` is for the inside of a shard_map over `axis_name`.
 
-    weights: own, leaves (v, …), the chunks of this device; and shared.
+    weights: those of the stages with leaves (v, …), the chunks of this device; and the shared ones.
     """
 
     plan: Plan
     model: Model
     axis_name: str
     weights: Weights
-    batch: Batch
+    microbatches: Microbatches
 
     def run(self) -> tuple[jax.Array, Gradient]:
         """Return the sums over the microbatches of the loss, in the last stage, and gradients."""
-        progress = self._start()
+        carry = self._initial_carry()
         for phase in self.plan.phases:
             ticks = jnp.arange(phase.start, phase.stop)
-            progress, _ = lax.scan(partial(self._tick, phase.work), progress, ticks)
-        return progress.loss, progress.gradient
+            carry, _ = lax.scan(partial(self._tick, phase.work), carry, ticks)
+        return carry.loss, carry.gradient
 
-    def _start(self) -> Progress:
-        at, weights = at_microbatch(self.batch, 0, 0), self._weights(0)
-        wire = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.wire)
-        kept = jax.eval_shape(self.model.forward, at, weights, wire)[1]
-        loss, _, back, context = jax.eval_shape(
-            self.model.backward, at, weights, kept, floats(wire)
+    def _initial_carry(self) -> Carry:
+        item, weights = work_item(self.microbatches, 0, 0), self._chunk_weights(0)
+        activation = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.model.activation)
+        stash = jax.eval_shape(self.model.forward, item, weights, activation)[1]
+        loss, _, cotangent, context = jax.eval_shape(
+            self.model.backward, item, weights, stash, inexact_leaves(activation)
         )
-        sums = Gradient(*(jax.tree.map(_accumulator, floats(w)) for w in self.weights))
-        return Progress(
-            wire,
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), back),
-            _ring(kept, self.plan.ring),
-            _ring(context, self.plan.waiting),
+        sums = Gradient(*(jax.tree.map(_accumulator, inexact_leaves(w)) for w in self.weights))
+        return Carry(
+            activation,
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cotangent),
+            _ring_buffers(stash, self.plan.stash_slots),
+            _ring_buffers(context, self.plan.context_slots),
             sums,
             _accumulator(loss),
         )
 
-    def _tick(self, work: str, progress: Progress, tick: jax.Array) -> tuple[Progress, None]:
+    def _tick(self, work: str, carry: Carry, tick: jax.Array) -> tuple[Carry, None]:
         if "F" in work:
-            progress = self._forward(progress, tick)
+            carry = self._forward(carry, tick)
         if "B" in work:
-            progress = self._backward(progress, tick)
+            carry = self._backward(carry, tick)
         if "W" in work:
-            progress = self._gradient(progress, tick)
-        return progress, None
+            carry = self._weight_gradient(carry, tick)
+        return carry, None
 
-    def _forward(self, progress: Progress, tick: jax.Array) -> Progress:
-        k, exists = self._item("F", tick - lax.axis_index(self.axis_name))
-        microbatch, chunk = forward_order(k, self.plan.num_stages, self.plan.virtual_stages)
-        y, new = self.model.forward(
-            self._at(microbatch, chunk), self._weights(chunk), progress.arriving
-        )
-        kept = _put(progress.kept, new, k, self.plan.ring, exists)
-        return progress._replace(arriving=self._pass_on(y, 1), kept=kept)
+    def _forward(self, carry: Carry, tick: jax.Array) -> Carry:
+        k, valid = self._position("F", tick - lax.axis_index(self.axis_name))
+        index, chunk = forward_order(k, self.plan.num_stages, self.plan.virtual_stages)
+        item, weights = self._work_item(index, chunk), self._chunk_weights(chunk)
+        activation, stash = self.model.forward(item, weights, carry.activation)
+        ring = _write(carry.stash, stash, k, self.plan.stash_slots, valid)
+        return carry._replace(activation=self._pass_on(activation, 1), stash=ring)
 
-    def _backward(self, progress: Progress, tick: jax.Array) -> Progress:
+    def _backward(self, carry: Carry, tick: jax.Array) -> Carry:
         plan = self.plan
-        late = plan.num_stages - 1 - lax.axis_index(self.axis_name)
-        k, exists = self._item("B", tick - late)
-        microbatch, chunk, stored = backward_order(k, plan.num_stages, plan.virtual_stages)
-        at, weights = self._at(microbatch, chunk), self._weights(chunk)
-        loss, shared, back, context = self.model.backward(
-            at, weights, _pick(progress.kept, stored % plan.ring), progress.returning
+        stages_after = plan.num_stages - 1 - lax.axis_index(self.axis_name)
+        k, valid = self._position("B", tick - stages_after)
+        index, chunk, forward_k = backward_order(k, plan.num_stages, plan.virtual_stages)
+        item, weights = self._work_item(index, chunk), self._chunk_weights(chunk)
+        loss, shared_gradient, cotangent, context = self.model.backward(
+            item, weights, _at(carry.stash, forward_k % plan.stash_slots), carry.cotangent
         )
-        progress = progress._replace(
-            returning=self._pass_on(back, -1),
-            loss=_add(progress.loss, loss, exists),
-            gradient=progress.gradient._replace(
-                shared=_add(progress.gradient.shared, shared, exists)
-            ),
+        sums = carry.gradient
+        carry = carry._replace(
+            cotangent=self._pass_on(cotangent, -1),
+            loss=_add(carry.loss, loss, valid),
+            gradient=sums._replace(shared=_add(sums.shared, shared_gradient, valid)),
         )
-        if plan.splits:
-            return progress._replace(
-                waiting=_put(progress.waiting, context, k, plan.waiting, exists)
-            )
-        return self._add_gradient(progress, at, weights, context, chunk, exists)
+        if plan.splits_backward:
+            ring = _write(carry.context, context, k, plan.context_slots, valid)
+            return carry._replace(context=ring)
+        return self._add_gradient(carry, item, weights, context, chunk, valid)
 
-    def _gradient(self, progress: Progress, tick: jax.Array) -> Progress:
+    def _weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
         plan = self.plan
-        k, exists = self._item("W", tick)
-        microbatch, chunk, _ = backward_order(k, plan.num_stages, plan.virtual_stages)
-        context = _pick(progress.waiting, k % plan.waiting)
-        at = self._at(microbatch, chunk)
-        return self._add_gradient(progress, at, self._weights(chunk), context, chunk, exists)
+        k, valid = self._position("W", tick)
+        index, chunk, _ = backward_order(k, plan.num_stages, plan.virtual_stages)
+        context = _at(carry.context, k % plan.context_slots)
+        item = self._work_item(index, chunk)
+        return self._add_gradient(carry, item, self._chunk_weights(chunk), context, chunk, valid)
 
     def _add_gradient(
-        self, progress: Progress, at: At, weights: Weights, context: Any, chunk: Any, exists: Any
-    ) -> Progress:
-        own, shared = self.model.gradient(at, weights, context)
-        sums = progress.gradient
-        own = [
-            lax.dynamic_update_index_in_dim(
-                total, _added(lax.dynamic_index_in_dim(total, chunk, 0, False), g, exists), chunk, 0
-            )
-            for total, g in zip(sums.own, own, strict=True)
-        ]
-        return progress._replace(gradient=Gradient(own, _add(sums.shared, shared, exists)))
+        self,
+        carry: Carry,
+        item: WorkItem,
+        weights: Weights,
+        context: Context,
+        chunk: Index,
+        valid: jax.Array,
+    ) -> Carry:
+        stage_gradient, shared_gradient = self.model.weight_gradient(item, weights, context)
+        sums = carry.gradient
 
-    def _item(self, work: str, since_start: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return which item of its order a device works on, and whether there is one."""
-        k = since_start - self.plan.windows[work][0]
-        return jnp.clip(k, 0, self.plan.items - 1), (k >= 0) & (k < self.plan.items)
+        def add_to_chunk(total: jax.Array, g: jax.Array) -> jax.Array:
+            chunk_total = _add_masked(lax.dynamic_index_in_dim(total, chunk, 0, False), g, valid)
+            return lax.dynamic_update_index_in_dim(total, chunk_total, chunk, 0)
 
-    def _at(self, microbatch: Any, chunk: Any) -> At:
+        stage_sums = list(map(add_to_chunk, sums.stage, stage_gradient))
+        shared_sums = _add(sums.shared, shared_gradient, valid)
+        return carry._replace(gradient=Gradient(stage_sums, shared_sums))
+
+    def _position(self, work: str, stage_tick: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return a stage's position in its order of this kind of work, and whether it is valid."""
+        k = stage_tick - self.plan.windows[work][0]
+        return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
+
+    def _work_item(self, index: Index, chunk: Index) -> WorkItem:
         stage = chunk * self.plan.num_stages + lax.axis_index(self.axis_name)
-        return at_microbatch(self.batch, microbatch, stage)
+        return work_item(self.microbatches, index, stage)
 
-    def _weights(self, chunk: Any) -> Weights:
-        return Weights(_pick(self.weights.own, chunk), self.weights.shared)
+    def _chunk_weights(self, chunk: Index) -> Weights:
+        return Weights(_at(self.weights.stage, chunk), self.weights.shared)
 
-    def _pass_on(self, tree: Any, by: int) -> Any:
-        # All wires go around in every device and at every tick, never inside a branch: a
-        # collective that some devices do not come to is one that never ends.
+    def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
+        # Every device takes part at every tick, never inside a branch: a collective that some
+        # devices do not reach never ends.
         p = self.plan.num_stages
-        ring = [(d, (d + by) % p) for d in range(p)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, ring), tree)
+        ring = [(d, (d + distance) % p) for d in range(p)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, ring), arrays)
 
 
-def _pick(tree: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+def _at(arrays: PyTree, i: Index) -> PyTree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), arrays)
 
 
-def _ring(shapes: Any, slots: int) -> Any:
+def _ring_buffers(shapes: PyTree, slots: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shapes if slots else None)
 
 
-def _put(ring: Any, new: Any, k: jax.Array, slots: int, exists: jax.Array) -> Any:
-    """Write item k to its slot, if it exists: a slot may still hold an item that does."""
+def _write(ring: PyTree, new: PyTree, k: jax.Array, slots: int, valid: jax.Array) -> PyTree:
+    """Write `new` to the slot of position k if it is valid: the slot may hold a valid value."""
 
-    def put(slot: jax.Array, x: jax.Array) -> jax.Array:
-        old = lax.dynamic_index_in_dim(slot, k % slots, 0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(slot, jnp.where(exists, x, old), k % slots, 0)
+    def write(buffer: jax.Array, x: jax.Array) -> jax.Array:
+        old = lax.dynamic_index_in_dim(buffer, k % slots, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(buffer, jnp.where(valid, x, old), k % slots, 0)
 
-    return jax.tree.map(put, ring, new)
+    return jax.tree.map(write, ring, new)
 
 
-def _accumulator(x: Any) -> jax.Array:
+def _accumulator(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(x.shape, numerics.accumulator_dtype(x.dtype))
 
 
-def _added(total: jax.Array, new: jax.Array, exists: jax.Array) -> jax.Array:
-    return total + jnp.where(exists, new, 0).astype(total.dtype)
+def _add_masked(total: jax.Array, x: jax.Array, valid: jax.Array) -> jax.Array:
+    return total + jnp.where(valid, x, 0).astype(total.dtype)
 
 
-def _add(totals: Any, new: Any, exists: jax.Array) -> Any:
-    return jax.tree.map(lambda total, x: _added(total, x, exists), totals, new)
+def _add(totals: PyTree, terms: PyTree, valid: jax.Array) -> PyTree:
+    return jax.tree.map(lambda total, x: _add_masked(total, x, valid), totals, terms)

@@ -1,299 +1,352 @@
 """The stages of a pipeline as one program that every device runs.
 
-Like stages are one function, applied to the weights that a device has. Unlike stages are the
-branches of a switch, with everything that enters and leaves it packed into buffers of one size.
+Homogeneous stages are one function, applied to the weights that a device has. Heterogeneous stages
+are the branches of a switch, with all inputs and outputs ravelled into buffers of one size.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.autodiff.pullback import StageFn, floats, with_floats
+from optfn.autodiff.pullback import Key, StageFn, inexact_leaves, with_inexact_leaves
 from optfn.leaves import tree
+from optfn.leaves.types import DType, Params, PyTree
 from optfn.pipeline import buffers
-from optfn.pipeline.stage import Stage, recomputed, split, stashed
+from optfn.pipeline.stage import (
+    Context,
+    Leaves,
+    Stage,
+    Stash,
+    input_stashing_stage,
+    residual_stashing_stage,
+    split_backward_stage,
+)
 
-# (y, target, shared) -> scalar
-LossFn = Callable[[Any, Any, Any], jax.Array]
+# A number that is known when tracing, or a traced integer.
+Index: TypeAlias = int | jax.Array
+# What a stage passes to the next, or the cotangent of that, which it receives from the next; of one
+# type for all stages.
+Activation: TypeAlias = PyTree
+# (outputs, target, shared weights) -> the loss, a scalar
+StageLossFn: TypeAlias = Callable[[PyTree, PyTree, Params], jax.Array]
+# Backward: (loss, gradient of the loss with respect to shared weights, cotangent, context)
+BackwardResult: TypeAlias = tuple[jax.Array, Leaves, Activation, Context]
 
 
-class At(NamedTuple):
-    """Where a device is: the stage of the model, and the microbatch that it works on."""
+class WorkItem(NamedTuple):
+    """What a device works on: a stage of the model, and one microbatch."""
 
-    stage: Any
-    feed: Any  # the model's input
-    target: Any
-    key: Any
+    stage: Index
+    model_input: PyTree
+    target: PyTree
+    key: Key
 
 
 class Weights(NamedTuple):
-    """The weights of one stage: its own (packed, where stages are unlike), and the shared ones."""
+    """The weights of one stage (ravelled, where stages are heterogeneous), and the shared ones."""
 
-    own: Any
-    shared: Any
+    stage: Params
+    shared: Params
+
+
+# (weights, x, key) -> y
+WeightsFn: TypeAlias = Callable[[Weights, PyTree, Key], PyTree]
 
 
 class Gradient(NamedTuple):
-    """The gradient of `Weights`, floating-point leaves only."""
+    """The gradient of `Weights`, inexact leaves only."""
 
-    own: list[jax.Array]
-    shared: list[jax.Array]
+    stage: Leaves
+    shared: Leaves
 
 
 class Model(NamedTuple):
     """What the engine runs.
 
-    wire: the shapes of what a stage hands to the next; its floating-point part goes back.
-    loss: the dtype of the loss.
-    forward: (at, weights, wire) -> (wire, kept)
-    backward: (at, weights, kept, cotangent) -> (loss, gradient of the loss with respect to the
-      shared weights, cotangent, context); the loss is 0 but in the last stage.
-    gradient: (at, weights, context) -> Gradient
+    activation: the shapes of what a stage passes to the next; cotangents are those of its inexact
+      leaves.
+    loss_dtype: the dtype of the loss.
+    forward: (item, weights, activation) -> (activation, stash)
+    backward: (item, weights, stash, cotangent) -> (loss, gradient of the loss with respect to the
+      shared weights, cotangent, context); the loss is 0 in all stages but the last.
+    weight_gradient: (item, weights, context) -> Gradient
     """
 
-    wire: Any
-    loss: Any
-    forward: Callable[[At, Weights, Any], tuple[Any, Any]]
-    backward: Callable[[At, Weights, Any, Any], tuple[jax.Array, list[jax.Array], Any, Any]]
-    gradient: Callable[[At, Weights, Any], Gradient]
+    activation: Activation
+    loss_dtype: DType
+    forward: Callable[[WorkItem, Weights, Activation], tuple[Activation, Stash]]
+    backward: Callable[[WorkItem, Weights, Stash, Activation], BackwardResult]
+    weight_gradient: Callable[[WorkItem, Weights, Context], Gradient]
 
 
-class Kept(NamedTuple):
-    """What is kept between the slots of a microbatch."""
+class StashPolicy(NamedTuple):
+    """What is saved between the forward, the backward and the weight gradient of a microbatch."""
 
     stash: str  # "input" or "residual"
-    splits: bool  # whether the gradient of the weights has a slot of its own
+    splits_backward: bool  # whether the gradient of the weights is scheduled apart from backward
 
-    def stage(self, fn: StageFn, weights: Any, x: Any, key: Any, *, keep_output: bool) -> Stage:
-        """Return the stage of a function; the arguments are examples."""
-        if self.splits:
-            recompute = self.stash == "input"
-            return split(fn, weights, x, key, keep_output=keep_output, recompute=recompute)
-        if self.stash == "input":
-            return recomputed(fn)
-        return stashed(fn, weights, x, key, keep_output=keep_output)
-
-
-def _loss(loss_fn: LossFn, y: Any, target: Any, shared: Any) -> tuple[jax.Array, list[Any], Any]:
-    """Return (loss, gradient of shared, cotangent of y)."""
-
-    def of_floats(y_floats: list[Any], shared_floats: list[Any]) -> jax.Array:
-        return loss_fn(with_floats(y, y_floats), target, with_floats(shared, shared_floats))
-
-    loss, (cotangent, gradient) = jax.value_and_grad(of_floats, (0, 1))(floats(y), floats(shared))
-    return loss, gradient, cotangent
+    def make_stage(
+        self, fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
+    ) -> Stage:
+        """Return the stage of a function; the arguments are examples, to trace with."""
+        stash_input = self.stash == "input"
+        if self.splits_backward:
+            return split_backward_stage(
+                fn, weights, x, key, keep_output=keep_output, stash_input=stash_input
+            )
+        if stash_input:
+            return input_stashing_stage(fn)
+        return residual_stashing_stage(fn, weights, x, key, keep_output=keep_output)
 
 
-def check_loss(loss_fn: LossFn, y: Any, target: Any, shared: Any) -> Any:
-    """Return the dtype of the loss, a real scalar."""
+def loss_dtype_of(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> DType:
+    """Return the dtype of the loss, after checking that it is a real scalar."""
     loss = jax.eval_shape(loss_fn, y, target, shared)
     shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
     if shape != () or dtype is None:
-        came = type(loss).__name__ if shape is None else f"an array of shape {shape}"
+        got = type(loss).__name__ if shape is None else f"an array of shape {shape}"
         raise ValueError(
-            f"loss_fn must return a scalar, the mean over the examples it is given; got {came}"
+            f"loss_fn must return a scalar, the mean over the examples it is given; got {got}"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a real number; got dtype {dtype}")
     return dtype
 
 
-def alike(
-    stage_fn: Callable[[Weights, Any, Any], Any],
-    loss_fn: LossFn,
-    kept: Kept,
+def _loss_and_gradients(
+    loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params
+) -> tuple[jax.Array, Leaves, Leaves]:
+    """Return (loss, gradient of shared, cotangent of y)."""
+
+    def of_inexact(y_leaves: Leaves, shared_leaves: Leaves) -> jax.Array:
+        outputs = with_inexact_leaves(y, y_leaves)
+        return loss_fn(outputs, target, with_inexact_leaves(shared, shared_leaves))
+
+    value_and_grad = jax.value_and_grad(of_inexact, (0, 1))
+    loss, (cotangent, gradient) = value_and_grad(inexact_leaves(y), inexact_leaves(shared))
+    return loss, gradient, cotangent
+
+
+def _no_loss(dtype: DType, shared: Params) -> tuple[jax.Array, Leaves]:
+    """Return the loss, 0, and its gradient of `shared` in a stage that is not the last."""
+    gradient = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
+    return jnp.zeros((), dtype), gradient
+
+
+def _split_gradient(weights: Weights, leaves: Leaves) -> Gradient:
+    """Return the gradient of `weights` from its leaves, those of the stage first."""
+    num_stage_leaves = len(inexact_leaves(weights.stage))
+    return Gradient(list(leaves[:num_stage_leaves]), list(leaves[num_stage_leaves:]))
+
+
+def homogeneous_model(
+    stage_fn: WeightsFn,
+    loss_fn: StageLossFn,
+    policy: StashPolicy,
     num_stages: int,
     weights: Weights,
-    at: At,
+    item: WorkItem,
 ) -> Model:
     """Return the model of `num_stages` stages that are one function.
 
-    `weights` and `at` are examples, to trace with.
+    `weights` and `item` are examples, to trace with.
     """
-    wire = jax.eval_shape(lambda x: x, at.feed)
-    fn = _returning(wire, stage_fn)
-    loss_dtype = check_loss(loss_fn, wire, at.target, weights.shared)
-    stage = kept.stage(fn, weights, at.feed, at.key, keep_output=True)
+    activation = jax.eval_shape(lambda x: x, item.model_input)
+    fn = _check_output(activation, stage_fn)
+    loss_dtype = loss_dtype_of(loss_fn, activation, item.target, weights.shared)
+    stage = policy.make_stage(fn, weights, item.model_input, item.key, keep_output=True)
 
-    def forward(at: At, weights: Weights, arriving: Any) -> tuple[Any, Any]:
-        x = jax.tree.map(partial(jnp.where, at.stage == 0), at.feed, arriving)
-        return stage.forward(weights, x, at.key)
+    def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
+        x = jax.tree.map(partial(jnp.where, item.stage == 0), item.model_input, received)
+        return stage.forward(weights, x, item.key)
 
-    def backward(at: At, weights: Weights, stash: Any, arriving: Any) -> Any:
-        def seed(y: Any) -> tuple[Any, Any]:
-            def last() -> Any:
-                return _loss(loss_fn, y, at.target, weights.shared)
+    def backward(
+        item: WorkItem, weights: Weights, stash: Stash, received: Activation
+    ) -> BackwardResult:
+        def seed(y: PyTree) -> tuple[PyTree, Leaves]:
+            def in_last_stage() -> tuple[jax.Array, Leaves, Leaves]:
+                return _loss_and_gradients(loss_fn, y, item.target, weights.shared)
 
-            def inner() -> Any:
-                nothing = jax.tree.map(jnp.zeros_like, floats(weights.shared))
-                return jnp.zeros((), loss_dtype), nothing, arriving
+            def in_inner_stage() -> tuple[jax.Array, Leaves, Leaves]:
+                return *_no_loss(loss_dtype, weights.shared), received
 
-            # The loss costs only the last stage; a value that is not used may be NaN.
-            loss, shared, cotangent = lax.cond(at.stage == num_stages - 1, last, inner)
-            return (loss, shared), cotangent
+            # A cond, so that only the last stage computes the loss: elsewhere it may be NaN.
+            is_last = item.stage == num_stages - 1
+            loss, shared_gradient, cotangent = lax.cond(is_last, in_last_stage, in_inner_stage)
+            return (loss, shared_gradient), cotangent
 
-        (loss, shared), cotangent, context = stage.backward(weights, stash, at.key, seed)
-        return loss, shared, cotangent, context
+        (loss, shared_gradient), cotangent, context = stage.backward(weights, stash, item.key, seed)
+        return loss, shared_gradient, cotangent, context
 
-    def gradient(at: At, weights: Weights, context: Any) -> Gradient:
-        del at
-        return _by_kind(weights, stage.gradient(weights, context))
+    def weight_gradient(item: WorkItem, weights: Weights, context: Context) -> Gradient:
+        del item
+        return _split_gradient(weights, stage.weight_gradient(weights, context))
 
-    return Model(wire, loss_dtype, forward, backward, gradient)
-
-
-def _by_kind(weights: Weights, gradient: list[Any]) -> Gradient:
-    own = len(floats(weights.own))
-    return Gradient(list(gradient[:own]), list(gradient[own:]))
+    return Model(activation, loss_dtype, forward, backward, weight_gradient)
 
 
-def _returning(wire: Any, stage_fn: Callable[[Weights, Any, Any], Any]) -> StageFn:
-    """Return `stage_fn`, checked to give what it takes."""
+def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
+    """Return `stage_fn` with a check that its output has the type of its input."""
 
-    def fn(weights: Any, x: Any, key: Any) -> Any:
+    def fn(weights: Weights, x: PyTree, key: Key) -> PyTree:
         y = jax.tree.map(jnp.asarray, stage_fn(weights, x, key))
         hint = (
             "every stage must return what it takes, so that any can follow any; "
             "give a list of functions for stages of different shapes"
         )
-        came: Any = jax.tree.structure(y)
-        needed: Any = jax.tree.structure(wire)
-        if came != needed:
-            raise ValueError(f"stage_fn takes {needed} and returns {came}: {hint}")
+        returned: Any = jax.tree.structure(y)
+        needed: Any = jax.tree.structure(activation)
+        if returned != needed:
+            raise ValueError(f"stage_fn takes {needed} and returns {returned}: {hint}")
         for name, a, b in zip(
-            tree.paths(wire), jax.tree.leaves(wire), jax.tree.leaves(y), strict=False
+            tree.paths(activation), jax.tree.leaves(activation), jax.tree.leaves(y), strict=False
         ):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise ValueError(
                     f"stage_fn takes {a.dtype}{list(a.shape)}{f' ({name})' if name else ''} and "
                     f"returns {b.dtype}{list(b.shape)}: {hint}"
                 )
-        # A weakly typed y would not be the x of the next stage.
+        # A weakly typed y would not have the type of the next stage's x.
         return jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), y)
 
     return fn
 
 
-def unlike(
-    stage_fns: Sequence[Callable[[Weights, Any, Any], Any]],
-    loss_fn: LossFn,
-    kept: Kept,
-    params: Sequence[Any],
+def heterogeneous_model(
+    stage_fns: Sequence[WeightsFn],
+    loss_fn: StageLossFn,
+    policy: StashPolicy,
+    params: Sequence[Params],
     weights: Weights,
-    at: At,
+    item: WorkItem,
 ) -> Model:
     """Return the model whose stages are different functions.
 
     Args:
-      stage_fns: (weights, x, key) -> y, with that stage's params as weights.own.
+      stage_fns: (weights, x, key) -> y, with that stage's params as weights.stage.
       loss_fn: (y, target, shared) -> scalar.
-      kept: what is kept.
+      policy: what is saved between forward and backward.
       params: the params of each stage; only their shapes are read.
-      weights: an example: one stage's params as `buffers.pack` gives them, and the shared ones.
-      at: an example.
+      weights: an example: one stage's params as `buffers.ravel` returns them, and the shared ones.
+      item: an example.
     """
-    chain = _Chain(stage_fns, loss_fn, kept, params, weights, at)
-    branches = range(len(stage_fns))
+    stages = _RavelledStages(stage_fns, loss_fn, policy, params, weights, item)
+    indices = range(len(stage_fns))
 
-    def forward(at: At, weights: Weights, arriving: Any) -> Any:
-        return lax.switch(
-            at.stage, [partial(chain.forward, i) for i in branches], at, weights, arriving
-        )
+    def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
+        branches = [partial(stages.forward, i) for i in indices]
+        return lax.switch(item.stage, branches, item, weights, received)
 
-    def backward(at: At, weights: Weights, stash: Any, arriving: Any) -> Any:
-        return lax.switch(
-            at.stage, [partial(chain.backward, i) for i in branches], at, weights, stash, arriving
-        )
+    def backward(
+        item: WorkItem, weights: Weights, stash: Stash, received: Activation
+    ) -> BackwardResult:
+        branches = [partial(stages.backward, i) for i in indices]
+        return lax.switch(item.stage, branches, item, weights, stash, received)
 
-    def gradient(at: At, weights: Weights, context: Any) -> Any:
-        return lax.switch(
-            at.stage, [partial(chain.gradient, i) for i in branches], weights, context
-        )
+    def weight_gradient(item: WorkItem, weights: Weights, context: Context) -> Gradient:
+        branches = [partial(stages.weight_gradient, i) for i in indices]
+        return lax.switch(item.stage, branches, weights, context)
 
-    wire = {k: jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in chain.wires.items()}
-    return Model(wire, chain.loss, forward, backward, gradient)
+    lengths = stages.activation_lengths
+    activation = {k: jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in lengths.items()}
+    return Model(activation, stages.loss_dtype, forward, backward, weight_gradient)
 
 
-class _Chain:
-    """Unlike stages, and the buffers in which each of them finds and leaves things."""
+class _RavelledStages:
+    """Heterogeneous stages whose inputs and outputs are buffers of one size for all of them."""
 
     def __init__(
         self,
-        stage_fns: Sequence[StageFn],
-        loss_fn: LossFn,
-        kept: Kept,
-        params: Sequence[Any],
+        stage_fns: Sequence[WeightsFn],
+        loss_fn: StageLossFn,
+        policy: StashPolicy,
+        params: Sequence[Params],
         weights: Weights,
-        at: At,
+        item: WorkItem,
     ) -> None:
         self.loss_fn = loss_fn
         self.last = len(stage_fns) - 1
         self.params = params
-        self.inputs = [jax.eval_shape(lambda x: x, at.feed)]
+        self.inputs = [jax.eval_shape(lambda x: x, item.model_input)]
         self.stages: list[Stage] = []
-        self.kept: list[Any] = []
-        for i, (fn, own) in enumerate(zip(stage_fns, params, strict=True)):
-            example = (Weights(own, weights.shared), self.inputs[i], at.key)
-            self.stages.append(kept.stage(fn, *example, keep_output=i == self.last))
+        self.stashes: list[Stash] = []
+        for i, (fn, stage_params) in enumerate(zip(stage_fns, params, strict=True)):
+            example = (Weights(stage_params, weights.shared), self.inputs[i], item.key)
+            self.stages.append(policy.make_stage(fn, *example, keep_output=i == self.last))
             y, stash = jax.eval_shape(self.stages[i].forward, *example)
             self.inputs.append(y)
-            self.kept.append(stash)
-        self.loss = check_loss(loss_fn, self.inputs.pop(), at.target, weights.shared)
-        self.wires = buffers.sizes(self.inputs[1:])
-        self.returns = buffers.inexact(self.wires)
-        self.gradients = buffers.inexact({k: x.size for k, x in weights.own.items()})
-        self.kept_sizes = buffers.sizes(self.kept)
-        self.contexts = [
-            jax.eval_shape(partial(self._backward, i), at, weights, self.kept[i], self._no_return())
-            for i in range(len(stage_fns))
-        ]
-        self.contexts = [context for *_, context in self.contexts]
-        self.context_sizes = buffers.sizes(self.contexts)
+            self.stashes.append(stash)
+        self.loss_dtype = loss_dtype_of(loss_fn, self.inputs.pop(), item.target, weights.shared)
+        self.activation_lengths = buffers.lengths_for(self.inputs[1:])
+        self.cotangent_lengths = buffers.inexact_lengths(self.activation_lengths)
+        weight_lengths = {k: x.size for k, x in weights.stage.items()}
+        self.gradient_lengths = buffers.inexact_lengths(weight_lengths)
+        self.stash_lengths = buffers.lengths_for(self.stashes)
+        self.contexts = self._context_shapes(weights, item)
+        self.context_lengths = buffers.lengths_for(self.contexts)
 
-    def _no_return(self) -> list[jax.Array]:
-        return [jnp.zeros(n, jnp.dtype(k)) for k, n in self.returns.items()]
+    def _context_shapes(self, weights: Weights, item: WorkItem) -> list[Context]:
+        lengths = self.cotangent_lengths
+        cotangent = [jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in lengths.items()]
+        contexts = []
+        for i, stash in enumerate(self.stashes):
+            backward = partial(self._backward, i)
+            *_, context = jax.eval_shape(backward, item, weights, stash, cotangent)
+            contexts.append(context)
+        return contexts
 
-    def _weights(self, i: int, weights: Weights) -> Weights:
-        return Weights(buffers.unpack(weights.own, self.params[i]), weights.shared)
+    def _unravel_weights(self, i: int, weights: Weights) -> Weights:
+        return Weights(buffers.unravel(weights.stage, self.params[i]), weights.shared)
 
-    def forward(self, i: int, at: At, weights: Weights, arriving: Any) -> Any:
-        """Run stage i on what has arrived, or on the model's input."""
-        x = at.feed if i == 0 else buffers.unpack(arriving, self.inputs[i])
-        y, stash = self.stages[i].forward(self._weights(i, weights), x, at.key)
-        # The output of the last stage, often the largest of all, goes nowhere.
-        leaving = buffers.pack(None if i == self.last else y, self.wires)
-        return leaving, buffers.pack(stash, self.kept_sizes)
+    def forward(
+        self, i: int, item: WorkItem, weights: Weights, received: buffers.Buffers
+    ) -> tuple[buffers.Buffers, buffers.Buffers]:
+        """Run stage i on the activation received, the first stage on the model's input."""
+        x = item.model_input if i == 0 else buffers.unravel(received, self.inputs[i])
+        y, stash = self.stages[i].forward(self._unravel_weights(i, weights), x, item.key)
+        # The output of the last stage, often the largest of all, is not passed on.
+        activation = buffers.ravel(None if i == self.last else y, self.activation_lengths)
+        return activation, buffers.ravel(stash, self.stash_lengths)
 
-    def backward(self, i: int, at: At, weights: Weights, stash: Any, arriving: Any) -> Any:
-        """Run the backward of stage i on the cotangent that has arrived, or on the loss."""
-        stash = buffers.unpack(stash, self.kept[i])
-        loss, shared, cotangent, context = self._backward(i, at, weights, stash, arriving)
-        back = buffers.pack(cotangent if i else None, self.returns)
-        return loss, shared, list(back.values()), buffers.pack(context, self.context_sizes)
-
-    def _backward(self, i: int, at: At, weights: Weights, stash: Any, arriving: Any) -> Any:
-        def seed(y: Any) -> Any:
-            if i == self.last:
-                loss, shared, cotangent = _loss(self.loss_fn, y, at.target, weights.shared)
-                return (loss, shared), cotangent
-            nothing = jax.tree.map(jnp.zeros_like, floats(weights.shared))
-            back = dict(zip(self.returns, arriving, strict=True))
-            cotangent = buffers.unpack(back, floats(self.inputs[i + 1]))
-            return (jnp.zeros((), self.loss), nothing), cotangent
-
-        stage_weights = self._weights(i, weights)
-        (loss, shared), cotangent, context = self.stages[i].backward(
-            stage_weights, stash, at.key, seed
+    def backward(
+        self, i: int, item: WorkItem, weights: Weights, stash: buffers.Buffers, received: Leaves
+    ) -> BackwardResult:
+        """Run the backward of stage i on the cotangent received, that of the last on the loss."""
+        stash = buffers.unravel(stash, self.stashes[i])
+        loss, shared_gradient, cotangent, context = self._backward(
+            i, item, weights, stash, received
         )
-        return loss, shared, cotangent, context
+        # The cotangent of the model's input is not passed on.
+        passed_on = buffers.ravel(cotangent if i else None, self.cotangent_lengths)
+        ravelled_context = buffers.ravel(context, self.context_lengths)
+        return loss, shared_gradient, list(passed_on.values()), ravelled_context
 
-    def gradient(self, i: int, weights: Weights, context: Any) -> Gradient:
-        """Return the gradient of stage i's weights, packed as they are."""
-        weights = self._weights(i, weights)
-        context = buffers.unpack(context, self.contexts[i])
-        own, shared = _by_kind(weights, self.stages[i].gradient(weights, context))
-        return Gradient(list(buffers.pack(own, self.gradients).values()), shared)
+    def _backward(
+        self, i: int, item: WorkItem, weights: Weights, stash: Stash, received: Leaves
+    ) -> BackwardResult:
+        def seed(y: PyTree) -> tuple[PyTree, Leaves]:
+            if i == self.last:
+                loss, gradient, cotangent = _loss_and_gradients(
+                    self.loss_fn, y, item.target, weights.shared
+                )
+                return (loss, gradient), cotangent
+            no_loss = _no_loss(self.loss_dtype, weights.shared)
+            ravelled = dict(zip(self.cotangent_lengths, received, strict=True))
+            return no_loss, buffers.unravel(ravelled, inexact_leaves(self.inputs[i + 1]))
+
+        (loss, shared_gradient), cotangent, context = self.stages[i].backward(
+            self._unravel_weights(i, weights), stash, item.key, seed
+        )
+        return loss, shared_gradient, cotangent, context
+
+    def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
+        """Return the gradient of stage i's weights, ravelled as they are."""
+        weights = self._unravel_weights(i, weights)
+        leaves = self.stages[i].weight_gradient(weights, buffers.unravel(context, self.contexts[i]))
+        stage_gradient, shared_gradient = _split_gradient(weights, leaves)
+        ravelled = buffers.ravel(stage_gradient, self.gradient_lengths)
+        return Gradient(list(ravelled.values()), shared_gradient)

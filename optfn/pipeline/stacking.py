@@ -1,8 +1,8 @@
-"""Parameters of a pipeline: one tree whose leaves have the stages in front."""
+"""Parameters of a pipeline: one tree whose leaves have the stages as their leading axis."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,39 +11,40 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import tree
+from optfn.leaves.types import Leaf, Params
 
 
 class PipelineParams(NamedTuple):
     """Parameters of a pipeline whose stages share some, such as a tied embedding.
 
-    stages: what each stage has of its own, as `stack_stages` gives it, or the list of params of
-      unlike stages.
-    shared: a tree that every stage function and the loss get whole, as the keyword `shared`, if
-      they have a parameter of that name. Its gradient is the sum of what they give.
+    stages: the params of the single stages, as `stack_stages` returns them, or a list of them for
+      heterogeneous stages.
+    shared: a tree that every stage function and the loss receive as the keyword `shared`, if they
+      have a parameter of that name. Its gradient is the sum of theirs.
     """
 
-    stages: Any
-    shared: Any
+    stages: Params
+    shared: Params
 
 
 def stack_stages(
-    params: Sequence[Any],
+    params: Sequence[Params],
     *,
     virtual_stages: int = 1,
     mesh: Mesh | None = None,
     axis_name: str = "stage",
-) -> Any:
-    """Stack the params of like stages, given in the model's order.
+) -> Params:
+    """Stack the params of homogeneous stages, given in the model's order.
 
     Args:
       params: one tree per stage, p·v of them, of the same structure, shapes and dtypes.
-      virtual_stages: v; above 1 the leaves are folded to (v, p, …), which can be sharded by
-        device: stage r·p + d of the model is chunk r on device d. Unfolded leaves (p·v, …) are
-        taken as well, but then every step moves the weights to where they are needed and back.
-      mesh: where given, the result is placed on it, each stage on its device, and so then is every
-        optimizer state that is made from it. Without it all lies on one device until the first
-        step, which leaves it on the mesh: a jitted step, being compiled for where its arguments
-        lie, then compiles a second time at the second call, and no more
+      virtual_stages: v ≥ 1; above 1 the leaves are folded to (v, p, …), which can be sharded by
+        device: stage r·p + d of the model is chunk r on device d. The pipeline also takes unfolded
+        leaves (p·v, …), but then every step moves the weights to where they are needed and back.
+      mesh: where given, the result is placed on it, each stage on its device, and an optimizer
+        state that is made from it follows. Without it all arrays lie on one device until the first
+        step, which leaves them on the mesh: a jitted step, which is compiled for the sharding of
+        its arguments, then compiles a second time at the second call, and no more
         (`step.compiled._cache_size()` is 2, with `mesh` 1).
       axis_name: the axis of `mesh` along which the stages lie.
 
@@ -51,8 +52,9 @@ def stack_stages(
       A tree with leaves of shape (p·v, …), or (v, p, …).
 
     Raises:
-      ValueError: no stages, stages that differ (give those to the pipeline as a list), a number of
-        stages that `virtual_stages` or the mesh does not divide.
+      ValueError: no stages, stages that differ (pass those to the pipeline as a list), a number of
+        stages that is no multiple of `virtual_stages` or does not fit the mesh, an `axis_name` that
+        the mesh does not have.
     """
     params = list(params)
     v = checks.count("virtual_stages", virtual_stages)
@@ -61,11 +63,11 @@ def stack_stages(
     if len(params) % v:
         raise ValueError(f"params: {len(params)} stages do not make virtual_stages={v} chunks each")
     for i, other in enumerate(params[1:], 1):
-        _check_alike(params[0], other, i)
+        _check_homogeneous(params[0], other, i)
 
-    def stack(*leaves: Any) -> jax.Array:
-        whole = jnp.stack(leaves)
-        return whole.reshape(v, len(params) // v, *whole.shape[1:]) if v > 1 else whole
+    def stack(*leaves: Leaf) -> jax.Array:
+        x = jnp.stack(leaves)
+        return x.reshape(v, len(params) // v, *x.shape[1:]) if v > 1 else x
 
     stacked = jax.tree.map(stack, *params)
     if mesh is None:
@@ -81,8 +83,8 @@ def stack_stages(
     return jax.device_put(stacked, NamedSharding(mesh, spec))
 
 
-def _check_alike(first: Any, other: Any, i: int) -> None:
-    hint = "give stages that differ to the pipeline as a list of functions and a list of params"
+def _check_homogeneous(first: Params, other: Params, i: int) -> None:
+    hint = "pass stages that differ to the pipeline as a list of functions and a list of params"
     tree.check_same_structure("stack_stages", f"params[{i}]", other, "params[0]", first)
     leaves = zip(tree.paths(first), jax.tree.leaves(first), jax.tree.leaves(other), strict=False)
     for name, a, b in leaves:
@@ -93,16 +95,19 @@ def _check_alike(first: Any, other: Any, i: int) -> None:
             )
 
 
-def unstack_stages(stacked: Any, *, virtual_stages: int = 1) -> list[Any]:
+def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
     """Return the trees of the stages in the model's order: the inverse of `stack_stages`.
 
     Args:
       stacked: a tree with leaves of shape (stages, …); (v, p, …) with `virtual_stages` = v > 1. A
-        list or tuple of unlike stages is not stacked: use it as it is.
-      virtual_stages: as it was given to `stack_stages`.
+        list or tuple of heterogeneous stages is not stacked: use it as it is.
+      virtual_stages: as in `stack_stages`.
+
+    Returns:
+      A list with one tree per stage.
 
     Raises:
-      ValueError: no leaves, or leaves that have not the same leading axes.
+      ValueError: no leaves, or leaves whose leading axes differ.
     """
     v = checks.count("virtual_stages", virtual_stages)
     axes = 2 if v > 1 else 1
@@ -114,13 +119,13 @@ def unstack_stages(stacked: Any, *, virtual_stages: int = 1) -> list[Any]:
             f"these begin with {tree.listed(sorted(map(str, leading))) or 'nothing'}"
         )
     shape = min(leading)
-    return [jax.tree.map(partial(_take, at), stacked) for at in np.ndindex(shape)]
+    return [jax.tree.map(partial(_index, index), stacked) for index in np.ndindex(shape)]
 
 
-def _take(at: tuple[int, ...], x: Any) -> Any:
+def _index(index: tuple[int, ...], x: Leaf) -> Leaf:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-        return x[at]
-    # Along an explicit axis it must be said that the stage goes to all devices.
-    rest = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(at) :]))
-    return x.at[at].get(out_sharding=rest)
+        return x[index]
+    # Indexing along an explicit axis needs an output sharding: all devices get the stage.
+    out = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(index) :]))
+    return x.at[index].get(out_sharding=out)

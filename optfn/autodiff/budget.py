@@ -1,0 +1,158 @@
+"""The segmentation of a chain within a memory budget: proposed by a table, checked by compiling."""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optfn.autodiff.chain import LayerFn, run_chain
+from optfn.autodiff.costs import costs_of, num_bytes
+from optfn.autodiff.equations import Equations, variables
+from optfn.autodiff.pullback import Key, inexact_leaves, pullback
+from optfn.autodiff.rotor import Rotor, Segmentation
+from optfn.leaves.types import Leaf, Params, PyTree
+
+MAX_TRIALS = 6  # segmentations that are compiled at most to find one within a budget
+
+
+class _MemoryUse(NamedTuple):
+    """The memory that a gradient takes."""
+
+    num_bytes: int
+    measured: bool  # the temporaries of the compiled gradient; otherwise its residuals only
+
+
+def segmentation_by_budget(
+    fns: Sequence[LayerFn], budget: int
+) -> Callable[[Sequence[Params], PyTree], Segmentation]:
+    """Return the function (params, x) -> segmentation, which caches it by shapes."""
+    cache: dict[Any, Segmentation] = {}
+
+    def segmentation_of(params: Sequence[Params], x: PyTree) -> Segmentation:
+        shapes = tuple((jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves((params, x)))
+        key = jax.tree.structure((params, x)), shapes
+        if key not in cache:
+            costs, y = [], x
+            for fn, fn_params in zip(fns, params, strict=True):
+                fn_costs, y = costs_of(fn, fn_params, y)
+                costs.append(fn_costs)
+            measure = partial(_memory_use, fns, params, x)
+            cache[key] = _best_segmentation(Rotor(costs), budget, measure)
+        return cache[key]
+
+    return segmentation_of
+
+
+def _best_segmentation(
+    rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
+) -> Segmentation:
+    """Return the cheapest segmentation found that takes at most `budget` bytes."""
+    best, needed = _bisect_with_feedback(rotor, budget, measure)
+    # Near the minimum the errors of the table matter, and a cut after each function may be better.
+    *before, last = range(len(rotor.costs))
+    each = [*([i] for i in before), last]
+    if best is None or rotor.extra_flops(best) > rotor.extra_flops(each):
+        size, measured = measure(each)
+        if measured and size <= budget:
+            return each
+        needed = min(needed, size) if measured else needed
+    if best is None:
+        raise ValueError(
+            f"memory_budget must be at least {needed} bytes for this chain and batch; got {budget}"
+        )
+    return best
+
+
+def _bisect_with_feedback(
+    rotor: Rotor, budget: int, measure: Callable[[Segmentation], _MemoryUse]
+) -> tuple[Segmentation | None, int]:
+    """Return the first segmentation that measures at most `budget` bytes, or None; and its bytes.
+
+    A heuristic, for the table's prediction of the peak has an unknown error: it predicts well how
+    much two segmentations differ, and less well how much each takes. Each trial requests a budget
+    of the table and measures the segmentation that it proposes. If that exceeds the budget, the
+    next request is the larger of
+      * the budget, corrected by the error of this prediction (predicted − measured), and
+      * the midpoint of this prediction and the table's minimum: a correction that overshoots would
+        land at the minimum, where segmentations can cost many more FLOPs than just above it;
+    but always less than this prediction. Where nothing can be measured and the prediction exceeds
+    the budget, the next request is the budget itself. The last trial requests the minimum. If all
+    trials fail, the bytes are the last measured, a budget that would have been met.
+    """
+    needed, request = rotor.min_bytes, max(budget, 1.5 * rotor.min_bytes)
+    for trial in range(MAX_TRIALS):
+        request = rotor.min_bytes if trial == MAX_TRIALS - 1 else request
+        segmentation, predicted = rotor.segmentation(request), rotor.predicted_bytes(request)
+        size, measured = measure(segmentation)
+        if size <= budget and (measured or predicted <= budget):
+            return segmentation, size
+        needed = size if measured else max(rotor.min_bytes, size)
+        if predicted <= rotor.min_bytes:
+            break
+        request = (predicted + rotor.min_bytes) / 2
+        if measured:
+            request = max(budget + predicted - size, request)
+        elif predicted > budget:
+            request = budget
+        request = max(rotor.min_bytes, min(request, predicted - rotor.unit))
+    return None, needed
+
+
+def _memory_use(
+    fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree, segmentation: Segmentation
+) -> _MemoryUse:
+    """Return the memory that the gradient takes with this segmentation.
+
+    The gradient is compiled and its temporaries are measured, unless the compiler undoes
+    recomputation or the functions cannot be compiled outside of their context: then only the
+    residuals are counted.
+    """
+
+    def run(params: Sequence[Params], x: PyTree, _: Key) -> PyTree:
+        return run_chain(segmentation, fns, params, x)
+
+    def gradient(params: Sequence[Params], x: PyTree, cotangent: list[Leaf]) -> PyTree:
+        y, pull = pullback(run, params, x, None)
+        return y, pull(cotangent)[0]
+
+    def residuals(params: Sequence[Params], x: PyTree) -> list[Leaf]:
+        _, pull = pullback(run, params, x, None)
+        return jax.tree.leaves(pull)
+
+    shapes = jax.eval_shape(lambda *args: args, params, x)
+    y = inexact_leaves(jax.eval_shape(partial(run_chain, segmentation, fns), *shapes))
+    traced = jax.jit(gradient).trace(*shapes, y)
+    # A collective is an effect, and has a meaning only where its axis is bound.
+    if traced.jaxpr.effects or jax.sharding.get_abstract_mesh().manual_axes or not is_effective():
+        program = Equations(residuals, *shapes)
+        saved = set(variables(program.outputs)) - {*program.inputs}
+        return _MemoryUse(num_bytes(saved), measured=False)
+    # y and its cotangent are arguments and results here, but temporaries of the whole gradient.
+    boundary = sum(2 * a.size * a.dtype.itemsize for a in y if a.size > 1)
+    return _MemoryUse(_temp_size(traced.lower().compile()) + boundary, measured=True)
+
+
+def _temp_size(compiled: jax.stages.Compiled) -> int:
+    analysis: Any = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes
+
+
+@functools.cache
+def is_effective() -> bool:
+    """Tell whether the compiler of the default device keeps recomputation as it is.
+
+    On a CPU, jaxlib 0.10 merges a computation and its recomputation outside of loops, so that no
+    memory is freed.
+    """
+    n = 8
+
+    def temporaries(segmentation: Segmentation) -> int:
+        fns = [lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w)] * n
+        shape = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+        gradient = jax.grad(lambda w, x: jnp.sum(run_chain(segmentation, fns, w, x)))
+        return _temp_size(jax.jit(gradient).lower([shape] * n, shape).compile())
+
+    return temporaries([[i] for i in range(n)]) < 0.9 * temporaries(list(range(n)))

@@ -1,0 +1,73 @@
+"""A chain of functions, cut between them into segments that are recomputed."""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import jax
+
+from optfn import checks
+from optfn.autodiff.equations import as_function_of_arrays
+from optfn.autodiff.rotor import Segmentation, functions_in
+from optfn.leaves.types import Params, PyTree
+
+# One function of a chain, (params, x) -> x; and a chain, ([params1, …, paramsn], x) -> x.
+LayerFn: TypeAlias = Callable[[Params, PyTree], PyTree]
+ChainFn: TypeAlias = Callable[[Sequence[Params], PyTree], PyTree]
+
+
+def recompute_chain(
+    fns: Sequence[LayerFn], segmentation_of: Callable[[Sequence[Params], PyTree], Segmentation]
+) -> ChainFn:
+    """Return f([params1, …, paramsn], x), run with the segmentation for its arguments."""
+
+    def recomputed(params: Sequence[Params], x: PyTree) -> PyTree:
+        if not isinstance(params, list | tuple) or len(params) != len(fns):
+            got = f"{len(params)}" if isinstance(params, list | tuple) else repr(params)
+            raise ValueError(f"params must be a list of {len(fns)}, one per function; got {got}")
+        segmentation = segmentation_of(params, x)
+        if isinstance(segmentation[-1], list) and _ends_in_loss(fns, params, x):
+            segmentation = [*segmentation[:-1], *segmentation[-1]]
+        return run_chain(segmentation, fns, params, x)
+
+    return recomputed
+
+
+def run_chain(
+    segmentation: Segmentation,
+    fns: Sequence[LayerFn],
+    params: Sequence[Params] | Mapping[int, Params],
+    x: PyTree,
+) -> PyTree:
+    """Run the functions in a segmentation; `params` is a list, or a dict by their numbers."""
+    for entry in segmentation:
+        if isinstance(entry, int):
+            x = fns[entry](params[entry], x)
+        else:
+            segment_params = {i: params[i] for i in functions_in(entry)}
+            run = partial(run_chain, entry, fns)
+            of_arrays, arrays = as_function_of_arrays(run, (segment_params, x), {})
+            x = jax.checkpoint(of_arrays)(arrays)
+    return x
+
+
+def _ends_in_loss(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) -> bool:
+    run = partial(run_chain, list(range(len(fns))), fns)
+    y = jax.tree.leaves(jax.eval_shape(run, params, x))
+    return len(y) == 1 and y[0].shape == ()
+
+
+def equal_segments(n: int, segments: str | int) -> Segmentation:
+    """Return n functions in equal segments, of which the first may be longer by one."""
+    if isinstance(segments, str):
+        if segments not in ("sqrt", "each"):
+            raise ValueError(f"segments must be 'sqrt', 'each' or a number; got {segments!r}")
+        count = n if segments == "each" else round(math.sqrt(n))
+    else:
+        count = checks.count("segments", segments)
+    if count > n:
+        raise ValueError(f"segments must be at most {n}, the number of functions; got {count}")
+    edges = [-(-n * i // count) for i in range(count + 1)]
+    return [list(range(a, b)) for a, b in itertools.pairwise(edges)]

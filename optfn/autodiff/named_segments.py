@@ -1,0 +1,113 @@
+"""One function, cut at values that it names into segments that are recomputed."""
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from optfn.autodiff.equations import (
+    Atom,
+    Equation,
+    Equations,
+    Value,
+    Variable,
+    as_function_of_arrays,
+    read,
+    type_of,
+    variables,
+)
+from optfn.leaves import tree
+from optfn.leaves.types import PyTree
+
+
+def recompute_function(fn: Any, names: Sequence[str]) -> Callable[..., Any]:
+    """Return `fn`, with its own signature, cut at the values of these names."""
+    if not callable(fn):
+        raise TypeError(f"fn must be a function with checkpoints; got {fn!r}")
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not names:
+        raise TypeError(f"checkpoints must be a sequence of names; got {names!r}")
+    names = tuple(names)
+
+    @functools.wraps(fn)
+    def recomputed(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        of_arrays, arrays = as_function_of_arrays(fn, args, kwargs)
+        program = Equations(of_arrays, arrays)
+        _check_names(program, names)
+        *segments, tail = _segments(program, names)
+        values = {**program.constants, **dict(zip(program.inputs, arrays, strict=True))}
+        run_tail: Callable[..., Any] = partial(_run_segment, program, tail)
+        if not _is_loss(program.outputs):
+            run_tail = jax.checkpoint(run_tail)
+        for segment in segments:
+            run = jax.checkpoint(partial(_run_segment, program, segment))
+            results = run(read(values, segment.inputs))
+            values.update(zip(segment.outputs, results, strict=True))
+        values.update(zip(tail.outputs, run_tail(read(values, tail.inputs)), strict=True))
+        return jax.tree.unflatten(program.structure, read(values, program.outputs))
+
+    return recomputed
+
+
+class _Segment(NamedTuple):
+    """Consecutive equations, the variables that they read, and those that later segments read."""
+
+    equations: list[Equation]
+    inputs: list[Variable]
+    outputs: list[Variable]
+
+
+def _segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
+    """Return the segments of a program that is cut after its named values."""
+    parts = _cut(program.equations, names)
+    available = [*program.constants, *program.inputs]
+    segments = []
+    for i, equations in enumerate(parts):
+        later = {a for part in parts[i + 1 :] for e in part for a in variables(e.invars)}
+        later.update(variables(program.outputs))
+        results = [a for e in equations for a in e.outvars]
+        outputs = [a for a in results if a in later]
+        reads = set(variables(a for e in equations for a in e.invars)).difference(results)
+        segments.append(_Segment(equations, [a for a in available if a in reads], outputs))
+        available += outputs
+    return segments
+
+
+def _run_segment(program: Equations, segment: _Segment, inputs: list[Value]) -> list[Value]:
+    known = dict(zip(segment.inputs, inputs, strict=True))
+    return read(program.run(segment.equations, known), segment.outputs)
+
+
+def _cut(equations: Sequence[Equation], names: Sequence[str]) -> list[list[Equation]]:
+    """Return the equations up to each named value, and those after the last.
+
+    The leaves of a tree, which are named one after the other, make one cut.
+    """
+    parts: list[list[Equation]] = [[]]
+    for equation in equations:
+        after_name = bool(parts[-1]) and _name(parts[-1][-1]) in names
+        if after_name and _name(equation) not in names:
+            parts.append([])
+        parts[-1].append(equation)
+    return parts
+
+
+def _name(equation: Equation) -> str | None:
+    """Return the name that an equation gives a value, if it does."""
+    return equation.params["name"] if equation.primitive.name == "name" else None
+
+
+def _check_names(program: Equations, names: Sequence[str]) -> None:
+    known = dict.fromkeys(n for n in map(_name, program.equations) if n is not None)
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"checkpoints: the function names no value {name!r} (by "
+                f"jax.ad_checkpoint.checkpoint_name, outside of loops, branches and custom "
+                f"derivatives); it names {tree.listed(list(known)) or 'none'}"
+            )
+
+
+def _is_loss(results: Sequence[Atom]) -> bool:
+    return len(results) == 1 and type_of(results[0]).shape == ()

@@ -1,0 +1,142 @@
+"""Placement of the stages' params on the mesh, and gradients in the structure of the params."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn.autodiff.pullback import inexact_leaves
+from optfn.leaves import tree
+from optfn.leaves.types import Leaf, Params, PyTree, Updates
+from optfn.pipeline import buffers
+from optfn.pipeline.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlacement:
+    """Placement of leaves (v, p, …), p along `axis_name`: chunk r of device d is stage r·p + d.
+
+    worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
+      a leading axis. Otherwise None.
+    """
+
+    mesh: Mesh
+    axis_name: str
+    plan: Plan
+    worker_axis: str | None
+
+    @property
+    def leading_axes(self) -> tuple[str, ...]:
+        """The mesh axes of the leading axes that gradients have and params have not."""
+        return () if self.worker_axis is None else (self.worker_axis,)
+
+    def along_explicit_axes(self, arrays: PyTree, spec: P) -> PyTree:
+        """Return `arrays` resharded as `spec` says along the mesh's explicit axes.
+
+        shard_map reshards its arguments by itself along the other axes only.
+        """
+        axes = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        explicit = {name for name, kind in axes if kind == AxisType.Explicit}
+        if not explicit:
+            return arrays
+        explicit_spec = P(*(name if name in explicit else None for name in spec))
+        return jax.sharding.reshard(arrays, NamedSharding(self.mesh, explicit_spec))
+
+    def replicate_stages(self, arrays: PyTree, spec: P) -> PyTree:
+        """Return `arrays` sharded by `spec`, all stages on every device, in one collective at most.
+
+        Without the constraint the partitioner splits them further and moves the pieces one by one.
+        """
+        sharding = NamedSharding(self.mesh, spec)
+        return jax.lax.with_sharding_constraint(self.along_explicit_axes(arrays, spec), sharding)
+
+    # Homogeneous stages: stacked params.
+
+    def fold(self, stages: Params) -> Params:
+        """Return the leaves of stacked params as (v, p, …)."""
+        self._check_stacked(stages)
+        if self._is_folded(stages):
+            return stages
+        if self.plan.virtual_stages == 1:
+            return jax.tree.map(lambda x: x[None], stages)
+        v, p = self.plan.virtual_stages, self.plan.num_stages
+        stages = self.along_explicit_axes(stages, P())
+        return jax.tree.map(lambda x: x.reshape(v, p, *x.shape[1:]), stages)
+
+    def unfold(self, stages: Params, gradients: list[jax.Array]) -> Updates:
+        """Return gradients ([workers,] v, p, …) in the structure and shapes of `stages`."""
+        axis = len(self.leading_axes)
+        if self._is_folded(stages):
+            pass
+        elif self.plan.virtual_stages == 1:
+            gradients = [jnp.squeeze(g, axis) for g in gradients]
+        else:
+            gradients = self.along_explicit_axes(gradients, P(*self.leading_axes))
+            gradients = [g.reshape(*g.shape[:axis], -1, *g.shape[axis + 2 :]) for g in gradients]
+        return self.gradient_tree(stages, gradients)
+
+    def _is_folded(self, stages: Params) -> bool:
+        v, p = self.plan.virtual_stages, self.plan.num_stages
+        leaves = jax.tree.leaves(stages)
+        return v > 1 and any(x.shape[:1] != (v * p,) for x in leaves)
+
+    def _check_stacked(self, stages: Params) -> None:
+        v, p = self.plan.virtual_stages, self.plan.num_stages
+        leaves = jax.tree.leaves(stages)
+        folded = self._is_folded(stages)
+        for name, x in zip(tree.paths(stages), leaves, strict=False):
+            if x.shape[:2] != (v, p) if folded else x.shape[:1] != (v * p,):
+                raise ValueError(
+                    f"params: leaf {name!r} of shape {x.shape} must have the {v * p} stages in "
+                    f"front ({p} devices along {self.axis_name!r}, virtual_stages={v}); "
+                    "stack_stages makes it so"
+                )
+
+    # Heterogeneous stages: a list of params.
+
+    def ravel(self, stages: Params) -> buffers.Buffers:
+        """Return the params of heterogeneous stages as buffers (v, p, longest), one per dtype."""
+        v, p = self.plan.virtual_stages, self.plan.num_stages
+        if not isinstance(stages, list | tuple):
+            raise TypeError(
+                "params must be the list of the stages' params where stage_fn is a list; "
+                f"got {type(stages).__name__}"
+            )
+        if len(stages) != v * p:
+            raise ValueError(f"params: {len(stages)} stages for {v * p} functions of stage_fn")
+        stages = self.along_explicit_axes(stages, P())
+        lengths = buffers.lengths_for(stages)
+        rows = [buffers.ravel(params, lengths) for params in stages]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows)
+        return self.replicate_stages(stacked, P())
+
+    def unravel(self, stages: Params, gradients: list[jax.Array]) -> Updates:
+        """Return gradients from buffers ([workers,] v, p, longest), structured like `stages`."""
+        p, leading_axes = self.plan.num_stages, self.leading_axes
+        names = buffers.inexact_lengths(buffers.lengths_for(stages))
+        replicated = self.replicate_stages(gradients, P(*leading_axes))
+        by_dtype = dict(zip(names, replicated, strict=True))
+        trees = []
+        for s, params in enumerate(stages):
+            row = {name: x[..., s // p, s % p, :] for name, x in by_dtype.items()}
+            unravel = partial(buffers.unravel, like=inexact_leaves(params))
+            leaves = jax.vmap(unravel)(row) if leading_axes else unravel(row)
+            trees.append(self.gradient_tree(params, leaves))
+        return type(stages)(trees)
+
+    def gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
+        """Return the gradients of inexact leaves as a tree like `params`, with float0 elsewhere."""
+        workers = [self.mesh.shape[axis] for axis in self.leading_axes]
+        leaves, structure = jax.tree.flatten(params)
+        remaining = iter(gradients)
+
+        def gradient_of(x: Leaf) -> Leaf:
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                return next(remaining)
+            return np.zeros((*workers, *x.shape), jax.dtypes.float0)
+
+        return jax.tree.unflatten(structure, [gradient_of(x) for x in leaves])
