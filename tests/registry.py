@@ -230,6 +230,7 @@ def in_turn(*kinds: Any) -> list[Any]:
 OTHER_NAMES = {
     "Packed",
     "ParamAttr",
+    "Stacked",
     "TrainState",
     "TrainStep",
     "apply_updates",

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import tree
+from optfn.leaves.layout import Stacked
 from optfn.leaves.types import Leaf, Params
 
 
@@ -49,7 +50,9 @@ def stack_stages(
       axis_name: the axis of `mesh` along which the stages lie.
 
     Returns:
-      A tree with leaves of shape (p·v, …), or (v, p, …).
+      A tree with leaves of shape (p·v, …), or (v, p, …), in a `Stacked` for each leading axis, so
+      that rules with a norm per tensor treat each stage as if it were a tree of its own.
+      `stacked["w"]` is the leaf; stage functions receive plain trees.
 
     Raises:
       ValueError: no stages, stages that differ (pass those to the pipeline as a list), a number of
@@ -69,7 +72,8 @@ def stack_stages(
         x = jnp.stack(leaves)
         return x.reshape(v, len(params) // v, *x.shape[1:]) if v > 1 else x
 
-    stacked = jax.tree.map(stack, *params)
+    stacked = Stacked(jax.tree.map(stack, *params))
+    stacked = Stacked(stacked) if v > 1 else stacked
     if mesh is None:
         return stacked
     if axis_name not in mesh.axis_names:
@@ -95,6 +99,21 @@ def _check_homogeneous(first: Params, other: Params, i: int) -> None:
             )
 
 
+def unmarked(stages: Params) -> tuple[Params, int]:
+    """Return params without the `Stacked` around them, and how many there were."""
+    count = 0
+    while isinstance(stages, Stacked):
+        stages, count = stages.layers, count + 1
+    return stages, count
+
+
+def marked(stages: Params, count: int) -> Params:
+    """Return params with `count` times `Stacked` around them."""
+    for _ in range(count):
+        stages = Stacked(stages)
+    return stages
+
+
 def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
     """Return the trees of the stages in the model's order: the inverse of `stack_stages`.
 
@@ -111,6 +130,7 @@ def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
     """
     v = checks.count("virtual_stages", virtual_stages)
     axes = 2 if v > 1 else 1
+    stacked = unmarked(stacked)[0]
     leading = {jnp.shape(x)[:axes] for x in jax.tree.leaves(stacked)}
     if len(leading) != 1 or len(min(leading)) != axes or (v > 1 and min(leading)[0] != v):
         axes_needed = f"({v}, p)" if v > 1 else "(p,)"

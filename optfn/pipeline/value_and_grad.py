@@ -31,7 +31,7 @@ from optfn.pipeline.model import (
     homogeneous_model,
 )
 from optfn.pipeline.plan import Plan, plan
-from optfn.pipeline.stacking import PipelineParams
+from optfn.pipeline.stacking import PipelineParams, marked, unmarked
 from optfn.pipeline.stage import Leaves
 from optfn.pipeline.stage_placement import StagePlacement
 
@@ -231,6 +231,7 @@ class _Pipeline:
         self._check_batch(inputs, targets)
         has_shared = isinstance(params, PipelineParams)
         stages, shared = params if has_shared else (params, None)
+        stages, marks = unmarked(stages)
         self._check_keywords(has_shared, rng is not None)
         placement = self.placement
         stage_weights = placement.fold(stages) if self.homogeneous else placement.ravel(stages)
@@ -253,7 +254,7 @@ class _Pipeline:
             *map(placement.along_explicit_axes, arguments, specs)
         )
         restore = placement.unfold if self.homogeneous else placement.unravel
-        grads = restore(stages, stage_gradients)
+        grads = marked(restore(stages, stage_gradients), marks)
         if has_shared:
             grads = PipelineParams(grads, placement.gradient_tree(shared, shared_gradients))
         return loss, grads
