@@ -54,13 +54,37 @@ def paths(tree: Any) -> list[str]:
         return is_leaf(x) or isinstance(x, variable)
 
     names = []
-    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
-        name = "/".join(map(_key_name, keys))
+    for words, node in _leaves_with_words(tree, stop):
+        name = "/".join(words)
         inside = 1
         if not is_hole(node) and isinstance(node, variable):
             inside = len(jax.tree.leaves(node, is_leaf=is_leaf))
         names.extend([name] * inside)
     return names
+
+
+def _leaves_with_words(
+    tree: Any, is_leaf: Callable[[Any], bool]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each leaf with the words of its path.
+
+    A transparent node, a NamedTuple of one field whose type has `transparent = True`, adds no word.
+    """
+
+    def stop(x: Any) -> bool:
+        return is_leaf(x) or _is_transparent(x)
+
+    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
+        words = tuple(map(_key_name, keys))
+        if is_leaf(node) or not _is_transparent(node):
+            yield words, node
+        else:
+            for inner, leaf in _leaves_with_words(node[0], is_leaf):
+                yield words + inner, leaf
+
+
+def _is_transparent(x: Any) -> bool:
+    return getattr(type(x), "transparent", False) is True
 
 
 def _key_name(key: Any) -> str:
@@ -90,11 +114,11 @@ def names(tree: Any) -> list[str | tuple[str, ...]]:
     """Return the path of each leaf; for a buffer of a Packed, those of the leaves in it."""
     found: list[str | tuple[str, ...]] = []
     whole = paths(tree)
-    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
+    for before, node in _leaves_with_words(tree, is_node):
         if not isinstance(node, Packed):
             found.append(whole[len(found)])
             continue
-        layout, before = node.layout, [_key_name(key) for key in keys]
+        layout = node.layout
         inside = ["/".join(filter(None, [*before, path])) for path in layout.paths]
         found += [tuple(inside[i] for i in part.leaves) for part in layout.parts]
         found += [inside[i] for i in layout.held]

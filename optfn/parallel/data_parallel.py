@@ -1,7 +1,7 @@
 """A training step on several workers: the batch is split, the loss is the mean over workers.
 
 Everything stands in one `shard_map`. An optimizer gets the mean gradient, the same on all workers;
-one with Deep Gradient Compression in it gets each worker's own, and exchanges by itself.
+one whose state says that it exchanges by itself (`per_worker.exchanges`) gets each worker's own.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
 from optfn.parallel.mesh import AxisName, axes
-from optfn.parallel.placement import is_compressed, num_workers, specs_of
+from optfn.parallel.per_worker import exchanges
+from optfn.parallel.placement import num_workers, specs_of
 
 
 def on_workers(
@@ -75,7 +76,7 @@ def for_optimizer(grads: Any, opt_state: Any, axis_name: AxisName) -> tuple[Any,
 
     Where gradients stay each worker's own, wrappers that judge them have to know the axis.
     """
-    if is_compressed(opt_state):
+    if exchanges(opt_state):
         return grads, {"axis_name": axis_name}
     return mean_over_workers(grads, axis_name), {}
 

@@ -46,9 +46,9 @@ def on_each_device(
         and so does what is kept for it.
       data_axis: the axis of the workers, `axis_name` of `tx`.
 
-    State: that of `tx`; what Deep Gradient Compression keeps for each worker lies flat over the
-    data axis and those of `spec`, arrays like params as these do, scalars everywhere. Integer
-    leaves are held: no gradient, no update, no state.
+    State: that of `tx`; arrays that are a worker's own lie along their first axis over the data
+    axis and those of `spec`, arrays like params as these do, scalars everywhere. Integer leaves are
+    held: no gradient, no update, no state.
 
     Where a gradient is not finite in one stage, all stages of all workers see it.
 
@@ -88,6 +88,7 @@ def on_each_device(
         return jax.jit(run)(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        extra.pop("row_updates", None)  # updates leave the devices laid out like params, as arrays
         _check_workers(updates, workers, data_axis)
         gradients, structure = tree.flatten(updates)
         flags = [_has_gradient(g) for g in gradients]

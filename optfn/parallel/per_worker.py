@@ -7,7 +7,7 @@ asks the state:
 * which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
 * whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves;
 * whether its updates may be row-sparse: its state type has `passes_rows = True`, and `update` takes
-  `row_updates=True`.
+  the keyword `row_updates`; see `may_give_rows`.
 
 A wrapper may stand around such a transform if its own state is right on every worker; its state
 type then has `passes_own_gradients = True`.
@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from optfn.leaves import tree
+from optfn.leaves.types import OptState, Params, PyTree
 
 
 class PerWorker(NamedTuple):
@@ -34,7 +34,10 @@ class PerWorker(NamedTuple):
     It adds no word to the names of `state_dict`.
     """
 
-    value: Any
+    value: PyTree
+
+
+PerWorker.transparent = True  # type: ignore[attr-defined]  # see `leaves.tree.paths`
 
 
 class ExchangedLeaf(NamedTuple):
@@ -48,10 +51,10 @@ class Exchanged(NamedTuple):
     holds no array.
     """
 
-    leaves: Any
+    leaves: PyTree
 
 
-def exchanged(params: Any) -> Exchanged:
+def exchanged(params: Params) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
     return Exchanged(tree.map_arrays(lambda p: ExchangedLeaf(), params))
 
@@ -60,16 +63,57 @@ def _is(kind: type) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, kind)
 
 
-def nodes_of(kind: type, state: Any) -> list[Any]:
+def nodes_of(kind: type, state: OptState) -> list[Any]:
     """Return the nodes of a type in a state."""
     return [x for x in jax.tree.leaves(state, is_leaf=_is(kind)) if isinstance(x, kind)]
 
 
-def exchanges(state: Any) -> bool:
+def exchanges(state: OptState) -> bool:
     """Tell whether there is a transform in a state that exchanges by itself."""
     return bool(nodes_of(Exchanged, state))
 
 
-def has_own_state(state: Any) -> bool:
+def has_own_state(state: OptState) -> bool:
     """Tell whether a part of a state is a worker's own."""
     return bool(nodes_of(PerWorker, state))
+
+
+def may_give_rows(state: OptState) -> bool:
+    """Tell whether an optimizer may be called with `row_updates=True`, and then give Rows.
+
+    Some transforms treat Rows as two arrays, so that all transforms that updates pass through must
+    be known to take them. The state answers:
+
+    * A NamedTuple may give rows if its type has `passes_rows = True`, and it has an `Exchanged`
+      field or a field whose value may give rows.
+    * A plain tuple, the state of a chain, may give rows if one of its members may and all others
+      pass them.
+    * Anything else may not.
+
+    A NamedTuple passes rows if its type has `passes_rows = True` and what its field `inner_state`
+    holds, if it has one, passes them; a plain tuple if all its members do.
+    """
+    if _is_chain(state):
+        return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))
+    if not _declares_rows(state):
+        return False
+    return any(isinstance(x, Exchanged) or may_give_rows(x) for x in state)
+
+
+def _is_chain(state: OptState) -> bool:
+    return type(state) is tuple
+
+
+def _declares_rows(state: OptState) -> bool:
+    return isinstance(state, tuple) and getattr(type(state), "passes_rows", False) is True
+
+
+def _passes_or_gives_rows(state: OptState) -> bool:
+    return may_give_rows(state) if exchanges(state) else _passes_rows(state)
+
+
+def _passes_rows(state: OptState) -> bool:
+    if _is_chain(state):
+        return all(map(_passes_rows, state))
+    inner = getattr(state, "inner_state", ())
+    return _declares_rows(state) and _passes_rows(inner)

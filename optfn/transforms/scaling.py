@@ -20,6 +20,9 @@ class ScaleByLearningRateState(NamedTuple):
     rate: rates.LearningRateState
 
 
+ScaleByLearningRateState.passes_rows = True  # type: ignore[attr-defined]
+
+
 def scale_by_learning_rate(
     learning_rate: Number | Schedule,
 ) -> optax.GradientTransformationExtraArgs:
