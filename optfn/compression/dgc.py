@@ -109,7 +109,7 @@ def deep_gradient_compression(
       min_size: the number of elements from which on a leaf is compressed, ≥ 1.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
         the exchange, the more of the momentum this removes: with sparsity 0 the rule is plain SGD.
-        Above a density of about 2 %, a final sparsity below 0.98, False trains better.
+        Pass False where the final sparsity is below about 0.98; see `dgc_momentum`.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", 4, whose
         rounding error stays in v.
       selection: "exact", the k largest; or "sampled", k of those that reach a bound estimated from

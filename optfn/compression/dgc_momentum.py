@@ -45,8 +45,9 @@ def dgc_momentum(
     Momentum factor masking (`momentum_masking=True`, as in the paper) zeroes the velocity wherever
     something is sent. At the densities it was made for, 0.1 % to 1 %, most of the velocity remains.
     Denser exchanges lose the momentum: with sparsity 0 the rule is plain SGD. On two small language
-    models masking at 5 % and 20 % was worse than at 1 %, and worse than no masking. A final density
-    above 2 % with masking is therefore warned about (UserWarning).
+    models bits per byte were 2 % to 6 % above those of dense momentum at a density of 5 %, and 15 %
+    above at 20 %, but at most 1 % above without masking. A final density above 2 % with masking
+    is therefore warned about (UserWarning).
 
     Args:
       learning_rate: lr.
