@@ -6,9 +6,9 @@ compiled once per leaf would take a minute for a large model.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +233,7 @@ def _exchange(
     subtract = partial(residual.subtract_sent, momentum_masking=ramp.options.momentum_masking)
     parts = zip(leaves.local_velocity, leaves.residual, places, remainders, strict=True)
     pairs = [subtract(*part) for part in parts]
-    exchange: Any = mean_of_sent
+    exchange: Callable[..., Sequence[jax.Array | Rows]] = mean_of_sent
     if dense:
         exchange = _mean_by_all_reduce
     elif ramp.gives_rows:
