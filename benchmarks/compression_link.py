@@ -32,7 +32,7 @@ import numpy as np
 
 import optfn
 from benchmarks import measure
-from optfn.distributed import Wire, data_mesh
+from optfn.distributed import PacketFormat, data_mesh
 
 SPARSITY = 0.999
 SIDES = ("dense", "float32", "bfloat16")
@@ -205,7 +205,7 @@ def theory(side: str, workers: int, n: int) -> float:
     """Return the bytes that a worker must send: a ring's all-reduce, or (N − 1)·packet."""
     if side == "dense":
         return 2 * (workers - 1) / workers * 4 * n
-    return (workers - 1) * Wire((n,), (round(n * (1 - SPARSITY)),), side).num_bytes
+    return (workers - 1) * PacketFormat((n,), (round(n * (1 - SPARSITY)),), side).num_bytes
 
 
 def rows_of(

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 
 import optfn
 from examples import demo, text, transformer
-from optfn.distributed import Wire, data_mesh
+from optfn.distributed import PacketFormat, data_mesh
 
 WORKERS, BATCH, MIN_SIZE = 4, 8, 1000
 SPARSITY = (0.75, 0.9375, 0.984375, 0.996, 0.999)
@@ -43,7 +43,7 @@ def bytes_sent(params: Any, steps: int, ramp: int) -> np.ndarray:
     stages = []
     for sparsity in SPARSITY:
         k = tuple(max(1, round(n * (1 - sparsity))) for n in large)
-        packets = (WORKERS - 1) * Wire(large, k).num_bytes
+        packets = (WORKERS - 1) * PacketFormat(large, k).num_bytes
         stages.append(min(packets, all_reduce(sum(large))) + all_reduce(small))
     at = np.minimum(np.arange(steps) * len(stages) // ramp, len(stages) - 1)
     return np.asarray(stages)[at]

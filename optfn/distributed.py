@@ -1,21 +1,21 @@
 """Training on several devices: data parallelism, the compression of updates, and the pipeline."""
 
 from optfn.compression.dgc import deep_gradient_compression
-from optfn.compression.packets import Wire, mean_of_sent
-from optfn.compression.residual import accumulate, take
+from optfn.compression.packets import PacketFormat, mean_of_sent
+from optfn.compression.residual import add_to_residual, subtract_sent
 from optfn.compression.selection import select_top_k
 from optfn.parallel.mesh import data_mesh
-from optfn.parallel.on_each_device import on_each_device
 from optfn.parallel.placement import init_state, rescale_residuals, state_specs
+from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
 
 __all__ = [
+    "PacketFormat",
     "PipelineParams",
     "Plan",
-    "Wire",
-    "accumulate",
+    "add_to_residual",
     "data_mesh",
     "deep_gradient_compression",
     "init_state",
@@ -27,6 +27,6 @@ __all__ = [
     "select_top_k",
     "stack_stages",
     "state_specs",
-    "take",
+    "subtract_sent",
     "unstack_stages",
 ]

@@ -1,7 +1,9 @@
 """Deep Gradient Compression against its float64 reference, and what it promises beyond numbers."""
 
+import contextlib
 import functools
 import inspect
+import warnings
 
 import chex
 import jax
@@ -15,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.compression.dgc import DeepGradientCompressionState
-from optfn.compression.residual import stage_of
+from optfn.compression.residual import ramp_step
 from optfn.distributed import deep_gradient_compression
 from optfn.leaves.rows import Rows
+from optfn.parallel.per_worker import PerWorker
 
 N = 4
 LR = 0.1
@@ -52,6 +55,13 @@ def follow(tx, params, gradients, workers=N):
     return series
 
 
+def warned(options):
+    """Expect the warning of `dgc_momentum` where it masks at a final density above 2 %."""
+    if options.get("momentum_masking", True) and options["sparsity"][-1] < 0.98:
+        return pytest.warns(UserWarning, match="little momentum remains")
+    return contextlib.nullcontext()
+
+
 OPTIONS = {
     "plain": {"rampup_begin_step": 0, "sparsity": (0.99,)},
     "nesterov": {"rampup_begin_step": 2, "sparsity": (0.98,), "nesterov": True},
@@ -79,9 +89,9 @@ def test_follows_the_reference(name):
     params = {"w": normal((40, 30), 0), "b": normal(6, 1)}
     gradients = [{"w": normal((N, 40, 30), 10 + t), "b": normal((N, 6), 50 + t)} for t in range(10)]
     l2 = options.pop("l2", 0.0)
-    tx = optfn.dgc_momentum(
-        LR, 0.9, min_size=100, regularization=optfn.l2_decay(l2) if l2 else None, **options
-    )
+    penalty = optfn.l2_decay(l2) if l2 else None
+    with warned(options):
+        tx = optfn.dgc_momentum(LR, 0.9, min_size=100, regularization=penalty, **options)
     series = follow(tx, params, gradients)
     expected = {
         k: reference.leaf(
@@ -101,11 +111,11 @@ def test_follows_the_reference(name):
         for worker in range(N):
             for k in params:
                 close(p[k][worker].reshape(-1), expected[k]["p"][t])
-            close(state.local_velocity["w"][worker], expected["w"]["u"][t][worker])
-            close(state.residual["w"][worker], expected["w"]["v"][t][worker])
+            close(state.local_velocity.value["w"][worker], expected["w"]["u"][t][worker])
+            close(state.residual.value["w"][worker], expected["w"]["v"][t][worker])
             if sends_all and t >= options["rampup_begin_step"]:
                 np.testing.assert_array_equal(
-                    state.residual["w"][worker] == 0, expected["w"]["sent"][t][worker]
+                    state.residual.value["w"][worker] == 0, expected["w"]["sent"][t][worker]
                 )
         close(state.velocity["b"][0], expected["b"]["u"][t][0])
     assert int(state.step[0]) == len(gradients) and int(state.num_workers[0]) == N
@@ -124,12 +134,14 @@ def test_before_the_ramp_it_is_momentum():
             p, state = one_step(tx, p, state, {"w": np.mean(g["w"], axis=0)})
             np.testing.assert_allclose(own["w"][1], p["w"], rtol=1e-6, atol=1e-6)
             velocity = state[0].velocity["w"].reshape(-1)
-            np.testing.assert_allclose(kept.local_velocity["w"][2], velocity, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                kept.local_velocity.value["w"][2], velocity, rtol=1e-5, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize("name", ["plain", "unmasked", "bfloat16", "ramp"])
-def test_sparse_updates_are_the_dense_ones(name):
-    """Rows where there is one stage, arrays where there are several: params go the same way."""
+def test_row_updates_are_the_dense_ones(name):
+    """Rows where there is no ramp, arrays where there is one: params go the same way."""
     options = OPTIONS[name] | ({"rampup_begin_step": 0} if name != "ramp" else {})
     params, gradients = {"w": normal((50, 40), 0), "b": normal(7, 1)}, []
     for i in range(4):
@@ -139,7 +151,7 @@ def test_sparse_updates_are_the_dense_ones(name):
     kinds = set()
 
     def update(grads, state, params):
-        updates, state = tx.update(grads, state, params, sparse_updates=True)
+        updates, state = tx.update(grads, state, params, row_updates=True)
         kinds.add(type(updates["w"]))
         return updates, state
 
@@ -160,15 +172,15 @@ def test_nothing_is_lost(wire, selection):
     update = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
     for t in range(4):
         g = normal((N, n), t)
-        u, v = np.asarray(state.local_velocity), np.asarray(state.residual)
+        u, v = np.asarray(state.local_velocity.value), np.asarray(state.residual.value)
         direction, state = update(g, state)
         # 0.5·u is exact, so that a fused multiply-add rounds as NumPy does.
         accumulated = v + (np.float32(0.5) * u + g)
-        kept = np.asarray(state.residual)
+        kept = np.asarray(state.residual.value)
         sent = accumulated - kept
         assert ((sent != 0).sum(axis=1) == k).all()
         np.testing.assert_array_equal(sent.astype(np.float64) + kept, accumulated)
-        assert (np.asarray(state.local_velocity)[sent != 0] == 0).all()
+        assert (np.asarray(state.local_velocity.value)[sent != 0] == 0).all()
         total = np.zeros(n, np.float32)
         for own in sent:
             total += own
@@ -178,12 +190,12 @@ def test_nothing_is_lost(wire, selection):
             assert (kept[sent != 0] != 0).any()
 
 
-def test_stages_of_the_ramp():
-    """Each stage lasts rampup_step/len(sparsity) steps, the last for ever."""
-    got = [int(stage_of(jnp.int32(t), 10, 100, 5)) for t in (10, 29, 30, 89, 90, 110, 10**9)]
+def test_ramp_steps():
+    """Each ramp step lasts rampup_step/len(sparsity) steps, the last for ever."""
+    got = [int(ramp_step(jnp.int32(t), 10, 100, 5)) for t in (10, 29, 30, 89, 90, 110, 10**9)]
     assert got == [0, 0, 1, 3, 4, 4, 4]
-    assert int(stage_of(jnp.int32(7), 7, 1, 3)) == 0
-    assert int(stage_of(jnp.int32(8), 7, 1, 3)) == 2
+    assert int(ramp_step(jnp.int32(7), 7, 1, 3)) == 0
+    assert int(ramp_step(jnp.int32(8), 7, 1, 3)) == 2
 
 
 # Where it runs
@@ -196,7 +208,7 @@ def on_mesh(tx, params, gradients, check_vma):
     flat = functools.partial(jax.tree.map, lambda x: jnp.tile(x, N))
     own = {"local_velocity": flat(state[0].local_velocity), "residual": flat(state[0].residual)}
     state = (state[0]._replace(**own), *state[1:])
-    spec = DeepGradientCompressionState(P(), P(), P(), P(), P("data"), P("data"), P())
+    spec = DeepGradientCompressionState(*[P()] * 4, P("data"), P("data"), P(), P())
 
     def body(params, state, grads):
         return one_step(tx, params, state, jax.tree.map(lambda x: x[0], grads))
@@ -234,7 +246,7 @@ def test_all_ways_to_run_agree():
     for check_vma in (True, False):
         got, state = on_mesh(tx, params, gradients, check_vma)
         chex.assert_trees_all_close(jax.device_get(got), want, rtol=1e-5, atol=1e-6)
-        assert state[0].residual["w"].shape == (N * 1500,)
+        assert state[0].residual.value["w"].shape == (N * 1500,)
         np.testing.assert_array_equal(got["n"], params["n"])
 
 
@@ -249,9 +261,9 @@ def test_several_axes(check_vma):
         own = P(options["axis_name"])
         state = tx.init(params)
         workers = 2 if "reduce_axis_name" in options else 4
-        tiled = jnp.zeros(600 * workers)
+        tiled = PerWorker(jnp.zeros(600 * workers))
         state = state._replace(local_velocity=tiled, residual=tiled)
-        spec = DeepGradientCompressionState(P(), P(), P(), P(), own, own, P())
+        spec = DeepGradientCompressionState(*[P()] * 4, own, own, P(), P())
         body = jax.shard_map(
             lambda g, s: tx.update(g[0], s),
             mesh=mesh,
@@ -312,15 +324,15 @@ def test_attributes_of_parameters():
         "slow": optfn.ParamAttr(learning_rate=0.5),
         "free": optfn.ParamAttr(regularization=None),
     }
-    options = {"rampup_begin_step": 0, "sparsity": (0.9,)}
-    tx = optfn.dgc_momentum(
-        LR, 0.9, min_size=1, regularization=optfn.l2_decay(0.1), param_attrs=attrs, **options
-    )
+    ramp = {"rampup_begin_step": 0, "sparsity": (0.9,)}
+    options = ramp | {"regularization": optfn.l2_decay(0.1), "param_attrs": attrs}
+    with warned(options):
+        tx = optfn.dgc_momentum(LR, 0.9, min_size=1, **options)
     g = {k: normal((3, N, 200), 10 + i) for i, k in enumerate(params)}
     p, _ = follow(tx, params, [{k: g[k][t] for k in g} for t in range(3)])[-1]
     np.testing.assert_array_equal(p["held"][0], params["held"])
     for k, rate, l2 in (("slow", LR / 2, 0.1), ("free", LR, 0.0), ("rest", LR, 0.1)):
-        want = reference.leaf(params[k], g[k], learning_rate=rate, momentum=0.9, l2=l2, **options)
+        want = reference.leaf(params[k], g[k], learning_rate=rate, momentum=0.9, l2=l2, **ramp)
         np.testing.assert_allclose(p[k][0], want["p"][-1], rtol=1e-5, atol=1e-6)
 
 
@@ -332,7 +344,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(bad, begin):
     g = {"w": normal((N, 300), 1), "b": normal((N, 3), 2)}
     spoiled = {k: x.copy() for k, x in g.items()}
     spoiled["w"][2, 7] = bad
-    tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=begin, sparsity=(0.9,), min_size=100)
+    tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=begin, sparsity=(0.98,), min_size=100)
     (p1, s1), (p2, s2), (p3, s3) = follow(tx, params, [g, spoiled, g])
     for before, after in ((p1, p2), (s1[0]._replace(skipped=0), s2[0]._replace(skipped=0))):
         chex.assert_trees_all_equal(before, after)
@@ -354,7 +366,7 @@ def test_an_accumulator_that_overflows_is_emptied(wire):
     assert np.isinf(direction[0, 1])
     for _ in range(2):  # the first one is sent in its turn
         direction, state = update(jnp.ones((2, 2)), state)
-        assert np.isfinite(state.residual).all() and np.isfinite(state.local_velocity).all()
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
     assert np.isfinite(direction).all()
 
 
@@ -362,13 +374,14 @@ def test_an_accumulator_that_overflows_is_emptied(wire):
 def test_narrow_and_numpy_parameters():
     """u and v are float32 whatever the dtypes; updates come in that of the parameter."""
     params = {"narrow": jnp.ones(200, jnp.bfloat16), "host": np.ones(200)}
-    tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, sparsity=(0.9,), min_size=100)
+    tx = optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, sparsity=(0.98,), min_size=100)
     g = {"narrow": jnp.asarray(normal((N, 200), 0), jnp.bfloat16), "host": normal((N, 200), 1)}
     state = stacked(tx.init(params))
     updates, new = jax.vmap(lambda g, s: tx.update(g, s, params), axis_name="data")(g, state)
     chex.assert_trees_all_equal_dtypes(new, state)
     assert updates["narrow"].dtype == jnp.bfloat16 and updates["host"].dtype == jnp.float32
-    assert new[0].residual["narrow"].dtype == new[0].local_velocity["host"].dtype == jnp.float32
+    u, v = new[0].local_velocity.value, new[0].residual.value
+    assert v["narrow"].dtype == u["host"].dtype == jnp.float32
     own = np.asarray(g["narrow"], np.float64)
     want = reference.leaf(
         np.ones(200),
@@ -376,10 +389,10 @@ def test_narrow_and_numpy_parameters():
         learning_rate=LR,
         momentum=0.9,
         rampup_begin_step=0,
-        sparsity=(0.9,),
+        sparsity=(0.98,),
     )
     np.testing.assert_allclose(1 + updates["narrow"][0], want["p"][0], rtol=0.01)
-    np.testing.assert_array_equal(new[0].residual["narrow"] == 0, want["sent"][0])
+    np.testing.assert_array_equal(new[0].residual.value["narrow"] == 0, want["sent"][0])
 
 
 def test_wider_leaves_are_dense():
@@ -388,7 +401,7 @@ def test_wider_leaves_are_dense():
             {"wide": jnp.zeros(9, jnp.float64), "narrow": jnp.zeros(9, jnp.bfloat16)}
         )
     assert state.velocity["wide"].dtype == np.float64
-    assert state.residual["narrow"].dtype == np.float32
+    assert state.residual.value["narrow"].dtype == np.float32
     assert {"wide"} == {k for k, x in state.velocity.items() if hasattr(x, "shape")}
 
 
@@ -398,6 +411,16 @@ def test_state_of_other_params():
     run = jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")
     with pytest.raises(ValueError, match=r"'w' has shape \(5,\), not \(6,\).*init_state"):
         run({"w": jnp.zeros((N, 6))}, state)
+
+
+def test_masking_at_a_high_density_warns():
+    """Only where the last ramp step sends more than 2 %, and only with masking."""
+    with pytest.warns(UserWarning, match=r"0\.1 of all entries.*momentum_masking=False"):
+        optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, sparsity=(0.99, 0.9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, sparsity=(0.5, 0.98))
+        optfn.dgc_momentum(LR, 0.9, rampup_begin_step=0, sparsity=(0.5,), momentum_masking=False)
 
 
 def test_the_signature_is_the_promised_one():

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from reference_compression import largest
 
-from optfn.compression.selection import Search, candidates, extract, nth_bit, pack, some
+from optfn.compression.selection import (
+    Search,
+    candidates,
+    extract,
+    extract_sampled,
+    nth_bit,
+    pack_bits,
+)
 from optfn.distributed import select_top_k
 
 SELECT = jax.jit(select_top_k, static_argnums=1)
@@ -104,8 +111,8 @@ def test_many_arrays_at_once():
         @jax.jit
         def both(arrays, search=search):
             kept = jnp.asarray(k, jnp.int32)
-            words = candidates(arrays, kept, search.rank(k), search.room(k), search)
-            return extract(arrays, words, k, search.room(k))
+            words = candidates(arrays, kept, search.rank(k), search.max_candidates(k), search)
+            return extract(arrays, words, k, search.max_candidates(k))
 
         values, indices = (np.split(x, np.cumsum(k)[:-1]) for x in both(arrays))
         for x, n, v, i in zip(arrays, k, values, indices, strict=True):
@@ -113,14 +120,14 @@ def test_many_arrays_at_once():
             np.testing.assert_array_equal(v, x[i])
 
 
-def test_some_candidates_and_others_the_next_time():
+def test_sampled_candidates_and_others_the_next_time():
     """k of each array's candidates, in order; no candidate waits for ever."""
     rng = np.random.default_rng(4)
     arrays = [rng.standard_normal(n).astype(np.float32) for n in (300_000, 3, 70_000)]
     k, search = (300, 1, 700), Search((300_000, 3, 70_000))
     kept = jnp.asarray(k, jnp.int32)
-    words = candidates(arrays, kept, search.rank(k), search.room(k), search)
-    run = jax.jit(lambda shift: some(list(map(jnp.asarray, arrays)), words, k, shift))
+    words = candidates(arrays, kept, search.rank(k), search.max_candidates(k), search)
+    run = jax.jit(lambda shift: extract_sampled(list(map(jnp.asarray, arrays)), words, k, shift))
     seen = [set(), set(), set()]
     for shift in range(0, 3000, 150):
         values, indices = (np.split(x, np.cumsum(k)[:-1]) for x in run(jnp.int32(shift)))
@@ -137,21 +144,21 @@ def test_the_sample_decides_on_ordinary_data():
     """The bounds are tight enough to exclude nearly everything, and rarely wrong."""
     rng = np.random.default_rng(5)
     search, k = Search((300_000,)), [300]
-    rank, room = search.rank(k), search.room(k)
-    assert room[0] < 20 * k[0]
+    rank, most = search.rank(k), search.max_candidates(k)
+    assert most[0] < 20 * k[0]
     run = jax.jit(
-        lambda x: candidates([x], jnp.asarray(k, jnp.int32), rank, room, search),
+        lambda x: candidates([x], jnp.asarray(k, jnp.int32), rank, most, search),
     )
     for _ in range(5):
         x = rng.standard_normal(300_000).astype(np.float32)
         count = np.sum(np.bitwise_count(np.asarray(run(x))))
-        assert k[0] < count <= room[0]  # the exact path would give k
+        assert k[0] < count <= most[0]  # the exact path would give k
 
 
 def test_bits():
     words = np.random.default_rng(6).integers(0, 2**32, 500, dtype=np.uint32)
     masks = (words[:, None] >> np.arange(32)) & 1 == 1
-    np.testing.assert_array_equal(pack(jnp.asarray(masks.reshape(-1))), words)
+    np.testing.assert_array_equal(pack_bits(jnp.asarray(masks.reshape(-1))), words)
     for word, mask in zip(words[:20], masks, strict=False):
         places = np.flatnonzero(mask)
         found = nth_bit(jnp.full(places.size, word), jnp.arange(places.size))

@@ -510,7 +510,7 @@ def test_on_a_mesh_rows_are_gathered_and_the_table_is_not():
 def test_compression_takes_rows_as_the_dense_gradient():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     params = {"table": normal(0, 500, 8), "w": normal(1, 8, 4)}
-    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=1, sparsity=(0.9,), min_size=100)
+    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=1, sparsity=(0.98,), min_size=100)
     ends = []
     for tables in (None, "table"):
         step = optfn.make_train_step(big_loss, tx, tables=tables, mesh=mesh)

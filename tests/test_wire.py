@@ -1,4 +1,4 @@
-"""The wire: packets, their sums, and the bytes of the compiled program."""
+"""Packets: their encoding, their sums, and the bytes of the compiled program."""
 
 import re
 
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import Wire, data_mesh, mean_of_sent
+from optfn.distributed import PacketFormat, data_mesh, mean_of_sent
 
 N = 4
 
@@ -18,8 +18,8 @@ def normal(shape, seed):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16"])
-def test_a_packet_comes_out_as_it_went_in(form):
+@pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
+def test_a_packet_comes_out_as_it_went_in(value_dtype):
     """Leaves of one block and of several, empty blocks, entries at the edges of blocks."""
     sizes, k = (300, 200_000, 65_536, 65_537), (3, 6, 2, 2)
     indices = [
@@ -30,45 +30,45 @@ def test_a_packet_comes_out_as_it_went_in(form):
     ]
     indices = np.concatenate(indices).astype(np.int32)
     values = normal(sum(k), 0)
-    wire = Wire(sizes, k, form)
-    sent = wire.rounded(values)
-    packet = jax.jit(wire.encode)(sent, indices)
-    assert packet.dtype == np.uint32 and packet.nbytes == wire.num_bytes
-    got_values, got_indices = jax.jit(wire.decode)(packet)
+    packet_format = PacketFormat(sizes, k, value_dtype)
+    sent = packet_format.rounded(values)
+    packet = jax.jit(packet_format.encode)(sent, indices)
+    assert packet.dtype == np.uint32 and packet.nbytes == packet_format.num_bytes
+    got_values, got_indices = jax.jit(packet_format.decode)(packet)
     np.testing.assert_array_equal(got_indices, indices)
     np.testing.assert_array_equal(got_values, sent)
-    if form == "float32":
+    if value_dtype == "float32":
         np.testing.assert_array_equal(sent, values)
     else:
         np.testing.assert_array_equal(sent, values.astype(jnp.bfloat16).astype(np.float32))
 
 
 def test_rounding_keeps_what_is_finite_finite():
-    wire = Wire((9,), (5,), "bfloat16")
+    packet_format = PacketFormat((9,), (5,), "bfloat16")
     largest = np.finfo(np.float32).max
     values = np.array([largest, -largest, np.inf, 0.0, 1.00390625], np.float32)
-    rounded = np.asarray(wire.rounded(values))
+    rounded = np.asarray(packet_format.rounded(values))
     assert np.isfinite(rounded[:2]).all() and np.isinf(rounded[2])
     assert rounded[3:].tolist() == [0.0, 1.0]  # a tie goes to even
 
 
 def test_what_is_sent_dense():
     """From the point on where an all-gather of entries takes more bytes than a ring."""
-    for form, entry in (("float32", 8), ("bfloat16", 4)):
+    for value_dtype, entry in (("float32", 8), ("bfloat16", 4)):
         for workers in (2, 4, 16):
             least = 8 * 60_000 // (workers * entry)  # k·b·N = 8·n
             for k, dense in ((least, False), (least + 1, True)):
-                wire = Wire((60_000,), (min(k, 60_000),), form)
-                assert wire.exceeds_all_reduce(workers) == (dense and k <= 60_000)
+                packet_format = PacketFormat((60_000,), (min(k, 60_000),), value_dtype)
+                assert packet_format.exceeds_all_reduce(workers) == (dense and k <= 60_000)
 
 
 def test_the_mean_of_what_is_sent():
-    wire = Wire((5, 3), (2, 1))
+    packet_format = PacketFormat((5, 3), (2, 1))
     values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
     indices = np.array([[0, 4, 2], [1, 4, 2]], np.int32)
-    first, second = jax.vmap(lambda v, i: mean_of_sent(v, i, wire, "data"), axis_name="data")(
-        values, indices
-    )
+    first, second = jax.vmap(
+        lambda v, i: mean_of_sent(v, i, packet_format, "data"), axis_name="data"
+    )(values, indices)
     assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]
 
 
@@ -85,11 +85,11 @@ def collectives(text):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(("form", "entry"), [("float32", 8), ("bfloat16", 4)])
-def test_bytes_on_the_wire(form, entry, check_vma):
+@pytest.mark.parametrize(("value_dtype", "entry"), [("float32", 8), ("bfloat16", 4)])
+def test_bytes_on_the_network(value_dtype, entry, check_vma):
     """The compiled sparse step gathers (N − 1)·k·b bytes within 5 %, and nothing dense."""
     params = {"w": jnp.zeros(400_000), "v": jnp.zeros((300, 100)), "b": jnp.zeros(10)}
-    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, wire=form)
+    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, wire=value_dtype)
     mesh, k = data_mesh(N), 400 + 30
 
     def body(params, x):

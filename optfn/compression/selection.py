@@ -1,22 +1,23 @@
-"""The k entries of largest magnitude, exactly, without a sort.
+"""Selection of the k entries of largest magnitude, exactly, without a sort.
 
-Several flat arrays are searched together, each for its own k, by one piece of code, so that a model
-of many leaves compiles as fast as one:
+One program searches several flat arrays together, each for its own k, so that a model of many
+leaves compiles as fast as one of a single leaf:
 
-1. a strided sample of each array, and in it a magnitude that a little more than k entries reach;
-2. one pass over each array packs "reaches it" into the bits of 32-bit words;
-3. population counts and their running sum say where the candidates are;
-4. among the candidates, bisection on the bits of |x| finds the k-th largest exactly.
+1. a strided sample of each array gives a bound on |x| that slightly more than k entries reach;
+2. one pass over each array packs "reaches the bound" into the bits of 32-bit words: these entries
+   are the candidates;
+3. population counts and their cumulative sum locate the candidates;
+4. bisection on the bits of |x| finds the k-th largest of the candidates exactly.
 
-Where the sample misleads, step 2 takes the exact mask instead: slower, never wrong. Mass ties need
-a few passes more, clusters a bisection over everything. Magnitudes are compared as integers, the
-bits of |x|, which have the order of the numbers, with NaN above infinity and nothing flushed.
+Where the sample misleads, an exact mask replaces that of step 2: slower, never wrong. Many equal
+entries cost a few more passes, clustered ones a bisection over whole arrays. Magnitudes are
+compared as integers, the bits of |x|: they have the order of the numbers, with NaN above infinity,
+and subnormal numbers are not flushed to zero.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,20 @@ from optfn import checks
 from optfn.leaves import slices
 from optfn.parallel.mesh import vary, varying_axes
 
+Array = jax.Array | np.ndarray
+
 # Arrays are searched in rows of this many entries; a row belongs to one array.
 _ROW = 256
 _LANES = np.arange(32, dtype=np.uint32)
+
+# The sample has one entry in 256, and 4096 or more; smaller arrays are their own sample.
+_SAMPLE_STRIDE = 256
+_MIN_SAMPLE = 4096
+# By how many standard deviations the bound is loosened, so that at least k entries reach it, and by
+# how many more the number of candidates may exceed what is expected before the sample is rejected.
+# The addends serve small k, where the count is not close to normal.
+_LOOSENING, _LOOSENING_MIN = 3.5, 3
+_TOLERANCE, _TOLERANCE_MIN = 4, 4
 
 
 def magnitude(x: jax.Array) -> jax.Array:
@@ -37,24 +49,24 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
-def pack(mask: jax.Array, multiple: int = 32) -> jax.Array:
-    """Return a flat mask as uint32 words: entry 32·i + j is bit j of word i, missing ones 0.
+def pack_bits(mask: jax.Array, multiple: int = 32) -> jax.Array:
+    """Return a flat mask as uint32 words: entry 32·i + j is bit j of word i.
 
     Args:
       mask: shape (n,), bool.
-      multiple: to which n is filled up, itself one of 32.
+      multiple: n is padded with False to a multiple of this, itself a multiple of 32.
     """
-    whole = mask.size // multiple * multiple
-    if whole < mask.size:
-        # The end apart: XLA does not vectorize a reduction that it has fused with a padding.
-        end = jnp.pad(mask[whole:], (0, whole + multiple - mask.size))
-        return jnp.concatenate([pack(mask[:whole]), pack(end)])
+    unpadded = mask.size // multiple * multiple
+    if unpadded < mask.size:
+        # The tail separately: XLA does not vectorize a reduction that it has fused with a padding.
+        tail = jnp.pad(mask[unpadded:], (0, unpadded + multiple - mask.size))
+        return jnp.concatenate([pack_bits(mask[:unpadded]), pack_bits(tail)])
     bits = mask.reshape(-1, 32).astype(jnp.uint32) << _LANES
     return jnp.sum(bits, axis=1, dtype=jnp.uint32)
 
 
-def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
-    """Return where the n-th set bit of each word is, n from 0, by halving the word five times."""
+def nth_bit(word: jax.Array, n: Array) -> jax.Array:
+    """Return the position of the n-th set bit of each word, n from 0, by five halvings."""
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = _count(word & np.uint32((1 << width) - 1))
@@ -69,22 +81,22 @@ def _count(words: jax.Array) -> jax.Array:
     return lax.population_count(words).astype(jnp.int32)
 
 
-def positions(words: jax.Array, ends: jax.Array, rank: Any) -> jax.Array:
-    """Return where the set bit of each rank is, ranks from 0, given `ends` = cumsum(counts)."""
+def positions(words: jax.Array, ends: jax.Array, rank: Array) -> jax.Array:
+    """Return the position of the set bit of each rank, from 0, where ends = cumsum(bit counts)."""
     at = jnp.minimum(jnp.searchsorted(ends, rank, side="right"), words.size - 1)
     word = words[at]
     return at * 32 + nth_bit(word, rank - (ends[at] - _count(word)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """Where arrays of these sizes lie when each is padded to whole rows, one after the other."""
+class PaddedRows:
+    """The layout of several arrays, each padded to a whole number of rows, one after the other."""
 
     sizes: tuple[int, ...]
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Rows of each array."""
+        """The number of rows of each array."""
         return -(-np.asarray(self.sizes) // _ROW)
 
     @cached_property
@@ -94,29 +106,29 @@ class Rows:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """The slot at which each array starts."""
+        """The position of the first entry of each array."""
         return np.concatenate([[0], np.cumsum(self.counts * _ROW)[:-1]]).astype(np.int32)
 
     @cached_property
-    def there(self) -> np.ndarray:
-        """How many entries of each row are not padding, (rows, 1)."""
+    def valid(self) -> np.ndarray:
+        """The number of entries of each row that are not padding, (rows, 1)."""
         row = np.arange(self.owner.size) - (self.starts // _ROW)[self.owner]
-        left = np.asarray(self.sizes)[self.owner] - _ROW * row
-        return np.minimum(left, _ROW).astype(np.int32)[:, None]
+        remaining = np.asarray(self.sizes)[self.owner] - _ROW * row
+        return np.minimum(remaining, _ROW).astype(np.int32)[:, None]
 
     def magnitudes(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the magnitudes of the arrays as rows, (rows, 256), with −1 for padding."""
         m = magnitude(_join(arrays, self.counts * _ROW)).reshape(-1, _ROW)
-        return jnp.where(np.arange(_ROW) < self.there, m, -1)
+        return jnp.where(np.arange(_ROW) < self.valid, m, -1)
 
-    def totals(self, mask: jax.Array) -> jax.Array:
-        """Return the sum over each array of what has one row of numbers for each of its rows."""
-        per_row = jnp.sum(mask, axis=1, dtype=jnp.int32)
+    def totals(self, per_row: jax.Array) -> jax.Array:
+        """Sum a row-wise array, (rows, …), per owning array."""
+        per_row = jnp.sum(per_row, axis=1, dtype=jnp.int32)
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
 
 def _join(arrays: Sequence[jax.Array], sizes: np.ndarray) -> jax.Array:
-    """Return the arrays one after the other, each padded with zeros to its size."""
+    """Concatenate the arrays, each padded with zeros to its size."""
     parts = []
     for x, size in zip(arrays, sizes, strict=True):
         parts.append(x)
@@ -125,13 +137,13 @@ def _join(arrays: Sequence[jax.Array], sizes: np.ndarray) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def kth_largest(m: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
-    """Return the k-th largest magnitude of each array, bit by bit from the top.
+def kth_largest(m: jax.Array, k: Array, rows: PaddedRows) -> jax.Array:
+    """Return the k-th largest magnitude of each array, found bit by bit from the highest.
 
     Args:
       m: magnitudes as rows, padding −1.
       k: int32, one per array, ≥ 1.
-      rows: where the arrays lie.
+      rows: the layout of the arrays.
     """
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
@@ -144,22 +156,23 @@ def kth_largest(m: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
 
 
 def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """Return each word with its first n set bits only; all of them where it has no more."""
+    """Return each word with only its first n set bits, or all of them where it has fewer."""
     below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
     return jnp.where(n < _count(words), words & below, words)
 
 
-def top_k_mask(m: jax.Array, kth: jax.Array, k: jax.Array, rows: Rows) -> jax.Array:
-    """Return the packed mask of what is above the k-th largest, and of the first that equal it.
+def top_k_mask(m: jax.Array, kth: jax.Array, k: jax.Array, rows: PaddedRows) -> jax.Array:
+    """Return the packed mask of the entries above the k-th largest, and the first that equal it.
 
     Args:
       m: magnitudes as rows, padding −1.
-      kth: the k-th largest of each array. A smaller number that more than k exceed selects those.
+      kth: the k-th largest of each array. Where it is smaller, so that more than k entries exceed
+        it, all of these are selected.
       k: int32, one per array, ≥ 1.
-      rows: where the arrays lie.
+      rows: the layout of the arrays.
     """
     kth = kth[rows.owner][:, None]
-    above, equal = pack((m > kth).reshape(-1)), pack((m == kth).reshape(-1))
+    above, equal = pack_bits((m > kth).reshape(-1)), pack_bits((m == kth).reshape(-1))
     count = _count(equal)
     ends = jnp.cumsum(count)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[rows.starts[1:] // 32 - 1]])
@@ -170,51 +183,55 @@ def top_k_mask(m: jax.Array, kth: jax.Array, k: jax.Array, rows: Rows) -> jax.Ar
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The plan of a search: sizes of the arrays and of their samples, all static.
+    """The sizes of the arrays to search and of their samples; static.
 
     Args:
-      sizes: n of each array.
+      sizes: the number of entries of each array.
     """
 
     sizes: tuple[int, ...]
 
     @cached_property
-    def rows(self) -> Rows:
-        """Where the arrays lie."""
-        return Rows(self.sizes)
+    def rows(self) -> PaddedRows:
+        """The layout of the arrays."""
+        return PaddedRows(self.sizes)
 
     @cached_property
     def strides(self) -> np.ndarray:
-        """The distance of samples: odd, so that they do not stay in one column of a matrix."""
+        """The stride of each sample: odd, so that it does not stay in one column of a matrix."""
         n = np.asarray(self.sizes)
-        return np.maximum(n // np.clip(n // 256, 4096, None), 1) - 1 | 1
+        return np.maximum(n // np.clip(n // _SAMPLE_STRIDE, _MIN_SAMPLE, None), 1) - 1 | 1
 
     @cached_property
-    def samples(self) -> Rows:
-        """Where the samples lie."""
-        return Rows(tuple(-(-np.asarray(self.sizes) // self.strides)))
+    def samples(self) -> PaddedRows:
+        """The layout of the samples."""
+        return PaddedRows(tuple(-(-np.asarray(self.sizes) // self.strides)))
 
-    def rank(self, k: Sequence[int]) -> Any:
-        """Return the rank in the sample whose magnitude at least k entries reach, by 3.5 sigma."""
+    def rank(self, k: Sequence[int]) -> np.ndarray:
+        """Return the rank in the sample of the bound, a magnitude that at least k entries reach."""
         expected = np.asarray(k) / self.strides
-        rank = np.ceil(expected + 3.5 * np.sqrt(expected) + 3)
-        whole = self.strides == 1  # the sample is everything, the rank is k
-        return np.where(whole, k, np.minimum(rank, self.samples.sizes)).astype(np.int32)
+        rank = np.ceil(expected + _LOOSENING * np.sqrt(expected) + _LOOSENING_MIN)
+        complete = self.strides == 1  # the sample is the array, and the rank is k
+        return np.where(complete, k, np.minimum(rank, self.samples.sizes)).astype(np.int32)
 
-    def room(self, k: Sequence[int]) -> Any:
-        """Return how many entries may reach that magnitude before the sample counts as bad."""
+    def max_candidates(self, k: Sequence[int]) -> np.ndarray:
+        """Return how many entries may reach the bound before the sample is rejected."""
         rank = self.rank(k)
-        most = (rank + 4 * np.sqrt(rank) + 4) * self.strides
+        most = (rank + _TOLERANCE * np.sqrt(rank) + _TOLERANCE_MIN) * self.strides
         return np.clip(np.ceil(most), k, self.sizes).astype(np.int32)
 
 
 def candidates(
-    arrays: Sequence[jax.Array], k: jax.Array, rank: Any, room: Any, search: Search
+    arrays: Sequence[jax.Array],
+    k: jax.Array,
+    rank: Array,
+    max_candidates: Array,
+    search: Search,
 ) -> jax.Array:
-    """Return the packed mask of at least k and at most `room` entries, with the k largest in it.
+    """Return the packed mask of between k and `max_candidates` entries, the k largest among them.
 
-    k, rank and room, int32 with one entry per array, may be traced: the stages of a ramp share this
-    code.
+    k, rank and max_candidates, int32 with one entry per array, may be traced, so that all steps of
+    a sparsity ramp share this program.
 
     Returns:
       The masks of all arrays, each padded to whole rows of 256 entries, 8 words.
@@ -224,93 +241,97 @@ def candidates(
         for x, stride in zip(arrays, search.strides, strict=True)
     ]
     sampled = search.samples.magnitudes(samples)
-    low = kth_largest(sampled, rank, search.samples)
-    bounds = slices.split(low, [1] * len(arrays))
-    reached = [magnitude(x) >= bound for x, bound in zip(arrays, bounds, strict=True)]
-    words = jnp.concatenate([pack(mask, _ROW) for mask in reached])
+    bounds = kth_largest(sampled, rank, search.samples)
+    bound_of = slices.split(bounds, [1] * len(arrays))
+    reached = [magnitude(x) >= bound for x, bound in zip(arrays, bound_of, strict=True)]
+    words = jnp.concatenate([pack_bits(mask, _ROW) for mask in reached])
     count = search.rows.totals(_count(words).reshape(-1, _ROW // 32))
 
     def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
         del words
         m, rows = search.rows.magnitudes(arrays), search.rows
-        above = rows.totals(m > low[rows.owner][:, None])
-        # Where many are equal to the bound and fewer than k exceed it, it is the k-th largest.
-        known = (count >= k) & ((count <= room) | (above < k))
-        kth = lax.cond(jnp.all(known), lambda m: low, lambda m: kth_largest(m, k, rows), m)
+        above = rows.totals(m > bounds[rows.owner][:, None])
+        # Where many entries equal the bound and fewer than k exceed it, it is the k-th largest.
+        known = (count >= k) & ((count <= max_candidates) | (above < k))
+        kth = lax.cond(jnp.all(known), lambda m: bounds, lambda m: kth_largest(m, k, rows), m)
         return top_k_mask(m, kth, k, rows)
 
-    good = jnp.all((count >= k) & (count <= room))
-    return lax.cond(good, lambda arrays, words: words, exact, list(arrays), words)
+    accepted = jnp.all((count >= k) & (count <= max_candidates))
+    return lax.cond(accepted, lambda arrays, words: words, exact, list(arrays), words)
 
 
 def extract(
-    arrays: Sequence[jax.Array], words: jax.Array, k: Sequence[int], room: Sequence[int]
+    arrays: Sequence[jax.Array],
+    words: jax.Array,
+    k: Sequence[int],
+    max_candidates: Sequence[int] | np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
     """Return values and indices of the k largest of each array, one array after the other.
 
-    Within an array the order is that of the indices.
+    Within an array the indices increase.
 
     Args:
       arrays: the flat arrays.
-      words: the packed masks of `candidates`: at least k and at most `room` entries of each array.
-      k: static, as is `room`.
-      room: how many candidates there may be.
+      words: the packed masks that `candidates` gives.
+      k: static, as is `max_candidates`.
+      max_candidates: the largest number of candidates of each array.
     """
-    rows = Rows(tuple(x.size for x in arrays))
-    slots = Rows(tuple(int(r) for r in room))
-    ends, bounds = _ends(words, rows)
+    rows = PaddedRows(tuple(x.size for x in arrays))
+    slots = PaddedRows(tuple(int(n) for n in max_candidates))
+    ends, first = _cumulative_counts(words, rows)
 
-    # Candidate j of an array is bit number bounds[array] + j of all words.
+    # Candidate j of an array is set bit number first[array] + j of all words.
     owner = np.repeat(slots.owner, _ROW)
-    rank = bounds[owner] + (np.arange(owner.size, dtype=np.int32) - slots.starts[owner])
-    there = rank < bounds[owner + 1]
-    index = jnp.where(there, positions(words, ends, rank) - rows.starts[owner], 0)
-    # Unsigned, so that JAX need not ask which are negative, in code for each array.
+    rank = first[owner] + (np.arange(owner.size, dtype=np.int32) - slots.starts[owner])
+    valid = rank < first[owner + 1]
+    index = jnp.where(valid, positions(words, ends, rank) - rows.starts[owner], 0)
+    # Unsigned, so that JAX adds no code per array that tests for negative indices.
     index = index.astype(jnp.uint32)
     parts = slices.split(index, [int(n) for n in slots.counts * _ROW])
-    found = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
-    m = jnp.where(there, magnitude(found), -1).reshape(-1, _ROW)
-    wanted = jnp.asarray(k, jnp.int32)
-    chosen = top_k_mask(m, kth_largest(m, wanted, slots), wanted, slots)
-    at = positions(chosen, jnp.cumsum(_count(chosen)), np.arange(sum(k), dtype=np.int32))
-    return found[at], index[at].astype(jnp.int32)
+    values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
+    m = jnp.where(valid, magnitude(values), -1).reshape(-1, _ROW)
+    num_selected = jnp.asarray(k, jnp.int32)
+    selected = top_k_mask(m, kth_largest(m, num_selected, slots), num_selected, slots)
+    at = positions(selected, jnp.cumsum(_count(selected)), np.arange(sum(k), dtype=np.int32))
+    return values[at], index[at].astype(jnp.int32)
 
 
-def _ends(words: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """Return how many candidates there are up to each word, and before each array and in all."""
+def _cumulative_counts(words: jax.Array, rows: PaddedRows) -> tuple[jax.Array, jax.Array]:
+    """Return the number of set bits up to each word; and before each array, then their total."""
     ends = jnp.cumsum(_count(words))
-    first = jnp.zeros(1, jnp.int32)
-    return ends, jnp.concatenate([first, ends[rows.starts[1:] // 32 - 1], ends[-1:]])
+    zero = jnp.zeros(1, jnp.int32)
+    return ends, jnp.concatenate([zero, ends[rows.starts[1:] // 32 - 1], ends[-1:]])
 
 
-def some(
+def extract_sampled(
     arrays: Sequence[jax.Array], words: jax.Array, k: Sequence[int], shift: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return values and indices of k candidates of each array that follow each other, in a circle.
+    """Return values and indices of k consecutive candidates of each array, cyclically.
 
-    In the order of `extract`, without a look at which are the largest.
+    The order is that of `extract`; magnitudes are not compared.
 
     Args:
       arrays: the flat arrays.
-      words: the packed masks of `candidates`.
+      words: the packed masks that `candidates` gives.
       k: static.
-      shift: int32, ≥ 0, tells with which one to begin: another in each step, or the same entries
-        would wait for ever.
+      shift: int32, ≥ 0, chooses the candidate to begin with. It must change from step to step, or
+        some entries are never taken.
     """
-    rows = Rows(tuple(x.size for x in arrays))
-    ends, bounds = _ends(words, rows)
-    wanted, count = np.asarray(k, np.int32), bounds[1:] - bounds[:-1]
-    first = shift % count
-    again = jnp.maximum(first + wanted - count, 0)  # how many come after the end, at the start
+    rows = PaddedRows(tuple(x.size for x in arrays))
+    ends, first = _cumulative_counts(words, rows)
+    num_selected, count = np.asarray(k, np.int32), first[1:] - first[:-1]
+    begin = shift % count
+    wrapped = jnp.maximum(begin + num_selected - count, 0)  # how many lie before `begin`
 
-    owner = np.repeat(np.arange(len(k)), wanted)
+    owner = np.repeat(np.arange(len(k)), num_selected)
     place = np.concatenate([np.arange(n, dtype=np.int32) for n in k])
-    over = again[owner]
-    rank = bounds[owner] + jnp.where(place < over, place, first[owner] + place - over)
+    num_wrapped = wrapped[owner]
+    after = begin[owner] + place - num_wrapped
+    rank = first[owner] + jnp.where(place < num_wrapped, place, after)
     index = positions(words, ends, rank) - rows.starts[owner]
     parts = slices.split(index.astype(jnp.uint32), k)
-    found = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
-    return found, index
+    values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
+    return values, index
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -319,8 +340,8 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         indices = the k with largest |x|, the first among equals;  values = x[indices]
 
     Like `lax.top_k` of |x|, for any k and any data (ties, zeros, infinities; NaN counts as larger
-    than infinity), but in the order of the indices, and without a sort: at n = 10⁷, k = n/1000 on
-    CPU, several times faster (`benchmarks/selection.py`).
+    than infinity), but ordered by index and without a sort: at n = 10⁷, k = n/1000 on CPU it is
+    several times faster (`benchmarks/selection.py`).
 
     Args:
       x: shape (n,), float32, float16 or bfloat16.
@@ -349,7 +370,7 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         raise ValueError(f"select_top_k: k must be at most the size of x, {x.size}; got {k}")
     wide = x.astype(jnp.float32)
     search = Search((x.size,))
-    rank, room = search.rank([k]), search.room([k])
-    words = candidates([wide], jnp.asarray([k], jnp.int32), rank, room, search)
-    values, indices = extract([wide], words, [k], room)
+    rank, max_candidates = search.rank([k]), search.max_candidates([k])
+    words = candidates([wide], jnp.asarray([k], jnp.int32), rank, max_candidates, search)
+    values, indices = extract([wide], words, [k], max_candidates)
     return values.astype(x.dtype), indices

@@ -1,7 +1,7 @@
 """A training step on several workers: the batch is split, the loss is the mean over workers.
 
 Everything stands in one `shard_map`. An optimizer gets the mean gradient, the same on all workers;
-one with Deep Gradient Compression in it gets each worker's own, and exchanges by itself.
+one whose state says that it exchanges by itself (`per_worker.exchanges`) gets each worker's own.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
+from optfn.leaves.types import Batch, Leaf, OptState, PyTree, Updates
 from optfn.parallel.mesh import AxisName, axes
-from optfn.parallel.placement import is_compressed, num_workers, specs_of
+from optfn.parallel.per_worker import exchanges, own_leaves
+from optfn.parallel.placement import num_workers, specs_of
 
 
 def on_workers(
@@ -31,7 +33,7 @@ def on_workers(
       data_axis: the mesh axes over which the batch is split.
     """
 
-    def whole(state: Any, batch: Any) -> tuple[Any, Any]:
+    def whole(state: Any, batch: Batch) -> tuple[Any, Any]:
         placed = state._replace(
             step=P(),
             params=jax.tree.map(lambda x: P(), state.params),
@@ -47,18 +49,18 @@ def on_workers(
     return whole
 
 
-def batch_spec(x: Any, data_axis: AxisName) -> P:
+def batch_spec(x: Leaf, data_axis: AxisName) -> P:
     """Return how an array of a batch is split: along its leading axis; a scalar is not."""
     return P(axes(data_axis)) if jnp.ndim(x) else P()
 
 
-def mean_over_workers(x: Any, axis_name: AxisName) -> Any:
+def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
     """Return the mean over workers of each floating-point leaf, the sum of each integer.
 
     That of row-sparse leaves is the rows of all workers.
     """
 
-    def reduce(leaf: Any) -> Any:
+    def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Rows):
             return mean_over(leaf, axes(axis_name))
         if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
@@ -70,22 +72,31 @@ def mean_over_workers(x: Any, axis_name: AxisName) -> Any:
     return jax.tree.map(reduce, x, is_leaf=tree.is_leaf)
 
 
-def for_optimizer(grads: Any, opt_state: Any, axis_name: AxisName) -> tuple[Any, dict[str, Any]]:
+def for_optimizer(
+    grads: Updates, opt_state: OptState, axis_name: AxisName
+) -> tuple[Updates, dict[str, Any]]:
     """Return the gradients as the optimizer takes them, and what else its update needs to know.
 
-    Where gradients stay each worker's own, wrappers that judge them have to know the axis.
+    Leaves whose gradients a transform exchanges by itself stay each worker's own; the others are
+    averaged. Wrappers that judge gradients have to know the axis then.
     """
-    if is_compressed(opt_state):
-        return grads, {"axis_name": axis_name}
-    return mean_over_workers(grads, axis_name), {}
+    if not exchanges(opt_state):
+        return mean_over_workers(grads, axis_name), {}
+    leaves, structure = tree.flatten(grads)
+    own = own_leaves(opt_state, grads)
+    averaged = [
+        g if is_own else mean_over_workers(g, axis_name)
+        for g, is_own in zip(leaves, own, strict=True)
+    ]
+    return structure.unflatten(averaged), {"axis_name": axis_name}
 
 
-def replicate(x: Any, mesh: Mesh) -> Any:
+def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     """Return copies of arrays, the same in all processes, on every device of the mesh."""
     return jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P())), x)
 
 
-def split(batch: Any, mesh: Mesh, data_axis: AxisName) -> Any:
+def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:
@@ -100,11 +111,11 @@ def split(batch: Any, mesh: Mesh, data_axis: AxisName) -> Any:
     workers = num_workers(mesh, data_axis)
     leaves, structure = jax.tree.flatten(batch)
 
-    def place(i: int, x: Any) -> Any:
+    def place(i: int, x: Leaf) -> Leaf:
         if jnp.ndim(x) and np.shape(x)[0] % workers:
             raise ValueError(
-                f"the leading axis of the batch is split over {workers} workers; leaf "
-                f"{tree.paths(batch)[i]!r} has shape {np.shape(x)}"
+                f"the leading axis of the batch is split over {workers} workers; "
+                f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
             )
         sharding = NamedSharding(mesh, batch_spec(x, data_axis))
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -116,7 +127,7 @@ def split(batch: Any, mesh: Mesh, data_axis: AxisName) -> Any:
     return jax.tree.unflatten(structure, [place(i, x) for i, x in enumerate(leaves)])
 
 
-def _put(x: Any, sharding: NamedSharding) -> jax.Array:
+def _put(x: Leaf, sharding: NamedSharding) -> jax.Array:
     """Return a copy of an array on the devices of `sharding`, of which others may hold a part."""
     if isinstance(x, jax.core.Tracer):
         return x
@@ -125,3 +136,8 @@ def _put(x: Any, sharding: NamedSharding) -> jax.Array:
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
     # Each device's part is a fresh array, which no one else holds: the step overwrites it.
     return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part].copy())
+
+
+def _leaf_of(batch: Batch, i: int) -> str:
+    path = tree.paths(batch)[i]
+    return f"leaf {path!r}" if path else "it"

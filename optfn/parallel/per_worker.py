@@ -131,3 +131,44 @@ def check_wrappers(who: str, state: OptState) -> None:
     if isinstance(state, dict | tuple | list):
         for child in children:
             check_wrappers(who, child)
+
+
+def may_give_rows(state: OptState) -> bool:
+    """Tell whether an optimizer may be called with `row_updates=True`, and then give Rows.
+
+    Some transforms treat Rows as two arrays, so that all transforms that updates pass through must
+    be known to take them. The state answers:
+
+    * A NamedTuple may give rows if its type has `passes_rows = True`, and it has an `Exchanged`
+      field or a field whose value may give rows.
+    * A plain tuple, the state of a chain, may give rows if one of its members may and all others
+      pass them.
+    * Anything else may not.
+
+    A NamedTuple passes rows if its type has `passes_rows = True` and what its field `inner_state`
+    holds, if it has one, passes them; a plain tuple if all its members do.
+    """
+    if _is_chain(state):
+        return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))
+    if not _declares_rows(state):
+        return False
+    return any(isinstance(x, Exchanged) or may_give_rows(x) for x in state)
+
+
+def _is_chain(state: OptState) -> bool:
+    return type(state) is tuple
+
+
+def _declares_rows(state: OptState) -> bool:
+    return isinstance(state, tuple) and getattr(type(state), "passes_rows", False) is True
+
+
+def _passes_or_gives_rows(state: OptState) -> bool:
+    return may_give_rows(state) if exchanges(state) else _passes_rows(state)
+
+
+def _passes_rows(state: OptState) -> bool:
+    if _is_chain(state):
+        return all(map(_passes_rows, state))
+    inner = getattr(state, "inner_state", ())
+    return _declares_rows(state) and _passes_rows(inner)

@@ -1,8 +1,8 @@
-"""Where the state of Deep Gradient Compression lies on a mesh, and how it moves to another one.
+"""Where the state of an optimizer lies on a mesh, and how it moves to another number of workers.
 
-Only u and v are a worker's own. On a mesh each of their leaves is one flat array, (N·n,), sharded
-over the axis, so that a worker's part is the (n,) that the transform sees; all else is replicated.
-The type of the state says which is which, however the transform is wrapped.
+The state says which of its arrays are a worker's own (`per_worker.PerWorker`), however the
+transform is wrapped. On a mesh each of these is one array, (N·n, …), sharded along its first axis,
+so that a worker sees the (n, …) of `tx.init`; everything else is replicated.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,85 +16,103 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks
-from optfn.compression.dgc import DeepGradientCompressionState
-from optfn.leaves import state_names
+from optfn.leaves.types import OptState, Params, PyTree
 from optfn.parallel import mesh as meshes
 from optfn.parallel.mesh import AxisName
-from optfn.wrappers.accumulation import AccumulateState
+from optfn.parallel.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
 
-# The fields of the state that differ between workers.
-_OWN = ("local_velocity", "residual")
-
-
-def _is_compression(x: Any) -> bool:
-    return isinstance(x, DeepGradientCompressionState)
-
-
-def _is_accumulation(x: Any) -> bool:
-    return isinstance(x, AccumulateState)
+# The key under which `state_dict` lists the names of the arrays that are a worker's own.
+PER_WORKER_KEY = "per_worker"
+# Mappings written before that list existed have per-worker arrays in these fields only, of the one
+# kind of state that had a field `num_workers`.
+_FIELDS_BEFORE_THE_LIST = ("local_velocity", "residual")
 
 
-def is_compressed(opt_state: Any) -> bool:
-    """Tell whether there is Deep Gradient Compression in a state."""
-    return any(map(_is_compression, jax.tree.leaves(opt_state, is_leaf=_is_compression)))
+def _is_per_worker(x: Any) -> bool:
+    return isinstance(x, PerWorker)
+
+
+def _counts_workers(x: PyTree) -> bool:
+    """Tell whether `x` is a state with a field `num_workers`, an int32, beside per-worker parts."""
+    if "num_workers" not in getattr(x, "_fields", ()):
+        return False
+    counts = jax.tree.leaves(x.num_workers)
+    is_int32 = [getattr(count, "dtype", None) == jnp.int32 for count in counts]
+    return is_int32 == [True] and bool(nodes_of(PerWorker, x) or nodes_of(Exchanged, x))
 
 
 def map_state(
-    own: Callable[[Any], Any], shared: Callable[[Any], Any], opt_state: Any, count: Any = None
-) -> Any:
-    """Map `own` over what is a worker's own, `shared` over the rest, `count` over num_workers."""
+    own: Callable[[Any], Any],
+    shared: Callable[[Any], Any],
+    opt_state: OptState,
+    count: Callable[[Any], Any] | None = None,
+) -> OptState:
+    """Map each array of a state by its kind.
 
-    def convert(node: Any) -> Any:
-        if not _is_compression(node):
+    Args:
+      own: what to do with arrays that are a worker's own.
+      shared: what to do with all others.
+      opt_state: the state of an optimizer, however wrapped.
+      count: what to do with the fields `num_workers`; None means `shared`.
+    """
+
+    def convert(node: PyTree) -> PyTree:
+        if _is_per_worker(node):
+            return jax.tree.map(own, node)
+        if count is None or not _counts_workers(node):
             return shared(node)
-        new = jax.tree.map(shared, node)
-        replaced = {name: jax.tree.map(own, getattr(node, name)) for name in _OWN}
-        if count is not None:
-            replaced["num_workers"] = jax.tree.map(count, node.num_workers)
-        return new._replace(**replaced)
+        fields = {
+            name: jax.tree.map(count, child)
+            if name == "num_workers"
+            else map_state(own, shared, child, count)
+            for name, child in node._asdict().items()
+        }
+        return node._replace(**fields)
 
-    return jax.tree.map(convert, opt_state, is_leaf=_is_compression)
+    def stop(x: PyTree) -> bool:
+        return _is_per_worker(x) or (count is not None and _counts_workers(x))
+
+    return jax.tree.map(convert, opt_state, is_leaf=stop)
 
 
-def specs_of(opt_state: Any, axis_name: AxisName = "data") -> Any:
+def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
-    for node in jax.tree.leaves(opt_state, is_leaf=_is_accumulation):
-        if _is_accumulation(node) and is_compressed(node):
-            raise ValueError(
-                "accumulate around Deep Gradient Compression would keep a sum of gradients of each "
-                "worker, which is not laid out over the mesh; take the mean over several batches "
-                "in the loss instead"
-            )
+    check_wrappers("the optimizer", opt_state)
     own = P(meshes.axes(axis_name))
     return map_state(lambda x: own, lambda x: P(), opt_state)
 
 
 def state_specs(
-    tx: optax.GradientTransformation, params: Any, *, axis_name: AxisName = "data"
-) -> Any:
+    tx: optax.GradientTransformation, params: Params, *, axis_name: AxisName = "data"
+) -> PyTree:
     """Return the PartitionSpecs of the state of an optimizer, for `shard_map`.
 
     Args:
-      tx: an optimizer, however wrapped, with or without Deep Gradient Compression.
+      tx: an optimizer, however wrapped, with or without per-worker state.
       params: the parameters, arrays or ShapeDtypeStructs.
       axis_name: the mesh axes over which workers exchange.
 
     Returns:
-      A tree like the state: P(axis_name) for what is a worker's own, P() for the rest.
+      A tree like the state: P(axis_name) for arrays that are a worker's own, P() for the rest.
 
     Raises:
-      ValueError: `accumulate` stands around Deep Gradient Compression.
+      ValueError: a wrapper that is not known to be right there stands around a transform that
+        exchanges gradients by itself.
     """
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
 def init_state(
-    tx: optax.GradientTransformation, params: Any, mesh: Mesh, *, axis_name: AxisName = "data"
-) -> Any:
-    """Return the state of step 0 on a mesh: u and v sharded over the workers, the rest replicated.
+    tx: optax.GradientTransformation,
+    params: Params,
+    mesh: Mesh,
+    *,
+    axis_name: AxisName = "data",
+) -> OptState:
+    """Return the state of step 0 on a mesh: per-worker arrays sharded, the rest replicated.
 
-    Nothing larger than a worker's part is made on any device. In a run of several processes each
-    calls it with the same params.
+    No device holds more than its worker's part. In a run of several processes each calls it with
+    the same params.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -104,9 +122,9 @@ def init_state(
     """
     workers = num_workers(mesh, axis_name)
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> OptState:
         return map_state(
-            lambda x: jnp.tile(x, workers),
+            lambda x: jnp.tile(x, (workers, *[1] * (x.ndim - 1))),
             lambda x: x,
             tx.init(params),
             lambda x: jnp.full_like(x, workers),
@@ -130,12 +148,14 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
     return int(np.prod([mesh.shape[axis] for axis in meshes.axes(axis_name)], dtype=np.int64))
 
 
-def rescale_residuals(opt_state: Any, num_workers: int) -> Any:
-    """Return a state for another number of workers: each gets the mean of u and the mean of v.
+def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
+    """Return a state for another number of workers.
 
-        u_j = mean over the old workers of u;  v_j = mean over the old workers of v
+        x_j = mean over the old workers of x    for floating-point arrays
+        x_j = x of the old worker 0             for all others
 
-    What is owed to the parameters, the mean of v over workers, stays what it was.
+    The mean over workers of a residual, which is what the parameters are still owed, stays the
+    same.
 
     Args:
       opt_state: a state as `init_state` lays it out, or anything that holds one; or the mapping
@@ -143,52 +163,93 @@ def rescale_residuals(opt_state: Any, num_workers: int) -> Any:
       num_workers: the new N, ≥ 1.
 
     Returns:
-      The same, on the host, with flat u and v for `num_workers` workers. Load a mapping into a
+      The same, on the host, with per-worker arrays for `num_workers` workers. Load a mapping into a
       template on the new mesh by `load_state_dict`.
 
     Raises:
-      ValueError: there is no Deep Gradient Compression in it, or its sizes do not fit.
+      ValueError: there is no per-worker state in it, the old number of workers is not known or not
+        the same everywhere, or an array does not fit it.
     """
     new = checks.count("num_workers", num_workers)
     if isinstance(opt_state, Mapping):
         return _rescale_mapping(opt_state, new)
-    if not is_compressed(opt_state):
-        raise ValueError("rescale_residuals: the state holds no Deep Gradient Compression")
-
-    def convert(node: Any) -> Any:
-        if not _is_compression(node):
-            return node
-        (old,) = jax.tree.leaves(node.num_workers)
-
-        def own(x: Any) -> Any:
-            return _means(np.asarray(x), int(old), new, "u or v")
-
-        return map_state(own, lambda x: x, node, lambda x: jnp.full_like(x, new))
-
-    return jax.tree.map(convert, opt_state, is_leaf=_is_compression)
+    if not has_own_state(opt_state):
+        raise ValueError("rescale_residuals: the state has no per-worker part")
+    old = _agreed(_worker_counts(opt_state))
+    return map_state(
+        lambda x: _rescaled(np.asarray(x), old, new, "a per-worker array"),
+        lambda x: x,
+        opt_state,
+        lambda x: jnp.full_like(x, new),
+    )
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], new: int) -> dict[str, Any]:
-    word = state_names.state_word(DeepGradientCompressionState)
     out = dict(mapping)
-    counts = [k for k in out if k.endswith("/num_workers") and word in k.split("/")[-2]]
-    if not counts:
-        raise ValueError("rescale_residuals: the mapping holds no Deep Gradient Compression")
-    for name in counts:
-        owner, old = name.removesuffix("num_workers"), int(np.asarray(out[name]))
-        for key in out:
-            if key.startswith(tuple(f"{owner}{field}" for field in _OWN)):
-                out[key] = _means(np.asarray(out[key]), old, new, key)
-        out[name] = np.full_like(np.asarray(out[name]), new)
+    if PER_WORKER_KEY in mapping:
+        own = [str(key) for key in np.asarray(mapping[PER_WORKER_KEY])]
+    else:
+        own = _own_before_the_list(mapping)
+    if not own:
+        raise ValueError("rescale_residuals: the mapping has no per-worker part")
+    counts = [
+        key
+        for key in mapping
+        if f"/{key}".endswith("/num_workers")
+        and any(name.startswith(key.removesuffix("num_workers")) for name in own)
+    ]
+    old = _agreed([mapping[key] for key in counts])
+    out |= {key: _rescaled(np.asarray(mapping[key]), old, new, key) for key in own}
+    out |= {key: np.full_like(np.asarray(mapping[key]), new) for key in counts}
     return out
 
 
-def _means(x: np.ndarray, old: int, new: int, name: str) -> np.ndarray:
-    """Return the mean of the parts of `old` workers once for each of `new`, flat."""
-    if x.ndim != 1 or x.size % old:
+def _worker_counts(opt_state: OptState) -> list[Any]:
+    found: list[Any] = []
+
+    def note(x: Any) -> Any:
+        found.append(x)
+        return x
+
+    map_state(lambda x: x, lambda x: x, opt_state, note)
+    return found
+
+
+def _own_before_the_list(mapping: Mapping[str, Any]) -> list[str]:
+    """Return the per-worker names of a mapping that does not list them."""
+    owners = [key.removesuffix("num_workers") for key in mapping if key.endswith("/num_workers")]
+    fields = [f"{owner}{field}" for owner in owners for field in _FIELDS_BEFORE_THE_LIST]
+    return [key for key in mapping if any(f"{key}/".startswith(f"{field}/") for field in fields)]
+
+
+def _agreed(counts: list[Any]) -> int:
+    """Return the number of workers that all counts give."""
+    found = {int(np.asarray(count)) for count in counts}
+    if len(found) != 1:
+        said = f"different ones: {sorted(found)}" if found else "none (no field num_workers)"
         raise ValueError(
-            f"rescale_residuals: {name} has shape {x.shape}; it must be flat, a part for each of "
-            f"{old} workers, as init_state lays it out"
+            f"rescale_residuals: the state must say for how many workers it is; it says {said}"
         )
-    mean = np.mean(x.reshape(old, -1), axis=0, dtype=np.float64)
-    return np.tile(mean.astype(x.dtype), new)
+    return found.pop()
+
+
+def _rescaled(x: np.ndarray, old: int, new: int, name: str) -> np.ndarray:
+    """Return the mean of the parts of `old` workers, or the first of them, once for each of `new`.
+
+    Args:
+      x: an array of shape (old·n, …).
+      old: the number of workers that it is for.
+      new: the number of workers that it shall be for.
+      name: how the array is called in an error.
+    """
+    if x.ndim < 1 or x.shape[0] % old:
+        raise ValueError(
+            f"rescale_residuals: {name} has shape {x.shape}; its first axis must have a part for "
+            f"each of {old} workers, as init_state lays it out"
+        )
+    parts = x.reshape(old, x.shape[0] // old, *x.shape[1:])
+    part = parts[0]
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        wide = np.complex128 if np.iscomplexobj(x) else np.float64
+        part = np.mean(parts, axis=0, dtype=wide).astype(x.dtype)
+    return np.tile(part, (new, *[1] * (x.ndim - 1)))

@@ -16,6 +16,7 @@ from optfn import core
 from optfn.leaves import state_names, tree
 from optfn.leaves.layout import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
+from optfn.parallel.placement import PER_WORKER_KEY, map_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import (
@@ -26,6 +27,8 @@ from optfn.wrappers.averaging import (
 
 # The format of `state_dict`. A change of names or meanings raises it.
 VERSION = 1
+# Keys of a mapping that are no part of the state.
+_ABOUT = ("version", PER_WORKER_KEY)
 
 
 def _named_leaves(opt_state: Any) -> Iterator[tuple[str, Any]]:
@@ -38,7 +41,8 @@ def state_dict(opt_state: Any) -> dict[str, Any]:
     The names are words that stay when a transform is inserted in the chain, and are the same
     whether the learning rate is a number, an array or a schedule, and whether params are packed.
     `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    the bits they are made of.
+    the bits they are made of. Where there are arrays that are a worker's own, "per_worker" lists
+    their names.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -48,7 +52,10 @@ def state_dict(opt_state: Any) -> dict[str, Any]:
       ones, come as they are.
     """
     host = unpack(jax.tree.map(_to_host, opt_state))
-    return {"version": np.asarray(VERSION), **dict(_named_leaves(host))}
+    is_own = map_state(lambda x: True, lambda x: False, host)
+    own = sorted(name for name, flag in _named_leaves(is_own) if flag)
+    listed = {PER_WORKER_KEY: np.array(own)} if own else {}
+    return {"version": np.asarray(VERSION), **listed, **dict(_named_leaves(host))}
 
 
 def _to_host(leaf: Any) -> Any:
@@ -91,7 +98,7 @@ def load_state_dict(opt_state: Any, mapping: Mapping[str, Any], *, strict: bool 
     names = {name for name, _ in named}
     wrong = []
     if strict:
-        extra = [name for name in mapping if name not in names and name != "version"]
+        extra = [name for name in mapping if name not in names and name not in _ABOUT]
         missing = [name for name, _ in named if name not in mapping]
         wrong += [f"missing {tree.listed(missing)}"] if missing else []
         wrong += [f"not expected {tree.listed(extra)}"] if extra else []

@@ -6,7 +6,6 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from optfn.leaves.packed import pack, unpacked
 from optfn.leaves.tree import Pattern
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel.mesh import AxisName
+from optfn.parallel.per_worker import may_give_rows
 from optfn.parallel.placement import init_state, num_workers
 from optfn.transforms.learning_rate import get_learning_rate
 from optfn.wrappers.nonfinite import SkipNonfiniteState
@@ -51,8 +51,8 @@ class TrainStep:
     def init(self, params: Any) -> TrainState:
         """Return the state of step 0. It holds copies: the caller's arrays stay valid.
 
-        On a mesh, params and state are replicated, but for what Deep Gradient Compression keeps for
-        each worker; in a run of several processes all give the same params.
+        On a mesh, params and state are replicated, except for the parts of the state that are a
+        worker's own; in a run of several processes all give the same params.
         """
         if self.packed:
             params = pack(params)
@@ -158,7 +158,7 @@ def make_train_step(
         of the batch is split over them, the loss is their mean. Batches are host arrays of all
         examples, the same in every process, or global arrays.
       data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split; the
-        `axis_name` of Deep Gradient Compression.
+        `axis_name` of an optimizer that exchanges by itself, such as `dgc_momentum`.
       recompute: names of values in `loss_fn` that its backward keeps; what lies between them it
         computes again, by `optfn.recompute`.
       packed: whether params and state are kept in one buffer per dtype: for models of many small
@@ -197,7 +197,6 @@ def make_train_step(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {mesh!r} of type {type(mesh).__name__}"
         )
-    applied = {"sparse_updates": True} if _gives_rows(extra_tx) else {}
     key_of = _keys(rng, data_axis if mesh is not None else None)
     if value_and_grad is not None:
         _check_unused(recompute=recompute, tables=tables, rng=key_of)
@@ -218,7 +217,8 @@ def make_train_step(
         if mesh is not None:
             value = parallel.mean_over_workers(value, data_axis)
             grads, extra = parallel.for_optimizer(grads, state.opt_state, data_axis)
-        extra |= applied
+        if may_give_rows(state.opt_state):
+            extra["row_updates"] = True
         loss, *aux = value if has_aux else (value,)
         params, grads, loss = _barrier((state.params, grads, loss))
         updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss, **extra)
@@ -240,11 +240,6 @@ def _check_arguments(loss_fn: Any, tx: Any) -> None:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
     core.check_transform("tx", tx)
-
-
-def _gives_rows(tx: optax.GradientTransformationExtraArgs) -> bool:
-    """Tell whether an update says that it takes `sparse_updates`: a chain around it does not."""
-    return "sparse_updates" in inspect.signature(tx.update).parameters
 
 
 def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Array] | None:

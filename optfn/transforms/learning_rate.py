@@ -14,7 +14,7 @@ import optax
 from optfn import checks, core, numerics
 from optfn.checks import Number, Schedule
 from optfn.leaves import leafwise, state_names
-from optfn.leaves.types import OptState, Params, Updates
+from optfn.leaves.types import OptState, Params, Updates, declares
 
 
 class LearningRateState(NamedTuple):
@@ -76,6 +76,7 @@ def _driven(learning_rate: Any, step: jax.Array) -> jax.Array:
     return rate.astype(jnp.float32)
 
 
+@declares(passes_rows=True)
 class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
 

@@ -1,0 +1,176 @@
+"""An optimizer that communicates by itself, on the gradients that a pipeline leaves each worker."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn import core, numerics
+from optfn.leaves import leafwise, packed, tree
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
+from optfn.parallel import mesh as meshes
+from optfn.parallel.data_parallel import for_optimizer
+from optfn.parallel.per_worker import check_wrappers
+from optfn.parallel.placement import map_state, num_workers
+from optfn.pipeline.stacking import PipelineParams
+
+
+@declares(workers_in_front=True)
+class OnEachDeviceState(NamedTuple):
+    """State of `on_each_device`: that of the optimizer, of all devices."""
+
+    inner_state: OptState
+
+
+@core.named
+def on_each_device(
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    spec: P,
+    data_axis: str = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """Run an optimizer on each device, on what it holds of params and on its worker's gradients.
+
+        f = pipeline_value_and_grad(stage_fn, loss_fn, mesh=mesh, num_microbatches=m,
+                                    data_axis="data", grad_reduce=None)
+        tx = on_each_device(dgc_momentum(...), mesh, spec=PartitionSpec("stage"))
+        step = make_train_step(loss_fn, tx, value_and_grad=f)
+
+    Each device of a stage exchanges with the same stage of the other workers only. A leaf is to
+    `tx` what the device holds of it, so that sizes, selections and norms are those of a stage: as
+    for the whole model on each worker, with the stages' params as leaves of their own.
+
+    Args:
+      tx: such as `dgc_momentum`, element by element or leaf by leaf: a norm over all params would
+        be that of one stage.
+      mesh: as the pipeline's.
+      spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
+        PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for unlike ones, which
+        lie on every device. What `PipelineParams` says is shared lies on every device in any case,
+        and so does what is kept for it.
+      data_axis: the axis of the workers, `axis_name` of `tx`.
+
+    State: that of `tx`. Per-worker parts are flat arrays over the data axis and those of `spec`;
+    arrays like params lie as these do, scalars everywhere. Integer leaves are frozen: no gradient,
+    no update, no state. Leaves whose gradients no transform in `tx` exchanges (in a partition,
+    behind a mask) are averaged over the workers first.
+
+    Where a gradient is not finite in one stage, all stages of all workers see it.
+
+    Raises:
+      ValueError: the mesh has not the axes, gradients come without the workers in front, or `tx`
+        has a wrapper that may not stand around a transform that exchanges gradients by itself.
+    """
+    inner = optax.with_extra_args_support(core.check_transform("on_each_device: tx", tx))
+    stage_axes = tuple(axis for entry in spec for axis in meshes.axes(entry))
+    workers = num_workers(mesh, data_axis)
+    num_workers(mesh, stage_axes)
+
+    def init_on_device(params: Params) -> OptState:
+        state = inner.init(params)
+        return map_state(lambda x: x, lambda x: x, state, lambda x: jnp.full_like(x, workers))
+
+    def state_specs(state: OptState) -> PyTree:
+        def of(spec: P, axes: tuple[str, ...]) -> PyTree:
+            per_worker = P((data_axis, *axes))
+            return map_state(lambda x: per_worker, lambda x: spec if jnp.ndim(x) else P(), state)
+
+        return _with_shared(of(P(), ()), of(spec, stage_axes))
+
+    def param_specs(params: Params, *lead: str) -> PyTree:
+        shared, stages = P(*lead), P(*lead, *spec)
+        trees = (jax.tree.map(lambda _, at=at: at, params) for at in (shared, stages))
+        return _with_shared(*trees)
+
+    def init(params: Params) -> OnEachDeviceState:
+        def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
+            shape = NamedSharding(mesh, spec).shard_shape(jnp.shape(x))
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+        # What is compressed depends on the size of a device's part.
+        specs = param_specs(params)
+        shapes = jax.eval_shape(init_on_device, jax.tree.map(part, params, specs))
+        check_wrappers("on_each_device", shapes)
+        run = jax.shard_map(
+            init_on_device,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=state_specs(shapes),
+            check_vma=False,
+        )
+        return OnEachDeviceState(jax.jit(run)(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        extra.pop("row_updates", None)  # updates leave the devices laid out like params, as arrays
+        _check_workers(updates, workers, data_axis)
+        gradients, structure = tree.flatten(updates)
+        flags: tree.Flags = [(_has_gradient(g),) for g in gradients]
+        parameters = [None] * len(flags) if params is None else tree.flatten(params)[0]
+        frozen = structure.unflatten(map(_frozen_update, gradients, parameters))
+        given, specs = packed.keep(updates, flags), state_specs(state.inner_state)
+        kept = None if params is None else packed.keep(params, flags)
+
+        def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
+            local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
+            local, known = for_optimizer(local, state, data_axis)
+            return inner.update(local, state, params, **known, **extra)
+
+        run = jax.shard_map(
+            update_on_device,
+            mesh=mesh,
+            in_specs=(param_specs(given, data_axis), specs, param_specs(kept), P()),
+            out_specs=(param_specs(given), specs),
+            check_vma=False,
+        )
+        new, inner_state = run(given, state.inner_state, kept, extra)
+        return packed.fill(new, flags, frozen), OnEachDeviceState(inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_shared(shared: PyTree, stages: PyTree) -> PyTree:
+    """Return `stages`, with the shared part of each PipelineParams in it from `shared`."""
+
+    def is_tied(x: Any) -> bool:
+        return isinstance(x, PipelineParams)
+
+    def choose(stage_part: Any, shared_part: Any) -> Any:
+        return stage_part._replace(shared=shared_part.shared) if is_tied(stage_part) else stage_part
+
+    return jax.tree.map(choose, stages, shared, is_leaf=is_tied)
+
+
+def _has_gradient(g: Leaf) -> bool:
+    # No device takes a float0.
+    return not tree.is_masked(g) and g.dtype != jax.dtypes.float0
+
+
+def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a leaf without a gradient: an integer zero, or what is masked."""
+    if tree.is_masked(g) or _has_gradient(g):
+        return g
+    return g[0] if tree.is_masked(p) else numerics.integer_zeros(p.shape, p.dtype)
+
+
+def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates:
+    """Return the gradients, or NaN in all stages where those of one are not finite."""
+    if not stage_axes:
+        return updates
+    bad = lax.pmax((~leafwise.all_finite(updates)).astype(jnp.int32), stage_axes) > 0
+    return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), updates)
+
+
+def _check_workers(updates: Updates, workers: int, data_axis: str) -> None:
+    for name, g in zip(tree.paths(updates), tree.flatten(updates)[0], strict=True):
+        if not tree.is_masked(g) and jnp.shape(g)[:1] != (workers,):
+            raise ValueError(
+                f"on_each_device: the gradient of {name!r} of shape {jnp.shape(g)} must have the "
+                f"{workers} workers of {data_axis!r} in front; grad_reduce=None leaves them"
+            )
