@@ -24,7 +24,7 @@ from optfn.distributed import (
 )
 from optfn.leaves import tree
 from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
-from optfn.transforms.scaling import ScaleByLearningRateState
+from optfn.transforms.learning_rate import ScaleByLearningRateState
 
 N = 4
 BETA, CHUNK, K = 0.95, 64, 4
