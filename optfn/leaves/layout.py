@@ -34,8 +34,11 @@ class Stacked(NamedTuple):
 
     def __getitem__(self, key: Any) -> Any:
         # A tuple's own keys are integers and slices; others are those of the tree.
-        own = isinstance(key, int | slice)
-        return tuple.__getitem__(self, key) if own else self.layers[key]
+        is_index = isinstance(key, int | slice)
+        return tuple.__getitem__(self, key) if is_index else self.layers[key]
+
+    def __setitem__(self, key: Any, leaf: Any) -> None:
+        self.layers[key] = leaf
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or hasattr(self.layers, "dtype"):

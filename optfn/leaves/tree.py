@@ -10,7 +10,7 @@ in it, where another leaf has one.
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -127,20 +127,31 @@ def names(tree: PyTree) -> list[tuple[str, ...]]:
 
     That is one, the leaf's own; in a buffer of a Packed as many as it has.
     """
+    if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))):
+        return [(path,) for path in paths(tree)]
     found: list[tuple[str, ...]] = []
-    whole = paths(tree)
-    for keys, node in jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda x: is_packed(x) or is_leaf(x)
-    ):
+    for prefix, node in _named_nodes(tree):
         if not isinstance(node, Packed):
-            found.append((whole[len(found)],))
+            found += [(join(prefix, path),) for path in paths(node)]
             continue
-        layout, before = node.layout, map(key_name, keys)
-        prefix = join(*before)
-        inside = [join(prefix, path) for path in layout.paths]
-        found += [tuple(inside[i] for i in buffer.leaves) for buffer in layout.buffers]
-        found += [(inside[i],) for i in layout.frozen]
+        inside = [join(prefix, path) for path in node.layout.paths]
+        found += [tuple(inside[i] for i in buffer.leaves) for buffer in node.layout.buffers]
+        found += [(inside[i],) for i in node.layout.frozen]
     return found
+
+
+def _named_nodes(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    """Yield the Packed and the leaves of a tree with their paths."""
+
+    def stop(x: Any) -> bool:
+        return is_packed(x) or is_leaf(x) or is_transparent(x)
+
+    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
+        prefix = "/".join(map(key_name, keys))
+        if is_transparent(node):
+            yield from ((join(prefix, path), inner) for path, inner in _named_nodes(node[0]))
+        else:
+            yield prefix, node
 
 
 # For each leaf, whether each of the leaves that lie in it is selected.

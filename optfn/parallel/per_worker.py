@@ -39,6 +39,11 @@ class PerWorker(NamedTuple):
 
     value: PyTree
 
+    def __getitem__(self, key: Any) -> Any:
+        # A tuple's own keys are integers and slices; others are those of the tree.
+        is_index = isinstance(key, int | slice)
+        return tuple.__getitem__(self, key) if is_index else self.value[key]
+
 
 class ExchangedLeaf(NamedTuple):
     """Stands in an `Exchanged` for a leaf; it holds nothing."""

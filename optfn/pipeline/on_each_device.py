@@ -21,9 +21,12 @@ from optfn.pipeline.stacking import PipelineParams
 
 @declares(workers_in_front=True)
 class OnEachDeviceState(NamedTuple):
-    """State of `on_each_device`: that of the optimizer, of all devices."""
+    """State of `on_each_device`: that of the optimizer, of all devices; indexed as that is."""
 
     inner_state: OptState
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.inner_state[key]
 
 
 @core.named
