@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Batch, Leaf, OptState, PyTree, Updates
-from optfn.parallel.mesh import AxisName, axes
+from optfn.parallel.mesh import AxisName, axes, sharding
 from optfn.parallel.per_worker import exchanges, own_leaves
 from optfn.parallel.placement import num_workers, specs_of
 
@@ -93,7 +93,7 @@ def for_optimizer(
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     """Return copies of arrays, the same in all processes, on every device of the mesh."""
-    return jax.tree.map(lambda leaf: _put(leaf, NamedSharding(mesh, P())), x)
+    return jax.tree.map(lambda leaf: _put(leaf, sharding(mesh, P(), jnp.ndim(leaf))), x)
 
 
 def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
@@ -117,25 +117,27 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
                 f"the leading axis of the batch is split over {workers} workers; "
                 f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
             )
-        sharding = NamedSharding(mesh, batch_spec(x, data_axis))
+        placement = NamedSharding(mesh, batch_spec(x, data_axis))
+        if isinstance(x, jax.core.Tracer):
+            return x
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x
-        if isinstance(x, jax.Array) and sharding.is_fully_addressable:
-            return jax.device_put(x, sharding)
-        return _put(x, sharding)
+        if isinstance(x, jax.Array) and placement.is_fully_addressable:
+            return jax.device_put(x, placement)
+        return _put(x, placement)
 
     return jax.tree.unflatten(structure, [place(i, x) for i, x in enumerate(leaves)])
 
 
-def _put(x: Leaf, sharding: NamedSharding) -> jax.Array:
-    """Return a copy of an array on the devices of `sharding`, of which others may hold a part."""
+def _put(x: Leaf, placement: NamedSharding) -> jax.Array:
+    """Return a copy of an array on the devices of `placement`, of which others may hold a part."""
     if isinstance(x, jax.core.Tracer):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(jnp.copy, out_shardings=sharding)(x)
+        return jax.jit(jnp.copy, out_shardings=placement)(x)
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
     # Each device's part is a fresh array, which no one else holds: the step overwrites it.
-    return jax.make_array_from_callback(host.shape, sharding, lambda part: host[part].copy())
+    return jax.make_array_from_callback(host.shape, placement, lambda part: host[part].copy())
 
 
 def _leaf_of(batch: Batch, i: int) -> str:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import slices
@@ -66,6 +66,17 @@ def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
         parts = slices.split(bucket, [g[i].size for i in alike])
         means |= {i: part.reshape(g[i].shape) for i, part in zip(alike, parts, strict=True)}
     return [means[i] for i in range(len(g))]
+
+
+def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
+    """Return the sharding of an array of `ndim` axes, as a jitted function returns it.
+
+    Along explicit axes JAX tells P() from P(None, None), and would compile a step anew for an
+    array that lies the same otherwise.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))
+    return NamedSharding(mesh, spec)
 
 
 def data_mesh(

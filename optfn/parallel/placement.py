@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks
@@ -130,8 +130,9 @@ def init_state(
             lambda x: jnp.full_like(x, workers),
         )
 
+    shapes = jax.eval_shape(tx.init, params)
     shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), state_specs(tx, params, axis_name=axis_name)
+        lambda spec, x: meshes.sharding(mesh, spec, x.ndim), specs_of(shapes, axis_name), shapes
     )
     return jax.jit(init, out_shardings=shardings)(params)
 

@@ -90,6 +90,11 @@ def load_state_dict(opt_state: Any, mapping: Mapping[str, Any], *, strict: bool 
       ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
         or the version is newer than this one; the error lists all.
     """
+    if not isinstance(mapping, Mapping):
+        raise TypeError(
+            "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
+            f"got {mapping!r} of type {type(mapping).__name__}"
+        )
     version = int(np.asarray(mapping["version"])) if "version" in mapping else VERSION
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")

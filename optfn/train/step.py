@@ -20,6 +20,7 @@ from optfn import checks, core, sparse
 from optfn.autodiff.recompute import recompute as recomputing
 from optfn.leaves.packed import pack, unpacked
 from optfn.leaves.tree import Pattern
+from optfn.leaves.types import Batch, Leaf, LossFn, OptState, Params, PyTree, Updates
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
@@ -32,23 +33,30 @@ class TrainState(NamedTuple):
     """What a training run carries from step to step: the int32 step, params and their state."""
 
     step: jax.Array
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: OptState
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
 class TrainStep:
     """A compiled training step; see `make_train_step`."""
 
-    loss_fn: Callable[..., Any]
+    loss_fn: LossFn | None
     tx: optax.GradientTransformationExtraArgs
-    compiled: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    compiled: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
     mesh: Mesh | None = None
     data_axis: AxisName = "data"
     packed: bool = False
     _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
 
-    def init(self, params: Any) -> TrainState:
+    def __repr__(self) -> str:
+        name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
+        options = {} if self.mesh is None else {"mesh": self.mesh, "data_axis": self.data_axis}
+        options |= {"packed": True} if self.packed else {}
+        shown = [name, repr(self.tx), *(f"{k}={v!r}" for k, v in options.items())]
+        return f"TrainStep({', '.join(shown)})"
+
+    def init(self, params: Params) -> TrainState:
         """Return the state of step 0. It holds copies: the caller's arrays stay valid.
 
         On a mesh, params and state are replicated, except for the parts of the state that are a
@@ -57,23 +65,33 @@ class TrainStep:
         if self.packed:
             params = pack(params)
         if self.mesh is None:
-            params = jax.tree.map(_own, params)
+            params = jax.tree.map(_copy, params)
             return _on_one_mesh(TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params)))
         params = parallel.replicate(params, self.mesh)
         opt_state = init_state(self.tx, params, self.mesh, axis_name=self.data_axis)
         return TrainState(parallel.replicate(np.int32(0), self.mesh), params, opt_state)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics of this step; `state` is used up (donated).
+
+        It can be called inside `jax.jit` and `lax.scan` as well.
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the step before.
+          ValueError: `state` has been used up by an earlier call.
         """
         self.check()
         if self.mesh is not None:
             batch = parallel.split(batch, self.mesh, self.data_axis)
+        if _is_deleted(state.step):
+            raise ValueError(
+                "the state has been used up by an earlier call of the step, which overwrites it: "
+                "go on with the state that that call returned, or pass donate=False"
+            )
         state, metrics = self.compiled(state, batch)
-        if _is_on_cpus(metrics["loss"]):
+        if isinstance(metrics["loss"], jax.core.Tracer):
+            return state, metrics
+        if _is_on_several_cpus(metrics["loss"]):
             # CPU devices share their threads: with several steps under way, those of one may hold
             # the threads that an all-reduce of another waits for.
             jax.block_until_ready(metrics)
@@ -93,14 +111,17 @@ class TrainStep:
             )
 
 
-def _is_on_cpus(x: jax.Array) -> bool:
+def _is_deleted(x: jax.Array) -> bool:
+    is_concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return is_concrete and x.is_deleted()
+
+
+def _is_on_several_cpus(x: jax.Array) -> bool:
     """Tell whether an array lies on several devices of a CPU, as what a pipeline gives does too."""
-    if isinstance(x, jax.core.Tracer) or x.sharding.num_devices == 1:
-        return False
-    return next(iter(x.devices())).platform == "cpu"
+    return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
-def _own(x: Any) -> jax.Array:
+def _copy(x: Leaf) -> jax.Array:
     # A weakly typed parameter would come back strongly typed and compile the step anew.
     return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
 
@@ -126,7 +147,7 @@ def _on_one_mesh(state: TrainState) -> TrainState:
 
 
 def make_train_step(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn | None,
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
@@ -136,7 +157,7 @@ def make_train_step(
     packed: bool = False,
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
-    value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    value_and_grad: Callable[[Params, Batch], tuple[Any, Updates]] | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """Return a jitted training step: gradient, update, new params, in place.
@@ -150,7 +171,8 @@ def make_train_step(
     is copied.
 
     Args:
-      loss_fn: (params, batch) -> loss, a scalar; or (loss, aux) with `has_aux`.
+      loss_fn: (params, batch) -> loss, a scalar; or (loss, aux) with `has_aux`. None beside
+        `value_and_grad`.
       tx: an optimizer of optfn or optax.
       has_aux: whether `loss_fn` gives auxiliary data as well; it comes back as metrics["aux"], on a
         mesh the mean over workers of numbers, the sum of integers.
@@ -190,8 +212,9 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    _check_arguments(loss_fn, tx)
-    extra_tx = optax.with_extra_args_support(tx)
+    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
+        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
+    extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
@@ -210,7 +233,7 @@ def make_train_step(
             )
         gradient = unpacked(gradient)
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         keys = () if key_of is None else (key_of(state.step),)
         value, grads = gradient(state.params, batch, *keys)
         extra: dict[str, Any] = {}
@@ -224,7 +247,7 @@ def make_train_step(
         updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss, **extra)
         params = core.apply_updates(params, updates)
         metrics = {"loss": loss} | ({"aux": aux[0]} if has_aux else {})
-        metrics |= _gauges(opt_state)
+        metrics |= _metrics_of(opt_state)
         return TrainState(optax.safe_increment(state.step), params, opt_state), metrics
 
     whole: Callable[..., Any] = step
@@ -234,12 +257,6 @@ def make_train_step(
     donated = (0,) if checks.flag("donate", donate) else ()
     compiled = jax.jit(whole, donate_argnums=donated)
     return TrainStep(loss_fn, extra_tx, compiled, mesh, data_axis, packed)
-
-
-def _check_arguments(loss_fn: Any, tx: Any) -> None:
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    core.check_transform("tx", tx)
 
 
 def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Array] | None:
@@ -270,14 +287,15 @@ def _check_unused(**of_loss: Any) -> None:
 
 
 def _value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn | None,
     has_aux: bool,
     tables: Pattern | None,
     recompute: Sequence[str] | None,
 ) -> Callable[..., Any]:
     """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
 
-    def checked(params: Any, batch: Any, *keys: Any) -> Any:
+    def checked(params: Params, batch: Batch, *keys: jax.Array) -> Any:
+        assert loss_fn is not None  # only beside value_and_grad
         value = loss_fn(params, batch, *keys)
         if has_aux and not (isinstance(value, tuple) and len(value) == 2):
             raise TypeError("with has_aux=True, loss_fn must return the pair (loss, aux)")
@@ -300,7 +318,7 @@ def _value_and_grad(
     return jax.value_and_grad(checked, has_aux=has_aux, allow_int=True)
 
 
-def _barrier(tree: Any) -> Any:
+def _barrier(tree: PyTree) -> PyTree:
     """Keep XLA from mixing the update with the loss that reads the same parameters.
 
     Where it does, it keeps a copy of the parameters.
@@ -312,16 +330,16 @@ def _barrier(tree: Any) -> Any:
     return jax.tree.unflatten(structure, whole)
 
 
-def _gauges(opt_state: Any) -> dict[str, jax.Array]:
+def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
     """Return what a state has to tell the host: its rate, and whether a guard gave up."""
 
     def guard(x: Any) -> bool:
         return isinstance(x, SkipNonfiniteState)
 
-    gauges = {}
+    metrics = {}
     flags = [x.gave_up for x in jax.tree.leaves(opt_state, is_leaf=guard) if guard(x)]
     if flags:
-        gauges["gave_up"] = functools.reduce(jnp.logical_or, flags)
+        metrics["gave_up"] = functools.reduce(jnp.logical_or, flags)
     with contextlib.suppress(ValueError):  # no rate, or several
-        gauges["learning_rate"] = get_learning_rate(opt_state)
-    return gauges
+        metrics["learning_rate"] = get_learning_rate(opt_state)
+    return metrics
