@@ -482,3 +482,47 @@ def test_references_agree_on_attributes():
     )  # fmt: skip
     trail, _ = run(tx, {"w": jnp.asarray(p, jnp.float32)}, [{"w": jnp.asarray(x)} for x in g])
     np.testing.assert_allclose([t["w"] for t in trail], want["w"], rtol=1e-5)
+
+
+# Arguments
+
+PARAMS = {"w": jnp.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: optfn.accumulate(3, 2), TypeError, "accumulate: tx must be a gradient"),
+        (lambda: optfn.skip_nonfinite("adam"), TypeError, "skip_nonfinite: tx .* got 'adam'"),
+        (lambda: optfn.record_metrics(None), TypeError, "record_metrics: tx .* got None"),
+        (lambda: optfn.summary(3, PARAMS), TypeError, "summary: tx must be .* got 3 of type int"),
+        (lambda: optfn.master_weights(optfn.sgd(0.1), "float99"), ValueError, "dtype.*'float99'"),
+        (lambda: optfn.master_weights(3), TypeError, "master_weights: tx must be a gradient"),
+        (lambda: optfn.load_state_dict(3, 3), TypeError, "load_state_dict: mapping .* got 3"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_functions_among_the_leaves_are_told_how_to_part():
+    """As in an equinox module that is not partitioned."""
+    with pytest.raises(TypeError, match=r"parameter 'act' must be an array.*equinox\.partition"):
+        optfn.adam(0.1).init({"act": jnp.tanh, "w": jnp.ones(3)})
+
+
+def test_norms_are_taken_in_float32():
+    """Also of narrow gradients: in float16 the squares of large ones are infinite."""
+    for dtype, value in ((jnp.bfloat16, 0.7), (jnp.float16, 297.06)):
+        tx, params = optfn.record_metrics(optfn.sgd(0.1)), {"w": jnp.ones(200, dtype)}
+        grads = {"w": jnp.full(200, value, dtype)}
+        _, state = tx.update(grads, tx.init(params), params)
+        want = np.linalg.norm(np.asarray(grads["w"], np.float64))
+        np.testing.assert_allclose(optfn.metrics(state)["grad_norm"], want, rtol=1e-6)
+
+
+def test_one_recorder_inside_another_is_several():
+    tx = optfn.record_metrics(optfn.skip_nonfinite(optfn.record_metrics(optfn.sgd(0.1))))
+    with pytest.raises(ValueError, match="must hold one record_metrics; it holds 2"):
+        optfn.metrics(tx.init(PARAMS))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from optfn.leaves.types import PyTree
 
@@ -36,11 +37,21 @@ def _when(fn: Callable[..., Any], due: jax.Array, carry: PyTree, reads: PyTree) 
     return jax.lax.while_loop(lambda state: state[0], body, (due, carry))[1]
 
 
-@_when.defjvp
+@partial(_when.defjvp, symbolic_zeros=True)
 def _when_jvp(fn: Callable[..., Any], primals: PyTree, tangents: PyTree) -> PyTree:
     due, carry, reads = primals
+    leaves, structure = jax.tree.flatten((carry, reads))
+    directions = jax.tree.leaves(tangents[1:], is_leaf=_is_zero)
+    varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
 
-    def plain(carry: PyTree, reads: PyTree) -> PyTree:
-        return jax.lax.cond(due, lambda c, r: tuple(fn(*c, *r)), lambda c, r: c, carry, reads)
+    def plain(*values: jax.Array) -> PyTree:
+        # What does not vary is a constant: the root of an accumulator that is 0 has no derivative.
+        given = dict(zip(varied, values, strict=True))
+        carry, reads = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
+        return jax.lax.cond(due, lambda: tuple(fn(*carry, *reads)), lambda: carry)
 
-    return jax.jvp(plain, (carry, reads), tangents[1:])
+    return jax.jvp(plain, [leaves[i] for i in varied], [directions[i] for i in varied])
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)

@@ -1,0 +1,45 @@
+"""A loss after an update can be differentiated through the update, in both modes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import registry
+
+import optfn
+
+# Rounding to few bits has no derivative. What is skipped or not due has none that can be compared.
+NAMES = [k for k, v in registry.EVERYTHING.items() if not v.quantized]
+
+
+def after(entry, x):
+    """Return a loss of the params after three steps with gradients that depend on x."""
+    tx, params = entry.make(), {"w": 1.5 + jnp.sin(x), "z": jnp.float32(0.5)}
+    state = tx.init(params)
+    for k in range(3):
+        grads = jax.tree.map(lambda p, k=k: 0.3 * (k + 1) * p + 0.2, params)
+        updates, state = tx.update(grads, state, params, **dict(entry.extra))
+        params = optfn.apply_updates(params, updates)
+    return jnp.sum(params["w"] ** 2) + params["z"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_derivatives_are_those_of_finite_differences(name):
+    entry, x = registry.EVERYTHING[name], jnp.array([0.3, -0.4, 0.9])
+    loss = jax.jit(lambda x: after(entry, x))
+    gradient = jax.jit(jax.grad(loss))(x)
+    direction = jnp.array([1.0, -0.5, 0.25])
+    _, forward = jax.jvp(loss, (x,), (direction,))
+    np.testing.assert_allclose(forward, gradient @ direction, rtol=1e-4, atol=1e-5)
+    h = 1e-2
+    difference = (loss(x + h * direction) - loss(x - h * direction)) / (2 * h)
+    np.testing.assert_allclose(forward, difference, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["ftrl", "accumulate"])
+def test_a_loop_keeps_them_in_place_all_the_same(name):
+    """The derivative is not paid for by a step that is not differentiated."""
+    tx = {"ftrl": optfn.ftrl(0.1), "accumulate": optfn.accumulate(optfn.adam(0.1), 2)}[name]
+    step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), tx)
+    text = step.compiled.lower(step.init(jnp.zeros(10_000)), jnp.ones(10_000)).as_text()
+    assert "stablehlo.while" in text and "stablehlo.case" not in text
