@@ -40,7 +40,8 @@ def _when(fn: Callable[..., Any], due: jax.Array, carry: PyTree, reads: PyTree) 
 @partial(_when.defjvp, symbolic_zeros=True)
 def _when_jvp(fn: Callable[..., Any], primals: PyTree, tangents: PyTree) -> PyTree:
     due, carry, reads = primals
-    leaves, structure = jax.tree.flatten((carry, reads))
+    leaves = jax.tree.leaves((carry, reads))
+    structure: Any = jax.tree.structure((carry, reads))
     directions = jax.tree.leaves(tangents[1:], is_leaf=_is_zero)
     varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
 
