@@ -65,6 +65,7 @@ def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
     assert spec(first[0]) == spec(params)
 
 
+@pytest.mark.optimized
 @EVERYTHING
 def test_jit_equals_eager_and_scan(entry):
     """Three steps: eager, and jitted inside one lax.scan."""

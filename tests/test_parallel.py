@@ -85,6 +85,7 @@ def test_compression_keeps_gradients_local():
     assert int(state.opt_state[0].num_workers) == N
 
 
+@pytest.mark.optimized
 def test_the_compiled_step_is_in_place_and_sparse():
     n, mesh = 1 << 20, data_mesh(N)
 

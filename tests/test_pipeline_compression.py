@@ -140,6 +140,7 @@ def test_unlike_stages_that_share_weights_train_as_two_simulated_workers():
     assert_close(state.params, want_params)
 
 
+@pytest.mark.optimized
 def test_shared_weights_and_integers_beside_stacked_stages():
     """`spec` is that of the stages; shared weights are whole; integers have no update, no state."""
 

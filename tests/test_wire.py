@@ -84,6 +84,7 @@ def collectives(text):
     return found
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("form", "entry"), [("float32", 8), ("bfloat16", 4)])
 def test_bytes_on_the_wire(form, entry, check_vma):
