@@ -96,11 +96,14 @@ def test_vmap_equals_one_by_one(entry):
     tx = entry.make()
     stack = functools.partial(jax.tree.map, lambda *xs: jnp.stack(xs))
     params, grads = [tree_of(0), tree_of(1)], [tree_of(10), tree_of(11)]
-    state = jax.vmap(tx.init)(stack(*params))
-    mapped = jax.vmap(lambda g, s, p: updated(entry, tx, g, s, p))
-    updates, _ = mapped(stack(*grads), state, stack(*params))
+
+    def first(g, p):
+        return updated(entry, tx, g, tx.init(p), p)[0]
+
+    updates = jax.jit(jax.vmap(first))(stack(*grads), stack(*params))
+    one_by_one = jax.jit(first)
     for k in range(2):
-        alone, _ = updated(entry, tx, grads[k], tx.init(params[k]), params[k])
+        alone = one_by_one(grads[k], params[k])
         one = jax.tree.map(lambda x, k=k: x[k], updates)
         chex.assert_trees_all_close(one, alone, rtol=2e-6, atol=1e-6)
 
@@ -132,7 +135,7 @@ def test_without_params_where_the_rule_needs_none(entry):
         with pytest.raises(ValueError, match="needs the parameters"):
             tx.update(grads, state, **dict(entry.extra))
     else:
-        updates, new = tx.update(grads, state, **dict(entry.extra))
+        updates, new = jax.jit(functools.partial(tx.update, **dict(entry.extra)))(grads, state)
         assert spec(updates) == spec(grads)
         assert spec(new) == spec(state)
 
@@ -232,8 +235,9 @@ def test_low_precision_leaves(entry, dtype):
     narrow = {jnp.dtype(d) for d in (jnp.bfloat16, jnp.int8, jnp.uint8) if entry.quantized}
     for leaf in jax.tree.leaves(state):
         assert leaf.dtype in {jnp.dtype(d) for d in (jnp.float32, jnp.int32, jnp.bool_)} | narrow
+    step = jax.jit(functools.partial(updated, entry, tx))
     for grads in (jax.tree.map(jnp.zeros_like, params), tree_of(10, dtype), tree_of(10)):
-        updates, new = updated(entry, tx, grads, state, params)
+        updates, new = step(grads, state, params)
         wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         assert spec(updates) == spec(wide if entry.wide_updates else params)
         assert spec(new) == spec(state)
