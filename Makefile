@@ -15,8 +15,8 @@ demo-compression: $(VENV)/.demo
 # As many workers as cores and memory allow: tests/conftest.py. Where TESTS has nothing of one kind,
 # pytest ends with 5.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto -m optimized $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
-	$(BIN)/python -m pytest -n auto --quick-compiler $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+	$(BIN)/python -m pytest -n auto --dist worksteal -m optimized $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick-compiler $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

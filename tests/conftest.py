@@ -1,11 +1,14 @@
 """Shared set-up: CPU with several devices, deterministic, strict; compilers and memory."""
 
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import os
 import resource
+import shutil
 import sys
+import tempfile
 
 import pytest
 
@@ -40,6 +43,30 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("quick_compiler"):
         os.environ["XLA_FLAGS"] += QUICK_COMPILER
+        share_programs(config)
+
+
+def share_programs(config):
+    """Let the workers read what others compiled, and what they dropped: it takes 3 ms a program.
+
+    Kept for this run only. Not for optimized programs: their figures should be the compiler's.
+    """
+    import jax
+
+    if hasattr(config, "workerinput"):
+        config.programs = config.workerinput["programs"]
+    else:
+        config.programs = tempfile.mkdtemp(prefix="optfn-programs-")
+        config.add_cleanup(functools.partial(shutil.rmtree, config.programs, ignore_errors=True))
+    jax.config.update("jax_compilation_cache_dir", config.programs)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Tell a worker of xdist where the programs are."""
+    node.workerinput["programs"] = getattr(node.config, "programs", None)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -69,8 +69,13 @@ def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
 @EVERYTHING
 def test_jit_equals_eager_and_scan(entry):
     """Three steps: eager, and jitted inside one lax.scan."""
-    tx, params = entry.make(), tree_of(0)
-    gradients = [tree_of(10 * k) for k in (1, 2, 3)]
+
+    def tree_of_one_matrix(seed):  # each eager operation is compiled for each shape
+        tree = tree_of(seed)
+        return tree | {"layers": [tree["layers"][0], {"w": None, "b": None}]}
+
+    tx, params = entry.make(), tree_of_one_matrix(0)
+    gradients = [tree_of_one_matrix(10 * k) for k in (1, 2, 3)]
 
     def step(carry, grads):
         params, state = carry
