@@ -9,6 +9,7 @@ import resource
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(config, items):
     """Leave the tests of optimized programs to the run with XLA's own settings."""
     if config.getoption("quick_compiler"):
         left_out = [item for item in items if item.get_closest_marker("optimized")]
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = [item for item in items if not item.get_closest_marker("optimized")]
         config.hook.pytest_deselected(items=left_out)
 
 
@@ -83,15 +84,13 @@ def pytest_collection_modifyitems(config, items):
 def available_memory() -> float:
     """Return the bytes that new processes can take, of the machine and of its control group."""
     bounds = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
+    group = Path("/sys/fs/cgroup")
     try:
-        with open("/proc/meminfo") as file:
-            sizes = dict(line.split(":") for line in file)
-        bounds.append(float(sizes["MemAvailable"].split()[0]) * 1024)
-        with (
-            open("/sys/fs/cgroup/memory.max") as most,
-            open("/sys/fs/cgroup/memory.current") as now,
-        ):
-            bounds.append(float(most.read()) - float(now.read()))
+        machine = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        bounds.append(float(machine["MemAvailable"].split()[0]) * 1024)
+        most = float((group / "memory.max").read_text())
+        taken = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        bounds.append(most - sum(float(taken[k]) for k in ("anon", "kernel", "shmem")))
     except (OSError, KeyError, ValueError):
         pass  # not Linux, or no bound ("max")
     return min(bounds)
@@ -100,6 +99,8 @@ def available_memory() -> float:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Return a worker for each core, at most 8, and no more than memory allows."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # xdist reads it
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(cores or 1, 8, int(available_memory() // WORKER_BYTES)))
 
