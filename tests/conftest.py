@@ -29,7 +29,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     QUICK_COMPILER += " --xla_cpu_use_fusion_emitters=false"
 # A compiled program holds 1.5 to 2 MB for as long as a cache of JAX has it. From here on they are
 # dropped between tests; what a worker grows by in a single test is less than the rest of its share.
-CLEAR_ABOVE = 900e6
+CLEAR_ABOVE = 800e6
 WORKER_BYTES = 1.5e9
 
 
