@@ -11,8 +11,12 @@ demo: $(VENV)/.demo
 demo-compression: $(VENV)/.demo
 	$(BIN)/python -m examples.compression
 
+# First what stands on the programs as XLA optimizes them, then the rest, which is compiled quickly.
+# As many workers as cores and memory allow: tests/conftest.py. Where TESTS has nothing of one kind,
+# pytest ends with 5.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(TESTS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m optimized $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick-compiler $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     """One way to build a public transform."""
 
     name: str  # of the factory in optfn
-    make: Callable[[], optax.GradientTransformationExtraArgs]
+    make: Callable[..., optax.GradientTransformationExtraArgs]  # optimizers take more options
     complex_leaves: bool = False
     needs_params: bool = False
     wide_updates: bool = False  # updates of narrow parameters are float32
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 def _optimizer(name: str, *args: Any, **options: Any) -> Entry:
     fields = {k: options.pop(k) for k in Entry._fields if k in options}
-    return Entry(name, lambda: getattr(optfn, name)(*args, **options), **fields)
+    return Entry(name, lambda **more: getattr(optfn, name)(*args, **options | more), **fields)
 
 
 LR = 0.1
@@ -60,21 +60,19 @@ OPTIMIZERS: dict[str, Entry] = {
     "ftrl": _optimizer("ftrl", LR, l1=0.01, l2=0.01, needs_params=True),
     "lamb": _optimizer("lamb", 0.01, needs_params=True),
     "lamb_corrected": _optimizer("lamb", 0.01, bias_correction=True, needs_params=True),
-    "adam_clip_l2": Entry(
+    "adam_clip_l2": _optimizer(
         "adam",
-        lambda: optfn.adam(
-            optfn.schedules.noam(64, 10),
-            grad_clip=optfn.clip_by_global_norm(1.0),
-            regularization=optfn.l2_decay(0.01),
-        ),
+        optfn.schedules.noam(64, 10),
+        grad_clip=optfn.clip_by_global_norm(1.0),
+        regularization=optfn.l2_decay(0.01),
         complex_leaves=True,
         needs_params=True,
     ),
-    "sgd_clip_l1": Entry(
+    "sgd_clip_l1": _optimizer(
         "sgd",
-        lambda: optfn.sgd(
-            LR, grad_clip=optfn.clip_by_value(0.5), regularization=optfn.l1_decay(0.01)
-        ),
+        LR,
+        grad_clip=optfn.clip_by_value(0.5),
+        regularization=optfn.l1_decay(0.01),
         needs_params=True,
     ),
 }
@@ -216,8 +214,6 @@ WRAPPERS: dict[str, Entry] = {
 
 EVERYTHING = OPTIMIZERS | TRANSFORMS | WRAPPERS
 
-# Public names that are not factories of transforms; each has its own tests.
-
 
 def in_turn(*kinds: Any) -> list[Any]:
     """Return pytest parameters (entry, kind): each entry with the next kind, to go round once."""
@@ -227,6 +223,7 @@ def in_turn(*kinds: Any) -> list[Any]:
     ]
 
 
+# Public names that are not factories of transforms; each has its own tests.
 OTHER_NAMES = {
     "Packed",
     "ParamAttr",

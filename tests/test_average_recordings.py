@@ -9,6 +9,8 @@ from test_recordings import CASES, arrays
 
 import optfn
 
+pytestmark = pytest.mark.optimized  # float32 as users compile it
+
 EMA = [name for name, case in CASES.items() if case["family"] == "ema"]
 WINDOWS = [name for name, case in CASES.items() if case["family"] == "model_average"]
 

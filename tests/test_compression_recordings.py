@@ -10,6 +10,8 @@ from test_recordings import arrays, leaves
 import optfn
 from optfn.distributed import deep_gradient_compression
 
+pytestmark = pytest.mark.optimized  # float32 as users compile it
+
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_follows_paddles_momentum(nesterov):

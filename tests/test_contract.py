@@ -65,11 +65,17 @@ def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
     assert spec(first[0]) == spec(params)
 
 
+@pytest.mark.optimized
 @EVERYTHING
 def test_jit_equals_eager_and_scan(entry):
     """Three steps: eager, and jitted inside one lax.scan."""
-    tx, params = entry.make(), tree_of(0)
-    gradients = [tree_of(10 * k) for k in (1, 2, 3)]
+
+    def tree_of_one_matrix(seed):  # each eager operation is compiled for each shape
+        tree = tree_of(seed)
+        return tree | {"layers": [tree["layers"][0], {"w": None, "b": None}]}
+
+    tx, params = entry.make(), tree_of_one_matrix(0)
+    gradients = [tree_of_one_matrix(10 * k) for k in (1, 2, 3)]
 
     def step(carry, grads):
         params, state = carry
@@ -95,11 +101,14 @@ def test_vmap_equals_one_by_one(entry):
     tx = entry.make()
     stack = functools.partial(jax.tree.map, lambda *xs: jnp.stack(xs))
     params, grads = [tree_of(0), tree_of(1)], [tree_of(10), tree_of(11)]
-    state = jax.vmap(tx.init)(stack(*params))
-    mapped = jax.vmap(lambda g, s, p: updated(entry, tx, g, s, p))
-    updates, _ = mapped(stack(*grads), state, stack(*params))
+
+    def first(g, p):
+        return updated(entry, tx, g, tx.init(p), p)[0]
+
+    updates = jax.jit(jax.vmap(first))(stack(*grads), stack(*params))
+    one_by_one = jax.jit(first)
     for k in range(2):
-        alone, _ = updated(entry, tx, grads[k], tx.init(params[k]), params[k])
+        alone = one_by_one(grads[k], params[k])
         one = jax.tree.map(lambda x, k=k: x[k], updates)
         chex.assert_trees_all_close(one, alone, rtol=2e-6, atol=1e-6)
 
@@ -131,7 +140,7 @@ def test_without_params_where_the_rule_needs_none(entry):
         with pytest.raises(ValueError, match="needs the parameters"):
             tx.update(grads, state, **dict(entry.extra))
     else:
-        updates, new = tx.update(grads, state, **dict(entry.extra))
+        updates, new = jax.jit(functools.partial(tx.update, **dict(entry.extra)))(grads, state)
         assert spec(updates) == spec(grads)
         assert spec(new) == spec(state)
 
@@ -231,8 +240,9 @@ def test_low_precision_leaves(entry, dtype):
     narrow = {jnp.dtype(d) for d in (jnp.bfloat16, jnp.int8, jnp.uint8) if entry.quantized}
     for leaf in jax.tree.leaves(state):
         assert leaf.dtype in {jnp.dtype(d) for d in (jnp.float32, jnp.int32, jnp.bool_)} | narrow
+    step = jax.jit(functools.partial(updated, entry, tx))
     for grads in (jax.tree.map(jnp.zeros_like, params), tree_of(10, dtype), tree_of(10)):
-        updates, new = updated(entry, tx, grads, state, params)
+        updates, new = step(grads, state, params)
         wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
         assert spec(updates) == spec(wide if entry.wide_updates else params)
         assert spec(new) == spec(state)
@@ -348,12 +358,36 @@ def test_shapes_and_structures_must_match(entry):
         tx.init(params | {"b": jax.random.key(0)})
 
 
-@EVERYTHING
-def test_state_of_other_params_is_an_error(entry):
+# Nothing in the state of these has the shape of a parameter.
+OF_ANY_PARAMS = {
+    "add_decayed_weights",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
+    "l1_decay",
+    "l2_decay",
+    "record_metrics",
+    "reduce_on_plateau",
+    "scale_by_lars",
+    "scale_by_learning_rate",
+    "scale_by_learning_rate_schedule",
+    "scale_by_trust_ratio",
+    "sgd",
+    "sgd_clip_l1",
+}
+
+
+@pytest.mark.parametrize("name", sorted(OF_ANY_PARAMS))
+def test_state_of_any_params(name):
+    state = registry.EVERYTHING[name].make().init({"w": jnp.ones((2, 2))})
+    assert all(x.shape == () for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", [k for k in registry.EVERYTHING if k not in OF_ANY_PARAMS])
+def test_state_of_other_params_is_an_error(name):
+    entry = registry.EVERYTHING[name]
     tx = entry.make()
     state = tx.init({"w": jnp.ones((2, 2))})
-    if all(x.shape == () for x in jax.tree.leaves(state)):
-        return  # nothing in the state depends on the params
     w = {"w": jnp.ones((3, 2))}
     with pytest.raises(ValueError, match=r"'w'.*other params"):
         updated(entry, tx, w, state, w)
@@ -364,18 +398,17 @@ def test_state_of_other_params_is_an_error(entry):
 
 @EVERYTHING
 def test_hostile_magnitudes_stay_finite(entry):
-    """Gradients of ±1e-30 and ±1e30, one and all elements, for five steps."""
+    """Gradients of ±1e-30 and ±1e30, one and all elements, for five steps: update and params."""
     tx = entry.make()
+    step = jax.jit(functools.partial(updated, entry, tx))
     params = {"w": normal((4,), 0), "zero": jnp.zeros(4)}
     for size in (1e-30, 1e30):
         grads = jax.tree.map(lambda p, s=size: s * jnp.array([1.0, -1.0, 0.0, 1.0]), params)
         p, state = params, tx.init(params)
         for _ in range(5):
-            updates, state = updated(entry, tx, grads, state, p)
-            if entry.name.startswith(("scale_by", "clip", "l1", "l2", "add", "schedules")):
-                continue  # a direction, not a step
+            updates, state = step(grads, state, p)
             p = optfn.apply_updates(p, updates)
-        chex.assert_tree_all_finite(p)
+            chex.assert_tree_all_finite((updates, p))
 
 
 @EVERYTHING

@@ -26,12 +26,14 @@ BATCH = np.ones((SHAPE[0], SHAPE[0]), np.float32)
 COPIES = {"ftrl", "adamw_lazy_exact"}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", [k for k in registry.OPTIMIZERS if k not in COPIES])
 def test_train_steps_are_in_place(name):
     step = optfn.make_train_step(loss_fn, registry.OPTIMIZERS[name].make())
     optfn.assert_in_place(step, step.init(params_of()), BATCH)
 
 
+@pytest.mark.optimized
 def test_another_order_of_donated_arguments_is_found():
     tx = optfn.adam(0.1)
 

@@ -221,6 +221,7 @@ def test_train_step(options):
     assert len(jax.tree.leaves(states[1].opt_state)) < 10
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["adam", "adam_clip_l2", "momentum", "rmsprop"])
 def test_a_packed_step_is_in_place(name):
     tree = {f"layer{k}": {"w": normal((32, 32), k), "b": normal(32, k)} for k in range(8)}
@@ -244,6 +245,7 @@ def test_minimize_goes_on_from_the_checkpoint_of_the_tree(tmp_path):
     chex.assert_trees_all_close(optfn.unpack(state.params), whole.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.optimized
 def test_slices_of_one_shape_share_their_code():
     """On CPU no slice is compiled for its own offset, and the gradient is not padded."""
     tree = {f"w{k}": normal((3, 3), k) for k in range(40)}

@@ -1,8 +1,5 @@
 """A training step on a mesh: data parallel, and with Deep Gradient Compression."""
 
-import re
-from pathlib import Path
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -88,6 +85,7 @@ def test_compression_keeps_gradients_local():
     assert int(state.opt_state[0].num_workers) == N
 
 
+@pytest.mark.optimized
 def test_the_compiled_step_is_in_place_and_sparse():
     n, mesh = 1 << 20, data_mesh(N)
 
@@ -259,18 +257,6 @@ def test_specs_and_state_for_an_own_shard_map():
     new, state = jax.jit(step)(params, state, jnp.arange(4.0))
     assert not np.array_equal(new["w"], params["w"])
     assert optfn.summary(tx, params)
-
-
-def test_the_programs_of_the_documentation_run():
-    text = (Path(__file__).parent.parent / "docs" / "distributed.md").read_text()
-    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for program in programs:
-        names = {}
-        exec(compile(program, "distributed.md", "exec"), names)
-        if "mesh" in names:
-            state = jax.tree.leaves(names["state"])
-            assert any(np.any(x) for x in state) and names["mesh"].size == 8
-    assert len(programs) == 3 and "sparse_loco" in names
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])

@@ -198,12 +198,14 @@ def temporaries(schedule, stash, m):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("stash", ["input", "residual"])
 def test_memory_of_1f1b_is_flat(stash):
     assert temporaries("1f1b", stash, 64) <= 1.02 * temporaries("1f1b", stash, 16)
     assert temporaries("1f1b", stash, 64) <= 0.2 * temporaries("gpipe", "residual", 64)
 
 
+@pytest.mark.optimized
 def test_memory_of_zero_bubble_is_flat():
     assert temporaries("zb", "residual", 64) <= 1.02 * temporaries("zb", "residual", 16)
 
@@ -782,7 +784,8 @@ def test_two_processes():
         port = str(probe.getsockname()[1])
     here = Path(__file__).parent
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        # The last one counts; examples and benchmarks that are imported add their own.
+        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
     }

@@ -98,6 +98,7 @@ def test_state_stays_sharded_by_stage(explicit):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.optimized
 def test_no_parameter_leaves_its_stage():
     """The collectives of the step: activations between neighbours, sums of gradients and norms."""
     mesh = mesh_of(False)
@@ -108,6 +109,7 @@ def test_no_parameter_leaves_its_stage():
     assert collectives == {"all-reduce", "collective-permute"}
 
 
+@pytest.mark.optimized
 def test_heterogeneous_stages_on_every_device():
     """Params of heterogeneous stages are replicated; the step is compiled once and waited for."""
     mesh = mesh_of(False)

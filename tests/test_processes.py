@@ -20,7 +20,9 @@ def launch(directory, processes, steps, *words):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+    environment = os.environ | {
+        "XLA_FLAGS": flags,  # one device each
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
     }

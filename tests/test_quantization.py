@@ -146,6 +146,7 @@ def test_small_moments_follow_float32(make, moment_dtype, bound):
 TREE = {"w": (512, 300), "odd": (333, 77), "bias": (300,), "scalar": ()}
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("make", [optfn.adam, optfn.adamw])
 @pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 4.01), ("int8", 2.1)])
 def test_bytes_of_state_and_of_temporaries(make, moment_dtype, most):

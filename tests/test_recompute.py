@@ -17,6 +17,8 @@ from optfn.autodiff.costs import costs_of
 from optfn.autodiff.rotor import FunctionCosts, Rotor
 from optfn.distributed import pipeline_value_and_grad, stack_stages
 
+pytestmark = pytest.mark.optimized  # memory, FLOPs and bits of compiled programs
+
 WIDTH, BATCH, LAYERS = 16, 64, 16
 
 

@@ -21,6 +21,8 @@ from registry import clip_of, penalty_of, plateau_rates
 
 import optfn
 
+pytestmark = pytest.mark.optimized  # float32 as users compile it
+
 RECORDINGS = Path(__file__).parent / "recordings"
 MANIFEST = json.loads((RECORDINGS / "manifest.json").read_text())
 CASES = {case["case"]: case for case in MANIFEST["cases"]}

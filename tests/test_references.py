@@ -22,6 +22,8 @@ from registry import clip_of, penalty_of, plateau_rates
 
 import optfn
 
+pytestmark = pytest.mark.optimized  # float32 as users compile it
+
 STEPS = 50
 EPSILON = float(np.finfo(np.float32).eps)
 TINY = 1e-36  # below this float32 products lose digits, and XLA flushes them to 0

@@ -456,6 +456,7 @@ def big_loss(params, batch):
     return jnp.mean(x**2)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("make", [optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw])
 def test_a_step_makes_nothing_as_large_as_the_table(make):
     """The compiled step scatters into what is donated; its temporaries are of the batch's size."""
@@ -488,6 +489,7 @@ def test_train_step_with_rows_is_that_with_dense_gradients():
         chex.assert_trees_all_close(*ends, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.optimized
 def test_on_a_mesh_rows_are_gathered_and_the_table_is_not():
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     params = {"table": normal(0, 5000, 8), "w": normal(1, 8, 4)}

@@ -53,6 +53,7 @@ def test_state_is_donated_and_the_callers_arrays_are_not():
     np.testing.assert_array_equal(state.params["w"], 0.0)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_compiled_step_keeps_no_copy_of_a_parameter(dtype):
     """Temporaries are a small part of one parameter's bytes: everything is updated in place."""

@@ -84,6 +84,7 @@ def collectives(text):
     return found
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(("value_dtype", "entry"), [("float32", 8), ("bfloat16", 4)])
 def test_bytes_on_the_network(value_dtype, entry, check_vma):

@@ -69,7 +69,7 @@ def test_untrainable_leaves_are_left_alone_bit_for_bit(entry):
     """−0.0 stays −0.0; there is no state; the gradient may be anything, or missing."""
     held = {"a/.*": optfn.ParamAttr(trainable=False)}
     options = {"param_attrs": held, "grad_clip": optfn.clip_by_global_norm(1.0)}
-    tx = optfn.adamw(0.1, **options) if entry.name == "adamw" else optfn.adam(0.1, **options)
+    tx = entry.make(**options)
     params = tree(0)
     params["a"]["b"] = jnp.array([-0.0, 0.0, jnp.nan, jnp.inf])
     state = tx.init(params)
@@ -334,6 +334,7 @@ def test_accumulate_runs_the_inner_update_only_when_due():
     assert jaxpr.count("while[") == 1
 
 
+@pytest.mark.optimized
 def test_accumulate_keeps_few_temporaries():
     """At most 8 bytes a parameter beyond params, state and gradients, which are in place."""
     n = 1 << 18
