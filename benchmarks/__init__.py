@@ -1,1 +1,1 @@
-"""Benchmarks: one script per question, each beside its peer in one process."""
+"""Benchmarks: one script per question, which measures both sides in one process."""

@@ -2,10 +2,11 @@
 
     python -m benchmarks [--toy] [--only NAME …] [--out bench-out]
 
-The tables are printed as they come. In the output folder: `report.md`, all tables under the device,
-the versions and the commit; `results.json`, the same rows for programs; a log of each script's
-errors. A script that cannot run on this machine is in both with its reason; one that fails is too,
-and makes the exit status 1. Nothing here touches a device, which a script may need for itself.
+The tables are printed as they are measured. The output folder has `report.md`, all tables with the
+device, the versions and the commit; `results.json`, the same rows for programs; and a log of each
+script's errors. A script that cannot run on this machine is listed in both with the reason; so is
+one that fails, which makes the exit status 1. This module uses no device, since a script may need
+it.
 """
 
 import argparse
@@ -33,7 +34,7 @@ class Script(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-# What gains; sgd, momentum and Adam stand for the rules at parity.
+# The rules that gain; sgd, momentum and Adam represent those at parity.
 SOME = (
     *("--rounds", "5", "--only", "sgd", "momentum", "lars", "adadelta", "adam"),
     *("adam, clip by global norm", "lamb"),
@@ -55,7 +56,7 @@ SUITE = {
 
 
 class Result(NamedTuple):
-    """What came of a script; `reason` says why there are no rows, `failed` whether it should."""
+    """The result of a script; `reason` says why it has no rows, `failed` if that is an error."""
 
     command: list[str]
     seconds: float
@@ -111,7 +112,7 @@ class Progress:
 def run(
     name: str, script: Script, out: Path, toy: bool, write: Callable[[str], None] = print
 ) -> Result:
-    """Run a script, its rows and its errors into files of `out`; write each line that it prints."""
+    """Run a script; save its rows and errors in `out`, and pass each line it prints to `write`."""
     rows, log = out / f"{name}.json", out / f"{name}.log"
     rows.unlink(missing_ok=True)
     command = ["python", "-m", f"benchmarks.{script.module}", *script.arguments]
@@ -176,7 +177,7 @@ def _quoted(word: str) -> str:
 
 
 def main() -> None:
-    """Run the scripts that are asked for; what is done is on the disk after each."""
+    """Run the scripts that are asked for, and save the results after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="each script at the sizes of a test")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=SUITE, default=list(SUITE))

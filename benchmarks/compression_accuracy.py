@@ -4,10 +4,10 @@
         [--text-seeds 2]
 
 Four workers, simulated by `vmap` on one device, train an MLP on scikit-learn's digits and the
-demo's transformer on text: dense momentum, and `dgc_momentum` with masking and ramp, and without
-each. Batches, rates and start are the same for all. Leaves from 1,000 elements on are compressed;
-with the default of 16,384 little of models as small as these would be. It measures no time
-and is not part of the suite (`python -m benchmarks`).
+demo's transformer on text, with dense momentum, and with `dgc_momentum` with and without masking
+and ramp. Batches, learning rates and initial params are the same for all. Leaves from 1,000
+elements on are compressed; with the default of 16,384 hardly any of these small models would be.
+The script measures no time and is not part of the suite (`python -m benchmarks`).
 """
 
 import argparse
@@ -24,6 +24,7 @@ import optax
 import optfn
 from benchmarks import measure, moments
 from examples import demo
+from optfn.parallel.per_worker import exchanges
 
 WORKERS = 4
 RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
@@ -54,7 +55,7 @@ def make(name: str, rate: Any, ramp: int, nesterov: bool = False) -> Any:
 
 
 def of_workers(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return (params, batch) -> (mean loss, gradients (WORKERS, …)), each of its own part."""
+    """Return (params, batch) -> (mean loss, gradients (WORKERS, …) of the workers' parts)."""
     each = jax.vmap(jax.value_and_grad(loss_fn), in_axes=(None, 0))
 
     def value_and_grad(params: Any, batch: Any) -> tuple[jax.Array, Any]:
@@ -76,8 +77,7 @@ def simulated(tx: Any) -> optax.GradientTransformationExtraArgs:
         del extra
 
         def one(g: Any, state: Any) -> tuple[Any, Any]:
-            compressed = hasattr(state[0], "residual")
-            g = g if compressed else jax.lax.pmean(g, "data")
+            g = g if exchanges(state) else jax.lax.pmean(g, "data")
             return tx.update(g, state, params)
 
         directions, state = jax.vmap(one, axis_name="data")(grads, state)
@@ -89,7 +89,7 @@ def simulated(tx: Any) -> optax.GradientTransformationExtraArgs:
 def compare(
     task: str, run: Callable[[Any, int], float], tx_of: Callable[[str], Any], seeds: int
 ) -> dict[str, list[float]]:
-    """Return the figure of each seed for each row, the same seeds for all; print them."""
+    """Return the result of each seed for each row, the same seeds for all; print them."""
     found: dict[str, list[float]] = {}
     for name in ROWS:
         figures = found[name] = [run(tx_of(name), seed) for seed in range(seeds)]

@@ -1,14 +1,14 @@
-"""What does Deep Gradient Compression gain on a real link, beside dense momentum?
+"""What does Deep Gradient Compression gain on a real link, compared with dense momentum?
 
     python -m benchmarks.compression_link [--workers 2 4] [--mbits 1000 100] [--rounds 9]
         [--size 10000000]
 
 N processes in N network namespaces, joined by veth pairs and a bridge, each link shaped to a rate
 in both directions. A step is the update alone, gradients given: an all-reduce and momentum, or
-`dgc_momentum` at 99.9 %. Rounds are interleaved; a round's time is that of its slowest worker.
-Bytes are what the kernel counted on a worker's link; the floor is the time that the bytes which it
-must send take at the link's rate. It needs root and Linux's ip, tc and unshare;
-all that it makes is in namespaces of its own, and goes with them.
+`dgc_momentum` at sparsity 99.9 %. Rounds are interleaved; the time of a round is that of its
+slowest worker. Bytes are those that the kernel counted on a worker's link; the floor is the time
+that the bytes that must be sent take at the link's rate. The script needs root and Linux's ip, tc
+and unshare; all that it creates is in namespaces of its own, and disappears with them.
 """
 
 import argparse
@@ -36,10 +36,11 @@ from optfn.distributed import PacketFormat, data_mesh
 
 SPARSITY = 0.999
 SIDES = ("dense", "float32", "bfloat16")
-PORT = 9311  # nobody else is in the namespaces
+PORT = 9311  # any: nothing else runs in the namespaces
 HEAD = (
-    "| N | Mbit/s | step | ms (min) | dense / it (min) | bytes sent a worker | theory | over it "
-    "| dense bytes / it | floor ms | it/floor |\n|---|---|---|---|---|---|---|---|---|---|---|"
+    "| N | Mbit/s | step | ms (min) | speed-up over dense (min) | bytes sent a worker | theory "
+    "| over theory | dense bytes/bytes | floor ms | ms/floor |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -183,16 +184,16 @@ def work(index: int, workers: int, rounds: int, n: int) -> None:
 
 
 def _sent_bytes() -> int:
-    """Return what the kernel counted on the link of this namespace."""
+    """Return the bytes sent that the kernel counted on the link of this namespace."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (link,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
     return int(link[8])
 
 
 def _all_sent() -> int:
-    """Return the same once no more goes out.
+    """Return the same, when nothing more is being sent.
 
-    A worker may have all that it needs while packets of its own still wait for the link.
+    A worker may have received all it needs while its own packets still wait for the link.
     """
     before, now = -1, _sent_bytes()
     while now != before:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.first_call [--leaves 2000] [--size 1000] [--rounds 3] [--no-compile]
 
-Adam on equal leaves, optfn beside optax: seconds to trace, to lower and to compile the step
+Adam on equal leaves, with optfn and with optax: seconds to trace, to lower and to compile the step
 (params, state, gradients) -> (params, state), in interleaved rounds; nothing is cached between
-them. Then the learning rate is changed: how many programs there are after it.
+them. Then the learning rate is changed, and the compiled programs are counted.
 """
 
 import argparse

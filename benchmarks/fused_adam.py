@@ -1,14 +1,14 @@
-"""How near to one pass over memory does Adam come: what was tried beside torch's fused kernel.
+"""How close does Adam come to one pass over memory? Variants, compared with torch's fused kernel.
 
     python -m benchmarks.fused_adam [--rounds 9] [--toy] [--json FILE]
     XLA_FLAGS=--xla_backend_extra_options=xla_cpu_use_multi_output_fusion=true \\
         python -m benchmarks.fused_adam
 
 XLA on CPU makes one pass for each array that a fusion writes, three for Adam; torch's fused kernel
-makes one. 25 M parameters. Tried: one buffer, as many as there are cores, and a loop over chunks
-that stay in the cache, which updates params and moments in place. The loop needs
-an option of the compiler without which it copies whole arrays in each turn; where it is refused the
-row says so. Multi-output fusion can only be had through XLA_FLAGS, for a whole process.
+makes one. 25 M parameters. The variants: one buffer, one buffer per core, and a loop over chunks
+that stay in the cache, which updates params and moments in place. The loop needs a compiler option,
+or it copies whole arrays in each iteration; a row says so if the option is refused. Multi-output
+fusion can only be enabled through XLA_FLAGS, for a whole process.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from benchmarks import measure
 
 REGION_ANALYSIS = {"xla_cpu_copy_insertion_use_region_analysis": True}
 HEAD = (
-    "| Adam | ms (min) | optax / it (min) | GB/s | of in-place bandwidth | temporaries B/param |\n"
+    "| Adam | ms (min) | speed-up over optax (min) | GB/s | of in-place bandwidth "
+    "| temporaries B/param |\n"
     "|---|---|---|---|---|---|"
 )
 
@@ -39,7 +40,7 @@ def adam(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Ar
 
 
 def in_chunks(most: int, p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> Any:
-    """Return the same, in place, chunk after chunk of at most `most` elements."""
+    """Return the same, in place, by chunks of at most `most` elements."""
     size = max(d for d in range(1, most + 1) if p.size % d == 0)
 
     def body(i: jax.Array, kept: Any) -> Any:

@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 def parse(parser: argparse.ArgumentParser, **toy: Any) -> argparse.Namespace:
-    """Return the options; `--toy` puts `toy` in the place of what else was given."""
+    """Return the options; `--toy` overrides them by `toy`."""
     parser.add_argument("--toy", action="store_true", help="the sizes of a test")
     parser.add_argument("--json", metavar="FILE", help="write the rows there too")
     options = parser.parse_args()
@@ -64,7 +64,7 @@ class Timing(NamedTuple):
 
 
 def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Time each of `calls` once per round, in turn, after one round that is not counted."""
+    """Time each of `calls` once per round, one after the other; the first round does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(rounds + 1):
         for name, call in calls.items():
@@ -84,7 +84,7 @@ class Machine:
     def __init__(self, elements: int = 25_000_000) -> None:
         self.elements = elements = min(elements, 25_000_000)
         self.x, self.y = jnp.ones(elements), jnp.zeros(elements)
-        # An argument that is not read is dropped, and its buffer with it, unless it is kept.
+        # By default jit drops arguments that are not read, and their buffers.
         keep = {"donate_argnums": 0, "keep_unused": True}
         self._copy = jax.jit(lambda y, x: x + 1, **keep)
         self._in_place = jax.jit(lambda y, x: y + 0.5 * x, **keep)
@@ -111,7 +111,7 @@ class Machine:
         }
 
     def floor(self, num_bytes: float, times: dict[str, Timing]) -> float:
-        """Return the seconds in which an update in place could move so many bytes at best."""
+        """Return the least seconds in which an update in place could move so many bytes."""
         return num_bytes / self.bandwidth(times)["in place"]
 
 

@@ -1,12 +1,12 @@
-"""What do Adam's moments in 8 and 16 bits cost, and what do they spoil?
+"""What do Adam's moments in 8 and 16 bits cost, in time and in accuracy?
 
     python -m benchmarks.moments [--tree resnet50|gpt2|one|toy] [--rounds 9] [--steps 600]
         [--seeds 3]
 
-First the update alone: time beside float32 moments, state and temporaries in bytes a parameter; the
-floor is the time of the bytes that the rule must move, as in benchmarks.update. Then training with
-three seeds (none with `--seeds 0`): an MLP on scikit-learn's digits (held-out accuracy), and the
-demo's transformer on text (held-out bits per byte).
+First the update alone: time compared with float32 moments, state and temporaries in bytes a
+parameter; the floor is the time of the bytes that the rule must move, as in benchmarks.update. Then
+training with three seeds (none with `--seeds 0`): an MLP on scikit-learn's digits (held-out
+accuracy), and the demo's transformer on text (held-out bits per byte).
 """
 
 import argparse
@@ -24,22 +24,22 @@ from benchmarks import measure
 from benchmarks.update import Side
 from examples import text, transformer
 
-# From a loss to the value_and_grad of make_train_step; None for jax.value_and_grad.
+# Makes the value_and_grad of make_train_step from a loss; None for jax.value_and_grad.
 Gradient = Callable[[Callable[..., Any]], Callable[..., Any]] | None
 DTYPES = (None, "bfloat16", "int8")
 HEAD = (
     "| moments | ms (min) | speed of float32 | state B/param | temporaries B/param | floor ms "
-    "| it/floor |\n|---|---|---|---|---|---|---|"
+    "| ms/floor |\n|---|---|---|---|---|---|---|"
 )
 
 
 def name_of(dtype: str | None) -> str:
-    """Return how a row is called."""
+    """Return the name of a row."""
     return dtype or "float32"
 
 
 def cost(tree: str, rounds: int) -> list[measure.Row]:
-    """Return time and memory of the update for each dtype, optax's float32 Adam beside them."""
+    """Return time and memory of the update for each dtype, and of optax's float32 Adam."""
     shapes = measure.TREES[tree]()
     sides = {"optax": Side(optax.adam(1e-3), shapes)}
     for dtype in DTYPES:

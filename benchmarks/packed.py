@@ -1,11 +1,11 @@
-"""What does one buffer in place of many leaves gain: `optfn.pack` beside optax on the tree?
+"""What does one buffer in place of many leaves gain? `optfn.pack`, compared with optax on the tree.
 
     python -m benchmarks.packed [--rounds 9] [--toy] [--json FILE]
 
 "update": the update alone, gradients given, on 2,000 leaves of 1,000 elements, on 300, and on
 ResNet-50's 161. "train step": loss, gradient and update of a residual network of 150 layers, 300
-leaves, through `make_train_step(packed=True)`, beside the same step with optax on the tree. First
-call is trace, lower and compile; nothing is cached. Both sides are donated in matching order.
+leaves, by `make_train_step(packed=True)`, compared with the same step with optax on the tree. The
+first call traces, lowers and compiles; nothing is cached. Both sides are donated in matching order.
 """
 
 import argparse
@@ -30,7 +30,7 @@ HEAD = (
 
 
 class Side:
-    """A step that is called again and again, in place, and the seconds of its first call."""
+    """A step that is called repeatedly, in place, and the seconds of its first call."""
 
     def __init__(self, step: Any, state: Any, fixed: Any) -> None:
         jax.clear_caches()
@@ -55,7 +55,7 @@ def _update(tx: Any) -> Any:
 
 
 def of_update(rule: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Side]]:
-    """Return what makes the update alone of each side."""
+    """Return functions that make the update alone, for each side."""
 
     def make(tx: Any, arrange: Callable[[Any], Any]) -> Side:
         params, gradients = (arrange(measure.arrays(shapes, seed)) for seed in (0, 1))
@@ -65,7 +65,7 @@ def of_update(rule: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Callab
 
 
 def of_train_step(layers: int, width: int) -> dict[str, Callable[[], Side]]:
-    """Return what makes the whole training step of each side."""
+    """Return functions that make the whole training step, for each side."""
     shapes: dict[str, tuple[int, ...]] = {}
     for k in range(layers):
         shapes |= {f"layer{k}/w": (width, width), f"layer{k}/b": (width,)}

@@ -1,12 +1,12 @@
-"""What is a step on a table worth, of which it touches some rows?
+"""How long is a step on a table of which it touches some rows?
 
     python -m benchmarks.rows [--rows 1000000] [--width 64] [--touched 4096] [--rounds 9]
 
-A table of 1 M × 64, of which a step touches 4,096 random rows, others in each of the five steps
-that a side makes in its turn: optfn's lazy and exact-lazy Adam on rows, its Adam on the dense
+A table of 1 M × 64, of which a step touches 4,096 random rows, different ones in each of the five
+steps that a side makes per round: optfn's lazy and exact-lazy Adam on rows, its Adam on the dense
 gradient, optax's Adam, and torch's SparseAdam where torch is installed. All in one process, in
 interleaved rounds; JAX's sides donate params and state in the order in which they are updated in
-place. The dense sides are given the dense gradient, which costs them nothing here. The floor is the
+place. The dense sides are given the dense gradient; making it is not timed. The floor is the
 time of the bytes that a step must move (the rows of params and state that it touches, read and
 written, and the gradient) at the bandwidth of an addition in place over contiguous memory.
 """
@@ -23,9 +23,10 @@ import optax
 import optfn
 from benchmarks import measure
 
-STEPS = 5  # of one side, before the next has its turn
+STEPS = 5  # of one side, in each round
 HEAD = (
-    "| optimizer | ms (min) | optax dense / it (min) | temporaries MB | floor ms | it/floor |\n"
+    "| optimizer | ms (min) | speed-up over optax dense (min) | temporaries MB | floor ms "
+    "| ms/floor |\n"
     "|---|---|---|---|---|---|"
 )
 

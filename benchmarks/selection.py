@@ -1,11 +1,10 @@
-"""How long does it take to find the k largest of n, beside `lax.top_k` and one pass over the data?
+"""How long does it take to find the k largest of n, compared with `lax.top_k` and one pass?
 
     python -m benchmarks.selection [--sizes 100000 1000000 10000000] [--rounds 9]
 
-Each row is one (n, k) on normal numbers, all sides jitted, in interleaved rounds, and torch.topk
-beside them where torch is installed. The floor is the least that any of them can do: one pass,
-max|x|. The last row is data on which the sample misleads,
-so that `select_top_k` takes its exact path.
+Each row is one (n, k) on normal numbers, all sides jitted, in interleaved rounds; torch.topk too,
+where torch is installed. The floor is one pass over the data, max|x|. In the last row the sample is
+misleading, so that `select_top_k` takes its exact path.
 """
 
 import argparse

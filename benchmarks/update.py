@@ -1,12 +1,12 @@
-"""How long is one update of each optimizer, beside optax's counterpart and the copy bandwidth?
+"""How long is one update of each optimizer, compared with optax's and with the copy bandwidth?
 
     python -m benchmarks.update [--tree resnet50|gpt2|one|toy] [--rounds 15] [--only NAME …]
 
-Both sides are `step(params, state, gradients) -> (params, state)`, jitted, params and state
-donated in this order, so that JAX updates both in place. The floor is the time of the bytes that
-the rule must move (parameters, gradients and state read once, parameters and state written once) at
-the bandwidth of an addition in place, y += a·x, measured in the same rounds. Expect parity for
-plain rules, which XLA fuses alike, and a gain where optax keeps temporaries: global-norm clip,
+Both sides are `step(params, state, gradients) -> (params, state)`, jitted, params and state donated
+in this order, so that JAX updates both in place. The floor is the time of the bytes that the rule
+must move (parameters, gradients and state read once, parameters and state written once) at the
+bandwidth of an addition in place, y += a·x, measured in the same rounds. Expect parity for plain
+rules, which XLA fuses in the same way, and a gain where optax keeps temporaries: global-norm clip,
 LARS, LAMB, Adadelta.
 """
 
@@ -22,7 +22,7 @@ import optfn
 from benchmarks import measure
 
 CLIP = 1.0
-# optfn's optimizer and optax's, set to the same rule where it has it.
+# optfn's optimizer, and optax's with the same rule, if it has one.
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
     "sgd": (lambda: optfn.sgd(0.1), lambda: optax.sgd(0.1)),
     "momentum": (lambda: optfn.momentum(0.1, 0.9), lambda: optax.sgd(0.1, 0.9)),
@@ -63,7 +63,7 @@ class Side:
         self.gradients = measure.arrays(shapes, 1)
         self.state = tx.init(self.params)
         kept, given = map(measure.num_bytes, ((self.params, self.state), self.gradients))
-        # A step before the last of a turn adds its gradient to a sum.
+        # All steps of a round but the last add their gradient to a sum.
         self.bytes_moved = 2 * kept + given + 3 * given * (steps - 1)
 
         def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ class Side:
         self.temp_per_param = memory.temp_size_in_bytes / measure.size(self.params)
 
     def __call__(self) -> Any:
-        """Make one step, or those of one turn."""
+        """Make the steps of a round."""
         for _ in range(self.steps):
             self.params, self.state = self.compiled(self.params, self.state, self.gradients)
         return self.params

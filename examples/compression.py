@@ -1,10 +1,10 @@
-"""Train the demo's text model on four workers, with Deep Gradient Compression and without.
+"""Train the demo's text model on four workers, with and without Deep Gradient Compression.
 
     python -m examples.compression [--steps N] [--out DIR]
 
-Dense momentum sends all of the gradient in every step, `dgc_momentum` the largest entries, after a
-ramp 1 in 1,000. The same model, seed and batches for both; four devices of the CPU stand for four
-hosts. Prints the losses and the bytes that a worker sends, and draws both.
+Dense momentum sends the whole gradient in every step, `dgc_momentum` only the largest entries, 1 in
+1,000 after a ramp. Both have the same model, seed and batches; four devices of the CPU stand for
+four hosts. Prints and draws the losses and the bytes that a worker sends.
 """
 
 import argparse
@@ -36,17 +36,18 @@ CONFIG = transformer.Config()
 
 
 def bytes_sent(params: Any, steps: int, ramp: int) -> np.ndarray:
-    """Return the bytes that a worker sends in each step: of its packet, or of an all-reduce."""
+    """Return the bytes that a worker sends in each step: those of its packets or an all-reduce."""
     sizes = [p.size for p in jax.tree.leaves(params)]
     large = tuple(n for n in sizes if n >= MIN_SIZE)
     small = sum(n for n in sizes if n < MIN_SIZE)
-    stages = []
+    ramp_steps = []
     for sparsity in SPARSITY:
         k = tuple(max(1, round(n * (1 - sparsity))) for n in large)
         packets = (WORKERS - 1) * PacketFormat(large, k).num_bytes
-        stages.append(min(packets, all_reduce(sum(large))) + all_reduce(small))
-    at = np.minimum(np.arange(steps) * len(stages) // ramp, len(stages) - 1)
-    return np.asarray(stages)[at]
+        ramp_steps.append(min(packets, all_reduce(sum(large))) + all_reduce(small))
+    last = len(ramp_steps) - 1
+    ramp_step = np.minimum(np.arange(steps) * len(ramp_steps) // ramp, last)
+    return np.asarray(ramp_steps)[ramp_step]
 
 
 def all_reduce(elements: int) -> float:
@@ -61,7 +62,7 @@ def train(tx: Any, params: Any, windows: list[np.ndarray]) -> tuple[Any, np.ndar
     state, losses = step.init(params), []
     for batch in windows:
         state, metrics = step(state, batch)
-        # Waits: devices that share a few cores can lock up when several steps are under way.
+        # Wait: devices that share a few cores can lock up with several steps under way.
         losses.append(float(metrics["loss"]) / np.log(2))
     return jax.device_get(state.params), np.asarray(losses)
 

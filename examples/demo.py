@@ -2,11 +2,11 @@
 
     make demo            or            python -m examples.demo [--steps N] [--optimizers adamw ...]
 
-The same model, the same seed, the same batches for each. Prints what the optimizer keeps, held-out
-bits per byte before and after, beside zlib's and lzma's on the same bytes, and draws the curves.
-The compressors start from nothing, the model has read the training text, so it is a yardstick and
-no contest. With --average also the bits per byte of the averaged parameters; with --resume a run
-that was stopped goes on where it was.
+Each optimizer trains the same model, with the same seed and batches. Prints a summary of its state
+and the bits per byte of held-out text before and after, compared with zlib and lzma on the same
+bytes, and draws the curves. The compressors start from nothing while the model has read the
+training text, so they are a yardstick, not competitors. --average also evaluates the averaged
+parameters; --resume continues a run that was stopped.
 """
 
 import argparse
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 import optfn
 from examples import text, transformer
 
-BATCH = 4  # small steps, many of them, learn most in a given time here
+BATCH = 4  # many small steps learn most in a given time here
 CONFIG = transformer.Config()
 
 
@@ -36,8 +36,9 @@ def schedule(rate: float, steps: int) -> Any:
     )
 
 
-# Rates by factors of two, the best on the held-out text of 1,800 steps: momentum 0.4 to 1.6, adamw
-# 2e-3 to 16e-3, lamb 1e-2 to 4e-2. What is held out chose them, and so is a little flattered.
+# Learning rates: the best on the held-out text after 1,800 steps, by factors of two, of 0.4 to 1.6
+# for momentum, 2e-3 to 16e-3 for adamw, 1e-2 to 4e-2 for lamb. The held-out text chose them, so the
+# results on it are slightly optimistic.
 CLIP = optfn.clip_by_global_norm(1.0)
 VECTORS = r".*(norm.*|bias)"  # get no weight decay
 OPTIMIZERS: dict[str, Callable[[int], Any]] = {
@@ -125,7 +126,7 @@ def draw(
     steps = max(map(len, curves.values()))
     window = max(1, steps // 25)
     for i, (name, curve) in enumerate(curves.items()):
-        # The first means are over what there is; a full window would hide the start.
+        # The first means are over fewer steps; a full window would hide the start.
         sums = np.cumsum(np.insert(curve, 0, 0.0))
         ends = np.arange(1, len(curve) + 1)
         starts = np.maximum(0, ends - window)

@@ -177,7 +177,7 @@ def draw(schedule: optfn.distributed.Plan, directory: Path) -> None:
 
 
 def compare(schedule: str, steps: int, dgc: bool, quiet: bool) -> None:
-    """Print the runs, each beside the first."""
+    """Print the runs, each compared with the first."""
     # Host arrays, which are the same in every process.
     params = jax.device_get(split(transformer.init(jax.random.key(0), CONFIG)))
     data = batches(steps)

@@ -1,8 +1,8 @@
-"""Real text that every Python installation has: the source of its standard library, as bytes.
+"""Text that every Python installation has: the source of its standard library, as bytes.
 
-Split by file into training and held-out text: a hash of the file's name decides, so the split is
-the same everywhere. `python -m examples.text` prints the sizes, and what compressors make of the
-held-out text.
+Files are training or held-out text by a hash of their names, so the split is the same everywhere.
+`python -m examples.text` prints the sizes, and the bits per byte of compressors on the held-out
+text.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-# Left out: what is installed beside the library, its tests, and two packages of generated tables
-# whose files are near copies of each other or not code.
+# Left out: packages installed next to the library, its tests, and two packages of generated tables,
+# whose files are nearly equal or not code.
 LEFT_OUT = {
     *("site-packages", "dist-packages", "__pycache__"),
     *("test", "tests", "idle_test"),
@@ -31,7 +31,7 @@ def standard_library() -> tuple[np.ndarray, np.ndarray]:
     training, held_out = [], []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        built = name.parts[0].startswith(("config-", "_sysconfigdata"))  # by the installation
+        built = name.parts[0].startswith(("config-", "_sysconfigdata"))  # made by the installation
         if built or LEFT_OUT.intersection(name.parts):
             continue
         first = hashlib.sha256(name.as_posix().encode()).digest()[0]
@@ -52,7 +52,7 @@ def batches(text: np.ndarray, batch: int, length: int, seed: int) -> Iterator[np
 def compressors(text: np.ndarray) -> dict[str, float]:
     """Return the bits per byte of zlib and lzma at their best, on `text` as one stream.
 
-    One that this Python was built without is left out.
+    A compressor that this Python was built without is left out.
     """
     data, sizes = text.tobytes(), {}
     with contextlib.suppress(ImportError):
@@ -73,14 +73,14 @@ def bits_per_byte(
     length: int,
     batch: int = 16,
 ) -> float:
-    """Return the bits that the model needs for all of `text`, by the number of its bytes.
+    """Return the bits per byte that the model needs for `text`.
 
-    Each byte counts once. The first costs 8 bits; the others are predicted from as many of the
-    bytes before them as there are, where that is less than length/2, else from length/2 to length.
+    Each byte counts once. The first costs 8 bits. The others are predicted from all bytes before
+    them, if these are fewer than length/2, else from the last length/2 to length bytes.
 
     Args:
       losses: (params, windows (batch, length + 1)) -> nats of each next byte (batch, length);
-        jitted, or it will be slow.
+        should be jitted.
       params: of the model.
       text: uint8, longer than `length`.
       length: the model's context.
@@ -88,11 +88,11 @@ def bits_per_byte(
     """
     starts = np.append(np.arange(0, len(text) - length - 1, length // 2), len(text) - length - 1)
     ends = starts + length  # the last byte that a window predicts
-    counted = np.insert(ends[:-1], 0, 0)  # up to here, by the windows before
+    counted = np.insert(ends[:-1], 0, 0)  # up to here, by earlier windows
     nats = 0.0
     for i in range(0, len(starts), batch):
-        some = np.resize(starts[i : i + batch], batch)  # a short last batch is filled up, for jit
-        windows = text[some[:, None] + np.arange(length + 1)].astype(np.int32)
+        sample = np.resize(starts[i : i + batch], batch)  # fills up a short last batch, for jit
+        windows = text[sample[:, None] + np.arange(length + 1)].astype(np.int32)
         each = np.asarray(losses(params, windows), np.float64)[: len(starts) - i]
         position = starts[i : i + batch, None] + 1 + np.arange(length)
         nats += each[position > counted[i : i + batch, None]].sum()

@@ -2,9 +2,9 @@
 
     embed -> block -> … -> block -> head
 
-Each is a function of its own params and every block has the same shapes, so the model can be
-trained whole, cut into pipeline stages, or recomputed block by block. Params may be float32 or
-bfloat16; norms, softmax and loss are float32 either way. Trained by `python -m examples.demo`.
+Each is a function of its own params, and all blocks have the same shapes, so the model can be
+trained as one function, cut into pipeline stages, or recomputed block by block. Params may be
+float32 or bfloat16; norms, softmax and loss are float32. `python -m examples.demo` trains it.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ def init(key: jax.Array, config: Config) -> dict[str, Any]:
     def normal(*shape: int, scale: float) -> jax.Array:
         return scale * jax.random.normal(next(keys), shape)
 
-    residual = (2 * config.blocks) ** -0.5  # two branches a block add to one stream
+    residual = (2 * config.blocks) ** -0.5  # two branches per block add to the residual stream
     return {
         "embed": {"table": normal(config.recent, BYTES, d, scale=1 / GAIN)},
         "blocks": [
@@ -50,7 +50,7 @@ def init(key: jax.Array, config: Config) -> dict[str, Any]:
             }
             for _ in range(config.blocks)
         ],
-        # A kernel of zeros: the untrained model says 8 bits for every byte.
+        # With a kernel of zeros, the untrained model needs 8 bits for every byte.
         "head": {"norm": jnp.ones(d), "kernel": jnp.zeros((d, BYTES)), "bias": jnp.zeros(BYTES)},
     }
 
@@ -58,13 +58,13 @@ def init(key: jax.Array, config: Config) -> dict[str, Any]:
 def embed(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
     """Sum the embeddings of the byte and of those just before: (batch, time) -> (…, width).
 
-    A table for each distance hands the first block the n-grams that attention would otherwise have
-    to learn to gather.
+    A table for each distance gives the first block the n-grams that attention would otherwise have
+    to learn to collect.
     """
     x = jnp.zeros((), params["table"].dtype)
     for distance, table in enumerate(params["table"]):
         x = x + table[jnp.pad(tokens, ((0, 0), (distance, 0)))[:, : tokens.shape[1]]]
-    # Small tables times a gain: a step of an adaptive rule moves the embedding GAIN times further.
+    # Small tables times a gain: a step of an adaptive rule moves the embedding GAIN times as far.
     return GAIN * x
 
 
@@ -83,7 +83,7 @@ def attention(params: dict[str, Any], x: jax.Array, heads: int) -> jax.Array:
         z = z.reshape(batch, time, heads, size)
         return z.transpose(0, 2, 1, 3).reshape(batch * heads, time, size)
 
-    # Matrices, not stacks of them, wherever weights come in: XLA on a CPU is faster at those.
+    # Products with weights are of matrices, not stacks of them: XLA on a CPU is faster at those.
     q, k, v = map(by_head, jnp.split(x.reshape(-1, width) @ params["qkv"], 3, axis=-1))
     scores = jnp.einsum("nqd,nkd->nqk", rotate(q) * size**-0.5, rotate(k))
     scores = jnp.where(np.tri(time, dtype=bool), scores.astype(jnp.float32), -1e9)

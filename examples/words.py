@@ -4,8 +4,8 @@
 
 Two tables of some 110,000 × 64, of which a step touches at most 14,336 rows. The same model is
 trained twice with Adagrad, whose result is the same for rows and for dense gradients: with
-`tables=` (row-sparse gradients), and without, for fewer steps, since each costs the whole tables.
-Printed: the loss of both, the time per step of both, and the nearest neighbours of some
+`tables=` (row-sparse gradients), and without, for fewer steps, since each of them costs the whole
+tables. Prints the losses and the times per step of both, and the nearest neighbours of some
 identifiers.
 
 Source: Mikolov et al. 2013, arXiv 1310.4546 (skip-gram with negative sampling, subsampling).
@@ -48,22 +48,22 @@ def identifiers() -> tuple[list[str], np.ndarray]:
 def batches(text: np.ndarray, size: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield centers (b,), contexts (b,) and negatives (b, 5), for ever.
 
-    Frequent words are left out with the probability of the paper; negatives are drawn in proportion
-    to count^¾.
+    Frequent words are dropped with the probability given in the paper; negatives are drawn in
+    proportion to count^¾.
     """
     rng = np.random.default_rng(seed)
     counts = np.bincount(text, minlength=size)
     frequency = counts / len(text)
     kept = text[rng.random(len(text)) < np.sqrt(1e-4 / frequency)[text]]
-    ladder = np.cumsum(counts**0.75)
+    cumulative = np.cumsum(counts**0.75)
     while True:
-        at = rng.integers(WINDOW, len(kept) - WINDOW, BATCH)
-        away = rng.integers(1, WINDOW + 1, BATCH) * rng.choice((-1, 1), BATCH)
-        drawn = rng.random((BATCH, NEGATIVE)) * ladder[-1]
+        center = rng.integers(WINDOW, len(kept) - WINDOW, BATCH)
+        offset = rng.integers(1, WINDOW + 1, BATCH) * rng.choice((-1, 1), BATCH)
+        drawn = rng.random((BATCH, NEGATIVE)) * cumulative[-1]
         yield {
-            "center": kept[at],
-            "context": kept[at + away],
-            "negative": np.searchsorted(ladder, drawn).astype(np.int32),
+            "center": kept[center],
+            "context": kept[center + offset],
+            "negative": np.searchsorted(cumulative, drawn).astype(np.int32),
         }
 
 
@@ -99,14 +99,14 @@ def train(
 
 
 def nearest(vectors: np.ndarray, word: int, most: int = 6) -> np.ndarray:
-    """Return the ids with the largest cosine to `word`'s vector, without itself."""
+    """Return the ids of the largest cosines to the vector of `word`, without `word` itself."""
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
     order = np.argsort(-(unit @ unit[word]))
     return order[order != word][:most]
 
 
 def main() -> None:
-    """Train both ways and print what they have in common, and what not."""
+    """Train with rows and with dense gradients, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--dense-steps", type=int, default=100)
@@ -131,7 +131,7 @@ def main() -> None:
     print(
         f"loss {rows[:100].mean():.3f} in the first 100 steps, {rows[-100:].mean():.3f} in the last"
     )
-    # Rare words have hardly been trained: neighbours are looked for among the frequent ones.
+    # Rare words are hardly trained: look for neighbours among the frequent ones.
     vectors = np.asarray(trained["input"])[:20_000]
     for word in options.near:
         if word in vocabulary[: len(vectors)]:
