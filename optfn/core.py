@@ -41,14 +41,14 @@ class Transform(optax.GradientTransformationExtraArgs):
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
     rule: the rule behind the edge, None for what wraps other transformations.
     needs_params: whether the rule reads params.
-    complex_leaves: whether the rule is defined for complex leaves.
+    real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
     """
 
     call: tuple[str, tuple[Any, ...], dict[str, Any]] = ("Transform", (), {})
     rule: Rule | None = None
     needs_params: bool = False
-    complex_leaves: bool = True
+    real_only: str = ""
     param_attrs: Any = None
 
     def __repr__(self) -> str:
@@ -105,7 +105,8 @@ def transform(
         @functools.wraps(factory)
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
             made = factory(*args, **kwargs)
-            return behind_edge(factory.__name__, made, needs_params, complex_leaves)
+            name = factory.__name__
+            return behind_edge(name, made, needs_params, "" if complex_leaves else name)
 
         return make
 
@@ -123,7 +124,7 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationE
     rules = [rule_of(part) for part in parts]
     tx.rule = optax.with_extra_args_support(optax.chain(*rules))
     tx.needs_params = any(getattr(part, "needs_params", False) for part in parts)
-    tx.complex_leaves = all(getattr(part, "complex_leaves", True) for part in parts)
+    tx.real_only = next(filter(None, (getattr(part, "real_only", "") for part in parts)), "")
     return tx
 
 
@@ -133,7 +134,7 @@ def rule_of(tx: optax.GradientTransformation) -> optax.GradientTransformation:
 
 
 def behind_edge(
-    name: str, rule: Rule, needs_params: bool = False, complex_leaves: bool = True
+    name: str, rule: Rule, needs_params: bool = False, real_only: str = ""
 ) -> Transform:
     """Return the gradient transformation of a rule.
 
@@ -144,7 +145,7 @@ def behind_edge(
       name: how the transformation is called in errors.
       rule: init and update on clean trees.
       needs_params: whether the rule reads params; without them it is an error.
-      complex_leaves: whether the rule is defined for complex leaves; else they are an error.
+      real_only: the part of the rule that is not defined for complex leaves; they are an error.
 
     Raises, at init and update, naming the leaf:
       ValueError: structures or shapes that differ, params that are missing.
@@ -152,9 +153,9 @@ def behind_edge(
     """
 
     def is_trained(what: str, of: Params, i: int, x: Leaf) -> bool:
-        if tree.is_inexact(x) and (complex_leaves or not jnp.iscomplexobj(x)):
+        if tree.is_inexact(x) and not (real_only and jnp.iscomplexobj(x)):
             return True
-        mismatch.check_untrained(name, what, of, i, x, complex_leaves)
+        mismatch.check_untrained(name, what, of, i, x, real_only)
         return False
 
     def init(params: Params) -> OptState:
@@ -200,7 +201,7 @@ def behind_edge(
         ), state
 
     tx = Transform(init, update)
-    tx.rule, tx.needs_params, tx.complex_leaves = rule, needs_params, complex_leaves
+    tx.rule, tx.needs_params, tx.real_only = rule, needs_params, real_only
     return tx
 
 

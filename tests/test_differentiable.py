@@ -43,3 +43,18 @@ def test_a_loop_keeps_them_in_place_all_the_same(name):
     step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), tx)
     text = step.compiled.lower(step.init(jnp.zeros(10_000)), jnp.ones(10_000)).as_text()
     assert "stablehlo.while" in text and "stablehlo.case" not in text
+
+
+@pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
+def test_a_rate_that_an_accumulated_optimizer_closes_over(mode):
+    """The derivative of two half steps of descent with respect to the rate."""
+
+    def loss(rate):
+        tx, p = optfn.accumulate(optfn.sgd(rate), 2), jnp.float32(3.0)
+        state = tx.init(p)
+        for g in (1.0, 3.0):
+            updates, state = tx.update(jnp.float32(g), state, p)
+            p = optfn.apply_updates(p, updates)
+        return p**2
+
+    np.testing.assert_allclose(mode(loss)(jnp.float32(0.5)), 2 * (3 - 0.5 * 2) * -2, rtol=1e-6)

@@ -187,3 +187,12 @@ def test_readme_lists_every_optimizer():
     text = (ROOT / "README.md").read_text()
     for name in SIGNATURES:
         assert f"`{name}`" in text, name
+
+
+def test_every_optimizer_is_promised_and_described():
+    """The signatures here, README and the catalogue have the optimizers of the registry."""
+    names = {entry.name for entry in registry.OPTIMIZERS.values()}
+    assert names == set(SIGNATURES)
+    for page in ("README.md", "docs/catalogue.md"):
+        text = (ROOT / page).read_text()
+        assert not [name for name in names if not re.search(rf"^\| `?{name}`? \|", text, re.M)]

@@ -24,7 +24,8 @@ def when(
       due: whether to run fn.
       fn: gives trees like `carry`, in the same dtypes.
       carry: trees of arrays that change in place.
-      *reads: trees of arrays that fn reads; it must not close over others that are differentiated.
+      *reads: trees of arrays that fn reads; it must not close over others that are differentiated
+        (`jax.closure_convert` finds them).
     """
     return _when(fn, due, carry, reads)
 

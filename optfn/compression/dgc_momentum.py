@@ -101,7 +101,7 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
-    tx = core.behind_edge("dgc_momentum", chain.rule, chain.needs_params, chain.complex_leaves)
+    tx = core.behind_edge("dgc_momentum", chain.rule, chain.needs_params, chain.real_only)
     return attributed("dgc_momentum", tx, attrs)
 
 

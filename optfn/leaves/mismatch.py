@@ -11,9 +11,7 @@ from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
 
 
-def check_untrained(
-    name: str, what: str, of: Params, i: int, x: Leaf, complex_leaves: bool
-) -> None:
+def check_untrained(name: str, what: str, of: Params, i: int, x: Leaf, real_only: str) -> None:
     """Raise a TypeError unless leaf number i, which no rule can see, is one to leave alone.
 
     Args:
@@ -22,7 +20,7 @@ def check_untrained(
       of: the tree.
       i: which leaf.
       x: the leaf: masked, an integer, or wrong.
-      complex_leaves: whether the rule is defined for complex leaves.
+      real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
     """
     if tree.is_masked(x) or is_float0(x):
         return
@@ -34,8 +32,9 @@ def check_untrained(
             hint += "equinox.is_array), and equinox.combine(params, static) in the loss"
         came = f"{x!r} of type {type(x).__name__}"
         raise TypeError(f"{name}: {leaf} must be an array; got {came}{hint}")
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and not complex_leaves:
-        raise TypeError(f"{name} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) and real_only:
+        who = name if name == real_only else f"{name}: {real_only}"
+        raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
         raise TypeError(f"{name}: {leaf} has dtype {x.dtype}, not a number")
     if what == "gradient" and not is_known_zero(x):

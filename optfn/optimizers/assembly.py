@@ -48,9 +48,7 @@ def optimizer(
         if common["param_attrs"]:
             before = clip_and_regularize(*(common[k] for k in (*BEFORE, "param_attrs")))
         chain = core.chain(*before, *own.parts)
-        tx = core.behind_edge(
-            factory.__name__, chain.rule, chain.needs_params, chain.complex_leaves
-        )
+        tx = core.behind_edge(factory.__name__, chain.rule, chain.needs_params, chain.real_only)
         if checks.flag("multi_precision", common["multi_precision"]):
             tx = master_weights(tx)
         if common["param_attrs"] is not None:

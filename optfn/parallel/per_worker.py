@@ -130,7 +130,8 @@ def check_wrappers(who: str, state: OptState) -> None:
             raise ValueError(
                 f"{who}: {type(state).__name__} stands around a transform that exchanges gradients "
                 "by itself, and would keep or judge those of each worker apart. Put it inside, or "
-                "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it"
+                "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
+                "state that is the same on all workers says so: declares(passes_own_gradients=True)"
             )
     children = state.values() if isinstance(state, dict) else state
     if isinstance(state, dict | tuple | list):

@@ -255,6 +255,8 @@ def _described(attr: ParamAttr, p: Any) -> str:
         words.append("own regularization")
     if not attr.need_clip:
         words.append("not clipped")
+    if attr.stacked:
+        words.append(f"{attr.stacked} stacked")
     return ", ".join(words)
 
 

@@ -159,7 +159,10 @@ def _step_when(
         moved = [u for u, moves in pairs if moves]
         return moved, jax.tree.map(jnp.zeros_like, totals), inner_state
 
-    moved, totals, inner_state = when(due, run, (unmoved, totals, inner_state), reads)
+    carry = (unmoved, totals, inner_state)
+    # The inner optimizer may close over arrays, such as a rate that is differentiated.
+    closed, constants = jax.closure_convert(run, *carry, reads)
+    moved, totals, inner_state = when(due, closed, carry, reads, *constants)
     given = iter(moved)
     updates = [
         next(given) if moves else _zero(leaf) for leaf, moves in zip(leaves, moving, strict=True)

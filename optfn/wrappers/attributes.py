@@ -141,7 +141,7 @@ def for_leaves(
     selected = core.Transform(init, update)
     selected.rule = core.rule(init, update)
     selected.needs_params = getattr(tx, "needs_params", False)
-    selected.complex_leaves = getattr(tx, "complex_leaves", True)
+    selected.real_only = getattr(tx, "real_only", "")
     return selected
 
 
