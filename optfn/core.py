@@ -299,8 +299,9 @@ def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
-            f"{argument} must be a gradient transformation, as optfn.adam(1e-3) and "
-            f"optfn.clip_by_norm(1.0) are; got {tx!r} of type {type(tx).__name__}"
+            f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
+            "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
+            f"got {tx!r} of type {type(tx).__name__}"
         )
     return tx
 
