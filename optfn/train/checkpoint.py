@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from optfn.leaves.types import Leaf, PyTree
 from optfn.train.state_dict import load_state_dict, state_dict
 
 _NAME = re.compile(r"step_(\d+)\.npz")
@@ -20,7 +21,7 @@ _NAME = re.compile(r"step_(\d+)\.npz")
 
 def save_checkpoint(
     directory: str | os.PathLike[str],
-    state: Any,
+    state: PyTree,
     history: Mapping[str, Any] | None = None,
     *,
     keep: int = 2,
@@ -28,9 +29,9 @@ def save_checkpoint(
     """Write a training state to `directory`/step_<n>.npz.
 
     The file appears under its name only when all of it is on the disk, so that a process killed at
-    any moment leaves the newest checkpoint whole. In a run of several processes all call it, and
-    each writes its own directory: all of the state, what other processes hold as well, so that any
-    of them can go on alone.
+    any moment leaves the newest checkpoint intact. In a run of several processes all call it, each
+    with a directory of its own, and each writes the full state, including what other processes
+    hold, so that any of the directories is enough to resume from.
 
     Args:
       directory: made if it is not there.
@@ -43,7 +44,7 @@ def save_checkpoint(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    arrays = state_dict(jax.tree.map(_whole, state)) | {
+    arrays = state_dict(jax.tree.map(_gathered, state)) | {
         f"history/{k}": np.asarray(v) for k, v in (history or {}).items()
     }
     path = directory / f"step_{int(state.step):09d}.npz"
@@ -59,15 +60,15 @@ def save_checkpoint(
     return path
 
 
-def _whole(x: Any) -> Any:
-    """Return an array of which other processes hold a part as one on this host."""
+def _gathered(x: Leaf) -> Leaf:
+    """Return an array on this host, gathered if other processes hold a part of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return multihost_utils.process_allgather(x, tiled=True)
     return x
 
 
 def _sync(directory: Path) -> None:
-    """Bring a renaming to the disk, where the system lets a directory be opened."""
+    """Write a renaming to the disk, where the system lets a directory be opened."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(directory, os.O_DIRECTORY)
         try:
@@ -82,7 +83,9 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     return sorted(found, key=lambda path: int(path.stem.removeprefix("step_")))
 
 
-def load_checkpoint(path: str | os.PathLike[str], state: Any) -> tuple[Any, dict[str, np.ndarray]]:
+def load_checkpoint(
+    path: str | os.PathLike[str], state: PyTree
+) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the TrainState in a file, and the history beside it.
 
     Args:
@@ -90,7 +93,7 @@ def load_checkpoint(path: str | os.PathLike[str], state: Any) -> tuple[Any, dict
       state: a TrainState of the same run, as a template.
 
     Raises:
-      ValueError: the file is truncated or damaged, or holds the state of another run.
+      ValueError: the file is truncated or damaged, or it is the state of another run.
     """
     try:
         with open(path, "rb") as stream, np.load(stream) as file:
@@ -102,11 +105,11 @@ def load_checkpoint(path: str | os.PathLike[str], state: Any) -> tuple[Any, dict
 
 
 def restore_checkpoint(
-    directory: str | os.PathLike[str], state: Any
-) -> tuple[Any, dict[str, np.ndarray]] | None:
-    """Return what the newest whole checkpoint in `directory` holds; None where there is none.
+    directory: str | os.PathLike[str], state: PyTree
+) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    """Return the newest intact checkpoint in `directory`; None if there is no checkpoint.
 
-    A damaged file is passed over with a warning that names it, and the one before it is taken.
+    A damaged file is skipped with a warning that names it, and the one before it is read.
 
     Args:
       directory: where `save_checkpoint` wrote.
@@ -122,7 +125,7 @@ def restore_checkpoint(
             return load_checkpoint(path, state)
         except ValueError as error:
             problems.append(str(error))
-            warnings.warn(f"passed over: {error}", stacklevel=2)
+            warnings.warn(f"skipped: {error}", stacklevel=2)
     if found:
         raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
     return None

@@ -14,16 +14,17 @@ from jax.sharding import Mesh
 
 from optfn import checks
 from optfn.leaves.tree import Pattern
+from optfn.leaves.types import Batch, LossFn, Params, Updates
 from optfn.parallel.mesh import AxisName
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.step import TrainState, make_train_step
 
 
 def minimize(
-    loss_fn: Callable[..., Any],
+    loss_fn: LossFn | None,
     tx: optax.GradientTransformation,
-    params: Any,
-    batches: Iterable[Any],
+    params: Params,
+    batches: Iterable[Batch],
     *,
     steps: int | None = None,
     progress: bool = True,
@@ -34,7 +35,7 @@ def minimize(
     packed: bool = False,
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
-    value_and_grad: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    value_and_grad: Callable[[Params, Batch], tuple[Any, Updates]] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
@@ -48,18 +49,12 @@ def minimize(
       steps: how many steps to make at most; None goes to the end of `batches`.
       progress: whether to show a bar with loss and learning rate on the terminal (by tqdm, where it
         is installed); where there is no terminal, lines `step <n> loss <number>`.
-      has_aux: as in `make_train_step`.
-      mesh: as in `make_train_step`.
-      data_axis: as in `make_train_step`.
-      recompute: as in `make_train_step`.
-      packed: as in `make_train_step`.
-      tables: as in `make_train_step`.
-      rng: as in `make_train_step`.
-      value_and_grad: as in `make_train_step`.
-      checkpoint: a directory for checkpoints. A run that finds one there goes on from it: it passes
-        over the batches that were used, so give it the same ones, and ends bit for bit as if it had
-        not been stopped.
+      checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
+        the batches that were used, so pass the same ones, and ends bit for bit as if it had not
+        been stopped.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
+
+    The other arguments, `has_aux` to `value_and_grad`, are those of `make_train_step`.
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,

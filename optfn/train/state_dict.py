@@ -16,6 +16,7 @@ from optfn import core
 from optfn.leaves import state_names, tree
 from optfn.leaves.layout import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
+from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.parallel.placement import PER_WORKER_KEY, map_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
@@ -31,11 +32,11 @@ VERSION = 1
 _ABOUT = ("version", PER_WORKER_KEY)
 
 
-def _named_leaves(opt_state: Any) -> Iterator[tuple[str, Any]]:
+def _named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
     return state_names.named_parts(opt_state, unnamed=rates.is_rate)
 
 
-def state_dict(opt_state: Any) -> dict[str, Any]:
+def state_dict(opt_state: OptState) -> dict[str, Any]:
     """Return the arrays of a state by name, and the format's "version".
 
     The names are words that stay when a transform is inserted in the chain, and are the same
@@ -58,23 +59,25 @@ def state_dict(opt_state: Any) -> dict[str, Any]:
     return {"version": np.asarray(VERSION), **listed, **dict(_named_leaves(host))}
 
 
-def _to_host(leaf: Any) -> Any:
+def _to_host(leaf: Leaf) -> Leaf:
     if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
     array = np.array(leaf)
     return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array
 
 
-def _is_foreign(dtype: Any) -> bool:
+def _is_foreign(dtype: DType) -> bool:
     """Tell whether NumPy knows the dtype only by its size (bfloat16, float8)."""
     return np.dtype(dtype).kind == "V"
 
 
-def _bits(dtype: Any) -> np.dtype:
+def _bits(dtype: DType) -> np.dtype:
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
 
 
-def load_state_dict(opt_state: Any, mapping: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_state_dict(
+    opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool = True
+) -> OptState:
     """Return `opt_state` with the arrays of `mapping`, as `state_dict` gave them.
 
     Args:
@@ -122,19 +125,19 @@ def load_state_dict(opt_state: Any, mapping: Mapping[str, Any], *, strict: bool 
     return loaded if plain is opt_state else _packed_as(opt_state, loaded)
 
 
-def _holds_packed(x: Any) -> bool:
+def _holds_packed(x: PyTree) -> bool:
     return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
 
 
-def _template(leaf: Any) -> Any:
+def _template(leaf: Leaf) -> np.ndarray:
     """Return an array on the host of the shape of `leaf`, whose parts stand for leaves."""
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
-def _packed_as(opt_state: Any, plain: Any) -> Any:
+def _packed_as(opt_state: OptState, plain: OptState) -> OptState:
     """Return `plain` packed where `opt_state` is, on the same devices."""
 
-    def packed(node: Any, loaded: Any) -> Any:
+    def packed(node: PyTree, loaded: PyTree) -> PyTree:
         if not fits(node):
             return loaded
         lead = max((x.ndim - 1 for x in node.buffers if not tree.is_masked(x)), default=0)
@@ -144,7 +147,7 @@ def _packed_as(opt_state: Any, plain: Any) -> Any:
     return jax.tree.map(packed, opt_state, plain, is_leaf=is_packed)
 
 
-def _fitted(value: Any, leaf: Any) -> tuple[Any, str]:
+def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     """Return `value` as an array like `leaf`, and what keeps it from being one."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         fits = value.shape == leaf.shape and value.dtype == leaf.dtype
@@ -168,7 +171,7 @@ def _is_average(x: Any) -> bool:
     return isinstance(x, ExponentialMovingAverageState | ModelAverageState)
 
 
-def averaged_params(opt_state: Any, params: Any, *, name: str | None = None) -> Any:
+def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
     """Return the average of the parameters that a state holds: fluid's apply.
 
     Nothing is changed; restoring is keeping the parameters one has. Before the first update, and
@@ -194,7 +197,7 @@ def averaged_params(opt_state: Any, params: Any, *, name: str | None = None) -> 
     return read_average(next(iter(chosen.values())), params)
 
 
-def summary(tx: optax.GradientTransformation, params: Any) -> str:
+def summary(tx: optax.GradientTransformation, params: Params) -> str:
     """Return a table of what an optimizer keeps for each parameter.
 
     Args:
@@ -225,11 +228,11 @@ def summary(tx: optax.GradientTransformation, params: Any) -> str:
     return _table(rows)
 
 
-def _bytes(leaf: Any) -> int:
+def _bytes(leaf: Leaf) -> int:
     return int(leaf.size) * leaf.dtype.itemsize
 
 
-def _bytes_by_leaf(state: Any, names: list[str]) -> dict[str, int]:
+def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     """Return the bytes of state that belong to the parameter of each path."""
     kept = dict.fromkeys(names, 0)
     longest_first = sorted(kept, key=len, reverse=True)
@@ -241,7 +244,7 @@ def _bytes_by_leaf(state: Any, names: list[str]) -> dict[str, int]:
     return kept
 
 
-def _described(attr: ParamAttr, p: Any) -> str:
+def _described(attr: ParamAttr, p: Leaf) -> str:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return "frozen: not floating point"
     if not attr.trainable:

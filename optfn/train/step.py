@@ -117,7 +117,7 @@ def _is_deleted(x: jax.Array) -> bool:
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:
-    """Tell whether an array lies on several devices of a CPU, as what a pipeline gives does too."""
+    """Tell whether an array lies on several CPU devices, as the result of a pipeline does too."""
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
@@ -127,9 +127,9 @@ def _copy(x: Leaf) -> jax.Array:
 
 
 def _on_one_mesh(state: TrainState) -> TrainState:
-    """Repeat what lies on one device, such as counters, over the mesh of the params if any.
+    """Replicate what lies on one device, such as counters, over the mesh of the params if any.
 
-    The step would do so, and then be compiled anew for a state that lies elsewhere.
+    The first step would do so itself, and the second would be compiled anew for its result.
     """
     leaves = jax.tree.leaves(state.params)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -181,18 +181,18 @@ def make_train_step(
         examples, the same in every process, or global arrays.
       data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split; the
         `axis_name` of an optimizer that exchanges by itself, such as `dgc_momentum`.
-      recompute: names of values in `loss_fn` that its backward keeps; what lies between them it
-        computes again, by `optfn.recompute`.
-      packed: whether params and state are kept in one buffer per dtype: for models of many small
-        leaves, see `optfn.pack`. `loss_fn` sees the tree; state.params is what `pack` gives, and
-        `unpack(state.params)` the tree.
+      recompute: names of values in `loss_fn` that are kept for the backward pass; everything
+        between them is recomputed there, see `optfn.recompute`.
+      packed: whether params and state are kept in one buffer per dtype, for models of many small
+        leaves; see `optfn.pack`. `loss_fn` sees the tree, state.params is the result of `pack`, and
+        `unpack(state.params)` is the tree.
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
         and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
-      rng: True, a seed or a key: `loss_fn` then gets a key as well, (params, batch, key), another
-        one in each step and on each worker; True is the seed 0.
-      value_and_grad: (params, batch) -> (loss, gradients), used in place of the gradient of
-        `loss_fn` where given: that of a pipeline, with (inputs, targets) as the batch; or with
-        `mesh`, of a worker's part of the batch, inside `shard_map`.
+      rng: True, a seed or a key: `loss_fn` then gets a key as well, (params, batch, key), a
+        different one in each step and on each worker; True means the seed 0.
+      value_and_grad: (params, batch) -> (loss, gradients), used instead of the gradient of
+        `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. With `mesh`
+        it is called inside `shard_map` with a worker's part of the batch.
       donate: whether the step may overwrite the state that it is given.
 
     Returns:
