@@ -173,7 +173,7 @@ def attributed(
         trained = _trained(updates, attrs)
         if any(attr.learning_rate != 1.0 for leaf in attrs for attr in leaf):
             rates = [tuple(attr.learning_rate for attr in leaf) for leaf in attrs]
-            rates = packed.kept_of(rates, _trainable(attrs), updates)
+            rates = packed.filter_per_leaf(rates, _trainable(attrs), updates)
             extra["rate_factors"] = leafwise.per_leaf(lambda rate: rate, rates, trained)
         kept = None if params is None else _trained(params, attrs)
         new, state = tx.update(trained, state, kept, **extra)
