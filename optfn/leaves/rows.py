@@ -219,7 +219,8 @@ def _add_parts(x: jax.Array, rows: Rows) -> jax.Array:
         target = x.at[indices[i]]
         return target.add(values[i], mode="drop", indices_are_sorted=True, unique_indices=True)
 
-    return jax.lax.fori_loop(0, rows.parts, add_part, x)
+    total: jax.Array = jax.lax.fori_loop(0, rows.parts, add_part, x)
+    return total
 
 
 def mean_over(rows: Rows, axis_name: Hashable) -> Rows:

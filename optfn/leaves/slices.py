@@ -18,11 +18,12 @@ def pieces(x: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[ja
     """Return x[..., start : start + size] for each start and size; all static."""
     if len(sizes) < 2 or x.shape[-1] >= 2**31:
         return _by_slice(starts, sizes, x)
-    return lax.platform_dependent(
+    parts: list[jax.Array] = lax.platform_dependent(
         x,
         cpu=partial(_by_number, tuple(starts), tuple(sizes)),
         default=partial(_by_slice, tuple(starts), tuple(sizes)),
     )
+    return parts
 
 
 def split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:

@@ -15,7 +15,7 @@ from optfn.leaves import slices
 AxisName: TypeAlias = Any  # the name of a mesh axis, a tuple of names, or None
 
 
-def axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+def axes(axis_name: AxisName) -> tuple[Any, ...]:
     """Return the names of the axes in `axis_name`: one, several or, for None, no axis."""
     if axis_name is None:
         return ()
