@@ -1,25 +1,29 @@
-"""Checks of the arguments that optimizers and transforms are made with.
+"""Checks of the arguments of the factories of optimizers and transforms.
 
-Python and NumPy numbers are checked when the optimizer is made. JAX arrays may be traced, so only
-their shape and dtype are: their value is never branched on.
+The values of Python and NumPy numbers are checked when the optimizer is made. A JAX array may be
+traced, so only its shape and dtype are checked; its value never decides a branch.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A hyper-parameter: a Python or NumPy number, or a 0-d JAX array (traced or not).
-Number = float | int | np.number | np.ndarray | jax.Array
-# A function of the 0-based step (int32) that gives a value.
-Schedule = Callable[[Any], Any]
+T = TypeVar("T")
+
+# A hyper-parameter as users pass it: a Python or NumPy number, or a 0-d JAX array, traced or not.
+Number: TypeAlias = float | int | np.number | np.ndarray | jax.Array
+# A hyper-parameter as rules take it, after its check: a Python float, or a real 0-d array.
+Scalar: TypeAlias = float | jax.Array
+# A function of the 0-based step (int32) that returns a rate.
+Schedule: TypeAlias = Callable[[Any], Any]
 
 
-def is_host_number(value: Any) -> bool:
-    """Tell whether `value` is a real Python or NumPy number (a bool is not), of shape ()."""
+def is_host_number(value: object) -> TypeGuard[float]:
+    """Tell whether `value` is a Python or NumPy number of shape () (a bool is not)."""
     if isinstance(value, bool | np.bool_):
         return False
     if isinstance(value, np.ndarray):
@@ -29,17 +33,17 @@ def is_host_number(value: Any) -> bool:
 
 def number(
     name: str,
-    value: Any,
+    value: object,
     *,
     low: float = -math.inf,
     high: float = math.inf,
     low_open: bool = False,
     high_open: bool = False,
-) -> Any:
-    """Return `value` if it may be the number that the argument `name` needs.
+) -> Scalar:
+    """Return `value` if it is a valid value of the argument `name`.
 
-    A Python or NumPy number comes back as a float within [low, high]; `low_open` and `high_open`
-    exclude the ends. A JAX array must be a real scalar and comes back as it is.
+    A Python or NumPy number must lie in [low, high] and is returned as a float; `low_open` and
+    `high_open` exclude the ends. A JAX array must be a real scalar and is returned as it is.
 
     Raises:
       TypeError: not a real number.
@@ -58,7 +62,7 @@ def number(
         if value.shape != ():
             raise ValueError(f"{name} must be a scalar; got an array of shape {value.shape}")
         if jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer):
-            return value
+            return cast("jax.Array", value)  # a NumPy array here is one of JAX's own dtypes
         raise TypeError(f"{name} must be a real number; got an array of dtype {value.dtype}")
     raise TypeError(f"{name} must be a number; got {value!r} of type {type(value).__name__}")
 
@@ -73,23 +77,23 @@ def _range(low: float, high: float, low_open: bool, high_open: bool) -> str:
     return f"in {'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
 
 
-def nonnegative(name: str, value: Any) -> Any:
+def nonnegative(name: str, value: object) -> Scalar:
     """Return `value`, a number in [0, ∞)."""
     return number(name, value, low=0.0)
 
 
-def positive(name: str, value: Any) -> Any:
+def positive(name: str, value: object) -> Scalar:
     """Return `value`, a number > 0."""
     return number(name, value, low=0.0, low_open=True)
 
 
-def decay(name: str, value: Any) -> Any:
+def decay(name: str, value: object) -> Scalar:
     """Return `value`, the factor of a moving average: a number in [0, 1)."""
     return number(name, value, low=0.0, high=1.0, high_open=True)
 
 
-def count(name: str, value: Any, *, low: int = 1) -> int:
-    """Return `value`, a Python integer ≥ `low`: it shapes the program, so it is static."""
+def count(name: str, value: object, *, low: int = 1) -> int:
+    """Return `value`, a Python integer ≥ `low`; static, because shapes depend on it."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         hint = " (make it a static argument)" if isinstance(value, jax.Array) else ""
         raise TypeError(
@@ -100,8 +104,8 @@ def count(name: str, value: Any, *, low: int = 1) -> int:
     return int(value)
 
 
-def flag(name: str, value: Any) -> bool:
-    """Return `value`, a Python bool: it chooses the program, so it is static."""
+def flag(name: str, value: object) -> bool:
+    """Return `value`, a Python bool; static, because the program depends on it."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(
             f"{name} must be True or False; got {value!r} of type {type(value).__name__}"
@@ -109,7 +113,7 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
+def choice(name: str, value: T, options: Sequence[T]) -> T:
     """Return `value`, one of `options`."""
     if value not in options:
         allowed = ", ".join(map(repr, options))

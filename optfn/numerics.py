@@ -1,7 +1,7 @@
-"""The arithmetic that rules share: arrays in, arrays out.
+"""Arithmetic that rules share: functions of arrays.
 
-Nothing here knows of trees or transforms. Hyper-parameters are Python floats or real 0-d arrays;
-`scalar` brings an array to the dtype it meets, so that no hyper-parameter ever promotes anything.
+Nothing here depends on trees or transforms. Hyper-parameters are Python floats or real 0-d arrays;
+`scalar` casts an array to the dtype of its operand, so that no hyper-parameter promotes a dtype.
 """
 
 import math
@@ -10,26 +10,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
+
+from optfn.checks import Number, Scalar
 
 
-def accumulator_dtype(dtype: Any) -> Any:
+def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which to compute and keep moments of a leaf: float32 or wider.
 
-    fp16 squares underflow to a zero denominator, and 0.999·ν + 0.001·g² stands still in bf16.
+    Squares underflow to zero in float16, and 0.999·ν + 0.001·g² rounds back to ν in bfloat16.
     """
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def real_dtype(dtype: Any) -> Any:
+def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of |x| for x of `dtype`."""
     return jnp.finfo(dtype).dtype
 
 
-def scalar(value: Any, like: jax.Array) -> Any:
+def scalar(value: Number, like: jax.Array) -> Scalar:
     """Return the hyper-parameter `value` so that `value * like` keeps the dtype of `like`.
 
-    A Python number is weakly typed and stays one: 1 − 0.999 is then taken in float64, where
-    float32 would be off by 1e-5.
+    A Python number is weakly typed and stays one: 1 − 0.999 is then computed in float64; in
+    float32 its relative error would be 1e-5.
     """
     if isinstance(value, int | float):
         return value
@@ -43,20 +46,20 @@ def abs_squared(x: jax.Array) -> jax.Array:
     return jnp.square(x)
 
 
-def moving_average(average: jax.Array, x: jax.Array, decay: Any) -> jax.Array:
+def moving_average(average: jax.Array, x: jax.Array, decay: Number) -> jax.Array:
     """Return decay·average + (1 − decay)·x."""
     decay = scalar(decay, x)
     return decay * average + (1 - decay) * x
 
 
-def bias_correction(decay: Any, step: jax.Array) -> jax.Array:
-    """Return 1 − decay^step, the weight that a moving average has gathered after `step` steps.
+def bias_correction(decay: Number, step: jax.Array) -> jax.Array:
+    """Return 1 − decay^step, the sum of the weights of a moving average after `step` steps.
 
-    Through expm1 and a logarithm that is taken in float64 where `decay` is a Python number: in
-    float32, 1 − 0.999 alone is off by 1e-5.
+    Computed as −expm1(step·log(decay)), with the logarithm in float64 where `decay` is a Python
+    number: in float32, the relative error of 1 − 0.999 alone is 1e-5.
     """
     if isinstance(decay, int | float):
-        log_decay: Any = math.log(decay) if decay > 0 else -math.inf
+        log_decay: Scalar = math.log(decay) if decay > 0 else -math.inf
     else:
         log_decay = jnp.log(jnp.asarray(decay).astype(jnp.float32))
     return -jnp.expm1(step.astype(jnp.float32) * log_decay)
@@ -72,8 +75,8 @@ def norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(sum_of_squares(x))
 
 
-def power(x: jax.Array, exponent: Any) -> jax.Array:
-    """Return x^exponent for x ≥ 0, by a square root where the exponent is ½."""
+def power(x: jax.Array, exponent: Number) -> jax.Array:
+    """Return x^exponent for x ≥ 0; a Python ½ is computed as a square root, a Python 1 as x."""
     if isinstance(exponent, int | float):
         if exponent == 0.5:
             return jnp.sqrt(x)
@@ -82,10 +85,10 @@ def power(x: jax.Array, exponent: Any) -> jax.Array:
     return jnp.power(x, scalar(exponent, x))
 
 
-def integer_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an integer zero of `shape` that takes no memory and is known to be zero while tracing.
+def integer_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """Return integer zeros of `shape` that take no memory: the update of an integer leaf.
 
-    It is the update of an integer leaf; being a NumPy array, it is still recognisable as zero by
-    the next transform of a chain.
+    They are a NumPy array, so that the next transform of a chain can see that they are zero, also
+    while JAX traces it.
     """
     return np.broadcast_to(np.zeros((), dtype), shape)

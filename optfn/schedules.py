@@ -1,9 +1,9 @@
 """Learning-rate schedules: functions of the step.
 
-Each function here checks its arguments and returns a schedule `step -> rate`, float32. `step` is
-the 0-based index of use, i below: an int32 array as the optimizers give it, or a Python number.
-optax's schedules, and any other callable from step to value, serve as well. `reduce_on_plateau` is
-driven by a metric instead, and so is a transform.
+Each function here checks its arguments and returns a schedule `step -> rate`, float32. `step`, i in
+the equations, is the 0-based number of the update: an int32 array when an optimizer calls the
+schedule, or a Python number. Optimizers also take optax's schedules and any other callable from
+step to rate. `reduce_on_plateau` depends on a metric instead of the step, so it is a transform.
 
 Source: the fluid documentation, "learning rate scheduler"; optax's schedules where the rule is the
 same.
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number, Schedule
+from optfn.checks import Number, Scalar, Schedule
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.plateau import reduce_on_plateau
 
@@ -47,8 +47,9 @@ class _Schedule:
     def __init__(self, rule: Schedule, call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
         self.rule, self.call = rule, call
 
-    def __call__(self, step: Any) -> jax.Array:
-        return self.rule(step)
+    def __call__(self, step: int | jax.Array) -> jax.Array:
+        rate: jax.Array = self.rule(step)
+        return rate
 
     def __repr__(self) -> str:
         return core.call_text(*self.call)
@@ -65,20 +66,20 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
 
 def _of_array(rule: Callable[[jax.Array], Any]) -> Schedule:
-    """Return `rule`, a function of the step as an array, as a schedule of float32 values."""
+    """Return the schedule of a function of an array: it takes numbers too and returns float32."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(jnp.float32)
 
 
 def _float(step: jax.Array) -> jax.Array:
-    # Strict dtype promotion refuses to multiply an int32 step by a float.
+    # With strict dtype promotion, an int32 step times a float is an error.
     return step.astype(jnp.float32)
 
 
 def _periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
-    """Return step/length, whole periods only if `staircase`.
+    """Return step/length, rounded down if `staircase`.
 
-    Whole periods are counted in integers: a compiler may divide by multiplying with 1/length, and
-    ⌊41·(1/41)⌋ is 0 in float32.
+    The quotient is rounded down in integers: a compiler may replace a float division by length with
+    a product with 1/length, and ⌊41·(1/41)⌋ is 0 in float32.
     """
     return _float(step // length) if staircase else _float(step) / length
 
@@ -126,7 +127,14 @@ def exponential(
 def natural_exp(
     learning_rate: Number, decay_steps: int, decay_rate: float, staircase: bool = False
 ) -> Schedule:
-    """Return lr·e^(−rate·i/steps); arguments as `inverse_time`."""
+    """Return lr·e^(−rate·i/steps).
+
+    Args:
+      learning_rate: lr, ≥ 0.
+      decay_steps: steps, ≥ 1.
+      decay_rate: rate, ≥ 0.
+      staircase: whether i/steps is rounded down.
+    """
     lr, steps, rate = _decay_arguments(learning_rate, decay_steps, decay_rate, staircase)
     return _of_array(lambda i: lr * jnp.exp(-rate * _periods(i, steps, staircase)))
 
@@ -147,7 +155,9 @@ def inverse_time(
     return _of_array(lambda i: lr / (1 + rate * _periods(i, steps, staircase)))
 
 
-def _decay_arguments(lr: Any, steps: Any, rate: Any, staircase: Any) -> tuple[Any, Any, Any]:
+def _decay_arguments(
+    lr: Number, steps: int, rate: float, staircase: bool
+) -> tuple[Scalar, int, Scalar]:
     checks.flag("staircase", staircase)
     return (
         checks.nonnegative("learning_rate", lr),
@@ -182,7 +192,8 @@ def polynomial(
 
     def rule(i: jax.Array) -> jax.Array:
         length = steps * jnp.maximum(1, -(-i // steps)) if cycle else jnp.asarray(steps)
-        # In this order the end is exact; 1 − D·(1/D), as it may be compiled, is not always 0.
+        # In this order the last value is exact: 1 − D/D may be compiled to 1 − D·(1/D), which is
+        # not always 0.
         left = _float(length - jnp.minimum(i, length)) / _float(length)
         return (lr - end) * numerics.power(left, exponent) + end
 
@@ -220,13 +231,13 @@ def _increasing(name: str, steps: Sequence[int]) -> list[int]:
 def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule:
     """Return lr/2·(cos(π·⌊i/step_each_epoch⌋/epochs) + 1).
 
-    After the last epoch the cosine goes on and the rate rises again, as in fluid;
-    `optax.cosine_decay_schedule` stays at its end.
+    After the last epoch the cosine continues and the rate rises again, as in fluid;
+    `optax.cosine_decay_schedule` stays at its last value.
 
     Args:
       learning_rate: lr, ≥ 0.
-      step_each_epoch: steps in an epoch, ≥ 1.
-      epochs: epochs from the whole rate to zero, ≥ 1.
+      step_each_epoch: the number of steps in an epoch, ≥ 1.
+      epochs: the number of epochs in which the rate falls from lr to 0, ≥ 1.
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
     length = checks.count("step_each_epoch", step_each_epoch)
@@ -238,12 +249,12 @@ def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule
 def linear_warmup(
     learning_rate: Number | Schedule, warmup_steps: int, start_lr: Number, end_lr: Number
 ) -> Schedule:
-    """Return start + (end − start)·i/w for i < w, then the rate or the schedule at the same i.
+    """Return start + (end − start)·i/w for i < w, then `learning_rate` at i.
 
-    The inner schedule is given the global step, not the steps since the warm-up.
+    A schedule is called with the global step, not with the steps since the warm-up.
 
     Args:
-      learning_rate: what follows: a number ≥ 0 or a schedule.
+      learning_rate: the rate after the warm-up, a number ≥ 0 or a schedule.
       warmup_steps: w, ≥ 1.
       start_lr: start, ≥ 0.
       end_lr: end, ≥ 0.
@@ -253,7 +264,7 @@ def linear_warmup(
     end = checks.nonnegative("end_lr", end_lr)
     after = rates.check(learning_rate)
 
-    def schedule(step: Any) -> jax.Array:
+    def schedule(step: int | jax.Array) -> jax.Array:
         step = jnp.asarray(step)
         then = jnp.asarray(after(step) if callable(after) else after).astype(jnp.float32)
         return jnp.where(step < w, start + (end - start) * _float(step) / w, then)
@@ -297,7 +308,7 @@ def lambda_decay(learning_rate: Number, lr_lambda: Callable[[Any], Any]) -> Sche
 
     Args:
       learning_rate: lr, ≥ 0.
-      lr_lambda: a function of the step (int32) that gives a factor.
+      lr_lambda: a function of the step (int32) that returns a factor.
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
     if not callable(lr_lambda):

@@ -21,8 +21,8 @@ def loss_fn(params, batch):
 
 
 BATCH = np.ones((SHAPE[0], SHAPE[0]), np.float32)
-# Their updates read what is overwritten, FTRL's z' the old n, exact-lazy Adam the old moments (of a
-# dense gradient): XLA keeps a copy.
+# XLA copies an array that is overwritten and read afterwards: in FTRL the old n, which z' reads; in
+# exact-lazy Adam the old moments of a dense gradient, which the update reads.
 COPIES = {"ftrl", "adamw_lazy_exact"}
 
 

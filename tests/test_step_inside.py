@@ -86,7 +86,7 @@ def test_multi_steps_as_an_object():
 
 def test_a_batch_that_is_one_array_has_no_empty_name():
     step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=data_mesh(4))
-    with pytest.raises(ValueError, match=r"split over 4 workers; it has shape \(7, 16\)"):
+    with pytest.raises(ValueError, match=r"4 workers; it has shape \(7, 16\)"):
         step(step.init(start()), np.zeros((7, 16), np.float32))
 
 

@@ -1,8 +1,8 @@
-"""Which tensors lie in an array: one, or several next to each other.
+"""Which tensors an array holds: one, or several next to each other.
 
-A rule with a norm per tensor has to know what a tensor is. In a plain leaf there is one; in a leaf
-under a `Stacked` one for each index of its leading axes; in a buffer of a `Packed` those of many
-leaves. All three are a `BufferLayout`: runs of leaves of one shape.
+A rule with a norm per tensor has to know where each tensor lies. A plain leaf is one tensor. A leaf
+under a `Stacked` is one tensor for each index of its leading axes. A buffer of a `Packed` holds the
+tensors of many leaves. A `BufferLayout` describes all three: runs of leaves of one shape.
 """
 
 import dataclasses
@@ -10,12 +10,13 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
-from optfn.leaves.types import PyTree, declares
+from optfn.leaves.types import Leaf, PyTree, declares
 
 T = TypeVar("T")
 
@@ -24,18 +25,19 @@ T = TypeVar("T")
 class Stacked(NamedTuple):
     """A tree whose leaves have the layers of a model stacked along their leading axis.
 
-    Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then take each index of that axis for
-    a tensor of its own, as in the model with its layers apart. `stack_stages` gives it; for layers
-    that a model scans over, `ParamAttr(stacked=1)` does the same. One inside another counts two
-    axes. It adds no word to paths and names, and `stacked["w"]` is the leaf.
+    Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) treat each index of that axis as a
+    separate tensor, as they would in the unstacked model. `stack_stages` returns a `Stacked`; for
+    layers that a model scans over, `ParamAttr(stacked=1)` has the same effect. A `Stacked` inside
+    another counts two axes. It adds no word to paths, and `stacked["w"]` is the leaf.
     """
 
     layers: PyTree
 
-    def __getitem__(self, key: Any) -> Any:
-        # A tuple's own keys are integers and slices; others are those of the tree.
-        is_index = isinstance(key, int | slice)
-        return tuple.__getitem__(self, key) if is_index else self.layers[key]
+    def __getitem__(self, key: object) -> Any:
+        # Integers and slices index the NamedTuple; all other keys are those of the tree.
+        if isinstance(key, int | slice):
+            return tuple.__getitem__(self, key)
+        return self.layers[key]
 
     def __setitem__(self, key: Any, leaf: Any) -> None:
         self.layers[key] = leaf
@@ -51,9 +53,9 @@ class Run:
     """Leaves of one shape that follow each other in a buffer.
 
     Args:
-      shape: of each leaf.
-      leaves: which ones, by their number in the tree.
-      start: where the first one starts.
+      shape: the shape of each leaf.
+      leaves: the leaves, by their number in the tree.
+      start: the element at which the first leaf starts.
       stacked: how many leading axes of a leaf count tensors.
     """
 
@@ -64,28 +66,28 @@ class Run:
 
     @property
     def size(self) -> int:
-        """Elements of one leaf."""
+        """The number of elements of one leaf."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> int:
-        """Where the last leaf ends."""
+        """The element at which the last leaf ends."""
         return self.start + self.size * len(self.leaves)
 
     @property
     def per_leaf(self) -> int:
-        """How many tensors a leaf holds."""
+        """The number of tensors in one leaf."""
         return math.prod(self.shape[: self.stacked])
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors the run holds."""
+        """The number of tensors in the run."""
         return len(self.leaves) * self.per_leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class BufferLayout:
-    """What lies in one array."""
+    """The runs of leaves in one array, in order; `dtype` is "" for an array that is a leaf."""
 
     dtype: str
     runs: tuple[Run, ...]
@@ -97,7 +99,7 @@ class BufferLayout:
 
     @property
     def size(self) -> int:
-        """Elements of the buffer."""
+        """The number of elements of the buffer."""
         return self.runs[-1].stop
 
     @property
@@ -116,39 +118,42 @@ class BufferLayout:
         ]
 
     def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return the array of `shape` in which these tensors lie: the inverse of `tensors`."""
+        """Return the array of `shape` that holds these tensors: the inverse of `tensors`."""
         if len(tensors) == 1:
             return tensors[0].reshape(shape)
         return jnp.concatenate([x.reshape(-1) for x in tensors])
 
     def by_run(self, per_leaf: Sequence[T]) -> list[list[T]]:
-        """Split what has one entry per leaf by run, an entry for each tensor of the run."""
-        rest = iter(per_leaf)
+        """Split per-leaf values by run, and repeat the value of a leaf for each of its tensors."""
+        values = iter(per_leaf)
         return [
-            [x for x in itertools.islice(rest, len(run.leaves)) for _ in range(run.per_leaf)]
+            [x for x in itertools.islice(values, len(run.leaves)) for _ in range(run.per_leaf)]
             for run in self.runs
         ]
 
     def map_tensors(
-        self, rule: Callable[..., Any], arrays: Sequence[jax.Array], scalars: dict[str, Any]
+        self,
+        rule: Callable[..., Any],
+        arrays: Sequence[jax.Array],
+        scalars: dict[str, Sequence[Any]],
     ) -> Any:
-        """Apply a rule on one tensor to all tensors in buffers.
+        """Apply a rule on one tensor to every tensor of several buffers of this layout.
 
         Args:
-          rule: (*tensors, **scalars) -> a tensor like those, or a tuple of them.
-          arrays: the buffers.
+          rule: (*tensors, **scalars) -> a tensor of the same shape, or a tuple of such tensors.
+          arrays: the buffers, one for each tensor that the rule takes.
           scalars: for each name a list, with an array (num_tensors,) for each run.
         """
         views = zip(*map(self.tensors, arrays), strict=True)
         results = []
         for k, view in enumerate(views):
-            own = {name: jnp.asarray(values[k]) for name, values in scalars.items()}
-            results.append(jax.vmap(lambda x, own: rule(*x, **own))(view, own))
+            of_run = {name: jnp.asarray(values[k]) for name, values in scalars.items()}
+            results.append(jax.vmap(lambda x, of_tensor: rule(*x, **of_tensor))(view, of_run))
         return jax.tree.map(lambda *runs: self.join(runs, arrays[0].shape), *results)
 
 
 def plain(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:
-    """Return the layout of an array that is a leaf."""
+    """Return the layout of an array that is a single leaf."""
     return BufferLayout("", (Run(shape, (0,), 0, stacked),))
 
 
@@ -157,13 +162,14 @@ class PackedLayout:
     """Where the leaves of a tree lie in a Packed; static.
 
     Args:
-      structure: of the tree, masked leaves counted as leaves.
-      paths: of its leaves.
-      buffers: what lies in each buffer.
-      frozen: the leaves that are in none, because they are not floating point, by their number.
+      structure: the structure of the tree, in which masked leaves count as leaves.
+      paths: the paths of its leaves.
+      buffers: the layout of each buffer.
+      frozen: the leaves outside the buffers, by their number: those that are not floating point,
+        and those without elements.
     """
 
-    structure: Any
+    structure: PyTreeDef
     paths: tuple[str, ...]
     buffers: tuple[BufferLayout, ...]
     frozen: tuple[int, ...]
@@ -180,28 +186,29 @@ class PackedLayout:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        # A jitted step asks this at each call, mostly of the same object.
+        # A jitted step compares layouts at each call, most often a layout with itself.
         return self is other or (isinstance(other, PackedLayout) and self._key == other._key)
 
     def only(self, flags: tuple[tuple[bool, ...], ...]) -> "PackedLayout":
-        """Return the layout of the leaves that are flagged, as `tree.select` flags them."""
+        """Return the layout of the flagged leaves alone; `tree.select` gives such flags."""
         return _only(self, flags)
 
     def stacked(self, axes: tuple[tuple[int, ...], ...]) -> "PackedLayout":
-        """Return the layout with so many leading axes of each leaf counting tensors."""
+        """Return the layout in which `axes` says how many leading axes of a leaf count tensors."""
         return _stacked(self, axes)
 
 
-def _split_run(run: Run, marks: Sequence[Any]) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the leaves of a run in groups of one mark."""
-    pairs = zip(marks, run.leaves, strict=True)
+def _split_run(run: Run, axes: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the leaves of a run in groups of neighbours with the same number of axes."""
+    pairs = zip(axes, run.leaves, strict=True)
     groups = itertools.groupby(pairs, key=lambda pair: pair[0])
-    return [(mark, tuple(i for _, i in group)) for mark, group in groups]
+    return [(count, tuple(i for _, i in group)) for count, group in groups]
 
 
-def _marks_by_run(layout: BufferLayout, marks: Sequence[Any]) -> list[list[Any]]:
-    rest = iter(marks)
-    return [list(itertools.islice(rest, len(run.leaves))) for run in layout.runs]
+def _leaves_by_run(layout: BufferLayout, per_leaf: Sequence[T]) -> list[list[T]]:
+    """Split per-leaf values by run."""
+    values = iter(per_leaf)
+    return [list(itertools.islice(values, len(run.leaves))) for run in layout.runs]
 
 
 @lru_cache(maxsize=64)
@@ -209,15 +216,15 @@ def _only(layout: PackedLayout, flags: tuple[tuple[bool, ...], ...]) -> PackedLa
     buffers = []
     for buffer, chosen in zip(layout.buffers, flags, strict=False):
         start, runs = 0, []
-        for run, own in zip(buffer.runs, _marks_by_run(buffer, chosen), strict=True):
-            kept = tuple(itertools.compress(run.leaves, own))
-            if kept:
-                runs.append(dataclasses.replace(run, leaves=kept, start=start))
+        for run, of_run in zip(buffer.runs, _leaves_by_run(buffer, chosen), strict=True):
+            leaves = tuple(itertools.compress(run.leaves, of_run))
+            if leaves:
+                runs.append(dataclasses.replace(run, leaves=leaves, start=start))
                 start = runs[-1].stop
         if runs:
             buffers.append(BufferLayout(buffer.dtype, tuple(runs)))
-    rest = flags[len(layout.buffers) :]
-    frozen = tuple(i for i, (keep,) in zip(layout.frozen, rest, strict=True) if keep)
+    of_frozen = flags[len(layout.buffers) :]
+    frozen = tuple(i for i, (chosen,) in zip(layout.frozen, of_frozen, strict=True) if chosen)
     return dataclasses.replace(layout, buffers=tuple(buffers), frozen=frozen)
 
 
@@ -226,8 +233,8 @@ def _stacked(layout: PackedLayout, axes: tuple[tuple[int, ...], ...]) -> PackedL
     buffers = []
     for buffer, counts in zip(layout.buffers, axes, strict=False):
         runs: list[Run] = []
-        for run, own in zip(buffer.runs, _marks_by_run(buffer, counts), strict=True):
-            for stacked, leaves in _split_run(run, own):
+        for run, of_run in zip(buffer.runs, _leaves_by_run(buffer, counts), strict=True):
+            for stacked, leaves in _split_run(run, of_run):
                 start = runs[-1].stop if runs else 0
                 runs.append(Run(run.shape, leaves, start, max(stacked, run.stacked)))
         buffers.append(BufferLayout(buffer.dtype, tuple(runs)))
@@ -239,34 +246,38 @@ class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` gives the tree.
 
     A pytree whose leaves are the buffers, and those leaves of the tree that are not floating point.
-    Optimizers work on it as on any other; what concerns single tensors (norms, patterns of paths,
-    attributes) is that of the leaves of the tree.
+    Optimizers take it like any other tree. Norms per tensor, patterns of paths and attributes refer
+    to the leaves of the original tree.
 
     Args:
       buffers: flat arrays, one for each buffer of the layout.
       frozen: the leaves that are not floating point.
-      layout: where everything lies.
+      layout: where each leaf lies.
     """
 
-    def __init__(self, buffers: Sequence[Any], frozen: Sequence[Any], layout: PackedLayout) -> None:
+    def __init__(
+        self, buffers: Sequence[Leaf], frozen: Sequence[Leaf], layout: PackedLayout
+    ) -> None:
         self.buffers = tuple(buffers)
         self.frozen = tuple(frozen)
         self.layout = layout
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], PackedLayout]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[list[tuple[jax.tree_util.DictKey, Leaf]], PackedLayout]:
         """Return the children with their keys, and the layout."""
         names = [buffer.dtype for buffer in self.layout.buffers]
         names += [self.layout.paths[i] for i in self.layout.frozen]
         keys = map(jax.tree_util.DictKey, names)
         return list(zip(keys, (*self.buffers, *self.frozen), strict=True)), self.layout
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], PackedLayout]:
+    def tree_flatten(self) -> tuple[tuple[Leaf, ...], PackedLayout]:
         """Return the children, and the layout."""
         return (*self.buffers, *self.frozen), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: PackedLayout, children: Sequence[Any]) -> "Packed":
-        """Return the Packed of these children."""
+    def tree_unflatten(cls, layout: PackedLayout, children: Sequence[Leaf]) -> "Packed":
+        """Return the Packed of a layout and its children."""
         count = len(layout.buffers)
         return cls(children[:count], children[count:], layout)
 
@@ -276,6 +287,6 @@ class Packed:
         return f"Packed({', '.join([*buffers, *frozen])})"
 
 
-def is_packed(x: Any) -> bool:
+def is_packed(x: object) -> TypeGuard[Packed]:
     """Tell whether `x` is a Packed."""
     return isinstance(x, Packed)

@@ -1,6 +1,6 @@
-"""What is wrong with a leaf: errors that name it, what came and what is needed."""
+"""Errors about leaves: each names the leaf, what came and what is needed."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ from optfn.leaves.types import Leaf, Params, PyTree, Updates
 
 
 def check_untrained(name: str, what: str, of: Params, i: int, x: Leaf, real_only: str) -> None:
-    """Raise a TypeError unless leaf number i, which no rule can see, is one to leave alone.
+    """Raise a TypeError unless leaf number i, which the rule does not see, may be left untrained.
 
     Args:
-      name: the transformation.
+      name: the name of the transformation.
       what: "parameter", or "gradient" where there are no params.
-      of: the tree.
-      i: which leaf.
-      x: the leaf: masked, an integer, or wrong.
+      of: the tree that contains the leaf.
+      i: the number of the leaf.
+      x: the leaf; a masked leaf, an integer or a bool is accepted.
       real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
     """
     if tree.is_masked(x) or is_float0(x):
@@ -28,15 +28,18 @@ def check_untrained(name: str, what: str, of: Params, i: int, x: Leaf, real_only
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         hint = ""
         if callable(x):
-            hint = ". Functions are no parameters: params, static = equinox.partition(model, "
-            hint += "equinox.is_array), and equinox.combine(params, static) in the loss"
+            hint = (
+                ". A function is no parameter: split the model by params, static = "
+                "equinox.partition(model, equinox.is_array), and call equinox.combine(params, "
+                "static) in the loss"
+            )
         came = f"{x!r} of type {type(x).__name__}"
         raise TypeError(f"{name}: {leaf} must be an array; got {came}{hint}")
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and real_only:
         who = name if name == real_only else f"{name}: {real_only}"
         raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
     if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
-        raise TypeError(f"{name}: {leaf} has dtype {x.dtype}, not a number")
+        raise TypeError(f"{name}: {leaf} must be numeric; got dtype {x.dtype}")
     if what == "gradient" and not is_known_zero(x):
         raise TypeError(f"{name}: {leaf} must be floating point; got {x.dtype}")
 
@@ -49,7 +52,7 @@ def check_gradient(name: str, updates: Updates, i: int, g: Leaf, p: Leaf, traine
         if tree.is_masked(g) or is_float0(g) or is_known_zero(g):
             return
         if tree.is_masked(p):
-            raise ValueError(f"{leaf} is {came}, but params have no such leaf")
+            raise ValueError(f"{leaf} is {came}, but that leaf of params is masked")
         raise TypeError(
             f"{leaf} is {came}, but the parameter has dtype {p.dtype}: an integer leaf cannot be "
             "trained (its gradient may be None or float0)"
@@ -69,11 +72,11 @@ def check_gradient(name: str, updates: Updates, i: int, g: Leaf, p: Leaf, traine
 
 
 def check_rows(what: str, g: Rows) -> None:
-    """Raise unless indices and values are what Rows are made of."""
+    """Raise an error unless the indices and values of `g` have the dtypes and shapes of Rows."""
     if g.indices.dtype != jnp.int32:
         raise TypeError(
             f"{what} has indices of dtype {g.indices.dtype}; they must be int32 (a transform that "
-            "scales every array takes no Rows: put optfn.sparse.densify() before it)"
+            "scales every array cannot take Rows: put optfn.sparse.densify() before it)"
         )
     if g.indices.ndim != 1 or g.values.shape[:1] != g.indices.shape:
         raise ValueError(
@@ -82,8 +85,10 @@ def check_rows(what: str, g: Rows) -> None:
         )
 
 
-def state_error(accumulators: list[Leaf], shapes: Any, updates: Updates, i: int) -> ValueError:
-    """Return the error of leaf number i whose accumulators have not these shapes."""
+def state_error(
+    accumulators: list[Leaf], shapes: Sequence[tuple[int, ...]], updates: Updates, i: int
+) -> ValueError:
+    """Return the error for leaf number i, whose accumulators should have these shapes."""
     pairs = zip(accumulators, shapes, strict=True)
     came = [getattr(x, "shape", None) for x, shape in pairs if getattr(x, "shape", None) != shape]
     return ValueError(
@@ -93,10 +98,10 @@ def state_error(accumulators: list[Leaf], shapes: Any, updates: Updates, i: int)
 
 
 def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
-    """Raise an error unless `updates` has the structure of `like`, and its arrays their shapes.
+    """Raise an error unless `updates` has the structure and the shapes of `like`.
 
-    A masked leaf fits anything: what wraps an optimizer leaves it to the optimizer whether a leaf
-    may go without a gradient.
+    A masked leaf fits any leaf: whether a leaf may have no gradient is decided by the optimizer
+    that a wrapper calls.
     """
     tree.check_same_structure(name, "updates", updates, what, like)
     pairs = zip(tree.flatten(updates)[0], tree.flatten(like)[0], strict=True)
@@ -123,12 +128,12 @@ def _is_complex(x: Leaf) -> bool:
 
 
 def is_float0(x: Leaf) -> bool:
-    """Tell whether `x` is the gradient that JAX gives to an integer."""
+    """Tell whether `x` is a float0, JAX's gradient of an integer."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 def is_known_zero(x: Leaf) -> bool:
-    """Tell whether `x` is an integer zero as `numerics.integer_zeros` makes it."""
+    """Tell whether `x` is a NumPy array of integer zeros, as from `numerics.integer_zeros`."""
     return (
         isinstance(x, np.ndarray)
         and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)

@@ -3,18 +3,24 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn.leaves import slices, tree
 from optfn.leaves.layout import BufferLayout, Packed, PackedLayout, Run, Stacked, is_packed
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Flags
 from optfn.leaves.types import Leaf, Params, PyTree
+
+T = TypeVar("T")
+
+# What a tree is made of where a Packed counts as one node: a Packed, Rows, a masked leaf, an array.
+Node: TypeAlias = Any
 
 
 def layout_of(params: Params) -> PackedLayout:
@@ -41,17 +47,17 @@ def layout_of(params: Params) -> PackedLayout:
 def pack(params: Params) -> Packed:
     """Return the leaves of a tree in one flat buffer per dtype.
 
-    A step over thousands of small leaves spends its time on handing them over; over one buffer it
-    does not. Optimizers take the result as they take the tree: paths in patterns, attributes and
-    the norms of tensors are those of the leaves. Blocks of 8-bit moments and the selection of Deep
-    Gradient Compression go over the whole buffer.
+    A step over thousands of small leaves spends most of its time passing them as arguments; a step
+    over one buffer does not. Optimizers take the result as they take the tree: patterns of paths,
+    attributes and norms per tensor refer to the original leaves. Blocks of 8-bit moments and the
+    selection of Deep Gradient Compression range over the whole buffer.
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are
-        kept beside the buffers. Inside `jit`, or outside; arrays that are sharded are gathered.
+        kept beside the buffers. Sharded arrays are gathered. Works inside and outside `jit`.
 
     Returns:
-      A Packed: a pytree; `unpack` gives the tree.
+      A Packed, which is a pytree; `unpack` returns the tree.
 
     Raises:
       TypeError: a leaf is not an array, or is row-sparse.
@@ -67,7 +73,9 @@ def pack(params: Params) -> Packed:
     leaves = [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in leaves]
     for path, x in zip(tree.paths(params), leaves, strict=True):
         if isinstance(x, Rows):
-            raise TypeError(f"pack: leaf {path!r} is row-sparse, which has no place in a buffer")
+            raise TypeError(
+                f"pack: leaf {path!r} is row-sparse; a leaf of a buffer must be a dense array"
+            )
         if not tree.is_masked(x) and not hasattr(x, "dtype"):
             raise TypeError(f"pack: leaf {path!r} must be an array; got {x!r}")
     params = structure.unflatten(leaves)
@@ -75,12 +83,12 @@ def pack(params: Params) -> Packed:
 
 
 def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
-    """Return a tree, such as the gradient of what was packed, in the same places.
+    """Return a tree, such as a gradient, packed in the layout of a tree that was packed before.
 
     Args:
-      layout: of what was packed.
+      layout: the layout of the tree that was packed.
       values: a tree of the same structure and shapes.
-      lead: how many axes the leaves have before those of what was packed.
+      lead: how many additional leading axes the leaves of `values` have.
 
     Raises:
       ValueError: structures or shapes differ, or a leaf is missing.
@@ -98,17 +106,20 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
 
 
-def _skeleton(layout: PackedLayout) -> Any:
+def _skeleton(layout: PackedLayout) -> PyTree:
+    """Return a tree of numbers in the structure that was packed, for the paths in an error."""
     return layout.structure.unflatten([0] * len(layout.paths))
 
 
-def _is_masked(leaves: Sequence[Any]) -> bool:
+def _all_masked(leaves: Sequence[Leaf]) -> bool:
     return all(isinstance(x, optax.MaskedNode) for x in leaves)
 
 
-def _check_buffer(buffer: BufferLayout, leaves: list[Any], paths: Sequence[str], lead: int) -> None:
-    """Raise unless the leaves of a buffer have the shapes that they had, or are all masked."""
-    if _is_masked([leaves[i] for i in buffer.leaves]):
+def _check_buffer(
+    buffer: BufferLayout, leaves: list[Leaf], paths: Sequence[str], lead: int
+) -> None:
+    """Raise unless the leaves of a buffer have the shapes of its layout, or are all masked."""
+    if _all_masked([leaves[i] for i in buffer.leaves]):
         return
     for run in buffer.runs:
         for i in run.leaves:
@@ -120,10 +131,11 @@ def _check_buffer(buffer: BufferLayout, leaves: list[Any], paths: Sequence[str],
                 )
 
 
-def _join(lead: int, parts: Any) -> tuple[Any, ...]:
+def _join(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
+    """Return one buffer for each group of leaves, joined after `lead` leading axes."""
     return tuple(
         optax.MaskedNode()
-        if _is_masked(leaves)
+        if _all_masked(leaves)
         else jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], axis=-1)
         for leaves in parts
     )
@@ -132,14 +144,14 @@ def _join(lead: int, parts: Any) -> tuple[Any, ...]:
 _compiled_join = jax.jit(_join, static_argnums=0)
 
 
-def unpack(packed: Any) -> Any:
+def unpack(packed: PyTree) -> PyTree:
     """Return the tree that was packed.
 
-    In a tree that holds Packed, such as the state of an optimizer, each becomes its tree. Gradients
-    go through it: they come back packed, put together once.
+    In a tree that contains Packed, such as the state of an optimizer, each Packed becomes its tree.
+    The gradient of a loss of the unpacked tree is a Packed; each of its buffers is joined once.
 
     Args:
-      packed: what `pack` gave, or a tree with such in it. Inside `jit`, or outside.
+      packed: a Packed, or a tree that contains some. Works inside and outside `jit`.
 
     >>> import jax, jax.numpy as jnp, optfn
     >>> packed = optfn.pack({"w": jnp.ones((2, 3)), "b": jnp.zeros(3)})
@@ -149,10 +161,10 @@ def unpack(packed: Any) -> Any:
     return jax.tree.map(lambda x: _unpack(x) if fits(x) else x, packed, is_leaf=is_packed)
 
 
-def fits(x: Any) -> bool:
-    """Tell whether `x` is a Packed whose buffers have a number for each element of the leaves.
+def fits(x: object) -> bool:
+    """Tell whether `x` is a Packed whose buffers have one number for each element of the leaves.
 
-    The scales of 8-bit moments have not: they are packed, and are not a tree.
+    The scales of 8-bit moments have one number per block, so they cannot be unpacked.
     """
     return is_packed(x) and all(
         tree.is_masked(b) or jnp.shape(b)[-1:] == (buffer.size,)
@@ -160,16 +172,16 @@ def fits(x: Any) -> bool:
     )
 
 
-def _unpack(packed: Packed) -> Any:
+def _unpack(packed: Packed) -> PyTree:
     layout = packed.layout
-    leaves: list[Any] = [optax.MaskedNode()] * len(layout.paths)
+    leaves: list[Leaf] = [optax.MaskedNode()] * len(layout.paths)
     for i, x in zip(layout.frozen, packed.frozen, strict=True):
         leaves[i] = x
     for buffer, x in zip(layout.buffers, packed.buffers, strict=True):
         if tree.is_masked(x):
             continue
         if isinstance(x, np.ndarray):
-            split: Callable[[BufferLayout, Any], list[Any]] = _host_pieces
+            split: Callable[[BufferLayout, Any], list[Leaf]] = _host_pieces
         else:
             split = _pieces if isinstance(x, jax.core.Tracer) else _compiled_pieces
         for i, piece in zip(buffer.leaves, split(buffer, x), strict=True):
@@ -187,7 +199,7 @@ def _host_pieces(buffer: BufferLayout, x: np.ndarray) -> list[np.ndarray]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pieces(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
-    """Return the leaves of a buffer. What is differentiated is put together once, not padded."""
+    """Return the leaves of a buffer; the derivative joins their cotangents in one step."""
     runs = [run for run in buffer.runs for _ in run.leaves]
     starts = [start for run in buffer.runs for start in range(run.start, run.stop, run.size)]
     flat = slices.pieces(x, starts, [run.size for run in runs])
@@ -208,48 +220,48 @@ _pieces.defvjp(_forward, _backward)
 _compiled_pieces = jax.jit(_pieces, static_argnums=0)
 
 
-def _nodes(x: PyTree) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree, where a Packed is one, and its structure."""
+def _nodes(x: PyTree) -> tuple[list[Node], PyTreeDef]:
+    """Return the nodes of a tree, where a Packed counts as one, and the structure."""
     return jax.tree.flatten(x, is_leaf=lambda node: is_packed(node) or tree.is_leaf(node))
 
 
-def _arrays(node: Any) -> list[Leaf]:
-    """Return the leaves in one of `_nodes`."""
+def _arrays(node: Node) -> list[Leaf]:
+    """Return the leaves of one node."""
     return [*node.buffers, *node.frozen] if is_packed(node) else [node]
 
 
-def _by_node(nodes: Sequence[Any], per_leaf: Sequence[Any]) -> list[list[Any]]:
-    """Split what has one entry per leaf by node."""
-    rest = iter(per_leaf)
-    return [list(itertools.islice(rest, len(_arrays(node)))) for node in nodes]
+def _by_node(nodes: Sequence[Node], per_leaf: Sequence[T]) -> list[list[T]]:
+    """Split per-leaf values by node."""
+    values = iter(per_leaf)
+    return [list(itertools.islice(values, len(_arrays(node)))) for node in nodes]
 
 
 def keep(values: PyTree, flags: Flags) -> PyTree:
     """Mask the leaves whose flag is False; see `tree.select`.
 
-    A Packed becomes one of the leaves that are selected.
+    A Packed becomes a Packed of the selected leaves alone.
     """
     nodes, structure = _nodes(values)
     pairs = zip(nodes, _by_node(nodes, flags), strict=True)
-    return structure.unflatten([_keep(node, own) for node, own in pairs])
+    return structure.unflatten([_keep(node, of_node) for node, of_node in pairs])
 
 
-def _keep(node: Any, flags: list[tuple[bool, ...]]) -> Any:
+def _keep(node: Node, flags: Flags) -> Node:
     if not is_packed(node):
         return node if flags[0][0] else optax.MaskedNode()
     layout = node.layout.only(tuple(flags))
-    triples = list(zip(_layouts(node), _arrays(node), flags, strict=True))
-    chosen = [_select(buffer, own, x) for buffer, x, own in triples if any(own)]
+    triples = zip(_layouts(node), _arrays(node), flags, strict=True)
+    chosen = [_select(buffer, selected, x) for buffer, x, selected in triples if any(selected)]
     return Packed(chosen[: len(layout.buffers)], chosen[len(layout.buffers) :], layout)
 
 
-def _layouts(node: Any) -> list[BufferLayout | None]:
-    """Return the layout of each buffer of a Packed, None for a frozen leaf."""
+def _layouts(node: Packed) -> list[BufferLayout | None]:
+    """Return the layout of each buffer of a Packed, and None for each frozen leaf."""
     return [*node.layout.buffers, *[None] * len(node.frozen)]
 
 
 def _spans(buffer: BufferLayout, flags: Sequence[bool]) -> Iterator[tuple[bool, int]]:
-    """Yield (flag, elements) of the stretches of a buffer whose leaves have one flag."""
+    """Yield (flag, number of elements) for each run of neighbouring leaves with the same flag."""
     sizes = [run.size for run in buffer.runs for _ in run.leaves]
     pairs = zip(flags, sizes, strict=True)
     for flag, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
@@ -257,7 +269,7 @@ def _spans(buffer: BufferLayout, flags: Sequence[bool]) -> Iterator[tuple[bool, 
 
 
 def _select(buffer: BufferLayout | None, flags: tuple[bool, ...], x: Leaf) -> Leaf:
-    """Return the part of an array that lies in flagged leaves."""
+    """Return the elements of an array that belong to flagged leaves."""
     if buffer is None or all(flags) or tree.is_masked(x):
         return x
     pieces, start = [], 0
@@ -268,27 +280,31 @@ def _select(buffer: BufferLayout | None, flags: tuple[bool, ...], x: Leaf) -> Le
     return jnp.concatenate(pieces)
 
 
-def kept_of(per_leaf: Sequence[tuple[Any, ...]], flags: Flags, values: PyTree) -> list[Any]:
+def filter_per_leaf(
+    per_leaf: Sequence[tuple[T, ...]], flags: Flags, values: PyTree
+) -> list[tuple[T, ...]]:
     """Filter per-leaf values to the leaves that `keep(values, flags)` retains."""
     nodes = _nodes(values)[0]
-    kept: list[Any] = []
-    for node, own, chosen in zip(
-        nodes, _by_node(nodes, per_leaf), _by_node(nodes, flags), strict=True
-    ):
+    filtered: list[tuple[T, ...]] = []
+    triples = zip(nodes, _by_node(nodes, per_leaf), _by_node(nodes, flags), strict=True)
+    for node, of_node, selected in triples:
         if not is_packed(node):
-            kept += own
+            filtered += of_node
         else:
-            pairs = zip(own, chosen, strict=True)
-            kept += [tuple(itertools.compress(v, flag)) for v, flag in pairs if any(flag)]
-    return kept
+            pairs = zip(of_node, selected, strict=True)
+            filtered += [tuple(itertools.compress(v, flag)) for v, flag in pairs if any(flag)]
+    return filtered
 
 
 def mark_stacked(values: PyTree, axes: Sequence[tuple[int, ...]]) -> PyTree:
-    """Return the tree with so many leading axes of each leaf counting tensors; see `Stacked`."""
+    """Return the tree in which `axes` says how many leading axes of each leaf count tensors.
+
+    See `Stacked`; the axes that the tree already marks are included in the numbers.
+    """
     nodes, structure = _nodes(values)
     marked = []
-    known = _by_node(nodes, tree.stacked_axes(values))
-    for node, counts, before in zip(nodes, _by_node(nodes, axes), known, strict=True):
+    marked_before = _by_node(nodes, tree.stacked_axes(values))
+    for node, counts, before in zip(nodes, _by_node(nodes, axes), marked_before, strict=True):
         if is_packed(node):
             layout = node.layout.stacked(tuple(counts))
             marked.append(Packed(node.buffers, node.frozen, layout))
@@ -299,38 +315,45 @@ def mark_stacked(values: PyTree, axes: Sequence[tuple[int, ...]]) -> PyTree:
     return structure.unflatten(marked)
 
 
-def fill(kept: PyTree, flags: Flags, rest: PyTree) -> PyTree:
-    """Return the whole tree: what `keep` left, and for the other leaves those of `rest`."""
-    nodes, structure = _nodes(rest)
-    triples = zip(_nodes(kept)[0], nodes, _by_node(nodes, flags), strict=True)
-    return structure.unflatten([_fill(new, old, own) for new, old, own in triples])
+def fill(selected: PyTree, flags: Flags, full: PyTree) -> PyTree:
+    """Undo `keep`: return `full` with its flagged leaves replaced by those of `selected`."""
+    nodes, structure = _nodes(full)
+    triples = zip(_nodes(selected)[0], nodes, _by_node(nodes, flags), strict=True)
+    return structure.unflatten([_fill(part, node, of_node) for part, node, of_node in triples])
 
 
-def _fill(new: Any, old: Any, flags: list[tuple[bool, ...]]) -> Any:
-    if not is_packed(old):
-        return new if flags[0][0] else old
-    given = iter(_arrays(new))
-    whole = [
-        _merge(buffer, own, next(given) if any(own) else x, x)
-        for buffer, x, own in zip(_layouts(old), _arrays(old), flags, strict=True)
+def _fill(selected: Node, full: Node, flags: Flags) -> Node:
+    if not is_packed(full):
+        return selected if flags[0][0] else full
+    parts = iter(_arrays(selected))
+    arrays = [
+        _merge(buffer, of_buffer, next(parts) if any(of_buffer) else x, x)
+        for buffer, x, of_buffer in zip(_layouts(full), _arrays(full), flags, strict=True)
     ]
-    count = len(old.layout.buffers)
-    return Packed(whole[:count], whole[count:], old.layout)
+    count = len(full.layout.buffers)
+    return Packed(arrays[:count], arrays[count:], full.layout)
 
 
-def _merge(buffer: BufferLayout | None, flags: tuple[bool, ...], new: Leaf, old: Leaf) -> Leaf:
-    """Return the array with the flagged leaves from `new`, which has no others, in `old`."""
+def _merge(
+    buffer: BufferLayout | None, flags: tuple[bool, ...], selected: Leaf, full: Leaf
+) -> Leaf:
+    """Return the array `full` with its flagged leaves replaced by `selected`."""
     if buffer is None or all(flags) or not any(flags):
-        return new
-    pieces, at_new, at_old = [], 0, 0
+        return selected
+    pieces, start, start_selected = [], 0, 0
     for flag, size in _spans(buffer, flags):
-        pieces.append(new[at_new : at_new + size] if flag else old[at_old : at_old + size])
-        at_new, at_old = at_new + size * flag, at_old + size
+        array, at = (selected, start_selected) if flag else (full, start)
+        pieces.append(array[at : at + size])
+        start, start_selected = start + size, start_selected + size * flag
     return jnp.concatenate(pieces)
 
 
 def unpacked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return (packed, *args) -> (value, packed gradients) from a function of the tree."""
+    """Return `fn` for packed params: (packed, *args) -> (value, packed gradients).
+
+    Args:
+      fn: (params, *args) -> (value, gradients), a function of the tree.
+    """
 
     def packed_fn(packed: Packed, *args: Any) -> tuple[Any, Packed]:
         value, grads = fn(unpack(packed), *args)

@@ -1,10 +1,10 @@
-"""Row-sparse arrays: the gradient of a table of which a step touches some rows.
+"""Row-sparse arrays: the gradient of a table of which a step touches a few rows.
 
-Arithmetic only; `optfn.sparse` is where they come from.
+This module has their arithmetic; `optfn.sparse` makes them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -12,25 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import checks
+from optfn.leaves.types import DType, Leaf
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Some rows of an array that is zero elsewhere: fluid's SelectedRows.
+    """The rows of an array that is zero in all other rows: fluid's SelectedRows.
 
-    A pytree whose leaves are indices and values. Repeated indices add up. It stands for an array of
-    `shape` and may be added to one: params + rows. optfn's transforms know it; others see two
-    arrays, indices among them: call `densify` before third-party transforms.
+    A pytree whose leaves are indices and values. Repeated indices add up. It represents an array of
+    `shape` and can be added to one: params + rows. The transforms of optfn accept it; to others it
+    is two arrays, one of them indices: call `densify` before third-party transforms.
 
     Args:
-      indices: int32 (k,), which rows; `num_rows` marks one that does not count (padding). Integers
-        in a list or of another width are converted.
+      indices: int32 (k,), the index of each row; `num_rows` marks padding, which is ignored.
+        Integers in a list or of another width are converted.
       values: (k, …), the rows, floating point.
-      num_rows: of the array, ≥ 0; static.
+      num_rows: the number of rows of the array, ≥ 0; static.
       unique: whether no index but padding is repeated, and padding is zero; static.
-      parts: how many parts of equal length the rows come in; the indices of each rise and are not
-        repeated, and they are added in order, so that all devices get the same bits; static.
-      view: the shape of the array, where its rows are those of a reshaped one; static.
+      parts: the number of parts of equal length that the rows consist of. Within a part the indices
+        rise and are not repeated; the parts are added in order, so that all devices get the same
+        bits; static.
+      view: the shape of the array where `values` are the rows of a reshaped array; static.
 
     Raises:
       TypeError: indices that are not integers, values that are not floating point, num_rows that is
@@ -38,13 +40,13 @@ class Rows:
       ValueError: indices that are not (k,), values that are not (k, …), num_rows < 0.
     """
 
-    indices: Any
-    values: Any
+    indices: Leaf
+    values: Leaf
     num_rows: int
     unique: bool = False
     parts: int = 1
     view: tuple[int, ...] | None = None
-    __array_ufunc__ = None  # NumPy arrays leave the sum to __radd__
+    __array_ufunc__ = None  # makes NumPy arrays call __radd__
 
     def __post_init__(self) -> None:
         checks.count("Rows: num_rows", self.num_rows, low=0)
@@ -67,7 +69,7 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that this stands for."""
+        """The shape of the array that the rows represent."""
         return (self.num_rows, *self.values.shape[1:]) if self.view is None else self.view
 
     @property
@@ -76,23 +78,23 @@ class Rows:
         return len(self.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the values."""
         return self.values.dtype
 
-    def map(self, fn: Callable[[Any], Any]) -> "Rows":
-        """Return these rows with fn(values), for a function that keeps zero at zero."""
+    def map(self, fn: Callable[[Leaf], Leaf]) -> "Rows":
+        """Return these rows with values fn(values), for an elementwise fn with fn(0) = 0."""
         return _unflatten(_flatten_with_keys(self)[1], (self.indices, fn(self.values)))
 
     def reshape(self, shape: tuple[int, ...]) -> "Rows":
-        """Return these rows as those of an array of `shape`, of as many elements, reshaped."""
+        """Return the rows of the array reshaped to `shape`, which has as many elements."""
         return dataclasses.replace(self, view=shape)
 
-    def astype(self, dtype: Any) -> "Rows":
+    def astype(self, dtype: DType) -> "Rows":
         """Return these rows with values of `dtype`."""
         return self.map(lambda values: values.astype(dtype))
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Leaf) -> Leaf:
         """Return other + self: an array, or Rows where `other` is Rows as well."""
         if isinstance(other, Rows):
             return joined(other, self)
@@ -104,14 +106,14 @@ class Rows:
 _STATIC = ("num_rows", "unique", "parts", "view")
 
 
-def _flatten_with_keys(rows: Rows) -> tuple[Any, Any]:
+def _flatten_with_keys(rows: Rows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     keys = map(jax.tree_util.GetAttrKey, ("indices", "values"))
     children = zip(keys, (rows.indices, rows.values), strict=True)
     return tuple(children), tuple(getattr(rows, name) for name in _STATIC)
 
 
-def _unflatten(static: tuple[Any, ...], children: Iterable[Any]) -> Rows:
-    # Not by the constructor: JAX puts all kinds of things in the place of arrays.
+def _unflatten(static: tuple[Any, ...], children: Iterable[Leaf]) -> Rows:
+    # The constructor checks for arrays, but JAX also unflattens with other objects as children.
     rows = object.__new__(Rows)
     names = ("indices", "values", *_STATIC)
     for name, value in zip(names, [*children, *static], strict=True):
@@ -123,12 +125,12 @@ jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
 
 
 def _as_rows(x: jax.Array, rows: Rows) -> jax.Array:
-    """Return `x`, of the shape of `rows`, as the array whose rows they are."""
+    """Return `x`, an array of shape `rows.shape`, in the shape (num_rows, …) of the indices."""
     return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
 
 def merged(rows: Rows) -> Rows:
-    """Return the same with each index once, in rising order, and zeros at the end as padding."""
+    """Return the same array with each index once, in rising order, and padding at the end."""
     if rows.unique:
         return rows
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
@@ -138,7 +140,7 @@ def merged(rows: Rows) -> Rows:
     rising = indices[order]
     first = jnp.concatenate([jnp.ones(1, bool)[: rising.size], rising[1:] != rising[:-1]])
     place = jnp.cumsum(first) - 1
-    # Padding goes to the end, its values nowhere.
+    # Padding goes to the end; its values are dropped.
     target = jnp.where(rising < rows.num_rows, place, rising.size)
     target = jnp.zeros_like(target).at[order].set(target)
     return Rows(
@@ -151,22 +153,22 @@ def merged(rows: Rows) -> Rows:
 
 
 def _order(indices: jax.Array, num_rows: int) -> jax.Array:
-    """Return the places of `indices`, in [0, num_rows], in rising order."""
+    """Return the permutation that sorts `indices`, which are in [0, num_rows]."""
     count = indices.size
     if (num_rows + 1) * count > 2**32:
         return jnp.argsort(indices)
-    # Index and place in one word: a single array sorts several times faster on CPU.
+    # Index and position in one word: a single array sorts several times faster on CPU.
     words = indices.astype(jnp.uint32) * np.uint32(count) + jnp.arange(count, dtype=jnp.uint32)
     return (jnp.sort(words) % np.uint32(max(count, 1))).astype(jnp.int32)
 
 
 def dense(rows: Rows) -> jax.Array:
-    """Return the array that `rows` stands for."""
+    """Return the array that `rows` represents."""
     return add(jnp.zeros(rows.shape, rows.dtype), rows)
 
 
 def joined(a: Rows, b: Rows) -> Rows:
-    """Return the sum of two: the rows of both."""
+    """Return a + b: the rows of both, one after the other."""
     if (a.shape, a.num_rows) != (b.shape, b.num_rows):
         raise ValueError(f"cannot add rows of arrays of shapes {a.shape} and {b.shape}")
     dtype = jnp.promote_types(a.dtype, b.dtype)
@@ -179,22 +181,22 @@ def joined(a: Rows, b: Rows) -> Rows:
 
 
 def take(x: jax.Array, rows: Rows) -> jax.Array:
-    """Return the rows of `x` that `rows` touches; zeros for padding."""
+    """Return x[rows.indices], with zeros for padding."""
     if not rows.num_rows:
         return jnp.zeros(rows.values.shape, x.dtype)
     return _as_rows(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
 
 
-def put(x: jax.Array, rows: Rows, new: jax.Array) -> jax.Array:
-    """Return `x` with the rows that `rows` touches, each once, set to `new`."""
-    whole = _as_rows(x, rows).at[rows.indices].set(new.astype(x.dtype), mode="drop")
-    return whole.reshape(x.shape)
+def put(x: jax.Array, rows: Rows, values: jax.Array) -> jax.Array:
+    """Return `x` with x[rows.indices] = values; no index may be repeated, padding is ignored."""
+    result = _as_rows(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
+    return result.reshape(x.shape)
 
 
-def add(x: Any, rows: Rows) -> jax.Array:
+def add(x: Leaf, rows: Rows) -> jax.Array:
     """Return x + rows in the dtype of x.
 
-    Where the rows are wider, the sum is taken in their dtype and rounded once.
+    Where the rows have a wider dtype, the sum is taken in that dtype and rounded once.
     """
     x = jnp.asarray(x)
     if rows.indices.dtype != jnp.int32:
@@ -214,14 +216,15 @@ def _add_parts(x: jax.Array, rows: Rows) -> jax.Array:
     indices, values = (a.reshape(rows.parts, -1, *a.shape[1:]) for a in (rows.indices, rows.values))
 
     def add_part(i: jax.Array, x: jax.Array) -> jax.Array:
-        place = x.at[indices[i]]
-        return place.add(values[i], mode="drop", indices_are_sorted=True, unique_indices=True)
+        target = x.at[indices[i]]
+        return target.add(values[i], mode="drop", indices_are_sorted=True, unique_indices=True)
 
-    return jax.lax.fori_loop(0, rows.parts, add_part, x)
+    total: jax.Array = jax.lax.fori_loop(0, rows.parts, add_part, x)
+    return total
 
 
-def mean_over(rows: Rows, axis_name: Any) -> Rows:
-    """Return the mean of the workers' rows, as the rows of all: the table is not exchanged."""
+def mean_over(rows: Rows, axis_name: Hashable) -> Rows:
+    """Return the mean over workers, as the rows of all workers: only rows are exchanged."""
     workers = jax.lax.axis_size(axis_name)
     return Rows(
         jax.lax.all_gather(rows.indices, axis_name, tiled=True),

@@ -1,4 +1,4 @@
-"""The parts of an optimizer's state by name: words that survive a changed chain."""
+"""Names for the parts of an optimizer's state, which stay the same when a chain changes."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -7,24 +7,24 @@ from typing import Any
 import jax
 
 from optfn.leaves.tree import is_masked, is_transparent, join, key_name, paths
-from optfn.leaves.types import OptState
+from optfn.leaves.types import OptState, PyTree
 
 
-def is_state(x: Any) -> bool:
+def is_state(x: object) -> bool:
     """Tell whether `x` is the state of a transform: a NamedTuple of a type named …State."""
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
-def _holds_states(x: Any) -> bool:
+def _has_states(x: object) -> bool:
     if is_state(x):
         return True
     if isinstance(x, dict):
-        return any(map(_holds_states, x.values()))
-    return isinstance(x, tuple | list) and any(map(_holds_states, x))
+        return any(map(_has_states, x.values()))
+    return isinstance(x, tuple | list) and any(map(_has_states, x))
 
 
 def state_word(state_type: type) -> str:
-    """Return "scale_by_adam" for ScaleByAdamState, also for a subclass of it."""
+    """Return "scale_by_adam" for ScaleByAdamState and its subclasses."""
     kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
     name = kind.__name__.removesuffix("State")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
@@ -38,22 +38,23 @@ def named_parts(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
 
-    A name is made of words: the transform that owns the leaf, from the type of its state, then the
-    field, then the path in a tree like the parameters: "scale_by_adam/mu/layers/0/w". Neither
-    positions in a chain nor wrappers enter, so that a transform put before or around another leaves
-    its names as they were; a second one of the same type is numbered, "scale_by_momentum_2". The
-    labels of a dict of states (`optax.partition`) stand before: "fast/scale_by_adam/mu/w".
+    A name is made of words: the transform that the leaf belongs to, from the type of its state;
+    then the field; then the path in a tree like the parameters: "scale_by_adam/mu/layers/0/w".
+    Positions in a chain and wrappers add no words, so that a transform put before or around another
+    does not change its names. A second transform of the same type is numbered,
+    "scale_by_momentum_2". The labels of a dict of states (`optax.partition`) come first:
+    "fast/scale_by_adam/mu/w".
 
     Args:
       state: the state of an optimizer, however wrapped.
-      stop: states that are yielded whole.
-      unnamed: states whose own word is left out, because what holds them says it all.
+      stop: selects states that are yielded as they are, not leaf by leaf.
+      unnamed: selects states that add no word, because that of the state around them is enough.
     """
     seen: dict[str, int] = {}
 
-    def walk(node: Any, own: str, labels: str) -> Iterator[tuple[str, Any]]:
+    def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
         if is_state(node) and node._fields:
-            name = own
+            name = prefix
             if not unnamed(node):
                 name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
@@ -62,19 +63,19 @@ def named_parts(
                 yield name, node
                 return
             for field, child in zip(node._fields, node, strict=True):
-                own_field = name if _holds_states(child) else join(name, field)
-                yield from walk(child, own_field, labels)
+                of_field = name if _has_states(child) else join(name, field)
+                yield from walk(child, of_field, labels)
         elif is_transparent(node):
-            yield from walk(node[0], own, labels)
-        elif _holds_states(node):
+            yield from walk(node[0], prefix, labels)
+        elif _has_states(node):
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:
                 label = key_name(key) if isinstance(node, dict) else ""
-                yield from walk(child, own, join(labels, label))
+                yield from walk(child, prefix, join(labels, label))
         else:
             leaves = jax.tree.leaves(node, is_leaf=is_masked)
             for path, leaf in zip(paths(node), leaves, strict=True):
                 if not is_masked(leaf):
-                    yield join(own, path), leaf
+                    yield join(prefix, path), leaf
 
     yield from walk(state, "", "")

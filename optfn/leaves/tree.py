@@ -1,10 +1,10 @@
-"""Leaves and their paths: naming, selecting, and errors that a reader can act on.
+"""Leaves and their paths: flatten trees, name leaves, select them by pattern, compare structures.
 
-A tree here may have masked leaves: None, and optax's MaskedNode where `optax.masked` or
-`optax.partition` has taken a leaf out. They count as leaves, so that trees that are masked in
-different places (a gradient that is None for an integer parameter) still have the same structure. A
-row-sparse gradient is one leaf as well. So is a buffer of a Packed: it has the names of all leaves
-in it, where another leaf has one.
+A tree here may have masked leaves: None, or optax's MaskedNode where `optax.masked` or
+`optax.partition` has taken a leaf out. Masked leaves count as leaves, so that trees that are masked
+in different places (a gradient that is None for an integer parameter) have the same structure. A
+row-sparse gradient is one leaf. A buffer of a Packed is one leaf too; it has the names of all the
+leaves that it holds, where any other leaf has one name.
 """
 
 import itertools
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn.leaves.layout import BufferLayout, Packed, Stacked, is_packed, plain
 from optfn.leaves.rows import Rows
@@ -26,23 +27,23 @@ Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
 def is_masked(x: Leaf) -> bool:
-    """Tell whether `x` is a masked leaf: it stands where there is no array."""
+    """Tell whether `x` is a masked leaf: a mark in the place of an array."""
     return x is None or isinstance(x, optax.MaskedNode)
 
 
 def is_leaf(x: Leaf) -> bool:
-    """Tell whether `x` is one leaf here where JAX sees a tree: masked, or Rows."""
+    """Tell whether `x` is a single leaf to optfn and a tree to JAX: masked, or Rows."""
     return is_masked(x) or isinstance(x, Rows)
 
 
 def is_inexact(x: Leaf) -> bool:
-    """Tell whether a leaf is floating point: not masked, nor an integer, nor a float0."""
+    """Tell whether a leaf is floating point: not masked, not an integer, not a float0."""
     if not hasattr(x, "dtype"):
         return isinstance(x, float | complex)
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def flatten(tree: PyTree) -> tuple[list[Leaf], Any]:
+def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
     """Return the leaves of `tree`, masked ones included, and its structure."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
@@ -55,13 +56,13 @@ def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
 def paths(tree: PyTree) -> list[str]:
     """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
 
-    Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx gives the
-    tree with it at init and without it at update, and a leaf has one name. So is the key of a node
-    that only marks what is below it (`Stacked`, `PerWorker`).
+    Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx passes
+    the tree with it at init and without it at update, and a leaf must have the same name in both.
+    The key of a node that only marks the tree below it (`Stacked`, `PerWorker`) is left out too.
     """
     variable = getattr(sys.modules.get("flax.nnx"), "Variable", ())
 
-    def stop(x: Any) -> bool:
+    def stop(x: object) -> bool:
         return is_leaf(x) or is_transparent(x) or isinstance(x, variable)
 
     names: list[str] = []
@@ -76,41 +77,42 @@ def paths(tree: PyTree) -> list[str]:
     return names
 
 
-def is_transparent(x: Any) -> bool:
+def is_transparent(x: object) -> bool:
     """Tell whether `x` is a node that adds no word to paths: a NamedTuple of one field."""
     return getattr(type(x), "transparent", False) is True
 
 
 def join(*words: str) -> str:
-    """Return a path made of words, empty ones left out."""
+    """Join words to a path; empty words are left out."""
     return "/".join(filter(None, words))
 
 
-def key_name(key: Any) -> str:
-    """Return a key of a JAX key path as a word."""
+def key_name(key: object) -> str:
+    """Return one key of a JAX key path as a word."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
 
 
-def is_node(x: Any) -> bool:
-    """Tell whether `x` is a leaf here, or a node that says what lies in its leaves."""
+def is_node(x: object) -> bool:
+    """Tell whether `x` is a leaf, or a node that knows the layout of its leaves."""
     return isinstance(x, Packed | Stacked) or is_leaf(x)
 
 
 def layouts(tree: PyTree) -> list[BufferLayout]:
-    """Return what lies in each leaf, in the order of `flatten`."""
+    """Return the layout of each leaf, in the order of `flatten`."""
 
-    def of(node: Any, stacked: int) -> list[BufferLayout]:
+    def of_node(node: PyTree, stacked: int) -> list[BufferLayout]:
         if isinstance(node, Stacked):
             inner = jax.tree.leaves(node.layers, is_leaf=is_node)
-            return [layout for below in inner for layout in of(below, stacked + 1)]
+            return [layout for below in inner for layout in of_node(below, stacked + 1)]
         if isinstance(node, Packed):
             return [*node.layout.buffers, *(plain(_shape(x)) for x in node.frozen)]
         return [plain(_shape(node), stacked)]
 
-    return [layout for node in jax.tree.leaves(tree, is_leaf=is_node) for layout in of(node, 0)]
+    nodes = jax.tree.leaves(tree, is_leaf=is_node)
+    return [layout for node in nodes for layout in of_node(node, 0)]
 
 
 def _shape(x: Leaf) -> tuple[int, ...]:
@@ -118,14 +120,14 @@ def _shape(x: Leaf) -> tuple[int, ...]:
 
 
 def stacked_axes(tree: PyTree) -> list[int]:
-    """Return for each leaf how many leading axes a `Stacked` around it says count tensors."""
+    """Return for each leaf how many leading axes count tensors: the `Stacked` around it."""
     return [layout.runs[0].stacked for layout in layouts(tree)]
 
 
 def names(tree: PyTree) -> list[tuple[str, ...]]:
-    """Return the paths of the leaves that lie in each leaf, in the order of `flatten`.
+    """Return the names of each leaf, in the order of `flatten`.
 
-    That is one, the leaf's own; in a buffer of a Packed as many as it has.
+    A leaf has one name, its path; a buffer of a Packed has the path of each leaf that it holds.
     """
     if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))):
         return [(path,) for path in paths(tree)]
@@ -154,42 +156,46 @@ def _named_nodes(tree: PyTree) -> Iterator[tuple[str, Any]]:
             yield prefix, node
 
 
-# For each leaf, whether each of the leaves that lie in it is selected.
+# For each leaf a tuple of flags: one, or for a buffer of a Packed one per leaf that it holds.
 Flags = list[tuple[bool, ...]]
 
 
 def select(pattern: Pattern | None, tree: PyTree, argument: str) -> Flags:
-    """Tell for each leaf of `tree`, in the order of `flatten`, what `pattern` selects of it.
+    """Return for each leaf of `tree`, in the order of `flatten`, whether `pattern` selects it.
 
     Args:
       pattern: a regular expression that must match a whole path, or a function path -> bool; None
         selects nothing.
-      tree: the tree whose paths are meant; masked leaves have paths too.
-      argument: how the pattern is called in an error.
+      tree: the tree whose leaves are selected; masked leaves have paths too.
+      argument: the name of the pattern in errors.
 
     Returns:
-      For each leaf a bool in a tuple; for a buffer of a Packed, one for each leaf in it.
+      For each leaf a tuple of one bool; for a buffer of a Packed, one bool for each leaf in it.
 
     Raises:
       ValueError: a regular expression matches none of the paths of a tree that has leaves.
-      TypeError: a function gives something other than a bool.
+      TypeError: a function returns something other than a bool.
     """
-    own = names(tree)
-    flat = [name for group in own for name in group]
+    names_of_leaves = names(tree)
+    flat = [name for group in names_of_leaves for name in group]
     packed = filter(is_packed, jax.tree.leaves(tree, is_leaf=is_node))
     known = flat + [path for node in packed for path in node.layout.paths]
-    chosen = iter(_select(pattern, flat, known, flatten(tree)[0], argument))
-    return [tuple(itertools.islice(chosen, len(group))) for group in own]
+    selected = iter(_select(pattern, flat, known, flatten(tree)[0], argument))
+    return [tuple(itertools.islice(selected, len(group))) for group in names_of_leaves]
 
 
 def _select(
     pattern: Pattern | None,
     names: Sequence[str],
     known: Sequence[str],
-    leaves: Sequence[Any],
+    leaves: Sequence[Leaf],
     argument: str,
 ) -> list[bool]:
-    """Return whether each name is selected; `known` are also names that may be meant."""
+    """Return for each of `names` whether it is selected.
+
+    A pattern that matches nothing is an error, unless it matches one of `known`, the names that
+    the tree has or had before leaves were taken out, or all `leaves` are masked.
+    """
     if pattern is None:
         return [False] * len(names)
     if isinstance(pattern, str | re.Pattern):
@@ -208,8 +214,8 @@ def _select(
     return selected
 
 
-def check_pattern(argument: str, pattern: Any) -> Pattern | None:
-    """Return `pattern` if it is one, or None; raise an error that names `argument`."""
+def check_pattern(argument: str, pattern: object) -> Pattern | None:
+    """Return `pattern` if it is a pattern or None; else raise an error that names `argument`."""
     if pattern is None or callable(pattern) or isinstance(pattern, re.Pattern):
         return pattern
     if not isinstance(pattern, str):
@@ -225,18 +231,26 @@ def check_pattern(argument: str, pattern: Any) -> Pattern | None:
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """Return `names` for an error message, cut after `most`."""
+    """Return `names` as text for an error message, at most the first `most` of them."""
     shown = ", ".join(repr(name) for name in names[:most])
     return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown
 
 
 def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference: PyTree) -> None:
-    """Raise a ValueError that says where, unless `tree` has the structure of `reference`."""
+    """Raise a ValueError that lists the differences unless `tree` has the structure of `reference`.
+
+    Args:
+      who: the function that the error names.
+      what: the name of `tree` in the error.
+      tree: the tree to check.
+      than: the name of `reference` in the error.
+      reference: the tree with the expected structure.
+    """
     if flatten(tree)[1] == flatten(reference)[1]:
         return
-    ours, theirs = paths(tree), paths(reference)
-    missing = [name for name in theirs if name not in set(ours)]
-    extra = [name for name in ours if name not in set(theirs)]
+    found, expected = paths(tree), paths(reference)
+    missing = [name for name in expected if name not in set(found)]
+    extra = [name for name in found if name not in set(expected)]
     if missing or extra:
         where = "; ".join(
             f"{word} {listed(names)}"

@@ -1,25 +1,25 @@
-"""Names for the kinds of trees that functions here take and give."""
+"""Names for the kinds of values that functions here take and return."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
-# A tree of arrays, or of whatever the text says: any nesting of containers that JAX knows.
+# Any nesting of containers that JAX knows; its leaves are arrays unless the text says otherwise.
 PyTree: TypeAlias = Any
 Params: TypeAlias = PyTree  # parameters of a model
 Updates: TypeAlias = PyTree  # gradients or updates, structured like params
 OptState: TypeAlias = PyTree  # the state of a gradient transformation
-Batch: TypeAlias = PyTree  # what a loss function is given beside params
-Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or what stands for a masked leaf
-DType: TypeAlias = Any  # whatever jnp.dtype takes
+Batch: TypeAlias = PyTree  # what a loss function takes after params
+Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
+DType: TypeAlias = Any  # whatever jnp.dtype accepts
 LossFn: TypeAlias = Callable[..., Any]
 
 T = TypeVar("T", bound=type)
 
 
 def declares(**flags: bool) -> Callable[[T], T]:
-    """Decorate a NamedTuple class with flags that others ask its type for.
+    """Decorate a NamedTuple class with flags that other modules read from the type.
 
-    What a state says by its type needs no arrays and survives every wrapper: see
+    A flag on the type needs no array in the state and survives every wrapper: see
     `optfn.parallel.per_worker` and `optfn.leaves.tree.is_transparent`.
     """
 

@@ -1,4 +1,4 @@
-"""Steps over the root of squared gradients: adagrad, decayed_adagrad, adadelta, rmsprop.
+"""Division by the root of squared gradients: adagrad, decayed_adagrad, adadelta, rmsprop.
 
 Shared arguments as in `optfn.optimizers.sgd`.
 """
@@ -100,7 +100,7 @@ def adadelta(
         p −= lr·Δ
 
     Args:
-      learning_rate: lr; 1 is the paper's rule.
+      learning_rate: lr; 1 in the paper.
       rho: ρ, in [0, 1).
       eps: > 0.
 
@@ -135,14 +135,14 @@ def rmsprop(
         p −= v
 
     Args:
-      learning_rate: lr; it stands inside v.
+      learning_rate: lr, inside v.
       rho: ρ, in [0, 1).
       eps: > 0, inside the root.
       momentum: μ, in [0, 1).
       centered: whether to divide by the root of the variance.
 
-    State: r and v, 8 bytes per parameter, 12 if centered; v is kept also for μ = 0, so that μ may
-    be a traced number. Real leaves.
+    State: r and v, 8 bytes per parameter, 12 if centered. v is kept even for μ = 0, so that μ may
+    be traced. Real leaves.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """

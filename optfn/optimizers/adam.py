@@ -65,14 +65,14 @@ def adam(
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
-      lazy: what becomes of a row-sparse gradient. False: the result of the dense one, at the cost
-        of the whole table. True: moments and parameters of the rows present only, fluid's
-        lazy_mode. "exact": these rows, which also make up for the steps that they missed; see
-        `scale_by_catch_up_adam`. A dense gradient is treated alike in all three.
-      eps_hat: the form of the fluid page and of Kingma & Ba's §2; False is their Algorithm 1, as in
-        optax, torch and Paddle 2.
-      moment_dtype: "bfloat16" or "int8" keeps the moments in few bits, stochastically rounded; see
-        `scale_by_quantized_adam`.
+      lazy: how a row-sparse gradient is treated. False: as the dense gradient, at the cost of the
+        whole table. True: only the rows in the gradient change, fluid's lazy_mode. "exact": only
+        these rows change, and they make up for the steps that they missed; see
+        `scale_by_catch_up_adam`. A dense gradient is treated the same in all three.
+      eps_hat: True is the form of the fluid page and of Kingma & Ba's §2; False is their Algorithm
+        1, as in optax, torch and Paddle 2.
+      moment_dtype: "bfloat16" or "int8" stores the moments in 16 or 8 bits, stochastically rounded;
+        see `scale_by_quantized_adam`. None is float32.
 
     State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and with
     float32 moments complex ones.
@@ -105,15 +105,15 @@ def adamw(
     """Adam with decoupled weight decay: p = (1 − lr·wd)·p, then Adam's step.
 
     Args:
-      learning_rate: lr; the decay of a step is lr·wd.
+      learning_rate: lr; the decay of one step is lr·wd.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
       weight_decay: wd, ≥ 0.
       exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
-      lazy: as in `adam`; the decay then concerns the rows present only.
-      eps_hat: which form of Adam's step, see `adam`.
+      lazy: as in `adam`; then only the rows in the gradient decay.
+      eps_hat: the form of Adam's step, see `adam`.
       moment_dtype: "bfloat16" or "int8", see `adam`.
 
     State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves.
@@ -176,7 +176,7 @@ def lamb(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction with a step as long as the tensor.
+    """Adam's direction, scaled to the norm of each tensor.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)g²
         r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction
@@ -189,8 +189,8 @@ def lamb(
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
-      bias_correction: whether to correct the moments, as the paper and Paddle 2 do; the fluid page
-        does not.
+      bias_correction: whether to correct the bias of the moments, as the paper and Paddle 2 do; the
+        fluid page does not.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool. They keep their trust ratio.
 

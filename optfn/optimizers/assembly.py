@@ -1,4 +1,4 @@
-"""What every optimizer goes through: clip, then regularize, then its own chain, behind one edge."""
+"""The decorator of optimizers: clip, regularize, then the optimizer's chain, behind one edge."""
 
 import functools
 import inspect
@@ -14,14 +14,14 @@ from optfn.wrappers.master_weights import master_weights
 
 P = ParamSpec("P")
 
-BEFORE = ("grad_clip", "regularization")  # in this order, so that no penalty is clipped
+BEFORE = ("grad_clip", "regularization")  # in this order, so that the penalty is not clipped
 COMMON_DOC = """
     Arguments of every optimizer:
       grad_clip: a transform of the raw gradients, such as `clip_by_global_norm(1.0)`.
       regularization: a transform that adds the gradient of a penalty, such as `l2_decay(1e-4)`,
         after the clip, so that the penalty is not clipped.
-      param_attrs: a mapping from regular expressions, which must match whole paths of leaves, to
-        `ParamAttr`; the first match counts.
+      param_attrs: a mapping from regular expressions to `ParamAttr`. An expression must match the
+        whole path of a leaf; the first match counts.
       multi_precision: whether to keep float32 masters of narrower parameters (`master_weights`).
 """
 
@@ -29,25 +29,25 @@ COMMON_DOC = """
 def optimizer(
     factory: Callable[P, optax.GradientTransformationExtraArgs],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate the factory of an optimizer's own chain: clip → regularize → chain, behind one edge.
+    """Decorate a factory of chains: the result is clip → regularize → chain, behind one edge.
 
-    The factory has the four common arguments in its signature, and leaves them to this decorator.
-    The whole chain runs in float32 or wider; the update is rounded to the dtype of the parameter
-    once, at its end.
+    The factory has the four common arguments in its signature; this decorator applies them. The
+    chain computes in float32 or wider, and its update is rounded once to the dtype of the
+    parameter.
     """
     signature = inspect.signature(factory)
 
     @core.named
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        own = factory(*args, **kwargs)
+        made = factory(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         common = bound.arguments
         before = [core.check_transform(k, common[k]) for k in BEFORE if common[k] is not None]
         if common["param_attrs"]:
             before = clip_and_regularize(*(common[k] for k in (*BEFORE, "param_attrs")))
-        chain = core.chain(*before, *own.parts)
+        chain = core.chain(*before, *made.parts)
         tx = core.behind_edge(factory.__name__, chain.rule, chain.needs_params, chain.real_only)
         if checks.flag("multi_precision", common["multi_precision"]):
             tx = master_weights(tx)
@@ -61,6 +61,6 @@ def optimizer(
 
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Rule:
-    """Make row-sparse gradients dense, with a warning: the rule is not defined for rows alone."""
-    warning = f"{name} moves all rows of a table, so a row-sparse gradient becomes dense"
+    """Make row-sparse gradients dense, with a warning, for a rule that updates all rows."""
+    warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
     return core.stateless(lambda updates, params: leafwise.densify(updates, warning))

@@ -21,10 +21,12 @@ def ftrl(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Follow the regularized leader, proximal: sparse parameters by l1; see `ftrl_proximal`.
+    """Follow the proximally regularized leader: l1 makes parameters exactly zero.
+
+    The equations are those of `ftrl_proximal`.
 
     Args:
-      learning_rate: lr; it stands inside the recursion.
+      learning_rate: lr, inside the recursion.
       l1: ≥ 0.
       l2: ≥ 0.
       lr_power: k, ≤ 0.

@@ -1,10 +1,10 @@
-"""Gradient descent with one velocity at most: sgd, momentum, lars, asgd.
+"""Gradient descent, with momentum or averages of the gradient: sgd, momentum, lars, asgd.
 
 Arguments that all optimizers share: `learning_rate` is a number ≥ 0, a 0-d array or a schedule
-step -> rate (see `scale_by_learning_rate`); `grad_clip` and `regularization` are transforms of the
-gradient g before anything else sees it, in this order; `param_attrs` maps regular expressions that
-match whole paths of leaves to a ParamAttr, of which the first match counts; `multi_precision` is
-`master_weights`. t is the 1-based step, p the parameter.
+step -> rate (see `scale_by_learning_rate`). `grad_clip` and then `regularization` transform the
+gradient before the optimizer's own rule. `param_attrs` maps regular expressions that match whole
+paths of leaves to a ParamAttr; the first match counts. `multi_precision` is `master_weights`. In
+the equations g is the gradient, t the 1-based step, p the parameter.
 """
 
 import optax
@@ -34,7 +34,7 @@ def sgd(
     Args:
       learning_rate: lr.
 
-    State: the rate only. Real and complex leaves.
+    State: the step and the rate, 8 bytes. Real and complex leaves.
 
     Source: fluid's SGDOptimizer.
 
@@ -67,9 +67,9 @@ def momentum(
         p −= lr·v,  or lr·(g + μv) with nesterov
 
     Args:
-      learning_rate: lr; it stands outside v.
+      learning_rate: lr, outside v.
       momentum: μ, in [0, 1).
-      nesterov: whether to look ahead.
+      nesterov: whether to use Nesterov's momentum.
 
     State: v, 4 bytes per parameter. Real and complex leaves.
 
@@ -102,13 +102,13 @@ def lars(
         p −= v
 
     Args:
-      learning_rate: lr; it stands inside v.
+      learning_rate: lr, inside v.
       momentum: μ, in [0, 1).
       lars_coeff: coeff, > 0.
       lars_weight_decay: wd, ≥ 0.
       eps: ≥ 0.
-      exclude: the leaves with wd = 0; a regular expression that matches their whole path, or a
-        function path -> bool. The ratio applies to them as well.
+      exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
+        function path -> bool. The ratio applies to them too.
 
     State: v, 4 bytes per parameter. Real leaves.
 
@@ -140,8 +140,9 @@ def asgd(
 
     Args:
       learning_rate: lr.
-      batch_num: n, the batches in an epoch, which come in the same order in every epoch; static.
-      weight_decay: λ ≥ 0, outside the average; `regularization` enters g and so the average.
+      batch_num: n, the number of batches in an epoch, which must come in the same order in every
+        epoch; ≥ 1, static.
+      weight_decay: λ, ≥ 0, outside the average; `regularization` changes g and so the average.
 
     State: y, 4·n bytes per parameter. Real leaves.
 

@@ -1,7 +1,8 @@
 """A training step on several workers: the batch is split, the loss is the mean over workers.
 
-Everything stands in one `shard_map`. An optimizer gets the mean gradient, the same on all workers;
-one whose state says that it exchanges by itself (`per_worker.exchanges`) gets each worker's own.
+The whole step runs in one `shard_map`. An optimizer takes the mean gradient, the same on all
+workers. An optimizer whose state says that it exchanges gradients by itself
+(`per_worker.exchanges`) takes each worker's own gradient.
 """
 
 from collections.abc import Callable
@@ -23,41 +24,41 @@ from optfn.parallel.placement import num_workers, specs_of
 
 
 def on_workers(
-    step: Callable[[Any, Any], tuple[Any, Any]], mesh: Mesh, data_axis: AxisName
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Return the step of all workers, (state, batch) -> (state, metrics), from that of one.
+    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: AxisName
+) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
+    """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
 
     Args:
-      step: what a worker does with its part; it sees the axis.
-      mesh: the workers.
+      step: the step of one worker on its part of the batch; the names of the axes are bound.
+      mesh: the mesh of the workers.
       data_axis: the mesh axes over which the batch is split.
     """
 
-    def whole(state: Any, batch: Batch) -> tuple[Any, Any]:
+    def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         placed = state._replace(
             step=P(),
             params=jax.tree.map(lambda x: P(), state.params),
             opt_state=specs_of(state.opt_state, data_axis),
         )
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
-        # check_vma would sum the gradient of replicated parameters over workers by itself.
+        # With check_vma, JAX itself would sum the gradient of replicated parameters over workers.
         run = jax.shard_map(
             step, mesh=mesh, in_specs=(placed, split), out_specs=(placed, P()), check_vma=False
         )
         return run(state, batch)
 
-    return whole
+    return global_step
 
 
 def batch_spec(x: Leaf, data_axis: AxisName) -> P:
-    """Return how an array of a batch is split: along its leading axis; a scalar is not."""
+    """Return the PartitionSpec of an array of a batch: split along its leading axis, if any."""
     return P(axes(data_axis)) if jnp.ndim(x) else P()
 
 
 def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, the sum of each integer.
+    """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
-    That of row-sparse leaves is the rows of all workers.
+    The mean of a row-sparse leaf consists of the rows of all workers.
     """
 
     def reduce(leaf: Leaf) -> Leaf:
@@ -75,24 +76,25 @@ def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
 def for_optimizer(
     grads: Updates, opt_state: OptState, axis_name: AxisName
 ) -> tuple[Updates, dict[str, Any]]:
-    """Return the gradients as the optimizer takes them, and what else its update needs to know.
+    """Return the gradients that the optimizer takes, and extra arguments of its update.
 
-    Leaves whose gradients a transform exchanges by itself stay each worker's own; the others are
-    averaged. Wrappers that judge gradients have to know the axis then.
+    Leaves that a transform exchanges by itself keep each worker's own gradient; the others are
+    averaged. The extra argument is then the axis name, by which wrappers such as `skip_nonfinite`
+    combine the workers' gradients.
     """
     if not exchanges(opt_state):
         return mean_over_workers(grads, axis_name), {}
     leaves, structure = tree.flatten(grads)
-    own = own_leaves(opt_state, grads)
+    per_worker = own_leaves(opt_state, grads)
     averaged = [
         g if is_own else mean_over_workers(g, axis_name)
-        for g, is_own in zip(leaves, own, strict=True)
+        for g, is_own in zip(leaves, per_worker, strict=True)
     ]
     return structure.unflatten(averaged), {"axis_name": axis_name}
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
-    """Return copies of arrays, the same in all processes, on every device of the mesh."""
+    """Return copies of arrays on every device of the mesh; all processes must pass the same."""
     return jax.tree.map(lambda leaf: _put(leaf, sharding(mesh, P(), jnp.ndim(leaf))), x)
 
 
@@ -100,9 +102,9 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:
-      batch: arrays of all examples, the same in every process; or global arrays, which stay as
-        they are (`jax.make_array_from_process_local_data` makes them from each process's own).
-      mesh: the workers.
+      batch: arrays of all examples, the same in every process; or global arrays, which are not
+        copied (`jax.make_array_from_process_local_data` makes them of the part of each process).
+      mesh: the mesh of the workers.
       data_axis: the mesh axes over which it is split.
 
     Raises:
@@ -114,7 +116,7 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
     def place(i: int, x: Leaf) -> Leaf:
         if jnp.ndim(x) and np.shape(x)[0] % workers:
             raise ValueError(
-                f"the leading axis of the batch is split over {workers} workers; "
+                f"the leading axis of the batch must be divisible by the {workers} workers; "
                 f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
@@ -130,13 +132,14 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
 
 
 def _put(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Return a copy of an array on the devices of `placement`, of which others may hold a part."""
+    """Return a copy of an array on the devices of `placement`, also those of other processes."""
     if isinstance(x, jax.core.Tracer):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(jnp.copy, out_shardings=placement)(x)
+        copied: jax.Array = jax.jit(jnp.copy, out_shardings=placement)(x)
+        return copied
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
-    # Each device's part is a fresh array, which no one else holds: the step overwrites it.
+    # Each device gets a copy of its part, because the step overwrites it.
     return jax.make_array_from_callback(host.shape, placement, lambda part: host[part].copy())
 
 

@@ -1,7 +1,7 @@
-"""Mesh axes from inside and from outside: sizes, what varies over them, a mesh for data."""
+"""Mesh axes: their sizes, arrays that vary over them, means over workers, a mesh for data."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,25 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optfn import checks
 from optfn.leaves import slices
 
-AxisName = Any  # a name, or a tuple of names
+AxisName: TypeAlias = Any  # the name of a mesh axis, a tuple of names, or None
 
 
 def axes(axis_name: AxisName) -> tuple[Any, ...]:
-    """Return the axes that `axis_name` stands for: one, a tuple of them, or none (None)."""
+    """Return the names of the axes in `axis_name`: one, several or, for None, no axis."""
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """Return how many workers there are along the axes."""
+    """Return the number of workers along the axes."""
     return int(np.prod([lax.axis_size(axis) for axis in axes(axis_name)], dtype=np.int64))
 
 
-def varying_axes(x: jax.Array) -> frozenset[Any]:
-    """Return the mesh axes over which `x` varies as JAX knows it; none where it does not check.
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
+    """Return the mesh axes over which JAX tracks that `x` varies.
 
-    Inside `shard_map(check_vma=True)` every array has a set of them.
+    Inside `shard_map(check_vma=True)` each array has a set of such axes; elsewhere there are none.
     """
     kind = jax.typeof(x)
     if hasattr(kind, "mat"):  # JAX 0.10.1 or newer
@@ -38,33 +38,36 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     return frozenset(getattr(kind, "vma", ()))
 
 
-def vary(x: jax.Array, over: Iterable[Any]) -> jax.Array:
-    """Return `x` as an array that varies over these axes too, so that branches and loops agree."""
+def vary(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
+    """Return `x` marked as varying over these axes too, so that the types of branches agree."""
     missing = tuple(sorted(set(over) - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def checked_axes(axis_name: AxisName) -> tuple[Any, ...]:
-    """Return those of the axes over which JAX tracks what varies: all of them, or none."""
+def checked_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """Return the axes over which JAX tracks variation: all axes, or none."""
     return tuple(a for a in axes(axis_name) if a in varying_axes(lax.axis_index(a)))
 
 
 def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return x of every worker, (N, *shape), the same on all of them."""
+    """Return the x of every worker, (N, *shape), the same array on all workers."""
     names = axes(axis_name)
+    gathered: jax.Array
     if checked_axes(names):
-        return lax.all_gather(vary(x, names), names, to="invarying")
-    return lax.all_gather(x, names)
+        gathered = lax.all_gather(vary(x, names), names, to="invarying")
+    else:
+        gathered = lax.all_gather(x, names)
+    return gathered
 
 
 def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Return the means over workers, those of one dtype in one all-reduce."""
+    """Return the means over workers, with one all-reduce for all arrays of one dtype."""
     means: dict[int, jax.Array] = {}
     for dtype in sorted({x.dtype for x in g}, key=str):
-        alike = [i for i, x in enumerate(g) if x.dtype == dtype]
-        bucket = lax.pmean(jnp.concatenate([g[i].reshape(-1) for i in alike]), axes(axis_name))
-        parts = slices.split(bucket, [g[i].size for i in alike])
-        means |= {i: part.reshape(g[i].shape) for i, part in zip(alike, parts, strict=True)}
+        numbers = [i for i, x in enumerate(g) if x.dtype == dtype]
+        bucket = lax.pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), axes(axis_name))
+        parts = slices.split(bucket, [g[i].size for i in numbers])
+        means |= {i: part.reshape(g[i].shape) for i, part in zip(numbers, parts, strict=True)}
     return [means[i] for i in range(len(g))]
 
 
@@ -88,12 +91,12 @@ def data_mesh(
     """Return a mesh of one axis, over which batches are split.
 
     Args:
-      num_workers: how many devices; None takes all, of every process.
-      axis_name: how the axis is called.
-      devices: what to choose from; None means `jax.devices()`.
+      num_workers: the number of devices; None takes all devices of all processes.
+      axis_name: the name of the axis.
+      devices: the devices to choose from; None means `jax.devices()`.
 
     Raises:
-      ValueError: there are fewer devices.
+      ValueError: there are fewer than `num_workers` devices.
 
     >>> data_mesh(1).shape["data"]
     1

@@ -1,8 +1,8 @@
-"""Where the state of an optimizer lies on a mesh, and how it moves to another number of workers.
+"""The placement of an optimizer's state on a mesh, and its conversion to other numbers of workers.
 
-The state says which of its arrays are a worker's own (`per_worker.PerWorker`), however the
-transform is wrapped. On a mesh each of these is one array, (N·n, …), sharded along its first axis,
-so that a worker sees the (n, …) of `tx.init`; everything else is replicated.
+The state says which of its arrays are per-worker (`per_worker.PerWorker`), however the transform is
+wrapped. On a mesh a per-worker array has the shape (N·n, …) and is sharded along its first axis, so
+that each worker sees the (n, …) of `tx.init`; all other arrays are replicated.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,24 +16,24 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks
-from optfn.leaves.types import OptState, Params, PyTree
+from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.parallel import mesh as meshes
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
 
-# The key under which `state_dict` lists the names of the arrays that are a worker's own.
+# The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
-# Mappings written before that list existed have per-worker arrays in these fields only, of the one
-# kind of state that had a field `num_workers`.
+# Mappings without that list are older: their per-worker arrays are in these fields, beside a field
+# `num_workers`.
 _FIELDS_BEFORE_THE_LIST = ("local_velocity", "residual")
 
 
-def _is_per_worker(x: Any) -> bool:
+def _is_per_worker(x: object) -> bool:
     return isinstance(x, PerWorker)
 
 
 def _counts_workers(x: PyTree) -> bool:
-    """Tell whether `x` is a state with a field `num_workers`, an int32, beside per-worker parts."""
+    """Tell whether `x` is a state with an int32 field `num_workers` and per-worker arrays."""
     if "num_workers" not in getattr(x, "_fields", ()):
         return False
     counts = jax.tree.leaves(x.num_workers)
@@ -42,7 +42,7 @@ def _counts_workers(x: PyTree) -> bool:
 
 
 def map_state(
-    own: Callable[[Any], Any],
+    per_worker: Callable[[Any], Any],
     shared: Callable[[Any], Any],
     opt_state: OptState,
     count: Callable[[Any], Any] | None = None,
@@ -50,21 +50,21 @@ def map_state(
     """Map each array of a state by its kind.
 
     Args:
-      own: what to do with arrays that are a worker's own.
-      shared: what to do with all others.
+      per_worker: the function of per-worker arrays.
+      shared: the function of all other arrays.
       opt_state: the state of an optimizer, however wrapped.
-      count: what to do with the fields `num_workers`; None means `shared`.
+      count: the function of the fields `num_workers`; None means `shared`.
     """
 
     def convert(node: PyTree) -> PyTree:
         if _is_per_worker(node):
-            return jax.tree.map(own, node)
+            return jax.tree.map(per_worker, node)
         if count is None or not _counts_workers(node):
             return shared(node)
         fields = {
             name: jax.tree.map(count, child)
             if name == "num_workers"
-            else map_state(own, shared, child, count)
+            else map_state(per_worker, shared, child, count)
             for name, child in node._asdict().items()
         }
         return node._replace(**fields)
@@ -78,8 +78,8 @@ def map_state(
 def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
     check_wrappers("the optimizer", opt_state)
-    own = P(meshes.axes(axis_name))
-    return map_state(lambda x: own, lambda x: P(), opt_state)
+    sharded = P(meshes.axes(axis_name))
+    return map_state(lambda x: sharded, lambda x: P(), opt_state)
 
 
 def state_specs(
@@ -93,11 +93,11 @@ def state_specs(
       axis_name: the mesh axes over which workers exchange.
 
     Returns:
-      A tree like the state: P(axis_name) for arrays that are a worker's own, P() for the rest.
+      A tree like the state: P(axis_name) for per-worker arrays, P() for all others.
 
     Raises:
-      ValueError: a wrapper that is not known to be right there stands around a transform that
-        exchanges gradients by itself.
+      ValueError: a transform that exchanges gradients by itself is inside a wrapper that is not
+        known to be correct there.
     """
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
@@ -111,13 +111,13 @@ def init_state(
 ) -> OptState:
     """Return the state of step 0 on a mesh: per-worker arrays sharded, the rest replicated.
 
-    No device holds more than its worker's part. In a run of several processes each calls it with
-    the same params.
+    Each device stores only its worker's part of the per-worker arrays. In a run of several
+    processes, each process must call it with the same params.
 
     Args:
       tx: an optimizer, however wrapped.
       params: the parameters, arrays on the host or replicated over the mesh.
-      mesh: such as `data_mesh()`.
+      mesh: a mesh, such as `data_mesh()`.
       axis_name: the mesh axes over which workers exchange.
     """
     workers = num_workers(mesh, axis_name)
@@ -138,7 +138,7 @@ def init_state(
 
 
 def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
-    """Return the size of the axes of a mesh.
+    """Return the number of workers: the product of the sizes of axes of a mesh.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -150,107 +150,110 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
-    """Return a state for another number of workers.
+    """Convert a state to another number of workers.
 
         x_j = mean over the old workers of x    for floating-point arrays
         x_j = x of the old worker 0             for all others
 
-    The mean over workers of a residual, which is what the parameters are still owed, stays the
-    same.
+    The mean over workers of a residual, the part of the updates that the parameters have not yet
+    received, does not change.
 
     Args:
-      opt_state: a state as `init_state` lays it out, or anything that holds one; or the mapping
-        that `state_dict` gives, also of a whole TrainState.
-      num_workers: the new N, ≥ 1.
+      opt_state: a state in the layout of `init_state`, or a tree that contains one; or a mapping
+        from `state_dict`, also of a TrainState.
+      num_workers: the new number of workers, ≥ 1.
 
     Returns:
-      The same, on the host, with per-worker arrays for `num_workers` workers. Load a mapping into a
-      template on the new mesh by `load_state_dict`.
+      The state or mapping on the host, with per-worker arrays for `num_workers` workers. Load a
+      mapping into a template on the new mesh by `load_state_dict`.
 
     Raises:
-      ValueError: there is no per-worker state in it, the old number of workers is not known or not
-        the same everywhere, or an array does not fit it.
+      ValueError: there is no per-worker state, the old number of workers is missing or ambiguous,
+        or the shape of an array does not fit it.
     """
-    new = checks.count("num_workers", num_workers)
+    count = checks.count("num_workers", num_workers)
     if isinstance(opt_state, Mapping):
-        return _rescale_mapping(opt_state, new)
+        return _rescale_mapping(opt_state, count)
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker part")
-    old = _agreed(_worker_counts(opt_state))
+    old_count = _agreed(_worker_counts(opt_state))
     return map_state(
-        lambda x: _rescaled(np.asarray(x), old, new, "a per-worker array"),
+        lambda x: _rescaled(np.asarray(x), old_count, count, "a per-worker array"),
         lambda x: x,
         opt_state,
-        lambda x: jnp.full_like(x, new),
+        lambda x: jnp.full_like(x, count),
     )
 
 
-def _rescale_mapping(mapping: Mapping[str, Any], new: int) -> dict[str, Any]:
-    out = dict(mapping)
+def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
+    rescaled = dict(mapping)
     if PER_WORKER_KEY in mapping:
-        own = [str(key) for key in np.asarray(mapping[PER_WORKER_KEY])]
+        names = [str(key) for key in np.asarray(mapping[PER_WORKER_KEY])]
     else:
-        own = _own_before_the_list(mapping)
-    if not own:
+        names = _unlisted_names(mapping)
+    if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker part")
-    counts = [
+    count_keys = [
         key
         for key in mapping
         if f"/{key}".endswith("/num_workers")
-        and any(name.startswith(key.removesuffix("num_workers")) for name in own)
+        and any(name.startswith(key.removesuffix("num_workers")) for name in names)
     ]
-    old = _agreed([mapping[key] for key in counts])
-    out |= {key: _rescaled(np.asarray(mapping[key]), old, new, key) for key in own}
-    out |= {key: np.full_like(np.asarray(mapping[key]), new) for key in counts}
-    return out
+    old_count = _agreed([mapping[key] for key in count_keys])
+    for key in names:
+        rescaled[key] = _rescaled(np.asarray(mapping[key]), old_count, count, key)
+    for key in count_keys:
+        rescaled[key] = np.full_like(np.asarray(mapping[key]), count)
+    return rescaled
 
 
-def _worker_counts(opt_state: OptState) -> list[Any]:
-    found: list[Any] = []
+def _worker_counts(opt_state: OptState) -> list[Leaf]:
+    """Return the fields `num_workers` of a state."""
+    counts: list[Leaf] = []
 
-    def note(x: Any) -> Any:
-        found.append(x)
+    def collect(x: Leaf) -> Leaf:
+        counts.append(x)
         return x
 
-    map_state(lambda x: x, lambda x: x, opt_state, note)
-    return found
+    map_state(lambda x: x, lambda x: x, opt_state, collect)
+    return counts
 
 
-def _own_before_the_list(mapping: Mapping[str, Any]) -> list[str]:
-    """Return the per-worker names of a mapping that does not list them."""
+def _unlisted_names(mapping: Mapping[str, Any]) -> list[str]:
+    """Return the names of the per-worker arrays of a mapping that does not list them."""
     owners = [key.removesuffix("num_workers") for key in mapping if key.endswith("/num_workers")]
     fields = [f"{owner}{field}" for owner in owners for field in _FIELDS_BEFORE_THE_LIST]
     return [key for key in mapping if any(f"{key}/".startswith(f"{field}/") for field in fields)]
 
 
-def _agreed(counts: list[Any]) -> int:
-    """Return the number of workers that all counts give."""
-    found = {int(np.asarray(count)) for count in counts}
-    if len(found) != 1:
-        said = f"different ones: {sorted(found)}" if found else "none (no field num_workers)"
+def _agreed(counts: list[Leaf]) -> int:
+    """Return the number of workers, on which all counts must agree."""
+    numbers = {int(np.asarray(count)) for count in counts}
+    if len(numbers) != 1:
+        found = f"different ones: {sorted(numbers)}" if numbers else "none (no field num_workers)"
         raise ValueError(
-            f"rescale_residuals: the state must say for how many workers it is; it says {said}"
+            f"rescale_residuals: the state must have one number of workers; it has {found}"
         )
-    return found.pop()
+    return numbers.pop()
 
 
-def _rescaled(x: np.ndarray, old: int, new: int, name: str) -> np.ndarray:
-    """Return the mean of the parts of `old` workers, or the first of them, once for each of `new`.
+def _rescaled(x: np.ndarray, old_count: int, count: int, name: str) -> np.ndarray:
+    """Return the mean of the workers' parts of `x`, or worker 0's part, for `count` workers.
 
     Args:
-      x: an array of shape (old·n, …).
-      old: the number of workers that it is for.
-      new: the number of workers that it shall be for.
-      name: how the array is called in an error.
+      x: an array of shape (old_count·n, …).
+      old_count: the number of workers whose parts `x` has.
+      count: the number of workers of the result, (count·n, …).
+      name: the name of the array in errors.
     """
-    if x.ndim < 1 or x.shape[0] % old:
+    if x.ndim < 1 or x.shape[0] % old_count:
         raise ValueError(
-            f"rescale_residuals: {name} has shape {x.shape}; its first axis must have a part for "
-            f"each of {old} workers, as init_state lays it out"
+            f"rescale_residuals: {name} has shape {x.shape}; its first axis must be divisible by "
+            f"the {old_count} workers, as in the layout of init_state"
         )
-    parts = x.reshape(old, x.shape[0] // old, *x.shape[1:])
+    parts = x.reshape(old_count, x.shape[0] // old_count, *x.shape[1:])
     part = parts[0]
     if jnp.issubdtype(x.dtype, jnp.inexact):
         wide = np.complex128 if np.iscomplexobj(x) else np.float64
         part = np.mean(parts, axis=0, dtype=wide).astype(x.dtype)
-    return np.tile(part, (new, *[1] * (x.ndim - 1)))
+    return np.tile(part, (count, *[1] * (x.ndim - 1)))

@@ -1,8 +1,8 @@
 """Row-sparse gradients of tables: `Rows`, `Table`, `value_and_grad`, `densify`.
 
-An embedding table may have millions of rows of which a step looks up thousands. `value_and_grad`
-gives the gradient of such a leaf as the rows that were looked up, and no array of the table's size
-is made.
+An embedding table may have millions of rows, of which a step looks up thousands. `value_and_grad`
+returns the gradient of such a leaf as the rows that were looked up, without an array of the size of
+the table.
 """
 
 from collections.abc import Callable
@@ -16,35 +16,40 @@ import optax
 from jax.lax import GatherScatterMode
 
 from optfn import core
-from optfn.autodiff.equations import Equations, read, variables
+from optfn.autodiff.equations import Equation, Equations, read, variables
 from optfn.leaves import leafwise, tree
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Pattern
+from optfn.leaves.types import DType, Leaf, Params, Updates
 
 __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 
 
 @core.transform(complex_leaves=True)
 def densify() -> optax.GradientTransformationExtraArgs:
-    """Turn row-sparse gradients into dense ones, for the transforms of optax that follow.
+    """Make row-sparse gradients dense, for third-party transforms that follow.
 
-    No state. Real and complex leaves. It costs an array of the table's size.
+    Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
+    leaves.
     """
     return core.stateless(lambda updates, params: leafwise.densify(updates))
 
 
 @jax.tree_util.register_pytree_node_class
 class Table:
-    """What stands for an embedding leaf inside a loss: it can be looked up, and nothing else.
+    """The form of an embedding leaf inside a loss, which allows lookups and nothing else.
 
-    `table[ids]` gives the rows of integer ids of any shape, (*ids.shape, …).
+    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …).
 
     Args:
       array: the leaf, (rows, …).
       path: its path, for errors.
+
+    Raises:
+      TypeError: any operation but a lookup by integer ids.
     """
 
-    def __init__(self, array: Any, path: str) -> None:
+    def __init__(self, array: jax.Array, path: str) -> None:
         self._array, self._path = array, path
 
     @property
@@ -53,7 +58,7 @@ class Table:
         return self._array.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """The dtype of the leaf."""
         return self._array.dtype
 
@@ -67,8 +72,8 @@ class Table:
         """The number of elements of the leaf."""
         return self._array.size
 
-    def __getitem__(self, ids: Any) -> Any:
-        if ids is Ellipsis:  # how nnx reads a Variable
+    def __getitem__(self, ids: Leaf) -> Any:
+        if ids is Ellipsis:  # nnx reads a Variable by [...]
             return self
         if isinstance(ids, list | int | np.ndarray | np.integer):
             ids = jnp.asarray(np.asarray(ids))
@@ -83,7 +88,7 @@ class Table:
     def __jax_array__(self) -> Any:
         raise TypeError(_dense_use(self._path, "an operation on the whole array"))
 
-    def __array__(self, *args: Any, **options: Any) -> Any:
+    def __array__(self, *args: object, **options: object) -> Any:
         raise TypeError(_dense_use(self._path, "a conversion to NumPy"))
 
     def __getattr__(self, name: str) -> Any:
@@ -91,26 +96,26 @@ class Table:
             raise AttributeError(name)
         raise TypeError(_dense_use(self._path, f"its attribute {name!r}"))
 
-    def tree_flatten(self) -> tuple[tuple[Any], str]:
+    def tree_flatten(self) -> tuple[tuple[jax.Array], str]:
         """Return the array and, as static data, the path."""
         return (self._array,), self._path
 
     @classmethod
-    def tree_unflatten(cls, path: str, children: tuple[Any]) -> "Table":
-        """Return the table of an array and a path."""
+    def tree_unflatten(cls, path: str, children: tuple[jax.Array]) -> "Table":
+        """Return the table of a path and an array."""
         return cls(children[0], path)
 
 
 def _refuse(operation: str) -> Callable[..., Any]:
-    def refuse(self: Table, *args: Any) -> Any:
+    def refuse(self: Table, *args: object) -> Any:
         raise TypeError(_dense_use(self._path, operation))
 
     return refuse
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
-    setattr(Table, f"__{_name}__", _refuse(f"{_name}"))
-    setattr(Table, f"__r{_name}__", _refuse(f"{_name}"))
+    setattr(Table, f"__{_name}__", _refuse(_name))
+    setattr(Table, f"__r{_name}__", _refuse(_name))
 for _name in (
     *("neg", "abs", "len", "iter", "bool", "contains", "float", "int"),
     *("eq", "ne", "lt", "le", "gt", "ge"),
@@ -121,7 +126,7 @@ for _name in (
 def _dense_use(path: str, use: str) -> str:
     return (
         f"table {path!r} can only be looked up, table[ids]; the loss uses it otherwise ({use}). "
-        "Leave that leaf dense: take it out of `tables`"
+        "Take that leaf out of `tables`: its gradient is then dense"
     )
 
 
@@ -132,19 +137,19 @@ def value_and_grad(
     has_aux: bool = False,
     transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Return the function that gives a loss and its gradients, with rows for tables.
+    """Return a function that computes a loss and its gradients, row-sparse for tables.
 
-    Like `jax.value_and_grad` for the first argument, but for the leaves that `tables` selects: in
-    `loss_fn` they are `Table`s, their gradient is `Rows`, with an entry for each id that was looked
-    up, and no array of the table's size is made.
+    Like `jax.value_and_grad` for the first argument, except for the leaves that `tables` selects:
+    inside `loss_fn` they are `Table`s, and their gradient is `Rows` with an entry for each id that
+    was looked up. No array of the size of a table is made.
 
     Args:
-      loss_fn: (params, *args) -> loss, or (loss, aux). Lookups may stand in jit and vmap; in the
-        body of a scan, a cond or a checkpoint they are an error: look up before it.
+      loss_fn: (params, *args) -> loss, or (loss, aux). It may look up inside jit and vmap; inside
+        the body of a scan, a cond or a checkpoint a lookup is an error: look up before it.
       tables: a regular expression that matches the whole path of each table, or path -> bool.
-      has_aux: whether `loss_fn` gives auxiliary data as well.
-      transform: what to do to the loss once its lookups are done, such as a `recompute` of names in
-        it: segments that are computed again may not contain a lookup.
+      has_aux: whether `loss_fn` returns auxiliary data too.
+      transform: a transformation of the rest of the loss, after its lookups, such as a `recompute`
+        of names in it; a segment that is recomputed cannot contain a lookup.
 
     Returns:
       (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients); jit-able.
@@ -152,7 +157,7 @@ def value_and_grad(
     Raises:
       ValueError: the pattern matches no leaf.
       TypeError: a table that is not a floating-point array with rows, ids that are not integers, or
-        any use of a table but to look up.
+        any use of a table but a lookup.
 
     >>> import jax.numpy as jnp
     >>> params = {"table": jnp.ones((1000, 2)), "w": jnp.ones(2)}
@@ -161,37 +166,39 @@ def value_and_grad(
     >>> grads["table"].indices.tolist(), grads["table"].num_rows
     ([3, 5, 3], 1000)
     """
-    tables = tree.check_pattern("tables", tables)  # type: ignore[assignment]
-    if tables is None:
+    pattern = tree.check_pattern("tables", tables)
+    if pattern is None:
         raise TypeError("tables must be a pattern of leaf paths; got None")
 
-    def value_and_rows(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         leaves, structure = tree.flatten(params)
-        paths, chosen = tree.paths(params), _one_each(tree.select(tables, params, "tables"))
+        paths, chosen = tree.paths(params), _single_flags(tree.select(pattern, params, "tables"))
         for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
             if is_table:
                 _check_table(path, leaf)
 
-        def called(leaves: list[Any]) -> Any:
-            whole = [
+        def loss_of_leaves(leaves: list[Leaf]) -> Any:
+            with_tables = [
                 Table(x, path) if is_table else x
                 for x, path, is_table in zip(leaves, paths, chosen, strict=True)
             ]
-            return loss_fn(structure.unflatten(whole), *args, **kwargs)
+            return loss_fn(structure.unflatten(with_tables), *args, **kwargs)
 
-        program = Equations(called, leaves)
+        program = Equations(loss_of_leaves, leaves)
         inputs = iter(program.inputs)
-        own = [None if tree.is_masked(x) else next(inputs) for x in leaves]
-        path_of = {v: p for v, p, is_table in zip(own, paths, chosen, strict=True) if is_table}
+        # The variable of each leaf in the program.
+        var_of = [None if tree.is_masked(x) else next(inputs) for x in leaves]
+        path_of = {v: p for v, p, is_table in zip(var_of, paths, chosen, strict=True) if is_table}
         lookups = _lookups(program, path_of)
 
-        arrays = {v: x for v, x in zip(own, leaves, strict=True) if v is not None}
+        arrays = {v: x for v, x in zip(var_of, leaves, strict=True) if v is not None}
         outputs = [e.outvars[0] for e in lookups]
+        # The part of the program that computes the ids and looks them up, run without derivative.
         first = program.run(program.needed_for(outputs), arrays)
         ids = [starts[..., 0] for starts in read(first, [e.invars[1] for e in lookups])]
 
-        def loss(dense: list[Any], looked_up: list[jax.Array]) -> Any:
-            known = arrays | {v: x for v, x in zip(own, dense, strict=True) if x is not None}
+        def loss(dense: list[Leaf], looked_up: list[jax.Array]) -> Any:
+            known = arrays | {v: x for v, x in zip(var_of, dense, strict=True) if x is not None}
             instead = {
                 id(e): partial(_constant, x) for e, x in zip(lookups, looked_up, strict=True)
             }
@@ -200,7 +207,7 @@ def value_and_grad(
 
         dense = [
             None if is_table or v is None else x
-            for v, x, is_table in zip(own, leaves, chosen, strict=True)
+            for v, x, is_table in zip(var_of, leaves, chosen, strict=True)
         ]
         value, (grads, found) = jax.value_and_grad(
             loss if transform is None else transform(loss),
@@ -212,23 +219,23 @@ def value_and_grad(
             _rows(x, [r for r in zip(lookups, ids, found, strict=True) if r[0].invars[0] is v])
             if is_table
             else (x if v is None else g)
-            for g, x, v, is_table in zip(grads, leaves, own, chosen, strict=True)
+            for g, x, v, is_table in zip(grads, leaves, var_of, chosen, strict=True)
         ]
         return value, structure.unflatten(grads)
 
     return value_and_rows
 
 
-def _one_each(flags: tree.Flags) -> list[bool]:
-    """Return the flags of leaves in which one leaf lies each: a table is not part of a buffer."""
+def _single_flags(flags: tree.Flags) -> list[bool]:
+    """Return the flag of each leaf of a tree without packed buffers."""
     return [flag for (flag,) in flags]
 
 
-def _constant(x: jax.Array, *arguments: Any) -> list[jax.Array]:
+def _constant(x: jax.Array, *arguments: object) -> list[jax.Array]:
     return [x]
 
 
-def _check_table(path: str, leaf: Any) -> None:
+def _check_table(path: str, leaf: Leaf) -> None:
     if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
         came = getattr(leaf, "dtype", type(leaf).__name__)
         raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
@@ -236,8 +243,13 @@ def _check_table(path: str, leaf: Any) -> None:
         raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")
 
 
-def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Any]:
-    """Return the equations that look tables up; raise a TypeError if one does anything else."""
+def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
+    """Return the equations that look up rows; raise a TypeError if a table is used otherwise.
+
+    Args:
+      program: the loss.
+      path_of: the path of each table, by its variable in the program.
+    """
     found = []
     for equation in program.equations:
         used = [v for v in variables(equation.invars) if v in path_of]
@@ -249,8 +261,8 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Any]:
                 key in equation.params for key in ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
             ):
                 raise TypeError(
-                    f"table {path!r} is used inside the body of {name}, where its rows cannot be "
-                    "traced out: look up before it, and hand the rows in"
+                    f"table {path!r} is used inside the body of {name}, where a lookup cannot be "
+                    "found: look up before it, and pass the rows in"
                 )
             raise TypeError(_dense_use(path, name))
         found.append(equation)
@@ -260,33 +272,37 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Any]:
     return found
 
 
-def _is_lookup(equation: Any, path_of: dict[Any, str]) -> bool:
-    """Tell whether an equation takes whole rows of a table, and uses no other."""
+def _is_lookup(equation: Equation, path_of: dict[Any, str]) -> bool:
+    """Tell whether an equation gathers full rows of a table by ids that are not a table."""
     if equation.primitive.name != "gather" or equation.invars[1] in path_of:
         return False
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    table: Any = equation.invars[0].aval
     return (
         tuple(numbers.collapsed_slice_dims) == (0,)
         and tuple(numbers.start_index_map) == (0,)
         and not numbers.operand_batching_dims
-        and tuple(sizes[1:]) == equation.invars[0].aval.shape[1:]
+        and tuple(sizes[1:]) == table.shape[1:]
     )
 
 
-def _rows(table: Any, lookups: list[tuple[Any, jax.Array, jax.Array]]) -> Rows:
-    """Return the gradient of a table from (equation, ids, gradient of what was looked up)."""
+def _rows(table: jax.Array, lookups: list[tuple[Equation, jax.Array, jax.Array]]) -> Rows:
+    """Return the gradient of a table.
+
+    Args:
+      table: the leaf.
+      lookups: for each lookup its equation, its ids and the gradient of the rows looked up.
+    """
     num_rows, row = table.shape[0], table.shape[1:]
-    # With no lookup at all, one row that does not count.
+    # Without any lookup, one row of padding.
     indices = [jnp.full(0 if lookups else 1, num_rows, jnp.int32)]
     values = [jnp.zeros((0 if lookups else 1, *row), table.dtype)]
     for equation, ids, gradient in lookups:
         last = range(-len(row), 0)
-        within = jnp.moveaxis(
-            gradient, equation.params["dimension_numbers"].offset_dims, tuple(last)
-        )
+        rows = jnp.moveaxis(gradient, equation.params["dimension_numbers"].offset_dims, tuple(last))
         if equation.params["mode"] == GatherScatterMode.CLIP:
             ids = jnp.clip(ids, 0, num_rows - 1)
         ids = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows)
         indices.append(ids.reshape(-1).astype(jnp.int32))
-        values.append(within.reshape(-1, *row))
+        values.append(rows.reshape(-1, *row))
     return Rows(jnp.concatenate(indices), jnp.concatenate(values), num_rows)

@@ -1,4 +1,4 @@
-"""Adam for row-sparse gradients whose untouched rows catch up when they are next touched."""
+"""Adam for row-sparse gradients: a row that was not touched catches up at its next gradient."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.transforms.moment import adam_direction, adam_factors, adam_rule
@@ -20,18 +20,20 @@ class ScaleByCatchUpAdamState(NamedTuple):
     step: jax.Array
     b1: jax.Array
     b2: jax.Array
-    mu: Any
-    nu: Any
-    last_step: Any
+    mu: Params
+    nu: Params
+    last_step: Params
 
 
-def _per_row(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return a number per row so that it meets the elements of its row."""
+def _per_row(x: Scalar, like: jax.Array) -> Scalar:
+    """Return an array of one number per row with axes of size 1 added, so that it broadcasts."""
+    if isinstance(x, float):
+        return x
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
 def catch_up(
-    m: jax.Array, v: jax.Array, missed: jax.Array, *, b1: Any, b2: Any
+    m: jax.Array, v: jax.Array, missed: jax.Array, *, b1: Scalar, b2: Scalar
 ) -> tuple[jax.Array, jax.Array]:
     """Return m·β₁ⁿ and v·β₂ⁿ after n missed steps without gradient."""
     n = _per_row(missed.astype(m.dtype), m)
@@ -45,9 +47,9 @@ def catch_up_adam_rule(
     last: jax.Array,
     *,
     step: jax.Array,
-    b1: Any,
-    b2: Any,
-    eps: Any,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
     eps_hat: bool,
 ) -> tuple[jax.Array, ...]:
     """Return (direction of this and all missed steps, m, v, step); see `scale_by_catch_up_adam`."""
@@ -55,14 +57,12 @@ def catch_up_adam_rule(
     n = missed.astype(m.dtype)
     ratio = numerics.scalar(b1, m) / jnp.sqrt(jnp.asarray(numerics.scalar(b2, m), m.dtype))
     faded = jnp.power(ratio, n)
-    # Where the missed steps lie on average, each with its weight in the sum.
+    # The mean of the missed steps, each with its weight in the sum.
     middle = (
         last.astype(m.dtype) + 1 / (1 - ratio) - jnp.where(missed > 0, n * faded / (1 - faded), 0)
     )
     scale, root = adam_factors(b1, b2, jnp.maximum(middle, 1), eps_hat)
-    late = adam_direction(
-        m, v, eps=eps, scale=_per_row(scale, m), root=root if eps_hat else _per_row(root, m)
-    )
+    late = adam_direction(m, v, eps=eps, scale=_per_row(scale, m), root=_per_row(root, m))
     series = _per_row(ratio * (1 - faded) / (1 - ratio), m)
     m, v = catch_up(m, v, missed, b1=b1, b2=b2)
     scale, root = adam_factors(b1, b2, step, eps_hat)
@@ -74,28 +74,28 @@ def catch_up_adam_rule(
 def scale_by_catch_up_adam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, *, eps_hat: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam that touches only the rows of a row-sparse gradient, and makes up for the steps missed.
+    """Adam that updates only the rows of a row-sparse gradient, and makes up for missed steps.
 
-    A row last touched at step s, with n = t − 1 − s:
+    For a row last touched at step s, with n = t − 1 − s missed steps:
 
         d = m/(√v + eps), bias-corrected as at the mean of the missed steps, weighted by rⁱ
         u = Σᵢ rⁱ·d,  i = 1 … n,  r = β₁/√β₂      the steps that dense Adam would have made
-        m = β₁ⁿm;  v = β₂ⁿv                       without a gradient
-        u = u + what `scale_by_adam` gives for g, m, v
+        m = β₁ⁿm;  v = β₂ⁿv                       the moments after n steps without a gradient
+        u = u + the direction of `scale_by_adam` for g, m, v
 
-    The moments of a row are those of dense Adam whenever it is touched, and `caught_up` gives those
-    of all rows. The parameter of a row lags between two touches by at most the missed steps, whose
-    sum is below d·r/(1 − r), about 9 steps for the defaults. Once touched it differs from dense
-    Adam's by what the learning rate changed over the missed steps (the sum takes the present one),
-    by eps where √v is as small, and by the curve of the bias correction over the missed steps: with
-    the defaults up to 9 % of the way for a row that is touched in the first step and then not for
-    long, 0.2 % for steps 10, 20, 30, less later.
+    Whenever a row is touched, its moments are those of dense Adam; `caught_up` returns those of all
+    rows. Between two touches the parameters of a row lag behind by the missed steps, whose sum is
+    below d·r/(1 − r), about 9 steps for the defaults. At a touch they differ from those of dense
+    Adam for three reasons: the sum uses the present learning rate for all missed steps; eps, where
+    √v is as small; and one bias correction stands for those of all missed steps. For the defaults
+    the last is up to 9 % of the way for a row that is touched in the first step and then not for
+    long, 0.2 % for a row touched at steps 10, 20, 30, and less later.
 
     Args:
-      b1: β₁, in [0, 1); β₁² < β₂, or the missed steps would not fade.
+      b1: β₁, in [0, 1), with β₁² < β₂, so that the missed steps fade.
       b2: β₂, in [0, 1).
       eps: > 0.
-      eps_hat: which form of the step, as in `scale_by_adam`.
+      eps_hat: the form of the step, as in `scale_by_adam`.
 
     State: step, β₁, β₂, mu (m) and nu (v), 8 bytes per parameter, and last_step, int32 per row.
     Real leaves.
@@ -109,8 +109,8 @@ def scale_by_catch_up_adam(
         raise ValueError(f"b1² must be < b2, or missed steps do not fade; got b1 {b1}, b2 {b2}")
 
     def init(params: Params) -> ScaleByCatchUpAdamState:
-        def never(p: Any) -> jax.Array:
-            # Made from p, so that it is sharded as the rows of p are.
+        def never_touched(p: jax.Array) -> jax.Array:
+            # Computed from p, so that it is sharded as the rows of p are.
             return jnp.zeros_like(jnp.sum(p, axis=tuple(range(1, p.ndim))), dtype=jnp.int32)
 
         return ScaleByCatchUpAdamState(
@@ -119,7 +119,7 @@ def scale_by_catch_up_adam(
             jnp.asarray(b2, jnp.float32),
             leafwise.zeros_like(params),
             leafwise.zeros_like(params),
-            tree.map_arrays(never, params),
+            tree.map_arrays(never_touched, params),
         )
 
     def update(
@@ -144,7 +144,7 @@ def scale_by_catch_up_adam(
 def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     """Return the state with the moments of all rows as dense Adam has them at this step.
 
-    For reading: the missed steps of the parameters are not made, so train on with `state` itself.
+    For inspection only: the parameters do not catch up, so continue training with `state` itself.
     """
     mu, columns = tree.flatten(state.mu)[0], tree.flatten(state.last_step)
     pairs = [

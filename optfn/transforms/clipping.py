@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise
 from optfn.leaves.types import OptState, Params, Updates
 
@@ -23,8 +23,8 @@ def _unclipped(params: Params) -> ClipState:
     return ClipState(jnp.ones((), jnp.float32))
 
 
-def clip_factor(norm: jax.Array, max_norm: Any) -> jax.Array:
-    """Return max_norm/max(norm, max_norm): 1 for a norm within bounds, and finite for 0."""
+def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
+    """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 included."""
     max_norm = numerics.scalar(max_norm, norm)
     return max_norm / jnp.maximum(norm, max_norm)
 
@@ -36,8 +36,8 @@ def clip_by_value(
     """Limit each element: g = min(max(g, min_value), max_value).
 
     Args:
-      max_value: the upper bound; > 0 where `min_value` is left out.
-      min_value: the lower bound, ≤ max_value; −max_value if None.
+      max_value: the upper bound; > 0 if `min_value` is None.
+      min_value: the lower bound, ≤ max_value; None means −max_value.
 
     No state. Real leaves.
 
@@ -55,7 +55,7 @@ def clip_by_value(
     def clip(g: jax.Array) -> jax.Array:
         return jnp.clip(g, numerics.scalar(low, g), numerics.scalar(high, g))
 
-    # Where zero is out of bounds, the rows that are not touched move as well.
+    # Where zero is out of bounds, the zeros of the rows that are not touched are clipped too.
     keeps_zero = isinstance(low, float) and isinstance(high, float) and low <= 0 <= high
     rows = "touched" if keeps_zero else "dense"
     return core.stateless(lambda updates, params: leafwise.apply(clip, updates, rows=rows))
@@ -89,7 +89,7 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     return core.rule(_unclipped, update)
 
 
-def _multiply(g: jax.Array, *, factor: Any) -> jax.Array:
+def _multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
     return g * numerics.scalar(factor, g)
 
 
@@ -97,8 +97,8 @@ def _multiply(g: jax.Array, *, factor: Any) -> jax.Array:
 def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
-    The factor is one scalar that multiplies each tensor, so that it fuses into what follows; a
-    division of each element would be kept in memory.
+    Each tensor is multiplied by one scalar factor, which XLA fuses into the operations that follow;
+    the result of an elementwise division would be kept in memory.
 
     Args:
       max_norm: c, > 0.

@@ -1,9 +1,10 @@
-"""Numbers in 8 and 16 bits, rounded at random so that their mean is exact: arrays in, arrays out.
+"""Encodings of numbers in 8 and 16 bits with stochastic rounding: functions of arrays.
 
-A moving average in few bits stands still when its steps are smaller than half the distance between
-two codes. Rounded up with the probability that makes the mean right, it moves as far on average as
-it should (Gupta et al. 2015, arXiv 1502.02551). The random bits are a hash of the element's number
-and a seed, which costs a few integer operations inside the pass and needs no state.
+A moving average in few bits does not change when its steps are smaller than half the distance
+between two codes. Stochastic rounding rounds up with the probability that makes the mean exact, so
+that the average changes by the right amount in expectation (Gupta et al. 2015, arXiv 1502.02551).
+The random bits are a hash of the element's number and a seed, which costs a few integer operations
+per element and needs no state.
 """
 
 from typing import NamedTuple
@@ -19,8 +20,8 @@ BLOCK = 256
 class Code(NamedTuple):
     """A dynamic 8-bit code of magnitudes in [0, 1]: eight codes to each power of two.
 
-    Code k stands for float(k + start) − smallest, where float() puts its argument above the 20 low
-    bits of a float32: a float with three bits of mantissa, shifted so that code 0 is 0. Below
+    Code k represents float(k + start) − smallest, where float() puts its argument into the upper 12
+    bits of a float32: a number with three bits of mantissa, shifted so that code 0 is 0. Below
     `smallest` the codes are evenly spaced.
     """
 
@@ -34,12 +35,12 @@ class Code(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """What the largest code stands for, just under 1."""
+        """The value of the largest code, just under 1."""
         return float(np.uint32((self.top + self.start) << 20).view(np.float32)) - self.smallest
 
 
-SIGNED = Code(top=127, start=(127 - 16) << 3)  # beside a sign; down to 2⁻¹⁹
-UNSIGNED = Code(top=255, start=(127 - 32) << 3)  # down to 2⁻³⁵
+SIGNED = Code(top=127, start=(127 - 16) << 3)  # for a magnitude with a sign; down to 2⁻¹⁹
+UNSIGNED = Code(top=255, start=(127 - 32) << 3)  # for a magnitude alone; down to 2⁻³⁵
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -58,7 +59,7 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
 
 def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Round float32 to bfloat16, up with the probability of the part cut off.
+    """Round float32 to bfloat16, away from zero with the probability of the truncated fraction.
 
     Args:
       x: float32.
@@ -69,18 +70,18 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
 
 
 def num_blocks(size: int) -> int:
-    """Return how many blocks an array of `size` elements has."""
+    """Return the number of blocks of an array of `size` elements."""
     return -(-size // BLOCK)
 
 
 def block_max(x: jax.Array) -> jax.Array:
-    """Return the largest of each block of x ≥ 0, shape (num_blocks,)."""
+    """Return the largest element of each block of x ≥ 0, shape (num_blocks,)."""
     n = num_blocks(x.size)
     flat = jnp.pad(x.reshape(-1), (0, n * BLOCK - x.size))
     return jnp.max(flat.reshape(n, BLOCK), axis=1)
 
 
-def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the scale of each element of an array of `shape`."""
     each = jnp.broadcast_to(scale[:, None], (scale.size, BLOCK)).reshape(-1)
     return each[: int(np.prod(shape))].reshape(shape)
@@ -89,14 +90,14 @@ def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
     """Return the code of x/scale·largest, x ≥ 0; `noise` is uint32 in [0, 2¹⁶)."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per block, not per element
-    shifted = x * _spread(factor, x.shape) + code.smallest
+    shifted = x * _per_element(factor, x.shape) + code.smallest
     k = ((_bits(shifted) + (noise << 4)) >> 20) - np.uint32(code.start)
     return jnp.minimum(k, np.uint32(code.top))
 
 
 def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
     magnitude = jax.lax.bitcast_convert_type((k + np.uint32(code.start)) << 20, jnp.float32)
-    x = (magnitude - code.smallest) * _spread(scale / code.largest, k.shape)
+    x = (magnitude - code.smallest) * _per_element(scale / code.largest, k.shape)
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
 
 
@@ -105,7 +106,7 @@ def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array
 
     Args:
       x: float32.
-      scale: float32, one for each block; what lies above it comes out as it.
+      scale: float32, one for each block; magnitudes above the scale are encoded as the scale.
       noise: uint32 in [0, 2¹⁶), of the shape of x.
     """
     k = _encode(jnp.abs(x), scale, noise, SIGNED).astype(jnp.int32)
@@ -113,21 +114,22 @@ def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array
 
 
 def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the float32 numbers that int8 codes stand for."""
+    """Return the float32 values of int8 codes."""
     k = codes.astype(jnp.int32)
     magnitude = _decode(jnp.abs(k).astype(jnp.uint32), scale, SIGNED)
     return jnp.where(k < 0, -magnitude, magnitude)
 
 
 def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return uint8 codes of float32 x in [0, scale]; only zero comes out as zero.
+    """Return uint8 codes of float32 x in [0, scale]; only zero is encoded as zero.
 
-    A denominator must not vanish: what is positive but below the smallest code is rounded up to it.
+    A positive number below the smallest positive code is rounded up to it, because the result is
+    used as a denominator.
     """
     k = _encode(x, scale, noise, UNSIGNED)
     return jnp.where(x > 0, jnp.maximum(k, 1), 0).astype(jnp.uint8)
 
 
 def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the float32 numbers that uint8 codes stand for."""
+    """Return the float32 values of uint8 codes."""
     return _decode(codes.astype(jnp.uint32), scale, UNSIGNED)

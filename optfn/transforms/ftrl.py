@@ -1,4 +1,4 @@
-"""FTRL-Proximal: a step of its own, with the rate inside the recursion."""
+"""FTRL-Proximal, whose recursion contains the learning rate."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import optax
 
 from optfn import checks, core, numerics
 from optfn.autodiff.in_place import when
-from optfn.checks import Number, Schedule
+from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
@@ -18,8 +18,8 @@ class FtrlProximalState(NamedTuple):
     """State of `ftrl_proximal`: 8 bytes per parameter, the step and the rate."""
 
     rate: rates.LearningRateState
-    accumulator: Any
-    linear: Any
+    accumulator: Params
+    linear: Params
 
 
 def ftrl_accumulate(
@@ -28,19 +28,19 @@ def ftrl_accumulate(
     z: jax.Array,
     p: jax.Array,
     *,
-    rate: Any,
-    factor: Any,
-    lr_power: Any,
+    rate: Scalar,
+    factor: Scalar,
+    lr_power: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (g, n', z') of one FTRL-Proximal step; see `ftrl_proximal`."""
     lr = numerics.scalar(rate * factor, g)
-    still = lr == 0
-    # A finite gradient whose square is not: σ would be infinite.
-    seen = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
-    new_n = n + jnp.square(seen)
+    is_zero = lr == 0
+    # A finite gradient with an infinite square counts as 0: σ would be infinite.
+    counted = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
+    new_n = n + jnp.square(counted)
     root, new_root = numerics.power(n, -lr_power), numerics.power(new_n, -lr_power)
-    sigma = (new_root - root) / jnp.where(still, 1, lr)
-    return g, jnp.where(still, n, new_n), jnp.where(still, z, z + seen - sigma * p)
+    sigma = (new_root - root) / jnp.where(is_zero, 1, lr)
+    return g, jnp.where(is_zero, n, new_n), jnp.where(is_zero, z, z + counted - sigma * p)
 
 
 def ftrl_minimiser(
@@ -48,20 +48,20 @@ def ftrl_minimiser(
     z: jax.Array,
     p: jax.Array,
     *,
-    rate: Any,
-    factor: Any,
-    l1: Any,
-    l2: Any,
-    lr_power: Any,
+    rate: Scalar,
+    factor: Scalar,
+    l1: Scalar,
+    l2: Scalar,
+    lr_power: Scalar,
 ) -> jax.Array:
     """Return p' − p for the minimiser p' that belongs to n and z; 0 where the rate is 0."""
     lr = numerics.scalar(rate * factor, z)
     l1, l2 = numerics.scalar(l1, z) + 1e-10, numerics.scalar(l2, z) + 1e-10
-    still = lr == 0
-    root = numerics.power(n, -lr_power) / jnp.where(still, 1, lr)
+    is_zero = lr == 0
+    root = numerics.power(n, -lr_power) / jnp.where(is_zero, 1, lr)
     new_p = (l1 * jnp.sign(z) - z) / (root + 2 * l2)
-    new_p = jnp.where(jnp.abs(z) <= l1, 0, new_p)  # a NaN is not ≤, and so is not hidden
-    return jnp.where(still, 0, new_p - p)
+    new_p = jnp.where(jnp.abs(z) <= l1, 0, new_p)  # a comparison with NaN is false: NaN remains
+    return jnp.where(is_zero, 0, new_p - p)
 
 
 @core.transform(needs_params=True)
@@ -80,11 +80,13 @@ def ftrl_proximal(
         p' = (l1·sign(z) − z)/(n'^(−k)/lr + 2·l2) where |z| > l1, else 0
         u = p' − p
 
-    The rate stands inside the recursion, so no `scale_by_learning_rate` follows. Fluid adds 1e-10
-    to l1 and l2, and so does this. Where lr = 0, p, n and z stay. A gradient whose square is beyond
-    float32 counts as 0. An element whose gradient has always been 0 becomes 0.
+    The recursion contains the rate, so no `scale_by_learning_rate` follows. As in fluid, 1e-10 is
+    added to l1 and l2. Where lr = 0, p, n and z do not change. A gradient whose square overflows
+    counts as 0. An element whose gradient has always been 0 becomes 0.
 
-    p' follows from n' and z' alone. They change in place, in a pass of their own.
+    p' depends on n' and z' alone and is computed in a second pass. z' also reads the old n, so that
+    a compiled step with donated state overwrites z in place but copies n first: 4 temporary bytes
+    per parameter.
 
     Args:
       learning_rate: lr ≥ 0, as in `scale_by_learning_rate`.
@@ -112,26 +114,43 @@ def ftrl_proximal(
         state: OptState,
         params: Params | None = None,
         *,
-        rate_factors: Any = 1.0,
+        rate_factors: float | leafwise.PerLeaf = 1.0,
         **extra: Any,
     ) -> tuple[Updates, OptState]:
         del extra
-        rate, new = rates.advance(lr, state.rate)
-        updates, carry = leafwise.densify(updates), (state.accumulator, state.linear)
+        rate, rate_state = rates.advance(lr, state.rate)
+        updates = leafwise.densify(updates)
 
-        def accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, factor: Any, rate: Any) -> Any:
-            own = {"rate": rate, "factor": factor, "lr_power": lr_power}
-            return leafwise.apply(ftrl_accumulate, g, n, z, params=p, **own)[1:]
+        def accumulate(
+            n: PyTree, z: PyTree, g: Updates, p: Params, factor: Scalar, rate: Scalar
+        ) -> tuple[PyTree, PyTree]:
+            _, n, z = leafwise.apply(
+                ftrl_accumulate, g, n, z, params=p, rate=rate, factor=factor, lr_power=lr_power
+            )
+            return n, z
 
-        # Always due. The loop's single iteration keeps n and z in place: XLA would else compute
-        # them once more for the update, and keep the old ones for that.
-        n, z = when(new.step > 0, accumulate, carry, updates, params, rate_factors, rate)
+        # The condition is always true. The loop of one iteration keeps this pass apart from the
+        # one below; XLA would otherwise compute n and z a second time for the update.
+        carry = state.accumulator, state.linear
+        n, z = when(rate_state.step > 0, accumulate, carry, updates, params, rate_factors, rate)
 
-        def step(g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Any) -> Any:
+        def step(
+            g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
+        ) -> tuple[jax.Array, ...]:
             return ftrl_minimiser(n, z, p, **scalars), n, z
 
-        own = {"rate": rate, "factor": rate_factors, "l1": l1, "l2": l2, "lr_power": lr_power}
-        updates = leafwise.apply(step, updates, n, z, params=params, **own)[0]
-        return updates, FtrlProximalState(new, n, z)
+        updates = leafwise.apply(
+            step,
+            updates,
+            n,
+            z,
+            params=params,
+            rate=rate,
+            factor=rate_factors,
+            l1=l1,
+            l2=l2,
+            lr_power=lr_power,
+        )[0]
+        return updates, FtrlProximalState(rate_state, n, z)
 
     return core.rule(init, update)

@@ -1,20 +1,20 @@
 """The learning rate as part of the state: a number, an array or a schedule.
 
-A Python or NumPy number belongs to the state: the program reads it there, so setting it recompiles
-nothing. A schedule and a JAX array drive the rate from outside; the state only shows it. The two
-cases have states of the same fields, told apart by their type.
+A Python or NumPy number is stored in the state and read from there, so that setting it recompiles
+nothing. A schedule or a JAX array drives the rate from outside, and the state only shows the rate.
+Both kinds of state have the same fields and differ in their type.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number, Schedule
+from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, state_names
-from optfn.leaves.types import OptState, Params, Updates, declares
+from optfn.leaves.types import OptState, Params, PyTree, Updates, declares
 
 
 class LearningRateState(NamedTuple):
@@ -31,32 +31,34 @@ class DrivenLearningRateState(LearningRateState):
 
 
 class PlateauLearningRateState(LearningRateState):
-    """A learning rate applied after an optimizer whose own rate is 1: `reduce_on_plateau`'s."""
+    """The rate of `reduce_on_plateau`, applied after an optimizer whose own rate is 1."""
 
     __slots__ = ()
 
 
-def check(learning_rate: Any) -> Any:
+def check(learning_rate: Number | Schedule) -> Scalar | Schedule:
     """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule."""
     if callable(learning_rate):
         return learning_rate
     return checks.nonnegative("learning_rate", learning_rate)
 
 
-def init(learning_rate: Any) -> LearningRateState:
-    """Return the state of a rate that has not been used; it shows the rate of step 0."""
+def init(learning_rate: Scalar | Schedule) -> LearningRateState:
+    """Return the initial state, which shows the rate of step 0."""
     step = core.first_step()
     if checks.is_host_number(learning_rate):
         return LearningRateState(step, jnp.asarray(learning_rate, jnp.float32))
     return DrivenLearningRateState(step, _driven(learning_rate, step))
 
 
-def init_plateau(learning_rate: Any) -> LearningRateState:
-    """Return the state of a rate that a metric lowers."""
+def init_plateau(learning_rate: Scalar) -> LearningRateState:
+    """Return the initial state of the rate of `reduce_on_plateau`."""
     return PlateauLearningRateState(core.first_step(), jnp.asarray(learning_rate, jnp.float32))
 
 
-def advance(learning_rate: Any, state: LearningRateState) -> tuple[jax.Array, LearningRateState]:
+def advance(
+    learning_rate: Scalar | Schedule, state: LearningRateState
+) -> tuple[jax.Array, LearningRateState]:
     """Return the rate of this step, a float32 scalar, and the state after it."""
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
@@ -65,7 +67,7 @@ def advance(learning_rate: Any, state: LearningRateState) -> tuple[jax.Array, Le
     return rate, state._replace(step=core.next_step(state.step), learning_rate=rate)
 
 
-def _driven(learning_rate: Any, step: jax.Array) -> jax.Array:
+def _driven(learning_rate: Scalar | Schedule, step: jax.Array) -> jax.Array:
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
     rate = jnp.asarray(rate)
     if rate.shape != () or jnp.iscomplexobj(rate):
@@ -90,12 +92,12 @@ def scale_by_learning_rate(
     """Turn an ascent direction into a step: u = −lr·u.
 
     Args:
-      learning_rate: lr ≥ 0: a Python or NumPy number, which the state owns and
-        `set_learning_rate` changes; or a 0-d array or a schedule step -> lr, which drive it from
-        outside. A schedule is given the 0-based step, int32.
+      learning_rate: lr ≥ 0. A Python or NumPy number is stored in the state, where
+        `set_learning_rate` changes it; a 0-d array or a schedule step -> lr drives the rate from
+        outside. A schedule is called with the 0-based step, int32.
 
-    `update` takes `rate_factors`, a factor of the rate for each leaf, from an optimizer with
-    `param_attrs`.
+    `update` takes `rate_factors`, a factor of the rate for each leaf; an optimizer with
+    `param_attrs` passes it.
 
     State: the step and the rate last used (after init, that of step 0), float32. Real and complex
     leaves.
@@ -106,7 +108,7 @@ def scale_by_learning_rate(
         del params
         return ScaleByLearningRateState(init(lr))
 
-    def scale(u: jax.Array, *, rate: Any, factor: Any) -> jax.Array:
+    def scale(u: jax.Array, *, rate: Scalar, factor: Scalar) -> jax.Array:
         return -numerics.scalar(rate * factor, u) * u
 
     def update(
@@ -114,7 +116,7 @@ def scale_by_learning_rate(
         state: OptState,
         params: Params | None = None,
         *,
-        rate_factors: Any = 1.0,
+        rate_factors: float | leafwise.PerLeaf = 1.0,
         **extra: Any,
     ) -> tuple[Updates, OptState]:
         del params, extra
@@ -125,27 +127,29 @@ def scale_by_learning_rate(
     return core.rule(init_rate, update)
 
 
-def is_rate(x: Any) -> bool:
-    """Tell whether `x` is the state of a rate."""
+def is_rate(x: object) -> TypeGuard[LearningRateState]:
+    """Tell whether `x` is the state of a learning rate."""
     return isinstance(x, LearningRateState)
 
 
-def get_learning_rate(opt_state: Any, path: str | None = None) -> jax.Array:
-    """Return the learning rate in a state: after init that of step 0, after k updates the k-th's.
+def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
+    """Return the learning rate in a state: that of step 0 after init, else of the last update.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
-      path: which rate, where there are several (`optax.partition`): part of the name of its state,
-        whole words, such as the label of the partition.
+      path: selects one of several rates (`optax.partition`) by the words of its state's name, such
+        as the label of the partition.
 
     Returns:
       A float32 scalar.
 
     Raises:
-      ValueError: there is no rate, or there are several different ones; the error lists them.
+      ValueError: the state has no rate, or several different ones, which the error lists.
     """
     found = _rates(opt_state, path)
-    values = {name: jax.tree.leaves(rate.learning_rate)[0] for name, rate in found.items()}
+    values: dict[str, jax.Array] = {
+        name: jax.tree.leaves(rate.learning_rate)[0] for name, rate in found.items()
+    }
     first, *others = values.values()
     if any(not _equal(first, other) for other in others):
         listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
@@ -155,16 +159,16 @@ def get_learning_rate(opt_state: Any, path: str | None = None) -> jax.Array:
     return first
 
 
-def set_learning_rate(opt_state: Any, value: Any, path: str | None = None) -> Any:
+def set_learning_rate(opt_state: OptState, value: Number, path: str | None = None) -> OptState:
     """Return `opt_state` with another learning rate; nothing is recompiled.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
       value: the rate, a number ≥ 0 or a 0-d array.
-      path: which rate, as in `get_learning_rate`; None sets all.
+      path: selects one rate, as in `get_learning_rate`; None sets all.
 
     Raises:
-      ValueError: there is no rate, or a schedule or an array drives it.
+      ValueError: the state has no rate, or a schedule or an array drives it.
     """
     checks.nonnegative("value", value)
     found = _rates(opt_state, path)
@@ -176,23 +180,23 @@ def set_learning_rate(opt_state: Any, value: Any, path: str | None = None) -> An
         )
     chosen = {id(rate) for rate in found.values()}
 
-    def put(node: Any) -> Any:
+    def put(node: PyTree) -> PyTree:
         if id(node) not in chosen:
             return node
-        # Over the leaves, so that a wrapper around the array stays.
+        # jax.tree.map keeps a wrapper around the array, such as an nnx.Variable.
         rate = jax.tree.map(lambda old: jnp.full_like(old, value), node.learning_rate)
         return node._replace(learning_rate=rate)
 
     return jax.tree.map(put, opt_state, is_leaf=is_rate)
 
 
-def _rates(opt_state: Any, path: str | None) -> dict[str, LearningRateState]:
-    """Return the rates in a state by name, those that `path` chooses."""
+def _rates(opt_state: OptState, path: str | None) -> dict[str, LearningRateState]:
+    """Return the rates in a state, by name, that `path` selects."""
     parts = state_names.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
-    everything = {name: part for name, part in parts if is_rate(part)}
-    # A plateau's rate multiplies that of the optimizer before it, which is 1.
-    plateau = [k for k, v in everything.items() if isinstance(v, PlateauLearningRateState)]
-    found = {name: everything[name] for name in plateau or everything}
+    rates = {name: part for name, part in parts if is_rate(part)}
+    # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
+    plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
+    found = {name: rates[name] for name in plateau or rates}
     if not found:
         raise ValueError("the state holds no learning rate")
     if path is None:
@@ -203,7 +207,7 @@ def _rates(opt_state: Any, path: str | None) -> dict[str, LearningRateState]:
     return chosen
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: jax.Array, b: jax.Array) -> bool:
     if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
         return a is b
     return bool(jnp.array_equal(a, b))

@@ -1,8 +1,8 @@
-"""Transforms that keep moments of the gradient: one per rule.
+"""Transforms that keep moments of the gradient.
 
-Each rule is a free function of arrays in the symbols of its source (g gradient, m and v moments),
-above the transform that maps it over a tree. Accumulators are float32 or wider, whatever the dtype
-of the leaf; state sizes below are for float32, in bytes per parameter.
+Each rule is a function of arrays in the symbols of its source (g gradient, m and v moments); the
+transform below it maps the rule over a tree. Accumulators are float32 or wider, whatever the dtype
+of the leaf; the state sizes given are for float32, in bytes per parameter.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise
 from optfn.leaves.types import OptState, Params, Updates
 
@@ -21,11 +21,11 @@ from optfn.leaves.types import OptState, Params, Updates
 class ScaleByMomentumState(NamedTuple):
     """State of `scale_by_momentum`: 4 bytes per parameter."""
 
-    velocity: Any
+    velocity: Params
 
 
 def momentum_rule(
-    g: jax.Array, v: jax.Array, *, momentum: Any, nesterov: bool
+    g: jax.Array, v: jax.Array, *, momentum: Number, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return (v or g + μv, v) with v = μv + g."""
     mu = numerics.scalar(momentum, g)
@@ -39,12 +39,12 @@ def scale_by_momentum(
 ) -> optax.GradientTransformationExtraArgs:
     """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
 
-    No dampening. Where the learning rate belongs inside the velocity (LARS, RMSProp) this stands
-    after `scale_by_learning_rate`.
+    There is no dampening. Where the learning rate belongs inside the velocity (LARS, RMSProp), this
+    transform follows `scale_by_learning_rate`.
 
     Args:
       momentum: μ, in [0, 1).
-      nesterov: whether to look ahead.
+      nesterov: whether to use Nesterov's momentum.
 
     State: velocity, 4 bytes per parameter. Real and complex leaves.
 
@@ -60,10 +60,10 @@ def scale_by_momentum(
 class ScaleByAdagradState(NamedTuple):
     """State of `scale_by_adagrad`: 4 bytes per parameter."""
 
-    accumulator: Any
+    accumulator: Params
 
 
-def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Any) -> tuple[jax.Array, jax.Array]:
+def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array, jax.Array]:
     """Return (g/(√m + eps), m) with m = m + g²."""
     m = m + jnp.square(g)
     return g / (jnp.sqrt(m) + numerics.scalar(eps, g)), m
@@ -93,11 +93,11 @@ def scale_by_adagrad(
 class ScaleByDecayedAdagradState(NamedTuple):
     """State of `scale_by_decayed_adagrad`: 4 bytes per parameter."""
 
-    accumulator: Any
+    accumulator: Params
 
 
 def decayed_adagrad_rule(
-    g: jax.Array, m: jax.Array, *, decay: Any, eps: Any
+    g: jax.Array, m: jax.Array, *, decay: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array]:
     """Return (g/(√m + eps), m) with m = d·m + (1 − d)g²."""
     m = numerics.moving_average(m, jnp.square(g), decay)
@@ -128,22 +128,22 @@ def scale_by_decayed_adagrad(
 class ScaleByAdadeltaState(NamedTuple):
     """State of `scale_by_adadelta`: 8 bytes per parameter."""
 
-    squared_gradient: Any
-    squared_update: Any
+    squared_gradient: Params
+    squared_update: Params
 
 
 def adadelta_rule(
-    g: jax.Array, a: jax.Array, u: jax.Array, *, rho: Any, eps: Any
+    g: jax.Array, a: jax.Array, u: jax.Array, *, rho: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (Δ, a', u') with Δ = √((u + eps)/(a' + eps))·g, see `scale_by_adadelta`.
 
-    Δ is taken from u', by (u + eps)/(a' + eps) = (u' + ρ·eps)/(ρ(a' + eps) + (1 − ρ)g²): what needs
-    only the new accumulators lets both change in place.
+    Δ is computed from u', by (u + eps)/(a' + eps) = (u' + ρ·eps)/(ρ(a' + eps) + (1 − ρ)g²): as
+    nothing reads an old accumulator after its update, both change in place.
     """
     eps, rho = numerics.scalar(eps, g), numerics.scalar(rho, g)
     square = jnp.square(g)
     a = numerics.moving_average(a, square, rho)
-    share = jnp.where(jnp.isinf(square), 0, square / (a + eps))  # a' is infinite as well
+    share = jnp.where(jnp.isinf(square), 0, square / (a + eps))  # then a' is infinite too
     u = numerics.moving_average(u, (u + eps) * share, rho)
     below = jnp.maximum(rho * (a + eps) + (1 - rho) * square, jnp.finfo(g.dtype).tiny)
     return jnp.sqrt((u + rho * eps) / below) * g, a, u
@@ -177,30 +177,32 @@ def scale_by_adadelta(
 class ScaleByRmsState(NamedTuple):
     """State of `scale_by_rms`: 4 bytes per parameter."""
 
-    mean_square: Any
+    mean_square: Params
 
 
 class ScaleByCenteredRmsState(NamedTuple):
     """State of `scale_by_rms(centered=True)`: 8 bytes per parameter."""
 
-    mean_square: Any
-    mean: Any
+    mean_square: Params
+    mean: Params
 
 
-def rms_rule(g: jax.Array, r: jax.Array, *, rho: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
+def rms_rule(
+    g: jax.Array, r: jax.Array, *, rho: Scalar, eps: Scalar
+) -> tuple[jax.Array, jax.Array]:
     """Return (g/√(r + eps), r) with r = ρr + (1 − ρ)g²."""
     r = numerics.moving_average(r, jnp.square(g), rho)
     return g / jnp.sqrt(r + numerics.scalar(eps, g)), r
 
 
 def centered_rms_rule(
-    g: jax.Array, r: jax.Array, q: jax.Array, *, rho: Any, eps: Any
+    g: jax.Array, r: jax.Array, q: jax.Array, *, rho: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (g/√(max(r − q², 0) + eps), r, q) with q = ρq + (1 − ρ)g."""
     r = numerics.moving_average(r, jnp.square(g), rho)
     q = numerics.moving_average(q, g, rho)
-    # The difference of nearly equal squares may come out below zero; that of two that overflowed
-    # is NaN, where the variance is beyond measure.
+    # The difference of nearly equal squares may be rounded below zero. Where r overflows, r − q²
+    # would be NaN if q² does too; the variance then counts as infinite.
     variance = jnp.where(jnp.isinf(r), r, jnp.maximum(r - jnp.square(q), 0))
     return g / jnp.sqrt(variance + numerics.scalar(eps, g)), r, q
 
@@ -236,12 +238,20 @@ class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
 
     step: jax.Array
-    mu: Any
-    nu: Any
+    mu: Params
+    nu: Params
 
 
 def adam_rule(
-    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Any, b2: Any, eps: Any, scale: Any, root: Any
+    g: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    *,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    scale: Scalar,
+    root: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (scale·m/(root·√v + eps), m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
     m = numerics.moving_average(m, g, b1)
@@ -249,14 +259,18 @@ def adam_rule(
     return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
 
 
-def adam_direction(m: jax.Array, v: jax.Array, *, eps: Any, scale: Any, root: Any) -> jax.Array:
+def adam_direction(
+    m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
+) -> jax.Array:
     """Return scale·m/(root·√v + eps)."""
     denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
     return numerics.scalar(scale, v) * m / denominator
 
 
-def adam_factors(b1: Any, b2: Any, step: jax.Array, eps_hat: bool) -> tuple[Any, Any]:
-    """Return the scale of m and that of √v: the bias corrections of step t, in either form."""
+def adam_factors(
+    b1: Scalar, b2: Scalar, step: jax.Array, eps_hat: bool
+) -> tuple[jax.Array, Scalar]:
+    """Return the factors of m and of √v: the bias corrections of step t, in either form."""
     scale = 1 / numerics.bias_correction(b1, step)
     root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
     return (scale / root, 1.0) if eps_hat else (scale, root)
@@ -283,16 +297,16 @@ def scale_by_adam(
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
-      eps_hat: which of the two forms; they differ in what eps is measured against.
-      bias_correction: whether to divide by the weight that the averages have gathered (LAMB does
-        without).
-      lazy: whether a row-sparse gradient changes the moments of the rows that it touches only; else
-        it becomes dense, and the moments of all rows decay. The step counts for all rows.
+      eps_hat: which of the two forms; they differ in whether eps is added to √v or to √v̂.
+      bias_correction: whether to correct the bias of the moments, which start at zero; LAMB does
+        not.
+      lazy: whether a row-sparse gradient changes only the moments of the rows that it touches; else
+        it becomes dense, and the moments of all rows decay. All rows share one step count.
 
     State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
 
-    Source: Kingma & Ba 2015, arXiv 1412.6980: §2, "efficiency", is eps_hat, and the fluid page;
-    Algorithm 1 the other form, optax's and torch's.
+    Source: Kingma & Ba 2015, arXiv 1412.6980. eps_hat is the form of §2, "efficiency", and of the
+    fluid page; the other form is Algorithm 1, as in optax and torch.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
     eps = checks.positive("eps", eps)
@@ -327,12 +341,12 @@ class ScaleByAdamaxState(NamedTuple):
     """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
 
     step: jax.Array
-    mu: Any
-    infinity_norm: Any
+    mu: Params
+    infinity_norm: Params
 
 
 def adamax_rule(
-    g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Any, b2: Any, eps: Any, scale: Any
+    g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Scalar, b2: Scalar, eps: Scalar, scale: Scalar
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (scale·m/u, m, u) with m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
     m = numerics.moving_average(m, g, b1)
@@ -383,17 +397,17 @@ class ScaleByAsgdState(NamedTuple):
     """State of `scale_by_asgd`: 4·batch_num bytes per parameter, and the step."""
 
     step: jax.Array
-    gradients: Any
+    gradients: Params
 
 
 @core.transform()
 def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
-    """Average the last gradient of each of the n batches of an epoch.
+    """Average the most recent gradients of the n batches of an epoch.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
 
-    d is summed afresh: kept up by d += g − y_i, as fluid does, float32 leaves in it for ever the
-    rounding error of the largest gradient there has been.
+    d is summed anew at each step. Fluid updates it by d += g − y_i, which in float32 keeps the
+    rounding error of the largest gradient for ever.
 
     Args:
       batch_num: n, ≥ 1, static; the batches must come in the same order in every epoch.

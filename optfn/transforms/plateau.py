@@ -7,14 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.transforms import learning_rate as rates
-
-
-def _choose(condition: jax.Array, yes: OptState, no: OptState) -> OptState:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 class ReduceOnPlateauState(NamedTuple):
@@ -42,32 +38,34 @@ def reduce_on_plateau(
 ) -> optax.GradientTransformationExtraArgs:
     """Multiply updates by a rate that falls when a metric stops improving.
 
-    The optimizer before it has rate 1, and an average comes after it:
+    Put it after an optimizer of rate 1, and before an average:
 
         tx = optfn.chain(optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-3))
         updates, state = tx.update(grads, state, params, value=loss)
 
-    The metric given with an update acts from the next update on. In the order of the code, with the
-    metric v of the update before:
+    The metric passed to an update takes effect at the next update. With v the metric passed to the
+    previous update:
 
-        while cooling down: count down, and nothing else
-        better = v < best − gap (v > best + gap)     gap = threshold·best ("rel") or threshold
-        best, bad = (v, 0) if better else (best, bad + 1)
-        if bad > patience: rate = max(rate·decay_rate, min_lr), bad = 0, cooling down begins
+        if cooling down: count down; otherwise
+            better = v < best − gap (v > best + gap)     gap = threshold·best ("rel") or threshold
+            best, bad = (v, 0) if better else (best, bad + 1)
+            if bad > patience: rate = max(rate·decay_rate, min_lr), bad = 0, cooling down begins
         u = rate·u
 
     Args:
-      learning_rate: the first rate: a number ≥ 0.
-      mode: "min" or "max", what is better.
+      learning_rate: the initial rate, a number ≥ 0.
+      mode: "min" or "max": whether a smaller or a larger metric is better.
       decay_rate: the factor of a reduction, in (0, 1).
-      patience: how many values without improvement pass before a reduction, ≥ 0.
-      threshold: the smallest change that counts, ≥ 0.
+      patience: how many values without improvement are accepted before a reduction, ≥ 0.
+      threshold: the smallest change that counts as an improvement, ≥ 0.
       threshold_mode: "rel" or "abs".
-      cooldown: values after a reduction that are passed over, ≥ 0.
+      cooldown: how many values are ignored after a reduction, ≥ 0.
       min_lr: the smallest rate, ≥ 0.
 
-    `update` takes `value`, a scalar; None where there is no new metric in this step (between two
-    epochs, say). `get_learning_rate` and `set_learning_rate` concern this rate.
+    `update` takes `value`, a scalar, or None at a step without a new metric, such as one between
+    two epochs. `get_learning_rate` and `set_learning_rate` refer to this rate.
+
+    State: the rate and its step, the best and the last value, two counters and a flag; 25 bytes.
 
     Source: fluid.dygraph.ReduceLROnPlateau.
     """
@@ -76,9 +74,9 @@ def reduce_on_plateau(
     checks.choice("threshold_mode", threshold_mode, ("rel", "abs"))
     factor = checks.number("decay_rate", decay_rate, low=0, high=1, low_open=True, high_open=True)
     patience = checks.count("patience", patience, low=0)
-    threshold = checks.nonnegative("threshold", threshold)
+    smallest_gap = checks.nonnegative("threshold", threshold)
     cooldown = checks.count("cooldown", cooldown, low=0)
-    min_lr = checks.nonnegative("min_lr", min_lr)
+    smallest_rate = checks.nonnegative("min_lr", min_lr)
     sign = 1.0 if mode == "min" else -1.0
 
     def init(params: Params) -> ReduceOnPlateauState:
@@ -99,20 +97,20 @@ def reduce_on_plateau(
         if "value" not in extra:
             raise ValueError(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
-                "value=metric), with value=None where there is none"
+                "value=metric), or value=None at a step without a metric"
             )
         state = _observe(
             state,
             sign=sign,
             factor=factor,
             patience=patience,
-            threshold=threshold,
+            threshold=smallest_gap,
             relative=threshold_mode == "rel",
             cooldown=cooldown,
-            min_lr=min_lr,
+            min_lr=smallest_rate,
         )
         rate = state.rate.learning_rate
-        new = leafwise.apply(lambda u: numerics.scalar(rate, u) * u, updates, rows="touched")
+        updates = leafwise.apply(lambda u: numerics.scalar(rate, u) * u, updates, rows="touched")
         value = extra["value"]
         state = state._replace(
             rate=state.rate._replace(step=core.next_step(state.rate.step)),
@@ -123,7 +121,7 @@ def reduce_on_plateau(
             if value.shape != ():
                 raise ValueError(f"value must be a scalar; got an array of shape {value.shape}")
             state = state._replace(value=sign * value.astype(jnp.float32))
-        return new, state
+        return updates, state
 
     return core.rule(init, update)
 
@@ -132,15 +130,15 @@ def _observe(
     state: ReduceOnPlateauState,
     *,
     sign: float,
-    factor: Any,
+    factor: Scalar,
     patience: int,
-    threshold: Any,
+    threshold: Scalar,
     relative: bool,
     cooldown: int,
-    min_lr: Any,
+    min_lr: Scalar,
 ) -> ReduceOnPlateauState:
-    """Return the state after the metric of the update before."""
-    # `best` and `value` carry the sign of the mode, so that smaller is better.
+    """Return the state after the metric of the previous update."""
+    # `best` and `value` are multiplied by the sign of the mode, so that smaller is better.
     gap = sign * threshold * state.best if relative else threshold
     better = jnp.isinf(state.best) | (state.value < state.best - gap)
     bad = jnp.where(better, 0, state.bad_values + 1)
@@ -154,5 +152,14 @@ def _observe(
         cooldown=jnp.where(reduce, cooldown, 0),
     )
     cooled = state._replace(cooldown=state.cooldown - 1)
-    seen = _choose(state.cooldown > 0, cooled, counted)
-    return _choose(state.observed, seen, state)
+    observed = _choose(state.cooldown > 0, cooled, counted)
+    return _choose(state.observed, observed, state)
+
+
+def _choose(
+    condition: jax.Array, if_true: ReduceOnPlateauState, if_false: ReduceOnPlateauState
+) -> ReduceOnPlateauState:
+    chosen: ReduceOnPlateauState = jax.tree.map(
+        lambda a, b: jnp.where(condition, a, b), if_true, if_false
+    )
+    return chosen

@@ -10,9 +10,9 @@ import optax
 
 from optfn import checks, core, numerics
 from optfn.autodiff.in_place import when
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
-from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
 from optfn.transforms import codes
 from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
 
@@ -21,28 +21,35 @@ class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.03 bytes per parameter, and the step."""
 
     step: jax.Array
-    mu: Any
-    mu_scale: Any
-    nu: Any
-    nu_scale: Any
+    mu: Params
+    mu_scale: Params
+    nu: Params
+    nu_scale: Params
 
 
 class _Storage(NamedTuple):
-    """How the moments of a leaf are kept: as some arrays."""
+    """An encoding of the moments of a leaf as two or four arrays.
 
-    state_type: Any  # (step, *trees of those arrays)
-    init: Callable[[Any], tuple[Any, ...]]  # params -> trees
+    state_type: the NamedTuple class of the state, (step, *trees of the arrays).
+    init: params -> trees of the arrays.
+    shapes: the shape of a leaf -> the shapes of its arrays.
+    advance: (g, *arrays, b1, b2, seed) -> arrays, the moments after a gradient.
+    moments: (*arrays) -> (m, v), decoded.
+    """
+
+    state_type: Callable[..., OptState]
+    init: Callable[[Params], tuple[PyTree, ...]]
     shapes: Callable[[tuple[int, ...]], list[tuple[int, ...]]]
-    advance: Callable[..., tuple[jax.Array, ...]]  # (g, *arrays, b1, b2, seed) -> arrays
-    moments: Callable[..., tuple[jax.Array, jax.Array]]  # (*arrays) -> m, v
+    advance: Callable[..., tuple[jax.Array, ...]]
+    moments: Callable[..., tuple[jax.Array, jax.Array]]
 
 
-def _init_bfloat16(params: Any) -> tuple[Any, ...]:
+def _init_bfloat16(params: Params) -> tuple[PyTree, ...]:
     return tuple(leafwise.zeros_like(params, dtype=jnp.bfloat16) for _ in range(2))
 
 
 def _advance_bfloat16(
-    g: jax.Array, mu: jax.Array, nu: jax.Array, *, b1: Any, b2: Any, seed: jax.Array
+    g: jax.Array, mu: jax.Array, nu: jax.Array, *, b1: Scalar, b2: Scalar, seed: jax.Array
 ) -> tuple[jax.Array, ...]:
     noise = codes.random_bits(g.shape, seed)
     m = numerics.moving_average(mu.astype(jnp.float32), g, b1)
@@ -57,11 +64,11 @@ def _moments_bfloat16(mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Arra
     return mu.astype(jnp.float32), nu.astype(jnp.float32)
 
 
-def _init_int8(params: Any) -> tuple[Any, ...]:
-    def scale(p: Any) -> jax.Array:
+def _init_int8(params: Params) -> tuple[PyTree, ...]:
+    def scale(p: jax.Array) -> jax.Array:
         return jnp.zeros(codes.num_blocks(p.size), jnp.float32)
 
-    def zero_codes(dtype: Any) -> Any:
+    def zero_codes(dtype: DType) -> PyTree:
         return leafwise.zeros_like(params, dtype=dtype)
 
     scales = (tree.map_arrays(scale, params) for _ in range(2))
@@ -75,13 +82,13 @@ def _advance_int8(
     nu: jax.Array,
     nu_scale: jax.Array,
     *,
-    b1: Any,
-    b2: Any,
+    b1: Scalar,
+    b2: Scalar,
     seed: jax.Array,
 ) -> tuple[jax.Array, ...]:
     noise = codes.random_bits(g.shape, seed)
-    # By the same recursion as the moment, a scale stays above all of its block, and the block's
-    # new moments need not be known before they are stored.
+    # A scale follows the same recursion as its moment, so that no moment of the block exceeds it,
+    # and moments can be encoded without computing the maximum of the block first.
     largest = codes.block_max(jnp.abs(g))
     m_scale = numerics.moving_average(mu_scale, largest, b1)
     v_scale = numerics.moving_average(nu_scale, jnp.square(largest), b2)
@@ -128,28 +135,29 @@ def scale_by_quantized_adam(
     eps_hat: bool = True,
     dtype: str = "int8",
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide the mean of the gradient by the root of the mean of its square, both in few bits.
+    """Adam's direction with moments stored in 8 or 16 bits, stochastically rounded.
 
         m, v = decode(state)
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)g²
-        state = encode(m, v)                  rounded up or down at random, the mean is exact
-        m, v = decode(state);  u as `scale_by_adam` has it
+        state = encode(m, v)                  rounded up or down at random, exact in the mean
+        m, v = decode(state);  u as in `scale_by_adam`
 
-    The random bits are a hash of step and element, so a run repeats itself bit for bit; leaves of
-    one shape have the same. Moments and gradients are float32 here, also those of wider leaves.
+    The random bits are a hash of step and element, so that a run can be repeated bit for bit; all
+    leaves use the same bits. Moments are computed in float32, also those of wider leaves.
 
-    "int8" keeps blocks of 256 consecutive elements, each with a scale s that no element exceeds
-    (s = βs + (1 − β)·max|g|), and a code with three bits of mantissa: m down to 2⁻¹⁹·s, v down to
-    2⁻³⁵·s. v rounds to zero only where it is zero. A gradient that is not finite spoils its block.
+    "int8" stores blocks of 256 consecutive elements. Each block has a scale s that no element
+    exceeds (s = βs + (1 − β)·max|g|); the codes have three bits of mantissa, for m down to 2⁻¹⁹·s
+    and for v down to 2⁻³⁵·s. A v > 0 never rounds to zero. A gradient that is not finite makes its
+    whole block unusable.
 
-    The moments change in place, in a pass of their own: beside the gradient there are temporaries
-    of less than half a byte per parameter.
+    The moments change in place, in a separate pass over the leaf: beside the gradient, a step needs
+    temporary memory of less than half a byte per parameter.
 
     Args:
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
-      eps_hat: which form of the step, as in `scale_by_adam`.
+      eps_hat: the form of the step, as in `scale_by_adam`.
       dtype: "bfloat16" or "int8".
 
     State: step, mu and nu, 4 bytes per parameter; in int8 also their scales, 2.03 bytes in all.
@@ -163,7 +171,7 @@ def scale_by_quantized_adam(
     eps_hat = checks.flag("eps_hat", eps_hat)
     storage = _STORAGES[checks.choice("dtype", dtype, MOMENT_DTYPES)]
 
-    def init(params: Params) -> Any:
+    def init(params: Params) -> OptState:
         return storage.state_type(core.first_step(), *storage.init(params))
 
     def update(
@@ -184,12 +192,15 @@ def scale_by_quantized_adam(
                 seed=step.astype(jnp.uint32) * np.uint32(0x85EBCA6B),
             )[1:]
 
-        # Always due. The loop's single iteration keeps XLA from computing the new moments once more
-        # where they are read, which would need the old ones beside them.
+        # The condition is always true. The loop of one iteration keeps XLA from computing the new
+        # moments a second time where they are read, for which it would have to keep the old ones.
         moments = when(step > 0, advance, tuple(state[1:]), updates)
 
-        def direction(g: jax.Array, *moments: jax.Array, **factors: Any) -> Any:
-            u = adam_direction(*storage.moments(*moments), **factors)
+        def direction(
+            g: jax.Array, *moments: jax.Array, **factors: Scalar
+        ) -> tuple[jax.Array, ...]:
+            m, v = storage.moments(*moments)
+            u = adam_direction(m, v, **factors)
             return u.astype(g.dtype), *moments
 
         scale, root = adam_factors(b1, b2, step, eps_hat)
@@ -202,7 +213,11 @@ def scale_by_quantized_adam(
 
 
 def _narrow(advance: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a rule for `leafwise.apply` that works in float32, whatever the gradient is."""
+    """Return a rule for `leafwise.apply` that computes in float32, whatever dtype the gradient has.
+
+    Args:
+      advance: (g, *moments, **scalars) -> moments.
+    """
 
     def rule(g: jax.Array, *moments: jax.Array, **scalars: Any) -> tuple[jax.Array, ...]:
         return g, *advance(g.astype(jnp.float32), *moments, **scalars)

@@ -1,34 +1,32 @@
-"""Penalties on the parameters, as terms of the gradient."""
-
-from typing import Any
+"""Weight decay: penalties added to the gradient, and decay decoupled from it."""
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
 
-_DENSE = "a regularizer concerns all rows, so a row-sparse gradient becomes dense"
+_DENSE = "a regularizer changes all rows, so a row-sparse gradient becomes dense"
 
 
-def l1_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
+def l1_penalty(g: jax.Array, p: jax.Array, *, coeff: Scalar) -> jax.Array:
     """Return g + coeff·sign(p), with sign(0) = 0."""
     return g + numerics.scalar(coeff, g) * jnp.sign(p)
 
 
-def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Any) -> jax.Array:
+def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Scalar) -> jax.Array:
     """Return g + coeff·p."""
     return g + numerics.scalar(coeff, g) * p
 
 
-def without(exclude: Pattern | None, coeff: Any, updates: Any) -> leafwise.PerLeaf:
-    """Return the decay of each leaf: `coeff`, or 0 where `exclude` selects the leaf."""
+def decay_of_leaves(exclude: Pattern | None, coeff: Scalar, updates: Updates) -> leafwise.PerLeaf:
+    """Return the coefficient of each leaf: 0 where `exclude` selects the leaf, else `coeff`."""
     excluded = tree.select(exclude, updates, "exclude")
-    return leafwise.per_leaf(lambda out: 0.0 if out else coeff, excluded, updates)
+    return leafwise.per_leaf(lambda flag: 0.0 if flag else coeff, excluded, updates)
 
 
 @core.transform(needs_params=True)
@@ -75,12 +73,12 @@ def add_decayed_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Add decoupled weight decay to a direction: u = u + weight_decay·p.
 
-    Unlike `l2_decay` it stands after the moments, so the decay is not scaled by them. Where the
-    direction is row-sparse (Adam's lazy mode), only the rows present decay.
+    Unlike `l2_decay` it follows the moments, so that they do not scale the decay. Where the
+    direction is row-sparse (Adam's lazy mode), only the rows in it decay.
 
     Args:
       weight_decay: the coefficient, ≥ 0.
-      exclude: the leaves that get none: a regular expression that matches their whole path, or a
+      exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
 
     No state. Needs params; real leaves.
@@ -91,7 +89,7 @@ def add_decayed_weights(
     exclude = tree.check_pattern("exclude", exclude)
 
     def update(updates: Updates, params: Params) -> Updates:
-        coeffs = without(exclude, coeff, updates)
+        coeffs = decay_of_leaves(exclude, coeff, updates)
         return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
     return core.stateless(update)

@@ -1,30 +1,28 @@
-"""Steps as long as their tensor: trust ratios, as in LAMB and LARS."""
-
-from typing import Any
+"""Trust ratios, which scale the step of a tensor by its norm, as in LAMB and LARS."""
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
-from optfn.transforms.regularization import without
+from optfn.transforms.regularization import decay_of_leaves
 
 
 def trust_ratio(
     p_norm: jax.Array,
     u_norm: jax.Array,
     *,
-    coeff: Any = 1.0,
-    weight_decay: Any = 0.0,
-    eps: Any = 0.0,
+    coeff: Scalar = 1.0,
+    weight_decay: Scalar = 0.0,
+    eps: Scalar = 0.0,
 ) -> jax.Array:
     """Return coeff·‖p‖/(‖u‖ + wd·‖p‖ + eps) where ‖p‖ > 0 and ‖u‖ > 0, else 1.
 
-    Also 1 where ‖p‖² is beyond float32: ∞/∞ would make a NaN of parameters that are finite.
+    It is also 1 where ‖p‖² overflows: ∞/∞ would turn finite parameters into NaN.
     """
     valid = (p_norm > 0) & (u_norm > 0) & (p_norm < jnp.inf)
     denominator = jnp.where(valid, u_norm + weight_decay * p_norm + eps, 1)
@@ -33,7 +31,7 @@ def trust_ratio(
 
 @core.transform(needs_params=True)
 def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
-    """Give each tensor a step as long as its parameters: u = q·u, q = ‖p‖/‖u‖.
+    """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
 
     q = 1 where either norm is 0.
 
@@ -51,7 +49,7 @@ def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
 
 
 def lars_rule(
-    g: jax.Array, p: jax.Array, *, lars_coeff: Any, weight_decay: Any, eps: Any
+    g: jax.Array, p: jax.Array, *, lars_coeff: Scalar, weight_decay: Scalar, eps: Scalar
 ) -> jax.Array:
     """Return L·(g + wd·p) with L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps), 1 where ‖p‖ or ‖g‖ is 0."""
     coeff, wd, eps = (numerics.scalar(h, g) for h in (lars_coeff, weight_decay, eps))
@@ -71,7 +69,7 @@ def scale_by_lars(
 
         L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)     where ‖p‖ > 0 and ‖g‖ > 0, else 1
 
-    The ratio applies with wd = 0 as well, also to excluded leaves (Paddle 2 leaves it out there).
+    The ratio also applies with wd = 0, and to excluded leaves (in Paddle 2 it does not).
 
     Args:
       lars_coeff: coeff, > 0.
@@ -96,7 +94,7 @@ def scale_by_lars(
             params=params,
             each_tensor=True,
             lars_coeff=coeff,
-            weight_decay=without(exclude, wd, updates),
+            weight_decay=decay_of_leaves(exclude, wd, updates),
             eps=eps,
         )
 

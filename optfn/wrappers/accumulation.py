@@ -1,10 +1,12 @@
 """Gradient accumulation: one step of an optimizer for several gradients."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn import checks, core, numerics
 from optfn.autodiff.in_place import when
@@ -17,8 +19,8 @@ from optfn.parallel.per_worker import PerWorker, has_workers_in_front, own_leave
 class AccumulateState(NamedTuple):
     """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
 
-    total: the sum of gradients, of leaves whose gradient is the same on all workers.
-    own_total: the sum, flat, of those that the inner optimizer takes from each worker.
+    total: the sum of the gradients of leaves whose gradient is the same on all workers.
+    own_total: the sum, flat, for leaves whose gradient the inner optimizer takes from each worker.
     """
 
     micro_step: jax.Array
@@ -37,20 +39,20 @@ def accumulate(
         if n = every:  u = tx(total/every);  total = 0;  n = 0
         else:          u = −0.0
 
-    For a loss that is a mean over examples this is the step of the whole batch. `tx` runs only when
-    it is due, so that its schedules and averages advance with the real steps. Around an optimizer
-    that exchanges gradients by itself, each worker keeps the sum of its own.
+    For a loss that is a mean over examples this is the step of the full batch. `tx` runs only at
+    every n-th call, so that its schedules and averages count real steps. Around an optimizer that
+    exchanges gradients by itself, each worker keeps the sum of its own gradients.
 
     Args:
       tx: an optimizer of optfn or optax.
-      every: gradients in a step, ≥ 1.
+      every: the number of gradients in a step, ≥ 1.
 
     State: the micro-step n, the sum of gradients in float32, 4 bytes per parameter, and the state
     of `tx`.
 
     Raises:
-      TypeError: tx is no gradient transformation, every no Python integer.
-      ValueError: `tx` is an `on_each_device`: accumulate goes inside it.
+      TypeError: `tx` is not a gradient transformation, or `every` not a Python integer.
+      ValueError: `every` < 1, or `tx` is an `on_each_device`; accumulate must be inside it.
     """
     every = checks.count("accumulate: every", every)
     inner = optax.with_extra_args_support(core.check_transform("accumulate: tx", tx))
@@ -59,16 +61,17 @@ def accumulate(
         inner_state = inner.init(params)
         if has_workers_in_front(inner_state):
             raise ValueError(
-                "accumulate stands around on_each_device, whose gradients have the workers in "
-                "front; put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
+                "accumulate cannot wrap on_each_device, whose gradients have a leading axis of "
+                "workers; put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
             )
         totals, structure = tree.flatten(leafwise.zeros_like(leafwise.inexact(params)))
-        own = own_leaves(inner_state, params)
+        per_worker = own_leaves(inner_state, params)
         totals = [
             x.reshape(-1) if is_own and not tree.is_masked(x) else x
-            for x, is_own in zip(totals, own, strict=True)
+            for x, is_own in zip(totals, per_worker, strict=True)
         ]
-        return AccumulateState(core.first_step(), *_by_owner(totals, own, structure), inner_state)
+        sums = _by_owner(totals, per_worker, structure)
+        return AccumulateState(core.first_step(), *sums, inner_state)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -77,62 +80,63 @@ def accumulate(
         if params is not None:
             mismatch.check_shapes("accumulate", updates, "params", params)
         gradients, structure = tree.flatten(updates)
-        shared, apart = (tree.flatten(x)[0] for x in (state.total, state.own_total.value))
-        own = [not tree.is_masked(x) for x in apart]
-        totals = [b if is_own else a for a, b, is_own in zip(shared, apart, own, strict=True)]
+        shared, owned = (tree.flatten(x)[0] for x in (state.total, state.own_total.value))
+        per_worker = [not tree.is_masked(x) for x in owned]
+        totals = [
+            b if is_own else a for a, b, is_own in zip(shared, owned, per_worker, strict=True)
+        ]
         due = state.micro_step + 1 == every
         totals = [_added(total, g) for total, g in zip(totals, gradients, strict=True)]
-        arrays, others = _divided(extra)
+        arrays, others = _split_extra(extra)
 
-        def step(totals: list[Leaf], inner_state: OptState, reads: PyTree) -> Any:
+        def step(
+            totals: list[Leaf], inner_state: OptState, reads: PyTree
+        ) -> tuple[Updates, OptState]:
             params, arrays = reads
             means = [
-                total.reshape(jnp.shape(g)) / every if _counts(total, g) else g
+                total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
                 for total, g in zip(totals, gradients, strict=True)
             ]
             mean = structure.unflatten(means)
-            new, inner_state = inner.update(mean, inner_state, params, **arrays, **others)
+            updated, inner_state = inner.update(mean, inner_state, params, **arrays, **others)
             if params is None:
-                new = jax.tree.map(lambda u, g: u.astype(g.dtype), new, updates)
-            return new, inner_state
+                updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
+            return updated, inner_state
 
-        new, totals, inner_state = _step_when(
+        updated, totals, inner_state = _step_when(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
-        return new, AccumulateState(micro_step, *_by_owner(totals, own, structure), inner_state)
+        sums = _by_owner(totals, per_worker, structure)
+        return updated, AccumulateState(micro_step, *sums, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _by_owner(totals: list[Leaf], own: list[bool], structure: Any) -> tuple[Updates, PerWorker]:
-    """Return the totals that all workers share, and those that are a worker's own."""
+def _by_owner(
+    totals: list[Leaf], per_worker: list[bool], structure: PyTreeDef
+) -> tuple[Updates, PerWorker]:
+    """Return a tree of the totals that all workers share, and one of the per-worker totals."""
     masked = optax.MaskedNode()
-    shared, apart = (
-        structure.unflatten(
-            [
-                total if is_own is wanted else masked
-                for total, is_own in zip(totals, own, strict=True)
-            ]
-        )
-        for wanted in (False, True)
-    )
-    return shared, PerWorker(apart)
+    pairs = list(zip(totals, per_worker, strict=True))
+    shared = structure.unflatten([masked if is_own else total for total, is_own in pairs])
+    owned = structure.unflatten([total if is_own else masked for total, is_own in pairs])
+    return shared, PerWorker(owned)
 
 
-def _counts(total: Leaf, g: Leaf) -> bool:
-    """Tell whether a gradient is added up: the others are handed on as they are."""
+def _is_summed(total: Leaf, g: Leaf) -> bool:
+    """Tell whether a gradient is added to a total; others are passed on unchanged."""
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
 def _added(total: Leaf, g: Leaf) -> Leaf:
-    return total + g.astype(total.dtype).reshape(total.shape) if _counts(total, g) else total
+    return total + g.astype(total.dtype).reshape(total.shape) if _is_summed(total, g) else total
 
 
-def _divided(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the extra arguments that are trees of arrays, and the others."""
 
-    def is_array(x: Any) -> bool:
+    def is_array(x: object) -> bool:
         return isinstance(x, jax.Array | float | int)
 
     arrays = {k: v for k, v in extra.items() if all(map(is_array, jax.tree.leaves(v)))}
@@ -140,38 +144,52 @@ def _divided(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _step_when(
-    due: jax.Array, step: Any, totals: list[Leaf], inner_state: OptState, reads: PyTree
+    due: jax.Array,
+    step: Callable[[list[Leaf], OptState, PyTree], tuple[Updates, OptState]],
+    totals: list[Leaf],
+    inner_state: OptState,
+    reads: PyTree,
 ) -> tuple[Updates, list[Leaf], OptState]:
-    """Return (updates, totals, inner_state) after `step` where `due`, else as they stand."""
+    """Return (updates, totals, inner_state) after `step` where `due`.
+
+    Elsewhere the updates are −0.0, and the totals and the state are those passed in. Updates of
+    integer leaves are zero in both cases, and stay outside the conditional.
+    """
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
     leaves, structure = tree.flatten(shapes)
-    moving = [tree.is_inexact(leaf) for leaf in leaves]
-    unmoved = [
-        _unmoved(total, leaf)
-        for total, leaf, moves in zip(totals, leaves, moving, strict=True)
-        if moves
+    inexact = [tree.is_inexact(leaf) for leaf in leaves]
+    zeros = [
+        _negative_zeros(total, leaf)
+        for total, leaf, is_inexact in zip(totals, leaves, inexact, strict=True)
+        if is_inexact
     ]
 
-    def run(unmoved: Any, totals: Any, inner_state: Any, reads: PyTree) -> tuple[Any, Any, Any]:
-        del unmoved
+    def run(
+        zeros: list[jax.Array], totals: list[Leaf], inner_state: OptState, reads: PyTree
+    ) -> tuple[list[jax.Array], list[Leaf], OptState]:
+        del zeros
         updates, inner_state = step(totals, inner_state, reads)
-        pairs = zip(tree.flatten(updates)[0], moving, strict=True)
-        moved = [u for u, moves in pairs if moves]
-        return moved, jax.tree.map(jnp.zeros_like, totals), inner_state
+        pairs = zip(tree.flatten(updates)[0], inexact, strict=True)
+        arrays = [u for u, is_inexact in pairs if is_inexact]
+        return arrays, jax.tree.map(jnp.zeros_like, totals), inner_state
 
-    carry = (unmoved, totals, inner_state)
+    carry = (zeros, totals, inner_state)
     # The inner optimizer may close over arrays, such as a rate that is differentiated.
     closed, constants = jax.closure_convert(run, *carry, reads)
-    moved, totals, inner_state = when(due, closed, carry, reads, *constants)
-    given = iter(moved)
+    arrays, totals, inner_state = when(due, closed, carry, reads, *constants)
+    results = iter(arrays)
     updates = [
-        next(given) if moves else _zero(leaf) for leaf, moves in zip(leaves, moving, strict=True)
+        next(results) if is_inexact else _zero(leaf)
+        for leaf, is_inexact in zip(leaves, inexact, strict=True)
     ]
     return structure.unflatten(updates), totals, inner_state
 
 
-def _unmoved(total: jax.Array, like: Any) -> jax.Array:
-    """Return −0.0 like an update, sharded over the mesh and varying over its axes as `total` is."""
+def _negative_zeros(total: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return −0.0 in the shape and dtype of an update.
+
+    It is computed from `total`, so that it has its sharding and varies over the same mesh axes.
+    """
     zero = jnp.where(jnp.zeros_like(total, dtype=bool), total.astype(like.dtype), -0.0)
     return zero.reshape(like.shape)
 

@@ -28,20 +28,24 @@ class ParamAttr:
     """How an optimizer treats a parameter.
 
     Args:
-      learning_rate: a factor of the optimizer's rate, ≥ 0; exact for every rule, also those that
-        have the rate inside a recursion.
-      regularization: a transform such as `l2_decay(1e-4)` in place of the optimizer's own; None for
-        no regularization.
-      need_clip: whether the parameter takes part in the optimizer's `grad_clip`; where it does not,
-        it is left out of the global norm and is not scaled.
-      trainable: False leaves the parameter alone bit for bit, without state.
-      stacked: how many leading axes of the leaf count tensors, ≥ 0: 1 for layers that a model scans
-        over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as if
-        it were a leaf of its own. `optfn.distributed.stack_stages` marks its result by itself.
+      learning_rate: a factor of the optimizer's rate, ≥ 0; exact for every rule, also where the
+        rate is inside a recursion.
+      regularization: a transform such as `l2_decay(1e-4)` that replaces the optimizer's own; None
+        for no regularization.
+      need_clip: whether the optimizer's `grad_clip` applies to the parameter; if not, it is left
+        out of the global norm and is not scaled.
+      trainable: False freezes the parameter: it never changes, bit for bit, and has no state.
+      stacked: how many leading axes of the leaf count tensors, ≥ 0; 1 for layers that a model scans
+        over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
+        separate leaf. The result of `optfn.distributed.stack_stages` needs no such attribute.
+
+    Raises:
+      TypeError: an argument of another type.
+      ValueError: a learning_rate or stacked that is negative.
     """
 
     learning_rate: float = 1.0
-    regularization: Any = INHERIT
+    regularization: optax.GradientTransformation | _Inherit | None = INHERIT
     need_clip: bool = True
     trainable: bool = True
     stacked: int = 0
@@ -64,8 +68,8 @@ ParamAttrs = Mapping[str, ParamAttr]
 DEFAULT = ParamAttr()
 
 
-def check_param_attrs(param_attrs: Any) -> ParamAttrs:
-    """Return `param_attrs` if it maps patterns to ParamAttrs; {} for None."""
+def check_param_attrs(param_attrs: object) -> ParamAttrs:
+    """Return `param_attrs` if it maps patterns to ParamAttrs, and {} for None."""
     if param_attrs is None:
         return {}
     if not isinstance(param_attrs, Mapping):
@@ -82,15 +86,15 @@ def check_param_attrs(param_attrs: Any) -> ParamAttrs:
     return dict(param_attrs)
 
 
-# For each leaf of a tree, the attributes of the leaves that lie in it: one, or those of a buffer.
+# For each leaf of a tree a tuple: its attributes, or for a buffer those of each leaf in it.
 LeafAttrs = list[tuple[ParamAttr, ...]]
 
 
 def resolve(param_attrs: ParamAttrs, params: Params) -> LeafAttrs:
-    """Return the attributes of the leaves of `params`; the first pattern that matches wins.
+    """Return the attributes of the leaves of `params`; the first pattern that matches counts.
 
     Raises:
-      ValueError: a pattern matches none of the paths, or an attribute does not fit its leaf.
+      ValueError: a pattern matches none of the paths.
     """
     attrs = [(DEFAULT,) * len(names) for names in tree.names(params)]
     # Backwards, so that an earlier pattern overwrites a later one.
@@ -106,7 +110,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> LeafAttrs:
 def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
     """Return the attributes that an optimizer gives to the leaves of `params`, by path.
 
-    Seen through the wrappers and chains of optfn; what other libraries wrap does not show.
+    Optimizers inside wrappers and chains of optfn are included, those inside wrappers of other
+    libraries are not.
     """
     found: dict[str, ParamAttr] = {}
     for part in getattr(tx, "parts", []):
@@ -121,7 +126,7 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
 def for_leaves(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` for the leaves whose attributes `choose` selects; the others pass."""
+    """Return `tx` for the leaves whose attributes `choose` selects; the others pass unchanged."""
     rule = optax.with_extra_args_support(core.rule_of(tx))
 
     def chosen(updates: Updates) -> Flags:
@@ -134,23 +139,31 @@ def for_leaves(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         flags = chosen(updates)
-        kept = None if params is None else packed.keep(params, flags)
-        new, inner = rule.update(packed.keep(updates, flags), state.inner_state, kept, **extra)
-        return packed.fill(new, flags, updates), optax.MaskedState(inner)
+        selected_params = None if params is None else packed.keep(params, flags)
+        selected, inner = rule.update(
+            packed.keep(updates, flags), state.inner_state, selected_params, **extra
+        )
+        return packed.fill(selected, flags, updates), optax.MaskedState(inner)
 
-    selected = core.Transform(init, update)
-    selected.rule = core.rule(init, update)
-    selected.needs_params = getattr(tx, "needs_params", False)
-    selected.real_only = getattr(tx, "real_only", "")
-    return selected
+    made = core.Transform(init, update)
+    made.rule = core.rule(init, update)
+    made.needs_params = getattr(tx, "needs_params", False)
+    made.real_only = getattr(tx, "real_only", "")
+    return made
 
 
 def attributed(
     name: str, tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Freeze the leaves that are not trainable, and hand `tx` the attributes of the others.
+    """Return `tx` with frozen leaves, per-leaf rates and stacked axes as `param_attrs` says.
 
-    `tx` sees a frozen leaf as masked; its update is −0.0, which leaves it bit for bit.
+    To `tx` a frozen leaf is masked. Its update is −0.0, which does not change a bit of it. The
+    factors of the rate reach `tx` as the extra argument `rate_factors`.
+
+    Args:
+      name: the optimizer's name in errors.
+      tx: the optimizer.
+      param_attrs: attributes by pattern.
     """
     if not param_attrs:
         return tx
@@ -173,11 +186,11 @@ def attributed(
         trained = _trained(updates, attrs)
         if any(attr.learning_rate != 1.0 for leaf in attrs for attr in leaf):
             rates = [tuple(attr.learning_rate for attr in leaf) for leaf in attrs]
-            rates = packed.kept_of(rates, _trainable(attrs), updates)
+            rates = packed.filter_per_leaf(rates, _trainable(attrs), updates)
             extra["rate_factors"] = leafwise.per_leaf(lambda rate: rate, rates, trained)
-        kept = None if params is None else _trained(params, attrs)
-        new, state = tx.update(trained, state, kept, **extra)
-        return packed.fill(new, _trainable(attrs), structure.unflatten(frozen)), state
+        trained_params = None if params is None else _trained(params, attrs)
+        updated, state = tx.update(trained, state, trained_params, **extra)
+        return packed.fill(updated, _trainable(attrs), structure.unflatten(frozen)), state
 
     made = core.Transform(init, update)
     made.param_attrs = param_attrs
@@ -189,7 +202,7 @@ def _trainable(attrs: LeafAttrs) -> Flags:
 
 
 def _trained(values: PyTree, attrs: LeafAttrs) -> PyTree:
-    """Return a tree like params in which frozen leaves are masked and stacked ones are marked."""
+    """Return a tree like params with frozen leaves masked and stacked leaves in a `Stacked`."""
     stacked = [tuple(attr.stacked for attr in leaf) for leaf in attrs]
     if any(axes for leaf in stacked for axes in leaf):
         pairs = zip(tree.names(values), tree.layouts(values), stacked, strict=True)
@@ -204,7 +217,8 @@ def _check_axes(names: tuple[str, ...], layout: BufferLayout, stacked: tuple[int
     for name, shape, axes in zip(names, shapes, stacked, strict=True):
         if axes > len(shape) and shape:
             raise ValueError(
-                f"param_attrs: stacked={axes} for leaf {name!r}, which has only the axes {shape}"
+                f"param_attrs: stacked={axes} for leaf {name!r} of shape {shape}; it must be at "
+                f"most the number of axes, {len(shape)}"
             )
 
 
@@ -213,15 +227,19 @@ def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
 
 
 def clip_and_regularize(
-    grad_clip: Any, regularization: Any, param_attrs: Any
+    grad_clip: optax.GradientTransformation | None,
+    regularization: optax.GradientTransformation | None,
+    param_attrs: ParamAttrs,
 ) -> list[optax.GradientTransformation]:
-    """Return the transforms that come first in an optimizer, for the leaves that need them."""
+    """Return the transforms that precede the optimizer's own chain, each for its leaves."""
     attrs = check_param_attrs(param_attrs)
     return [*_clipping(grad_clip, attrs), *regularizing(regularization, attrs)]
 
 
-def _clipping(grad_clip: Any, attrs: ParamAttrs) -> list[optax.GradientTransformation]:
-    """Return the transforms that clip the leaves that need it."""
+def _clipping(
+    grad_clip: optax.GradientTransformation | None, attrs: ParamAttrs
+) -> list[optax.GradientTransformation]:
+    """Return `grad_clip` for the leaves with need_clip; nothing if it is None."""
     if grad_clip is None:
         return []
     if all(attr.need_clip for attr in attrs.values()):
@@ -229,8 +247,10 @@ def _clipping(grad_clip: Any, attrs: ParamAttrs) -> list[optax.GradientTransform
     return [for_leaves(grad_clip, attrs, lambda attr: attr.need_clip)]
 
 
-def regularizing(regularization: Any, attrs: ParamAttrs) -> list[optax.GradientTransformation]:
-    """Return the transforms that regularize each leaf by its own penalty or the common one."""
+def regularizing(
+    regularization: optax.GradientTransformation | None, attrs: ParamAttrs
+) -> list[optax.GradientTransformation]:
+    """Return transforms that regularize each leaf by its own penalty, else by the optimizer's."""
     penalties = {id(a.regularization): a.regularization for a in attrs.values()}
     if set(penalties) <= {id(INHERIT)}:
         return [] if regularization is None else [regularization]
@@ -242,5 +262,5 @@ def regularizing(regularization: Any, attrs: ParamAttrs) -> list[optax.GradientT
     return parts
 
 
-def _is_regularized_by(penalty: Any, attr: ParamAttr) -> bool:
+def _is_regularized_by(penalty: object, attr: ParamAttr) -> bool:
     return attr.regularization is penalty

@@ -1,7 +1,7 @@
-"""Averages of the parameters along their way, for evaluation: EMA and fluid's ModelAverage.
+"""Averages of the parameters over the steps, for evaluation: EMA and fluid's ModelAverage.
 
-They come last in a chain, where params + updates is what the parameters will be. Reading one
-(`averaged_params`) changes nothing; going back is keeping the params one has.
+They come last in a chain, where params + updates are the next parameters. `averaged_params` reads
+an average and changes neither state nor params, so that training continues with those.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import checks, core, numerics
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
 
@@ -39,7 +39,7 @@ class ModelAverageState(NamedTuple):
     sum_3: Params
 
 
-def _moved(name: str, updates: Updates, params: Params | None) -> Params:
+def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, rounded as `apply_updates` rounds them."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
@@ -58,16 +58,16 @@ def exponential_moving_average(
 
         d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
         e = d·e + (1 − d)·p        p after the update
-        w = d·w + (1 − d)          the weight gathered, 1 − ∏d
-        reading: e/w
+        w = d·w + (1 − d)          the sum of the weights, 1 − ∏d
+        the average is e/w
 
-    Updates pass through unchanged. Inside `master_weights` it sees the masters; inside `accumulate`
-    and `skip_nonfinite` it advances with the real steps.
+    Updates pass through unchanged. Inside `master_weights` it averages the masters; inside
+    `accumulate` and `skip_nonfinite` it counts real steps only.
 
     Args:
       decay: in [0, 1).
-      thres_steps: whether the decay grows with the steps that the average has seen, for a quick
-        start.
+      thres_steps: whether the decay grows with the number of steps, so that early averages follow
+        the parameters closely.
 
     State: step, weight, average; 4 bytes per parameter. Needs params.
 
@@ -82,30 +82,33 @@ def exponential_moving_average(
         average = leafwise.zeros_like(leafwise.inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
 
-    def rule(p: jax.Array, e: jax.Array, *, d: Any, rest: Any) -> tuple[jax.Array, jax.Array]:
+    def rule(
+        p: jax.Array, e: jax.Array, *, d: Scalar, complement: Scalar
+    ) -> tuple[jax.Array, jax.Array]:
         p = _widen(p)
-        return p, numerics.scalar(d, p) * e + numerics.scalar(rest, p) * p
+        return p, numerics.scalar(d, p) * e + numerics.scalar(complement, p) * p
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
-        p = _moved("exponential_moving_average", updates, params)
-        d, rest = decay, 1 - decay
+        p = _next_params("exponential_moving_average", updates, params)
+        d, complement = decay, 1 - decay
         if thres_steps:
             s = state.step.astype(jnp.float32)
-            # 1 − d is taken before d is rounded: it is what small weights are made of.
             d = jnp.minimum(decay, (1 + s) / (10 + s))
-            rest = jnp.maximum(1 - decay, 9 / (10 + s))
-        _, average = leafwise.apply(rule, p, state.average, d=d, rest=rest)
-        weight = (d * state.weight + rest).astype(jnp.float32)
+            # 1 − d, but not computed from the rounded d.
+            complement = jnp.maximum(1 - decay, 9 / (10 + s))
+        _, average = leafwise.apply(rule, p, state.average, d=d, complement=complement)
+        weight = (d * state.weight + complement).astype(jnp.float32)
         step = core.next_step(state.step)
         return updates, ExponentialMovingAverageState(step, weight, average)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# Fluid moves the first sum into the second this often, to keep float32 sums short.
+# As in fluid, the first sum moves into the second after this many updates: a float32 sum of fewer
+# terms is more accurate.
 _SUM_LENGTH = 16384
 
 
@@ -122,9 +125,9 @@ def model_average(
         if updates mod 16384 = 0:  s2 += s1;  s1 = 0
         if acc ≥ min_window and acc ≥ min(max_window, ⌊updates·rate⌋):
             s3 = s1 + s2;  s1 = s2 = 0;  old = acc;  acc = 0
-        reading: (s1 + s2 + s3)/(acc + old)
+        the average is (s1 + s2 + s3)/(acc + old)
 
-    Updates pass through unchanged. The product updates·rate is taken in float32, as in fluid.
+    Updates pass through unchanged. As in fluid, updates·rate is computed in float32.
 
     Args:
       average_window_rate: rate, ≥ 0.
@@ -148,7 +151,13 @@ def model_average(
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
     def rule(
-        p: jax.Array, s1: jax.Array, s2: jax.Array, s3: jax.Array, *, full: Any, close: Any
+        p: jax.Array,
+        s1: jax.Array,
+        s2: jax.Array,
+        s3: jax.Array,
+        *,
+        full: jax.Array,
+        close: jax.Array,
     ) -> tuple[jax.Array, ...]:
         s1 = s1 + _widen(p)
         s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
@@ -159,7 +168,7 @@ def model_average(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
-        p = _moved("model_average", updates, params)
+        p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
         acc = state.num_accumulates + 1
         product = jnp.floor(num_updates.astype(jnp.float32) * jnp.asarray(rate, jnp.float32))
@@ -176,10 +185,10 @@ def model_average(
 
 
 def read_average(state: OptState, params: Params) -> Params:
-    """Return the average that `state` holds, in the structure and dtypes of `params`.
+    """Return the average in `state`, in the structure and dtypes of `params`.
 
-    Leaves without an average, and all of them before the first update, come from `params`, copied:
-    the result shares no buffer with its arguments. Wrappers around leaves are seen through.
+    Leaves without an average, and all leaves before the first update, are copies of those of
+    `params`: the result shares no buffer with its arguments. Wrappers around leaves are kept.
     """
     if isinstance(state, ExponentialMovingAverageState):
         step, weight = (jax.tree.leaves(x)[0] for x in (state.step, state.weight))

@@ -1,4 +1,4 @@
-"""Float32 masters of parameters that are kept in fewer bits."""
+"""Float32 masters of parameters of a narrower dtype."""
 
 from typing import Any, NamedTuple
 
@@ -26,16 +26,21 @@ def master_weights(
     """Run an optimizer on wide copies of narrow parameters.
 
         M = M + tx(g, M)
-        u = M − p,  in `dtype`: p + u rounds to M rounded
+        u = M − p      in `dtype`; rounded to the dtype of p, p + u is M
 
-    The parameters are then M rounded, whatever was put into them from outside.
+    After an update the parameters are the rounded masters, even if they were edited before.
 
     Args:
-      tx: an optimizer of optfn or optax; it sees the masters as its params.
-      dtype: of the masters, float32 or float64. Leaves that are as wide already have none.
+      tx: an optimizer of optfn or optax; its params are the masters.
+      dtype: the dtype of the masters, float32 or float64. Leaves that are at least as wide have no
+        master.
 
-    State: the masters, 4 bytes per narrow parameter, beside the state of `tx`. The update of a leaf
-    with a master is in `dtype`, wider than the parameter.
+    State: the masters, 4 bytes per narrow parameter, and the state of `tx`. The update of a leaf
+    with a master has the dtype of the master. Needs params.
+
+    Raises:
+      ValueError: `dtype` is neither float32 nor float64.
+      TypeError: `tx` is not a gradient transformation.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision.
     """
@@ -76,31 +81,31 @@ def master_weights(
         wide = structure.unflatten(
             [p if tree.is_masked(m) else m for m, p in zip(masters, leaves, strict=True)]
         )
-        new, inner_state = inner.update(updates, state.inner_state, wide, **extra)
-        moved = tree.flatten(core.apply_updates(wide, new))[0]
-        out = [
-            u if tree.is_masked(m) else landing(p, w)
-            for u, m, p, w in zip(tree.flatten(new)[0], masters, leaves, moved, strict=True)
+        updates, inner_state = inner.update(updates, state.inner_state, wide, **extra)
+        moved = tree.flatten(core.apply_updates(wide, updates))[0]
+        narrow_updates = [
+            u if tree.is_masked(m) else update_to(p, w)
+            for u, m, p, w in zip(tree.flatten(updates)[0], masters, leaves, moved, strict=True)
         ]
-        new_masters = [m if tree.is_masked(m) else w for w, m in zip(moved, masters, strict=True)]
+        masters = [m if tree.is_masked(m) else w for w, m in zip(moved, masters, strict=True)]
         return (
-            structure.unflatten(out),
-            MasterWeightsState(structure.unflatten(new_masters), inner_state),
+            structure.unflatten(narrow_updates),
+            MasterWeightsState(structure.unflatten(masters), inner_state),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def landing(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Return the update that brings p to `master` rounded: master − p.
+def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
+    """Return the update u for which p + u is `master`, rounded to the dtype of p: master − p.
 
-    Where the difference itself had to be rounded, p + u may land beside; there the update is the
-    difference to the rounded master, whose sum is nearer. A difference of zero is −0.0, which
-    leaves −0.0 as it is.
+    Where the difference itself is rounded, p + u may round to a neighbour of that number; there u
+    is the difference between the rounded master and p. A difference of zero is −0.0, so that
+    p = −0.0 keeps its sign.
     """
     wide = p.astype(master.dtype)
     rounded = master.astype(p.dtype)
     u = master - wide
-    lands = (wide + u).astype(p.dtype) == rounded
-    u = jnp.where(lands, u, rounded.astype(master.dtype) - wide)
+    is_exact = (wide + u).astype(p.dtype) == rounded
+    u = jnp.where(is_exact, u, rounded.astype(master.dtype) - wide)
     return jnp.where(u == 0, -0.0, u)

@@ -1,4 +1,4 @@
-"""Norms, the factor of the clip and the learning rate of each step, recorded in the state."""
+"""Norms, clip factor and learning rate of each step, recorded in the state."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from optfn.parallel.mesh import AxisName, check_axis
 from optfn.parallel.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
-from optfn.wrappers.nonfinite import own_or_given
+from optfn.wrappers.nonfinite import axis_names
 
 
 @declares(passes_own_gradients=True, passes_rows=True)
@@ -32,19 +32,20 @@ class RecordMetricsState(NamedTuple):
 def record_metrics(
     tx: optax.GradientTransformation, *, axis_name: AxisName = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Record norms of gradient, update and parameters, the clip's factor and the rate.
+    """Record the norms of gradient, update and parameters, the clip factor and the rate.
 
-    Read them by `metrics(opt_state)`. The structure is fixed, so that it works inside `lax.scan`.
+    `metrics(opt_state)` reads them. The structure is fixed, so that it works inside `lax.scan`.
 
     Args:
       tx: an optimizer of optfn or optax.
-      axis_name: mesh axes over which the squares of the norms are averaged, where each worker has
-        its own gradient; inside shard_map, pmap or vmap. `make_train_step` supplies it. Around
-        `on_each_device` the norm of the gradient is the same root mean square over workers.
+      axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
+        has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
+        passes them by itself. Around `on_each_device` the norm of the gradient is the same root
+        mean square over workers.
 
-    State: grad_norm, of the gradient as it came; update_norm; param_norm, before the update;
-    clip_factor, the smallest of the clips by norm in `tx`, 1 without one; learning_rate, NaN where
-    `tx` keeps none or several; 20 bytes, and the state of `tx`. Needs params.
+    State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
+    clip_factor, the smallest factor of the clips by norm in `tx`, 1 without one; learning_rate, NaN
+    where `tx` has none or several; 20 bytes, and the state of `tx`. Needs params.
     """
     tx = core.check_transform("record_metrics: tx", tx)
     inner = optax.with_extra_args_support(tx)
@@ -61,12 +62,12 @@ def record_metrics(
             raise ValueError(
                 "record_metrics needs the parameters: call update(updates, state, params)"
             )
-        new, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        over = own_or_given(axis_name, extra)
-        norms = [_norm(x, over) for x in (updates, new, params)]
+        updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        axes = axis_names(axis_name, extra)
+        norms = [_norm(x, axes) for x in (updates, updated, params)]
         if has_workers_in_front(inner_state):
             norms[0] = norms[0] / jnp.sqrt(float(_num_workers(updates)))
-        return new, RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
+        return updated, RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -85,9 +86,9 @@ def _num_workers(updates: Updates) -> int:
 
 
 def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest clip factor and the rate in a state."""
+    """Return the smallest clip factor and the learning rate in a state."""
 
-    def is_clip(x: Any) -> bool:
+    def is_clip(x: object) -> bool:
         return isinstance(x, ClipState)
 
     factor = jnp.ones((), jnp.float32)
@@ -102,13 +103,13 @@ def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
 
 
 def metrics(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return what `record_metrics` has recorded, float32 scalars by name.
+    """Return the metrics that `record_metrics` has recorded, float32 scalars by name.
 
     Args:
-      opt_state: the state of an optimizer with a `record_metrics` in it.
+      opt_state: the state of an optimizer with one `record_metrics` in it.
 
     Raises:
-      ValueError: the state has no `record_metrics` in it, or several, one inside another included.
+      ValueError: the state has no `record_metrics`, or several, also one inside another.
     """
     found = _recorded(opt_state)
     if len(found) != 1:
@@ -118,6 +119,6 @@ def metrics(opt_state: OptState) -> dict[str, jax.Array]:
 
 
 def _recorded(state: OptState) -> list[RecordMetricsState]:
-    """Return the states of `record_metrics` in a state, those inside others as well."""
+    """Return the states of `record_metrics` in a state, also those inside another."""
     nodes = nodes_of(RecordMetricsState, state)
     return [x for node in nodes for x in (node, *_recorded(node.inner_state))]

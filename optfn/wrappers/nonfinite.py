@@ -1,4 +1,4 @@
-"""A guard: parameters and state stay as they are where a gradient is not finite."""
+"""A guard that skips the update where a gradient is not finite."""
 
 from typing import Any, NamedTuple
 
@@ -30,21 +30,21 @@ def skip_nonfinite(
     max_consecutive: int = 10,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Leave parameters and state as they are where a gradient is not finite.
+    """Skip the update, and keep the state, where a gradient is not finite.
 
         bad = any gradient is NaN or infinite, on any worker
         consecutive = consecutive + 1 if bad else 0
         skip = bad and consecutive ≤ max_consecutive
         u, state = (−0.0, state) if skip else tx(g, state)
 
-    A run of bad gradients longer than `max_consecutive` is let through, as in
+    After `max_consecutive` bad gradients in a row the following ones are applied, as in
     `optax.apply_if_finite`; `make_train_step` and `minimize` then raise a FloatingPointError.
 
     Args:
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
-      axis_name: the mesh axes over which workers must agree, where each has its own gradient;
-        inside shard_map, pmap or vmap. `make_train_step` supplies it.
+      axis_name: the mesh axes over which the workers must agree, where each has its own gradient;
+        they must be bound by shard_map, pmap or vmap. `make_train_step` passes them by itself.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """
@@ -60,23 +60,23 @@ def skip_nonfinite(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         bad = ~leafwise.all_finite(updates)
-        over = own_or_given(axis_name, extra)
-        if over is not None:
-            check_axis("skip_nonfinite", over)
-            bad = jax.lax.pmax(bad.astype(jnp.int32), over) > 0
+        axes = axis_names(axis_name, extra)
+        if axes is not None:
+            check_axis("skip_nonfinite", axes)
+            bad = jax.lax.pmax(bad.astype(jnp.int32), axes) > 0
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
-        new, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
 
-        def unmoved(u: Leaf) -> Leaf:
+        def skipped(u: Leaf) -> Leaf:
             if isinstance(u, Rows):
-                return u.map(unmoved)
+                return u.map(skipped)
             return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
 
         def keep(after: jax.Array, before: jax.Array) -> jax.Array:
             return jnp.where(skip, before, after)
 
-        return tree.map_arrays(unmoved, new), SkipNonfiniteState(
+        return tree.map_arrays(skipped, updates), SkipNonfiniteState(
             consecutive,
             jnp.where(skip, core.next_step(state.skipped), state.skipped),
             bad & ~skip,
@@ -86,6 +86,6 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def own_or_given(axis_name: AxisName, extra: dict[str, Any]) -> AxisName:
-    """Return the wrapper's own axis, else the one over which the training step goes."""
+def axis_names(axis_name: AxisName, extra: dict[str, Any]) -> AxisName:
+    """Return the axis names that a wrapper was made with, else those of the training step."""
     return extra.get("axis_name") if axis_name is None else axis_name
