@@ -28,7 +28,7 @@ from optfn import distributed, schedules, sparse
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core import apply_updates, chain
-from optfn.leaves.layout import Packed, Stacked
+from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb

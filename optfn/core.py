@@ -25,9 +25,7 @@ import optax
 
 from optfn import numerics
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves import rows as row_sparse
-from optfn.leaves.rows import Rows
-from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
+from optfn.leaves.types import DType, Leaf, LeafKind, OptState, Params, Updates
 
 P = ParamSpec("P")
 # init and update on clean trees; called so where it stands without an edge.
@@ -218,7 +216,7 @@ def _is_plain_gradient(g: Leaf, p: Leaf) -> bool:
     """Tell whether g is clearly a gradient of p; what is left is looked at more closely."""
     return (
         tree.is_inexact(g)
-        and not isinstance(g, Rows)
+        and not isinstance(g, LeafKind)
         and g.shape == p.shape
         and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
     )
@@ -323,7 +321,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     parameters, structure = tree.flatten(params)
 
     def shape_of(x: Leaf) -> tuple[int, ...]:
-        return x.shape if isinstance(x, Rows) else jnp.shape(x)
+        return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
 
     def add(i: int, p: Leaf, u: Leaf) -> Leaf:
         if tree.is_masked(p):
@@ -335,9 +333,9 @@ def apply_updates(params: Params, updates: Updates) -> Params:
                 f"apply_updates: the update of leaf {tree.paths(params)[i]!r} {came}; "
                 f"the parameter has shape {p.shape}"
             )
-        if isinstance(u, Rows):
-            mismatch.check_rows(f"apply_updates: the update of {tree.paths(params)[i]!r}", u)
-            return row_sparse.add(p, u)
+        if isinstance(u, LeafKind):
+            u.check(f"apply_updates: the update of {tree.paths(params)[i]!r}")
+            return u.add_to(p)
         u = jnp.asarray(u)
         wide = p.dtype
         if jnp.issubdtype(p.dtype, jnp.inexact) and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:

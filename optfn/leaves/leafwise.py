@@ -4,6 +4,7 @@ The one place where a rule meets a leaf: dense, row-sparse, or several tensors i
 """
 
 import collections
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,19 +17,24 @@ import optax
 
 from optfn import numerics
 from optfn.leaves import mismatch, tree
-from optfn.leaves import rows as row_sparse
 from optfn.leaves.layout import BufferLayout
-from optfn.leaves.rows import Rows
-from optfn.leaves.types import DType, Leaf, Params, PyTree, Updates
+from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
 # (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays
 Rule = Callable[..., Any]
 
 
-class PerTensor(NamedTuple):
-    """Scalars that differ between the tensors in one array: per run an array (num_tensors,)."""
+@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["layout"])
+@dataclasses.dataclass(frozen=True)
+class PerTensor:
+    """A scalar that differs between the tensors in one array.
 
-    values: Sequence[Any]
+    layout: where the tensors lie.
+    values: for each run of them an array (num_tensors,).
+    """
+
+    layout: BufferLayout
+    values: Sequence[jax.Array]
 
 
 class PerLeaf(NamedTuple):
@@ -51,10 +57,12 @@ def per_tensor(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> PerLea
     for g, layout in zip(tree.flatten(updates)[0], tree.layouts(updates), strict=True):
         if tree.is_masked(g):
             values.append(None)
-        elif layout.is_one_tensor or isinstance(g, Rows):
+        elif layout.is_one_tensor or isinstance(g, LeafKind):
             values.append(fn(_values(g)))
         else:
-            values.append(PerTensor([jax.vmap(fn)(tensors) for tensors in layout.tensors(g)]))
+            values.append(
+                PerTensor(layout, [jax.vmap(fn)(tensors) for tensors in layout.tensors(g)])
+            )
     return PerLeaf(values)
 
 
@@ -75,29 +83,29 @@ def per_leaf(of: Callable[[Any], Any], kinds: Sequence[tuple[Any, ...]], like: P
             numbers = {kind: i for i, kind in enumerate(dict.fromkeys(group))}
             table = jnp.stack([jnp.asarray(of(kind)) for kind in numbers])
             runs = layout.by_run([numbers[kind] for kind in group])
-            values.append(PerTensor([table[np.array(run)] for run in runs]))
+            values.append(PerTensor(layout, [table[np.array(run)] for run in runs]))
     return PerLeaf(values)
 
 
 def merge_rows(updates: Updates) -> Updates:
     """Return `updates` with each row of a row-sparse leaf once, as norms want it."""
-    return _map_rows(row_sparse.merged, updates)
+    return _map_kinds(lambda g: g.merged(), updates)
 
 
 def densify(updates: Updates, warning: str = "") -> Updates:
     """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
 
-    def dense(g: Rows) -> jax.Array:
+    def dense(g: LeafKind) -> jax.Array:
         if warning:
             warnings.warn(f"{warning}; it costs the whole table", stacklevel=2)
-        return row_sparse.dense(g)
+        return g.dense()
 
-    return _map_rows(dense, updates)
+    return _map_kinds(dense, updates)
 
 
-def _map_rows(fn: Callable[[Rows], Any], updates: Updates) -> Updates:
+def _map_kinds(fn: Callable[[LeafKind], Leaf], updates: Updates) -> Updates:
     leaves, structure = tree.flatten(updates)
-    return structure.unflatten([fn(g) if isinstance(g, Rows) else g for g in leaves])
+    return structure.unflatten([fn(g) if isinstance(g, LeafKind) else g for g in leaves])
 
 
 def apply(
@@ -107,7 +115,7 @@ def apply(
     params: Params | None = None,
     shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
     rows: str = "dense",
-    each_tensor: bool = False,
+    tensors: Sequence[BufferLayout] | None = None,
     **scalars: Any,
 ) -> Any:
     """Apply a rule on arrays to every leaf.
@@ -124,7 +132,8 @@ def apply(
         the rule is applied to the rows that it touches, each once, of gradient, accumulators and
         parameter; "linear": to its rows as they come, repeated or not, for a rule that is linear in
         g and reads nothing else.
-      each_tensor: whether the rule takes one tensor at a time, because it reads its norm.
+      tensors: `tree.layouts(updates)` for a rule that takes one tensor at a time, because it reads
+        its norm; None for an elementwise rule.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
 
     Returns:
@@ -141,12 +150,8 @@ def apply(
     parameters = None if params is None else tree.flatten(params)[0]
     masked = (optax.MaskedNode(),) * (1 + len(state))
     run = _shared(rule, gradients, rows)
-    by_tensor = each_tensor or any(isinstance(v, PerLeaf) for v in scalars.values())
-    layouts: Sequence[BufferLayout | None] = [None] * len(gradients)
-    if by_tensor:
-        layouts = tree.layouts(updates)
     results = []
-    for i, (g, layout) in enumerate(zip(gradients, layouts, strict=True)):
+    for i, g in enumerate(gradients):
         if tree.is_masked(g):
             results.append(masked)
             continue
@@ -156,20 +161,15 @@ def apply(
             raise mismatch.state_error(accumulators, expected, updates, i)
         p = [] if parameters is None else [parameters[i]]
         own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
-        if layout is not None and _goes_by_tensor(layout, g, each_tensor, own):
-            results.append(_apply_to_tensors(rule, layout, g, accumulators, p, own))
+        layouts = [v.layout for v in own.values() if isinstance(v, PerTensor)]
+        if tensors is not None and not (tensors[i].is_one_tensor or isinstance(g, LeafKind)):
+            layouts.append(tensors[i])
+        if layouts:
+            results.append(_apply_to_tensors(rule, layouts[0], g, accumulators, p, own))
         else:
             results.append(run(g, accumulators, p, own))
     trees = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(masked)))
     return trees if state else trees[0]
-
-
-def _goes_by_tensor(
-    layout: BufferLayout, g: Leaf, each_tensor: bool, scalars: dict[str, Any]
-) -> bool:
-    if layout.is_one_tensor or isinstance(g, Rows):
-        return False
-    return each_tensor or any(isinstance(v, PerTensor) for v in scalars.values())
 
 
 def _shared(rule: Rule, gradients: Sequence[Leaf], rows: str) -> Callable[..., tuple[Any, ...]]:
@@ -196,7 +196,7 @@ def _shared(rule: Rule, gradients: Sequence[Leaf], rows: str) -> Callable[..., t
 
 
 def _values(g: Leaf) -> Any:
-    return g.values if isinstance(g, Rows) else g
+    return g.values if isinstance(g, LeafKind) else g
 
 
 def _kind(g: Leaf) -> tuple[Any, ...]:
@@ -213,24 +213,9 @@ def _apply_to_leaf(
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
     rule = partial(rule, **static, **scalars)
-    if isinstance(g, Rows):
-        return _apply_to_rows(rule, rows, g, accumulators, p)
+    if isinstance(g, LeafKind):
+        return _in_own_dtypes(g.apply(rule, rows, accumulators, p), accumulators)
     return _in_own_dtypes(rule(g, *accumulators, *p), accumulators)
-
-
-def _apply_to_rows(
-    rule: Rule, rows: str, g: Rows, accumulators: list[jax.Array], p: list[jax.Array]
-) -> tuple[Any, ...]:
-    if rows == "linear":
-        return (g.map(rule),)
-    if rows == "dense":
-        return _in_own_dtypes(rule(row_sparse.dense(g), *accumulators, *p), accumulators)
-    g = row_sparse.merged(g)
-    result = rule(g.values, *(row_sparse.take(x, g) for x in (*accumulators, *p)))
-    u, *new = result if accumulators else (result,)
-    return g.map(lambda values: u), *(
-        row_sparse.put(x, g, x_rows) for x, x_rows in zip(accumulators, new, strict=True)
-    )
 
 
 def _in_own_dtypes(result: Any, accumulators: list[jax.Array]) -> tuple[Any, ...]:

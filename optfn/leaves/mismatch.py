@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn.leaves import tree
-from optfn.leaves.rows import Rows
-from optfn.leaves.types import Leaf, Params, PyTree, Updates
+from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 
 
 def check_untrained(name: str, what: str, of: Params, i: int, x: Leaf, real_only: str) -> None:
@@ -61,28 +60,14 @@ def check_gradient(name: str, updates: Updates, i: int, g: Leaf, p: Leaf, traine
         raise ValueError(
             f"{leaf} is {came}, but the parameter is a {p.dtype} array of shape {p.shape}"
         )
-    if isinstance(g, Rows):
-        check_rows(leaf, g)
+    if isinstance(g, LeafKind):
+        g.check(leaf)
     if not hasattr(g, "dtype") or not jnp.issubdtype(g.dtype, jnp.inexact):
         raise TypeError(f"{leaf} is {came}; it must be a floating-point array of shape {p.shape}")
     if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
         raise TypeError(f"{leaf} is {came}, complex, but the parameter has dtype {p.dtype}")
     if g.shape != p.shape:
         raise ValueError(f"{leaf} is {came} of shape {g.shape}; the parameter has shape {p.shape}")
-
-
-def check_rows(what: str, g: Rows) -> None:
-    """Raise an error unless the indices and values of `g` have the dtypes and shapes of Rows."""
-    if g.indices.dtype != jnp.int32:
-        raise TypeError(
-            f"{what} has indices of dtype {g.indices.dtype}; they must be int32 (a transform that "
-            "scales every array cannot take Rows: put optfn.sparse.densify() before it)"
-        )
-    if g.indices.ndim != 1 or g.values.shape[:1] != g.indices.shape:
-        raise ValueError(
-            f"{what} has indices of shape {g.indices.shape} and values of shape {g.values.shape}; "
-            "they must be (k,) and (k, …)"
-        )
 
 
 def state_error(
@@ -108,7 +93,7 @@ def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
     for i, (g, p) in enumerate(pairs):
         if not (tree.is_inexact(g) and tree.is_inexact(p)):
             continue
-        if jnp.shape(g) != jnp.shape(p) if not _is_rows(g, p) else g.shape != p.shape:
+        if jnp.shape(g) != jnp.shape(p) if not _is_kind(g, p) else g.shape != p.shape:
             raise ValueError(
                 f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {g.shape}, "
                 f"{what} {p.shape}" + (": made for other params" if "state" in what else "")
@@ -119,8 +104,8 @@ def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
             )
 
 
-def _is_rows(*leaves: Leaf) -> bool:
-    return any(isinstance(x, Rows) for x in leaves)
+def _is_kind(*leaves: Leaf) -> bool:
+    return any(isinstance(x, LeafKind) for x in leaves)
 
 
 def _is_complex(x: Leaf) -> bool:

@@ -12,10 +12,10 @@ import optax
 from jax.tree_util import PyTreeDef
 
 from optfn.leaves import slices, tree
-from optfn.leaves.layout import BufferLayout, Packed, PackedLayout, Run, Stacked, is_packed
-from optfn.leaves.rows import Rows
+from optfn.leaves.layout import BufferLayout, PackedLayout, Run
+from optfn.leaves.nodes import Packed, Stacked, is_packed
 from optfn.leaves.tree import Flags
-from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.leaves.types import Leaf, LeafKind, Params, PyTree
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ def pack(params: Params) -> Packed:
     leaves, structure = tree.flatten(params)
     leaves = [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in leaves]
     for path, x in zip(tree.paths(params), leaves, strict=True):
-        if isinstance(x, Rows):
+        if isinstance(x, LeafKind):
             raise TypeError(
                 f"pack: leaf {path!r} is row-sparse; a leaf of a buffer must be a dense array"
             )

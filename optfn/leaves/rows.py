@@ -4,7 +4,7 @@ This module has their arithmetic; `optfn.sparse` makes them.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import checks
-from optfn.leaves.types import DType, Leaf
+from optfn.leaves.types import DType, Leaf, LeafKind
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(LeafKind):
     """The rows of an array that is zero in all other rows: fluid's SelectedRows.
 
     A pytree whose leaves are indices and values. Repeated indices add up. It represents an array of
@@ -93,6 +93,53 @@ class Rows:
     def astype(self, dtype: DType) -> "Rows":
         """Return these rows with values of `dtype`."""
         return self.map(lambda values: values.astype(dtype))
+
+    def check(self, what: str) -> None:
+        """Raise unless indices and values are what rows are made of."""
+        if self.indices.dtype != jnp.int32:
+            raise TypeError(
+                f"{what} has indices of dtype {self.indices.dtype}; they must be int32 (a "
+                "transform that scales every array takes no Rows: put optfn.sparse.densify() "
+                "before it)"
+            )
+        if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
+            raise ValueError(
+                f"{what} has indices of shape {self.indices.shape} and values of shape "
+                f"{self.values.shape}; they must be (k,) and (k, …)"
+            )
+
+    def merged(self) -> "Rows":
+        """Return the same with each index once, in rising order, padded with zeros at the end."""
+        return merged(self)
+
+    def dense(self) -> jax.Array:
+        """Return the array that the rows represent."""
+        return dense(self)
+
+    def add_to(self, p: jax.Array) -> jax.Array:
+        """Return p + self, scattered into p: in place, where that is donated."""
+        return add(p, self)
+
+    def apply(
+        self,
+        rule: Callable[..., Any],
+        rows: str,
+        accumulators: Sequence[jax.Array],
+        params: Sequence[jax.Array],
+    ) -> Any:
+        """Apply a rule to the rows, each once, or to the dense array; see `leafwise.apply`."""
+        if rows == "linear":
+            return self.map(rule)
+        if rows == "dense":
+            return rule(dense(self), *accumulators, *params)
+        once = merged(self)
+        result = rule(once.values, *(take(x, once) for x in (*accumulators, *params)))
+        u, *new = result if accumulators else (result,)
+        update = once.map(lambda values: u)
+        if not accumulators:
+            return update
+        pairs = zip(accumulators, new, strict=True)
+        return update, *(put(x, once, updated_rows) for x, updated_rows in pairs)
 
     def __add__(self, other: Leaf) -> Leaf:
         """Return other + self: an array, or Rows where `other` is Rows as well."""

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn.leaves.layout import BufferLayout, Packed, Stacked, is_packed, plain
-from optfn.leaves.rows import Rows
-from optfn.leaves.types import Leaf, PyTree
+from optfn.leaves.layout import BufferLayout, plain
+from optfn.leaves.types import Leaf, LeafKind, PyTree
 
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
@@ -33,7 +32,7 @@ def is_masked(x: Leaf) -> bool:
 
 def is_leaf(x: Leaf) -> bool:
     """Tell whether `x` is a single leaf to optfn and a tree to JAX: masked, or Rows."""
-    return is_masked(x) or isinstance(x, Rows)
+    return is_masked(x) or isinstance(x, LeafKind)
 
 
 def is_inexact(x: Leaf) -> bool:
@@ -65,16 +64,16 @@ def paths(tree: PyTree) -> list[str]:
     def stop(x: object) -> bool:
         return is_leaf(x) or is_transparent(x) or isinstance(x, variable)
 
-    names: list[str] = []
+    found: list[str] = []
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         name = "/".join(map(key_name, keys))
         if is_transparent(node):
-            names.extend(join(name, inner) for inner in paths(node[0]))
+            found.extend(join(name, inner) for inner in paths(node[0]))
         elif isinstance(node, variable) and not is_masked(node):
-            names.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
+            found.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
         else:
-            names.append(name)
-    return names
+            found.append(name)
+    return found
 
 
 def is_transparent(x: object) -> bool:
@@ -95,28 +94,22 @@ def key_name(key: object) -> str:
     return str(key)
 
 
-def is_node(x: object) -> bool:
-    """Tell whether `x` is a leaf, or a node that knows the layout of its leaves."""
-    return isinstance(x, Packed | Stacked) or is_leaf(x)
+def describes_leaves(x: object) -> bool:
+    """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
+    return getattr(type(x), "describes_leaves", False) is True
 
 
 def layouts(tree: PyTree) -> list[BufferLayout]:
     """Return the layout of each leaf, in the order of `flatten`."""
-
-    def of_node(node: PyTree, stacked: int) -> list[BufferLayout]:
-        if isinstance(node, Stacked):
-            inner = jax.tree.leaves(node.layers, is_leaf=is_node)
-            return [layout for below in inner for layout in of_node(below, stacked + 1)]
-        if isinstance(node, Packed):
-            return [*node.layout.buffers, *(plain(_shape(x)) for x in node.frozen)]
-        return [plain(_shape(node), stacked)]
-
-    nodes = jax.tree.leaves(tree, is_leaf=is_node)
-    return [layout for node in nodes for layout in of_node(node, 0)]
+    found: list[BufferLayout] = []
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: describes_leaves(x) or is_leaf(x)):
+        found += node.layouts() if describes_leaves(node) else [layout_of_leaf(node)]
+    return found
 
 
-def _shape(x: Leaf) -> tuple[int, ...]:
-    return tuple(getattr(x, "shape", ()))
+def layout_of_leaf(x: Leaf) -> BufferLayout:
+    """Return the layout of a leaf that is one tensor."""
+    return plain(tuple(getattr(x, "shape", ())))
 
 
 def stacked_axes(tree: PyTree) -> list[int]:
@@ -129,24 +122,24 @@ def names(tree: PyTree) -> list[tuple[str, ...]]:
 
     A leaf has one name, its path; a buffer of a Packed has the path of each leaf that it holds.
     """
-    if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_packed))):
-        return [(path,) for path in paths(tree)]
     found: list[tuple[str, ...]] = []
     for prefix, node in _named_nodes(tree):
-        if not isinstance(node, Packed):
-            found += [(join(prefix, path),) for path in paths(node)]
-            continue
-        inside = [join(prefix, path) for path in node.layout.paths]
-        found += [tuple(inside[i] for i in buffer.leaves) for buffer in node.layout.buffers]
-        found += [(inside[i],) for i in node.layout.frozen]
+        groups = node.leaf_names() if _has_names(node) else [(path,) for path in paths(node)]
+        found += [tuple(join(prefix, name) for name in group) for group in groups]
     return found
 
 
-def _named_nodes(tree: PyTree) -> Iterator[tuple[str, Any]]:
-    """Yield the Packed and the leaves of a tree with their paths."""
+def _has_names(x: object) -> bool:
+    """Tell whether `x` is a node whose leaves have names of their own."""
+    return hasattr(type(x), "leaf_names")
 
-    def stop(x: Any) -> bool:
-        return is_packed(x) or is_leaf(x) or is_transparent(x)
+
+def _named_nodes(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    """Yield with their paths the leaves of a tree, and the nodes whose leaves have names."""
+    variable = getattr(sys.modules.get("flax.nnx"), "Variable", ())
+
+    def stop(x: object) -> bool:
+        return _has_names(x) or is_leaf(x) or is_transparent(x) or isinstance(x, variable)
 
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         prefix = "/".join(map(key_name, keys))
@@ -178,8 +171,8 @@ def select(pattern: Pattern | None, tree: PyTree, argument: str) -> Flags:
     """
     names_of_leaves = names(tree)
     flat = [name for group in names_of_leaves for name in group]
-    packed = filter(is_packed, jax.tree.leaves(tree, is_leaf=is_node))
-    known = flat + [path for node in packed for path in node.layout.paths]
+    nodes = filter(_has_names, jax.tree.leaves(tree, is_leaf=_has_names))
+    known = flat + [path for node in nodes for path in node.layout.paths]
     selected = iter(_select(pattern, flat, known, flatten(tree)[0], argument))
     return [tuple(itertools.islice(selected, len(group))) for group in names_of_leaves]
 
@@ -240,7 +233,7 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
     """Raise a ValueError that lists the differences unless `tree` has the structure of `reference`.
 
     Args:
-      who: the function that the error names.
+      who: the function that the error absent.
       what: the name of `tree` in the error.
       tree: the tree to check.
       than: the name of `reference` in the error.
@@ -253,9 +246,9 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
     extra = [name for name in found if name not in set(expected)]
     if missing or extra:
         where = "; ".join(
-            f"{word} {listed(names)}"
-            for word, names in (("missing", missing), ("not expected", extra))
-            if names
+            f"{word} {listed(absent)}"
+            for word, absent in (("missing", missing), ("not expected", extra))
+            if absent
         )
     else:
         where = f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"

@@ -1,7 +1,10 @@
-"""Names for the kinds of values that functions here take and return."""
+"""Names for the kinds of values that functions here take and return, and what a leaf may be."""
 
-from collections.abc import Callable
+import abc
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
+
+import jax
 
 # Any nesting of containers that JAX knows; its leaves are arrays unless the text says otherwise.
 PyTree: TypeAlias = Any
@@ -29,3 +32,47 @@ def declares(**flags: bool) -> Callable[[T], T]:
         return kind
 
     return declare
+
+
+class LeafKind(abc.ABC):
+    """A leaf that is no dense array, such as `Rows`: it says how a rule on arrays meets it.
+
+    A pytree node whose numbers are `values`; it represents an array of `shape`.
+    """
+
+    values: Leaf
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that it represents."""
+
+    @abc.abstractmethod
+    def map(self, fn: Callable[[Leaf], Leaf]) -> "LeafKind":
+        """Return the leaf with fn(values), for an elementwise fn with fn(0) = 0."""
+
+    @abc.abstractmethod
+    def check(self, what: str) -> None:
+        """Raise an error that begins with `what` unless the leaf is well formed."""
+
+    @abc.abstractmethod
+    def merged(self) -> "LeafKind":
+        """Return the same leaf with no element twice in `values`, as norms need it."""
+
+    @abc.abstractmethod
+    def dense(self) -> jax.Array:
+        """Return the array that it represents."""
+
+    @abc.abstractmethod
+    def add_to(self, p: jax.Array) -> jax.Array:
+        """Return p plus the array that it represents, in the dtype of p."""
+
+    @abc.abstractmethod
+    def apply(
+        self,
+        rule: Callable[..., Any],
+        rows: str,
+        accumulators: Sequence[jax.Array],
+        params: Sequence[jax.Array],
+    ) -> Any:
+        """Return what a rule gives for this gradient; see `leafwise.apply` for `rows`."""

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import tree
-from optfn.leaves.layout import Stacked
+from optfn.leaves.nodes import Stacked
 from optfn.leaves.types import Leaf, Params
 
 

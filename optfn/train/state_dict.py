@@ -14,7 +14,7 @@ import optax
 
 from optfn import core
 from optfn.leaves import state_names, tree
-from optfn.leaves.layout import is_packed
+from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.parallel.placement import PER_WORKER_KEY, map_state

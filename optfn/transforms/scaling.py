@@ -44,7 +44,9 @@ def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
         return trust_ratio(numerics.norm(p), numerics.norm(u)) * u
 
     return core.stateless(
-        lambda updates, params: leafwise.apply(scale, updates, params=params, each_tensor=True)
+        lambda updates, params: leafwise.apply(
+            scale, updates, params=params, tensors=tree.layouts(updates)
+        )
     )
 
 
@@ -92,7 +94,7 @@ def scale_by_lars(
             lars_rule,
             updates,
             params=params,
-            each_tensor=True,
+            tensors=tree.layouts(updates),
             lars_coeff=coeff,
             weight_decay=decay_of_leaves(exclude, wd, updates),
             eps=eps,

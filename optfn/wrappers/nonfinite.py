@@ -8,8 +8,7 @@ import optax
 
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
-from optfn.leaves.rows import Rows
-from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
+from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
 from optfn.parallel.mesh import AxisName, check_axis
 
 
@@ -69,7 +68,7 @@ def skip_nonfinite(
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
 
         def skipped(u: Leaf) -> Leaf:
-            if isinstance(u, Rows):
+            if isinstance(u, LeafKind):
                 return u.map(skipped)
             return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
 

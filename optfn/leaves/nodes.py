@@ -1,0 +1,107 @@
+"""Nodes of a tree that say what lies in their leaves: `Stacked` and `Packed`.
+
+`optfn.leaves.tree` asks such a node for the layouts of its leaves, and for their names where a leaf
+has several.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import jax
+
+from optfn.leaves import tree
+from optfn.leaves.layout import BufferLayout, PackedLayout
+from optfn.leaves.types import Leaf, PyTree, declares
+
+
+@declares(transparent=True, describes_leaves=True)
+class Stacked(NamedTuple):
+    """A tree whose leaves have the layers of a model stacked along their leading axis.
+
+    Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) treat each index of that axis as a
+    separate tensor, as they would in the unstacked model. `stack_stages` returns a `Stacked`; for
+    layers that a model scans over, `ParamAttr(stacked=1)` has the same effect. A `Stacked` inside
+    another counts two axes. It adds no word to paths, and `stacked["w"]` is the leaf.
+    """
+
+    layers: PyTree
+
+    def layouts(self) -> list[BufferLayout]:
+        """Return the layout of each leaf: a tensor for each index of one more axis."""
+        return [layout.stacked_once() for layout in tree.layouts(self.layers)]
+
+    def __getitem__(self, key: object) -> Any:
+        # Integers and slices index the NamedTuple; all other keys are those of the tree.
+        if isinstance(key, int | slice):
+            return tuple.__getitem__(self, key)
+        return self.layers[key]
+
+    def __setitem__(self, key: Any, leaf: Any) -> None:
+        self.layers[key] = leaf
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or hasattr(self.layers, "dtype"):
+            raise AttributeError(name)
+        return getattr(self.layers, name)
+
+
+@declares(describes_leaves=True)
+@jax.tree_util.register_pytree_with_keys_class
+class Packed:
+    """A tree of arrays as one flat buffer per dtype; `optfn.unpack` gives the tree.
+
+    A pytree whose leaves are the buffers, and those leaves of the tree that are not floating point.
+    Optimizers take it like any other tree. Norms per tensor, patterns of paths and attributes refer
+    to the leaves of the original tree.
+
+    Args:
+      buffers: flat arrays, one for each buffer of the layout.
+      frozen: the leaves that are not floating point.
+      layout: where each leaf lies.
+    """
+
+    def __init__(
+        self, buffers: Sequence[Leaf], frozen: Sequence[Leaf], layout: PackedLayout
+    ) -> None:
+        self.buffers = tuple(buffers)
+        self.frozen = tuple(frozen)
+        self.layout = layout
+
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[list[tuple[jax.tree_util.DictKey, Leaf]], PackedLayout]:
+        """Return the children with their keys, and the layout."""
+        names = [buffer.dtype for buffer in self.layout.buffers]
+        names += [self.layout.paths[i] for i in self.layout.frozen]
+        keys = map(jax.tree_util.DictKey, names)
+        return list(zip(keys, (*self.buffers, *self.frozen), strict=True)), self.layout
+
+    def tree_flatten(self) -> tuple[tuple[Leaf, ...], PackedLayout]:
+        """Return the children, and the layout."""
+        return (*self.buffers, *self.frozen), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: PackedLayout, children: Sequence[Leaf]) -> "Packed":
+        """Return the Packed of a layout and its children."""
+        count = len(layout.buffers)
+        return cls(children[:count], children[count:], layout)
+
+    def layouts(self) -> list[BufferLayout]:
+        """Return the layout of each leaf of this node: the buffers, then the frozen leaves."""
+        return [*self.layout.buffers, *map(tree.layout_of_leaf, self.frozen)]
+
+    def leaf_names(self) -> list[tuple[str, ...]]:
+        """Return the paths of the original leaves in each leaf of this node."""
+        paths = self.layout.paths
+        buffers = [tuple(paths[i] for i in buffer.leaves) for buffer in self.layout.buffers]
+        return [*buffers, *((paths[i],) for i in self.layout.frozen)]
+
+    def __repr__(self) -> str:
+        buffers = (f"{b.dtype}[{b.size}] of {len(b.leaves)} leaves" for b in self.layout.buffers)
+        frozen = [f"{len(self.frozen)} frozen"] if self.frozen else []
+        return f"Packed({', '.join([*buffers, *frozen])})"
+
+
+def is_packed(x: object) -> TypeGuard[Packed]:
+    """Tell whether `x` is a Packed."""
+    return isinstance(x, Packed)
