@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn import numerics
 from optfn.leaves import leafwise, mismatch, tree
@@ -149,50 +150,25 @@ def behind_edge(
       ValueError: structures or shapes that differ, params that are missing.
       TypeError: leaves that are not numbers, gradients of the wrong kind.
     """
-
-    def is_trained(what: str, of: Params, i: int, x: Leaf) -> bool:
-        if tree.is_inexact(x) and not (real_only and jnp.iscomplexobj(x)):
-            return True
-        mismatch.check_untrained(name, what, of, i, x, real_only)
-        return False
+    edge = _Edge(name, real_only)
 
     def init(params: Params) -> OptState:
         leaves, structure = tree.flatten(params)
-        trained = [is_trained("parameter", params, i, p) for i, p in enumerate(leaves)]
+        trained = [edge.is_trained("parameter", params, i, p) for i, p in enumerate(leaves)]
         pairs = zip(leaves, trained, strict=True)
         clean = [_as_array(p) if is_seen else optax.MaskedNode() for p, is_seen in pairs]
         return rule.init(structure.unflatten(clean))
-
-    def enter(i: int, g: Leaf, p: Leaf, updates: Updates, params: Params | None) -> _Entry:
-        like = g if params is None else p
-        what, of = ("gradient", updates) if params is None else ("parameter", params)
-        trained = is_trained(what, of, i, like)
-        if params is not None and not (trained and _is_plain_gradient(g, p)):
-            mismatch.check_gradient(name, updates, i, g, p, trained)
-        if not trained:
-            return _Entry(optax.MaskedNode(), optax.MaskedNode(), None, frozen_update(g, p))
-        wide = numerics.accumulator_dtype(like.dtype)
-        gradient, param = (x if x is None else leafwise.cast(_as_array(x), wide) for x in (g, p))
-        return _Entry(gradient, param, like.dtype, None)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         if params is None and needs_params:
             raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        entries, structure = edge.enter(updates, params)
+        gradients = structure.unflatten([entry.gradient for entry in entries])
         if params is not None:
-            tree.check_same_structure(name, "updates", updates, "params", params)
-        gradients, structure = tree.flatten(updates)
-        parameters = [None] * len(gradients) if params is None else tree.flatten(params)[0]
-        entries = [
-            enter(i, _as_array(g, np.ndarray), _as_array(p, np.ndarray), updates, params)
-            for i, (g, p) in enumerate(zip(gradients, parameters, strict=True))
-        ]
-        clean, params = (
-            None if i and params is None else structure.unflatten([entry[i] for entry in entries])
-            for i in (0, 1)
-        )
-        new, state = rule.update(clean, state, params, **extra)
+            params = structure.unflatten([entry.param for entry in entries])
+        new, state = rule.update(gradients, state, params, **extra)
         pairs = zip(tree.flatten(new)[0], entries, strict=True)
         return structure.unflatten(
             [e.frozen if tree.is_masked(u) else leafwise.cast(u, e.dtype) for u, e in pairs]
@@ -210,6 +186,45 @@ class _Entry(NamedTuple):
     param: Leaf
     dtype: DType  # of the update
     frozen: Leaf  # the update of a leaf that the rule does not see
+
+
+class _Edge(NamedTuple):
+    """The checks and casts before a rule; see `behind_edge`."""
+
+    name: str
+    real_only: str
+
+    def is_trained(self, what: str, of: Params, i: int, x: Leaf) -> bool:
+        """Tell whether the rule sees leaf number i; raise a TypeError if it is no number."""
+        if tree.is_inexact(x) and not (self.real_only and jnp.iscomplexobj(x)):
+            return True
+        mismatch.check_untrained(self.name, what, of, i, x, self.real_only)
+        return False
+
+    def enter(self, updates: Updates, params: Params | None) -> tuple[list[_Entry], PyTreeDef]:
+        """Return the leaves of updates and params, checked and cast, and their structure."""
+        gradients, structure = tree.flatten(updates)
+        parameters = [None] * len(gradients)
+        if params is not None:
+            tree.check_same_structure(self.name, "updates", updates, "params", params)
+            parameters = tree.flatten(params)[0]
+        pairs = zip(gradients, parameters, strict=True)
+        return [
+            self._entry(i, _as_array(g, np.ndarray), _as_array(p, np.ndarray), updates, params)
+            for i, (g, p) in enumerate(pairs)
+        ], structure
+
+    def _entry(self, i: int, g: Leaf, p: Leaf, updates: Updates, params: Params | None) -> _Entry:
+        like = g if params is None else p
+        what, of = ("gradient", updates) if params is None else ("parameter", params)
+        trained = self.is_trained(what, of, i, like)
+        if params is not None and not (trained and _is_plain_gradient(g, p)):
+            mismatch.check_gradient(self.name, updates, i, g, p, trained)
+        if not trained:
+            return _Entry(optax.MaskedNode(), optax.MaskedNode(), None, frozen_update(g, p))
+        wide = numerics.accumulator_dtype(like.dtype)
+        gradient, param = (x if x is None else leafwise.cast(_as_array(x), wide) for x in (g, p))
+        return _Entry(gradient, param, like.dtype, None)
 
 
 def _is_plain_gradient(g: Leaf, p: Leaf) -> bool:
