@@ -83,7 +83,7 @@ def state_error(
 
 
 def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
-    """Raise an error unless `updates` has the structure and the shapes of `like`.
+    """Raise an error unless `updates` has the structure and the shapes of `like`, named `what`.
 
     A masked leaf fits any leaf: whether a leaf may have no gradient is decided by the optimizer
     that a wrapper calls.
@@ -95,12 +95,14 @@ def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
             continue
         if jnp.shape(g) != jnp.shape(p) if not _is_kind(g, p) else g.shape != p.shape:
             raise ValueError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {g.shape}, "
-                f"{what} {p.shape}" + (": made for other params" if "state" in what else "")
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {g.shape}; "
+                f"in {what} it is {p.shape}"
+                + (": made for other params" if "state" in what else "")
             )
         if _is_complex(g) and not _is_complex(p):
             raise TypeError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex, {what} {p.dtype}"
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex; in {what} the "
+                f"dtype is {p.dtype}"
             )
 
 

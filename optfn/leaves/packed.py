@@ -95,7 +95,7 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     """
     leaves, structure = tree.flatten(values)
     if structure != layout.structure:
-        tree.check_same_structure("pack", "the tree", values, "what was packed", _skeleton(layout))
+        tree.check_same_structure("pack", "the tree", values, "the packed tree", _skeleton(layout))
     for buffer in layout.buffers:
         _check_buffer(buffer, leaves, layout.paths, lead)
     parts = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
@@ -127,7 +127,7 @@ def _check_buffer(
             if missing or jnp.shape(leaves[i])[lead:] != run.shape:
                 came = "is missing" if missing else f"has shape {jnp.shape(leaves[i])}"
                 raise ValueError(
-                    f"pack: leaf {paths[i]!r} {came}; what was packed has shape {run.shape}"
+                    f"pack: leaf {paths[i]!r} {came}; in the packed tree it has shape {run.shape}"
                 )
 
 
