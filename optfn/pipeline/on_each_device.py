@@ -74,21 +74,11 @@ def on_each_device(
     workers = num_workers(mesh, data_axis)
     num_workers(mesh, stage_axes)
 
+    placement = _Placement(spec, data_axis, stage_axes)
+
     def init_on_device(params: Params) -> OptState:
         state = inner.init(params)
         return map_state(lambda x: x, lambda x: x, state, lambda x: jnp.full_like(x, workers))
-
-    def state_specs(state: OptState) -> PyTree:
-        def of(spec: P, axes: tuple[str, ...]) -> PyTree:
-            per_worker = P((data_axis, *axes))
-            return map_state(lambda x: per_worker, lambda x: spec if jnp.ndim(x) else P(), state)
-
-        return _with_shared(of(P(), ()), of(spec, stage_axes))
-
-    def param_specs(params: Params, *lead: str) -> PyTree:
-        shared, stages = P(*lead), P(*lead, *spec)
-        trees = (jax.tree.map(lambda _, at=at: at, params) for at in (shared, stages))
-        return _with_shared(*trees)
 
     def init(params: Params) -> OnEachDeviceState:
         def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
@@ -96,14 +86,14 @@ def on_each_device(
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         # What is compressed depends on the size of a device's part.
-        specs = param_specs(params)
+        specs = placement.of_params(params)
         shapes = jax.eval_shape(init_on_device, jax.tree.map(part, params, specs))
         check_wrappers("on_each_device", shapes)
         run = jax.shard_map(
             init_on_device,
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=state_specs(shapes),
+            out_specs=placement.of_state(shapes),
             check_vma=False,
         )
         return OnEachDeviceState(jax.jit(run)(params))
@@ -117,7 +107,7 @@ def on_each_device(
         flags: tree.Flags = [(_has_gradient(g),) for g in gradients]
         parameters = [None] * len(flags) if params is None else tree.flatten(params)[0]
         frozen = structure.unflatten(map(_frozen_update, gradients, parameters))
-        given, specs = packed.keep(updates, flags), state_specs(state.inner_state)
+        given, specs = packed.keep(updates, flags), placement.of_state(state.inner_state)
         kept = None if params is None else packed.keep(params, flags)
 
         def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
@@ -128,14 +118,42 @@ def on_each_device(
         run = jax.shard_map(
             update_on_device,
             mesh=mesh,
-            in_specs=(param_specs(given, data_axis), specs, param_specs(kept), P()),
-            out_specs=(param_specs(given), specs),
+            in_specs=(placement.of_params(given, data_axis), specs, placement.of_params(kept), P()),
+            out_specs=(placement.of_params(given), specs),
             check_vma=False,
         )
         new, inner_state = run(given, state.inner_state, kept, extra)
         return packed.fill(new, flags, frozen), OnEachDeviceState(inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Placement(NamedTuple):
+    """How params and state lie on the mesh.
+
+    spec: of every leaf of the stages' params.
+    data_axis: the axis of the workers.
+    stage_axes: the axes in `spec`.
+    """
+
+    spec: P
+    data_axis: str
+    stage_axes: tuple[str, ...]
+
+    def of_state(self, state: OptState) -> PyTree:
+        """Return the PartitionSpecs of the inner optimizer's state."""
+
+        def of(spec: P, axes: tuple[str, ...]) -> PyTree:
+            per_worker = P((self.data_axis, *axes))
+            return map_state(lambda x: per_worker, lambda x: spec if jnp.ndim(x) else P(), state)
+
+        return _with_shared(of(P(), ()), of(self.spec, self.stage_axes))
+
+    def of_params(self, params: Params, *leading_axes: str) -> PyTree:
+        """Return the PartitionSpecs of params, or of gradients with further leading axes."""
+        shared, stages = P(*leading_axes), P(*leading_axes, *self.spec)
+        trees = (jax.tree.map(lambda _, at=at: at, params) for at in (shared, stages))
+        return _with_shared(*trees)
 
 
 def _with_shared(shared: PyTree, stages: PyTree) -> PyTree:
