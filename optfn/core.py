@@ -16,17 +16,16 @@ chain without an edge between them, so that a gradient meets one edge per optimi
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import PyTreeDef
 
 from optfn import numerics
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.types import DType, Leaf, LeafKind, OptState, Params, Updates
+from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 P = ParamSpec("P")
 # init and update on clean trees; called so where it stands without an edge.
@@ -150,90 +149,66 @@ def behind_edge(
       ValueError: structures or shapes that differ, params that are missing.
       TypeError: leaves that are not numbers, gradients of the wrong kind.
     """
-    edge = _Edge(name, real_only)
 
     def init(params: Params) -> OptState:
-        leaves, structure = tree.flatten(params)
-        trained = [edge.is_trained("parameter", params, i, p) for i, p in enumerate(leaves)]
-        pairs = zip(leaves, trained, strict=True)
-        clean = [_as_array(p) if is_seen else optax.MaskedNode() for p, is_seen in pairs]
-        return rule.init(structure.unflatten(clean))
+        params = _as_arrays(params)
+        mismatch.check_params(name, params, real_only)
+        return rule.init(leafwise.inexact(params))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         if params is None and needs_params:
             raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-        entries, structure = edge.enter(updates, params)
-        gradients = structure.unflatten([entry.gradient for entry in entries])
-        if params is not None:
-            params = structure.unflatten([entry.param for entry in entries])
-        new, state = rule.update(gradients, state, params, **extra)
-        pairs = zip(tree.flatten(new)[0], entries, strict=True)
-        return structure.unflatten(
-            [e.frozen if tree.is_masked(u) else leafwise.cast(u, e.dtype) for u, e in pairs]
-        ), state
+        updates = _as_arrays(updates)
+        if params is None:
+            mismatch.check_params(name, updates, real_only, "gradient")
+            new, state = rule.update(_widened(updates, updates), state, None, **extra)
+            return _restored(new, updates, updates), state
+        params = _as_arrays(params)
+        mismatch.check_params(name, params, real_only)
+        mismatch.check_gradients(name, updates, params)
+        clean = _widened(updates, params), state, _widened(params, params)
+        new, state = rule.update(*clean, **extra)
+        return _restored(new, updates, params), state
 
     tx = Transform(init, update)
     tx.rule, tx.needs_params, tx.real_only = rule, needs_params, real_only
     return tx
 
 
-class _Entry(NamedTuple):
-    """A leaf as it goes in to the rule, and what comes back."""
+def _as_arrays(values: PyTree) -> PyTree:
+    """Return a tree with JAX arrays in the place of numbers and floating-point NumPy arrays."""
 
-    gradient: Leaf
-    param: Leaf
-    dtype: DType  # of the update
-    frozen: Leaf  # the update of a leaf that the rule does not see
+    def convert(x: Leaf) -> Leaf:
+        is_array = isinstance(x, np.ndarray) and tree.is_inexact(x)
+        return jnp.asarray(x) if is_array or isinstance(x, int | float | complex) else x
 
-
-class _Edge(NamedTuple):
-    """The checks and casts before a rule; see `behind_edge`."""
-
-    name: str
-    real_only: str
-
-    def is_trained(self, what: str, of: Params, i: int, x: Leaf) -> bool:
-        """Tell whether the rule sees leaf number i; raise a TypeError if it is no number."""
-        if tree.is_inexact(x) and not (self.real_only and jnp.iscomplexobj(x)):
-            return True
-        mismatch.check_untrained(self.name, what, of, i, x, self.real_only)
-        return False
-
-    def enter(self, updates: Updates, params: Params | None) -> tuple[list[_Entry], PyTreeDef]:
-        """Return the leaves of updates and params, checked and cast, and their structure."""
-        gradients, structure = tree.flatten(updates)
-        parameters = [None] * len(gradients)
-        if params is not None:
-            tree.check_same_structure(self.name, "updates", updates, "params", params)
-            parameters = tree.flatten(params)[0]
-        pairs = zip(gradients, parameters, strict=True)
-        return [
-            self._entry(i, _as_array(g, np.ndarray), _as_array(p, np.ndarray), updates, params)
-            for i, (g, p) in enumerate(pairs)
-        ], structure
-
-    def _entry(self, i: int, g: Leaf, p: Leaf, updates: Updates, params: Params | None) -> _Entry:
-        like = g if params is None else p
-        what, of = ("gradient", updates) if params is None else ("parameter", params)
-        trained = self.is_trained(what, of, i, like)
-        if params is not None and not (trained and _is_plain_gradient(g, p)):
-            mismatch.check_gradient(self.name, updates, i, g, p, trained)
-        if not trained:
-            return _Entry(optax.MaskedNode(), optax.MaskedNode(), None, frozen_update(g, p))
-        wide = numerics.accumulator_dtype(like.dtype)
-        gradient, param = (x if x is None else leafwise.cast(_as_array(x), wide) for x in (g, p))
-        return _Entry(gradient, param, like.dtype, None)
+    return tree.map_arrays(convert, values)
 
 
-def _is_plain_gradient(g: Leaf, p: Leaf) -> bool:
-    """Tell whether g is clearly a gradient of p; what is left is looked at more closely."""
-    return (
-        tree.is_inexact(g)
-        and not isinstance(g, LeafKind)
-        and g.shape == p.shape
-        and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
+def _widened(values: PyTree, like: PyTree) -> PyTree:
+    """Return a tree in float32 or wider, masked where `like` is not floating point."""
+    leaves, structure = tree.flatten(values)
+    return structure.unflatten(
+        [
+            leafwise.cast(x, numerics.accumulator_dtype(p.dtype))
+            if tree.is_inexact(p)
+            else optax.MaskedNode()
+            for x, p in zip(leaves, tree.flatten(like)[0], strict=True)
+        ]
+    )
+
+
+def _restored(new: Updates, updates: Updates, like: PyTree) -> Updates:
+    """Return updates in the dtypes of `like`, and those of the leaves that the rule did not see."""
+    leaves, structure = tree.flatten(updates)
+    columns = tree.flatten(new)[0], leaves, tree.flatten(like)[0]
+    return structure.unflatten(
+        [
+            frozen_update(g, p) if tree.is_masked(u) else leafwise.cast(u, p.dtype)
+            for u, g, p in zip(*columns, strict=True)
+        ]
     )
 
 
@@ -242,18 +217,12 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
 
     −0.0 is the only number that leaves p + u = p bit for bit.
     """
-    if not tree.is_masked(p) and hasattr(p, "dtype"):
+    if hasattr(p, "dtype") and not mismatch.is_float0(p):
         if jnp.issubdtype(p.dtype, jnp.inexact):
             return jnp.full(p.shape, -0.0, p.dtype)
         return numerics.integer_zeros(jnp.shape(p), p.dtype)
     # Without params the dtype is unknown; int8 is the one that promotes no integer.
     return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
-
-
-def _as_array(x: Leaf, *kept: type) -> Leaf:
-    """Return a number or a NumPy array as the array that JAX takes it for; others as they are."""
-    convertible = isinstance(x, int | float | complex | np.ndarray) and not isinstance(x, kept)
-    return jnp.asarray(x) if convertible else x
 
 
 def stateless(update: Callable[[Updates, Params], Updates]) -> Rule:

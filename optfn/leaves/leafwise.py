@@ -3,7 +3,6 @@
 The one place where a rule meets a leaf: dense, row-sparse, or several tensors in one array.
 """
 
-import collections
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
@@ -149,7 +148,8 @@ def apply(
     columns = [tree.flatten(accumulators)[0] for accumulators in state]
     parameters = None if params is None else tree.flatten(params)[0]
     masked = (optax.MaskedNode(),) * (1 + len(state))
-    run = _shared(rule, gradients, rows)
+    numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
+    program = _program(rule, rows, gradients, numbers)
     results = []
     for i, g in enumerate(gradients):
         if tree.is_masked(g):
@@ -167,40 +167,28 @@ def apply(
         if layouts:
             results.append(_apply_to_tensors(rule, layouts[0], g, accumulators, p, own))
         else:
-            results.append(run(g, accumulators, p, own))
+            arrays = {k: v for k, v in own.items() if k not in numbers}
+            results.append(program(g, accumulators, p, arrays))
     trees = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(masked)))
     return trees if state else trees[0]
 
 
-def _shared(rule: Rule, gradients: Sequence[Leaf], rows: str) -> Callable[..., tuple[Any, ...]]:
-    """Return the function (g, accumulators, p, scalars) -> (update, *accumulators) of one leaf.
+def _program(
+    rule: Rule, rows: str, gradients: Sequence[Leaf], scalars: dict[str, Any]
+) -> Callable[..., tuple[Any, ...]]:
+    """Return the function (g, accumulators, p, arrays) -> (update, *accumulators) of one leaf.
 
-    While tracing, leaves of one shape share it, traced and lowered once: that is most of what a
-    model of many small leaves waits for before its first step.
+    While tracing it is jitted, so that leaves of one shape are traced and lowered once: that is
+    most of what a model of many small leaves waits for before its first step. Python numbers stay
+    what they are: 1 − 0.999 is taken in float64.
     """
-    kinds = collections.Counter(map(_kind, gradients))
-    programs: dict[Any, Callable[..., tuple[Any, ...]]] = {}
-
-    def run(g: Leaf, accumulators: list[Leaf], p: list[Leaf], scalars: dict[str, Any]) -> Any:
-        if kinds[_kind(g)] < 2 or not isinstance(_values(g), jax.core.Tracer):
-            return _apply_to_leaf(rule, rows, {}, g, accumulators, p, scalars)
-        # Python numbers stay what they are: 1 − 0.999 is taken in float64.
-        static = {k: v for k, v in scalars.items() if isinstance(v, int | float | bool)}
-        key = tuple(sorted(static.items()))
-        if key not in programs:
-            programs[key] = jax.jit(partial(_apply_to_leaf, rule, rows, static))
-        arrays = {k: v for k, v in scalars.items() if k not in static}
-        return programs[key](g, accumulators, p, arrays)
-
-    return run
+    program = partial(_apply_to_leaf, rule, rows, scalars)
+    traced = any(isinstance(_values(g), jax.core.Tracer) for g in gradients)
+    return jax.jit(program) if traced else program
 
 
 def _values(g: Leaf) -> Any:
     return g.values if isinstance(g, LeafKind) else g
-
-
-def _kind(g: Leaf) -> tuple[Any, ...]:
-    return (type(g), getattr(g, "shape", None), str(getattr(g, "dtype", "")))
 
 
 def _apply_to_leaf(

@@ -10,64 +10,71 @@ from optfn.leaves import tree
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 
 
-def check_untrained(name: str, what: str, of: Params, i: int, x: Leaf, real_only: str) -> None:
-    """Raise a TypeError unless leaf number i, which the rule does not see, may be left untrained.
+def check_params(name: str, params: Params, real_only: str, what: str = "parameter") -> None:
+    """Raise a TypeError that names the leaf unless each can be trained or left untrained.
 
     Args:
       name: the name of the transformation.
-      what: "parameter", or "gradient" where there are no params.
-      of: the tree that contains the leaf.
-      i: the number of the leaf.
-      x: the leaf; a masked leaf, an integer or a bool is accepted.
+      params: a tree; masked leaves, integers and bools are accepted, and left untrained.
       real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
+      what: "gradient" where `params` are gradients, because there are no params.
     """
-    if tree.is_masked(x) or is_float0(x):
-        return
-    leaf = f"{what} {tree.paths(of)[i]!r}"
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+    for i, x in enumerate(tree.flatten(params)[0]):
+        is_complex = tree.is_inexact(x) and jnp.iscomplexobj(x)
+        if (tree.is_inexact(x) and not (real_only and is_complex)) or _may_be_untrained(x, what):
+            continue
+        leaf = f"{what} {tree.paths(params)[i]!r}"
+        if is_complex:
+            who = name if name == real_only else f"{name}: {real_only}"
+            raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
+        came = f"dtype {x.dtype}" if hasattr(x, "dtype") else f"{x!r} of type {type(x).__name__}"
+        raise TypeError(f"{name}: {leaf} must be a floating-point array; got {came}{_hint(x)}")
+
+
+def _may_be_untrained(x: Leaf, what: str) -> bool:
+    if tree.is_masked(x) or is_float0(x) or isinstance(x, bool | int):
+        return True
+    is_integer = hasattr(x, "dtype") and (
+        jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
+    )
+    return is_integer and (what != "gradient" or is_known_zero(x))
+
+
+def _hint(x: object) -> str:
+    if not callable(x):
+        return ""
+    return (
+        ". A function is no parameter: split the model by params, static = equinox.partition("
+        "model, equinox.is_array), and call equinox.combine(params, static) in the loss"
+    )
+
+
+def check_gradients(name: str, updates: Updates, params: Params) -> None:
+    """Raise an error that names the leaf unless `updates` are gradients of `params`."""
+    tree.check_same_structure(name, "updates", updates, "params", params)
+    pairs = zip(tree.flatten(updates)[0], tree.flatten(params)[0], strict=True)
+    for i, (g, p) in enumerate(pairs):
+        fits = tree.is_masked(g) or is_float0(g) or is_known_zero(g)
+        if tree.is_inexact(p):
+            fits = tree.is_inexact(g) and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
+        leaf = "" if fits and not isinstance(g, LeafKind) else tree.paths(updates)[i]
+        if isinstance(g, LeafKind):
+            g.check(f"{name}: the gradient of {leaf!r}")
+        if fits and (not tree.is_inexact(p) or g.shape == jnp.shape(p)):
+            continue
+        came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
+        came += f" of shape {g.shape}" if hasattr(g, "shape") else ""
+        needed = "is masked"
+        if not tree.is_masked(p):
+            needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
         hint = ""
-        if callable(x):
-            hint = (
-                ". A function is no parameter: split the model by params, static = "
-                "equinox.partition(model, equinox.is_array), and call equinox.combine(params, "
-                "static) in the loss"
-            )
-        came = f"{x!r} of type {type(x).__name__}"
-        raise TypeError(f"{name}: {leaf} must be an array; got {came}{hint}")
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and real_only:
-        who = name if name == real_only else f"{name}: {real_only}"
-        raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
-    if not (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_):
-        raise TypeError(f"{name}: {leaf} must be numeric; got dtype {x.dtype}")
-    if what == "gradient" and not is_known_zero(x):
-        raise TypeError(f"{name}: {leaf} must be floating point; got {x.dtype}")
-
-
-def check_gradient(name: str, updates: Updates, i: int, g: Leaf, p: Leaf, trained: bool) -> None:
-    """Raise an error that names leaf number i unless g is a gradient of p."""
-    leaf = f"{name}: the gradient of {tree.paths(updates)[i]!r}"
-    came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
-    if not trained:
-        if tree.is_masked(g) or is_float0(g) or is_known_zero(g):
-            return
-        if tree.is_masked(p):
-            raise ValueError(f"{leaf} is {came}, but that leaf of params is masked")
-        raise TypeError(
-            f"{leaf} is {came}, but the parameter has dtype {p.dtype}: an integer leaf cannot be "
-            "trained (its gradient may be None or float0)"
+        if not (tree.is_masked(p) or tree.is_inexact(p)):
+            hint = ": an integer leaf cannot be trained (its gradient may be None or float0)"
+        error = ValueError if fits or tree.is_masked(g) or tree.is_masked(p) else TypeError
+        raise error(
+            f"{name}: the gradient of {tree.paths(updates)[i]!r} is {came}; the parameter "
+            f"{needed}{hint}"
         )
-    if tree.is_masked(g):
-        raise ValueError(
-            f"{leaf} is {came}, but the parameter is a {p.dtype} array of shape {p.shape}"
-        )
-    if isinstance(g, LeafKind):
-        g.check(leaf)
-    if not hasattr(g, "dtype") or not jnp.issubdtype(g.dtype, jnp.inexact):
-        raise TypeError(f"{leaf} is {came}; it must be a floating-point array of shape {p.shape}")
-    if jnp.issubdtype(g.dtype, jnp.complexfloating) and not jnp.iscomplexobj(p):
-        raise TypeError(f"{leaf} is {came}, complex, but the parameter has dtype {p.dtype}")
-    if g.shape != p.shape:
-        raise ValueError(f"{leaf} is {came} of shape {g.shape}; the parameter has shape {p.shape}")
 
 
 def state_error(
