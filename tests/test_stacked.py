@@ -13,7 +13,7 @@ from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_sta
 
 # Blocks of 8-bit moments lie across layers, and leaves of one shape have the same random bits.
 EXACT = {k: v for k, v in registry.EVERYTHING.items() if not v.quantized}
-STEPS = 3
+STEPS = 2
 
 
 def layers(seed):
