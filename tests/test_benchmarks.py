@@ -28,7 +28,7 @@ from benchmarks import (
 )
 from optfn.autodiff.budget import is_effective
 
-pytestmark = pytest.mark.optimized  # figures of compiled programs
+
 
 ROOT = Path(__file__).parent.parent
 ABOUT = {"device", "jax", "optax", "commit"}
