@@ -217,6 +217,7 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
 
     −0.0 is the only number that leaves p + u = p bit for bit.
     """
+    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
     if hasattr(p, "dtype") and not mismatch.is_float0(p):
         if jnp.issubdtype(p.dtype, jnp.inexact):
             return jnp.full(p.shape, -0.0, p.dtype)

@@ -527,3 +527,17 @@ def test_one_recorder_inside_another_is_several():
     tx = optfn.record_metrics(optfn.skip_nonfinite(optfn.record_metrics(optfn.sgd(0.1))))
     with pytest.raises(ValueError, match="must hold one record_metrics; it holds 2"):
         optfn.metrics(tx.init(PARAMS))
+
+
+def test_python_scalars_beside_attributes_and_wrappers():
+    """A frozen number does not move, a norm of numbers is one, and errors can be built of them."""
+    params, grads = {"a": 2.0, "b": 1.0}, {"a": 3.0, "b": 4.0}
+    tx = optfn.sgd(0.1, param_attrs={"a": optfn.ParamAttr(trainable=False)})
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert float(updates["a"]) == 0 and np.signbit(updates["a"])
+    tx = optfn.record_metrics(optfn.sgd(0.1))
+    _, state = tx.update(grads, tx.init(params), params)
+    assert float(optfn.metrics(state)["grad_norm"]) == 5
+    tx = optfn.accumulate(optfn.sgd(0.1), 2)
+    with pytest.raises(ValueError, match=r"'a' has shape \(\); in the state it is \(2,\)"):
+        tx.update({"a": 3.0}, tx.init({"a": jnp.ones(2)}))
