@@ -541,3 +541,24 @@ def test_python_scalars_beside_attributes_and_wrappers():
     tx = optfn.accumulate(optfn.sgd(0.1), 2)
     with pytest.raises(ValueError, match=r"'a' has shape \(\); in the state it is \(2,\)"):
         tx.update({"a": 3.0}, tx.init({"a": jnp.ones(2)}))
+
+
+def test_complex_leaves_beside_a_real_penalty_of_others():
+    """Only the leaves that a penalty or a clip applies to must be real."""
+    params = {"w": jnp.ones(2), "z": jnp.ones(2, jnp.complex64)}
+    penalty = optfn.ParamAttr(regularization=optfn.l1_decay(0.5))
+    tx = optfn.sgd(1.0, param_attrs={"w": penalty})
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-1.5, -1.5])
+    np.testing.assert_array_equal(updates["z"], [-1, -1])
+    tx = optfn.sgd(
+        1.0,
+        grad_clip=optfn.clip_by_value(0.5),
+        param_attrs={"z": optfn.ParamAttr(need_clip=False)},
+    )
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
+    np.testing.assert_array_equal(updates["z"], [-1, -1])
+    tx = optfn.sgd(1.0, param_attrs={"z": penalty})
+    with pytest.raises(TypeError, match="l1_decay is not defined for complex leaves.*'z'"):
+        tx.update(params, tx.init(params), params)
