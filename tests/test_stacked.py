@@ -94,6 +94,10 @@ def test_the_mark_adds_no_word_and_reads_like_the_tree():
     assert "scale_by_adam/mu/w" in optfn.state_dict(state)
     with pytest.raises(KeyError):
         params["other"]
+    assert "w" in params and "other" not in params
+    pair = stack_stages([(jnp.ones((4, 3)), jnp.zeros(3)) for _ in range(STAGES)])
+    assert pair[0].shape == (STAGES, 4, 3) and pair[-1].shape == (STAGES, 3)
+    assert optfn.sgd(0.1).update(pair, optfn.sgd(0.1).init(pair), pair)[0][1].shape == (STAGES, 3)
 
 
 @pytest.fixture(scope="module")
