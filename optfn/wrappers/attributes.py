@@ -208,7 +208,8 @@ def _trainable(attrs: LeafAttrs) -> Flags:
 
 def _trained(values: PyTree, attrs: LeafAttrs) -> PyTree:
     """Return a tree like params with frozen leaves masked and stacked leaves in a `Stacked`."""
-    stacked = [tuple(attr.stacked for attr in leaf) for leaf in attrs]
+    # A gradient may be missing where nothing is trained, so no mark may be there either.
+    stacked = [tuple(attr.stacked * attr.trainable for attr in leaf) for leaf in attrs]
     if any(axes for leaf in stacked for axes in leaf):
         pairs = zip(tree.names(values), tree.layouts(values), stacked, strict=True)
         for names, layout, leaf in pairs:
