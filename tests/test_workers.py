@@ -136,6 +136,13 @@ def test_wrappers_that_are_not_known_are_refused_by_name(wrap):
         optfn.make_train_step(loss_fn, wrap(dgc()), mesh=data_mesh(N)).init(start())
 
 
+def test_a_wrapper_that_renames_leaves_is_refused():
+    """By their names the step knows which gradients are a worker's own."""
+    step = optfn.make_train_step(loss_fn, optax.flatten(dgc()), mesh=data_mesh(N))
+    with pytest.raises(ValueError, match="other leaves than params, ''.*optax.flatten"):
+        step(step.init(start()), data(0))
+
+
 def test_accumulate_goes_inside_on_each_device():
     mesh = mesh_of(False)
     with pytest.raises(ValueError, match=r"put it inside: on_each_device\(accumulate"):
