@@ -560,5 +560,5 @@ def test_complex_leaves_beside_a_real_penalty_of_others():
     np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
     np.testing.assert_array_equal(updates["z"], [-1, -1])
     tx = optfn.sgd(1.0, param_attrs={"z": penalty})
-    with pytest.raises(TypeError, match="l1_decay is not defined for complex leaves.*'z'"):
+    with pytest.raises(TypeError, match=r"l1_decay is not defined for complex leaves.*'z'"):
         tx.update(params, tx.init(params), params)

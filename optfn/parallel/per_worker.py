@@ -136,8 +136,9 @@ def check_wrappers(who: str, state: OptState) -> None:
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return
-    is_state = hasattr(state, "_fields") and not isinstance(state, PerWorker)
-    if is_state and not any(isinstance(x, Exchanged) for x in state):
+    children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
+    is_collection = _is_chain(state) or isinstance(state, list | dict)
+    if not (is_collection or any(isinstance(x, Exchanged) for x in children)):
         known = isinstance(state, _PASSING) or getattr(type(state), "passes_own_gradients", False)
         if not known:
             raise ValueError(
@@ -146,10 +147,8 @@ def check_wrappers(who: str, state: OptState) -> None:
                 "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
                 "state that is the same on all workers says so: declares(passes_own_gradients=True)"
             )
-    children = state.values() if isinstance(state, dict) else state
-    if isinstance(state, dict | tuple | list):
-        for child in children:
-            check_wrappers(who, child)
+    for child in children:
+        check_wrappers(who, child)
 
 
 def may_give_rows(state: OptState) -> bool:
