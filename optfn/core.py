@@ -58,6 +58,11 @@ class Transform(optax.GradientTransformationExtraArgs):
         arguments = [*self.call[1], *self.call[2].values()]
         return [x for x in arguments if isinstance(x, optax.GradientTransformation)]
 
+    @property
+    def links(self) -> list[optax.GradientTransformation]:
+        """The parts of a chain; the transformation alone where it is none."""
+        return self.parts if self.call[0] == "chain" else [self]
+
 
 def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return a call as it might be written: "adam(0.001, eps_hat=False)"."""

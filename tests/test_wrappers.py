@@ -10,6 +10,7 @@ import references
 import registry
 
 import optfn
+from optfn.optimizers.assembly import optimizer
 
 OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
 
@@ -562,3 +563,17 @@ def test_complex_leaves_beside_a_real_penalty_of_others():
     tx = optfn.sgd(1.0, param_attrs={"z": penalty})
     with pytest.raises(TypeError, match=r"l1_decay is not defined for complex leaves.*'z'"):
         tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_an_optimizer_of_one_transform_need_not_be_a_chain(chained):
+    @optimizer
+    def descent(
+        rate, *, grad_clip=None, regularization=None, param_attrs=None, multi_precision=False
+    ):
+        tx = optfn.scale_by_learning_rate(rate)
+        return optfn.chain(tx) if chained else tx
+
+    tx, params = descent(0.5, grad_clip=optfn.clip_by_value(1.0)), 3.0
+    updates, _ = tx.update(4.0, tx.init(params), params)
+    assert float(updates) == -0.5
