@@ -235,7 +235,7 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
     """Raise a ValueError that lists the differences unless `tree` has the structure of `reference`.
 
     Args:
-      who: the function that the error absent.
+      who: the function that the error names.
       what: the name of `tree` in the error.
       tree: the tree to check.
       than: the name of `reference` in the error.
