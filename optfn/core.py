@@ -328,7 +328,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
             return u.add_to(p)
         u = jnp.asarray(u)
         wide = p.dtype
-        if jnp.issubdtype(p.dtype, jnp.inexact) and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:
+        are_inexact = tree.is_inexact(p) and tree.is_inexact(u)
+        if are_inexact and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:
             wide = u.dtype
         total = leafwise.cast(p, wide) + leafwise.cast(u, wide)
         return leafwise.cast(total, p.dtype)
