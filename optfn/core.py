@@ -58,6 +58,11 @@ class Transform(optax.GradientTransformationExtraArgs):
         arguments = [*self.call[1], *self.call[2].values()]
         return [x for x in arguments if isinstance(x, optax.GradientTransformation)]
 
+    @property
+    def links(self) -> list[optax.GradientTransformation]:
+        """The parts of a chain; the transformation alone where it is none."""
+        return self.parts if self.call[0] == "chain" else [self]
+
 
 def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return a call as it might be written: "adam(0.001, eps_hat=False)"."""
@@ -217,6 +222,7 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
 
     −0.0 is the only number that leaves p + u = p bit for bit.
     """
+    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
     if hasattr(p, "dtype") and not mismatch.is_float0(p):
         if jnp.issubdtype(p.dtype, jnp.inexact):
             return jnp.full(p.shape, -0.0, p.dtype)
@@ -322,7 +328,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
             return u.add_to(p)
         u = jnp.asarray(u)
         wide = p.dtype
-        if jnp.issubdtype(p.dtype, jnp.inexact) and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:
+        are_inexact = tree.is_inexact(p) and tree.is_inexact(u)
+        if are_inexact and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:
             wide = u.dtype
         total = leafwise.cast(p, wide) + leafwise.cast(u, wide)
         return leafwise.cast(total, p.dtype)

@@ -116,3 +116,10 @@ def test_exclude_takes_no_decay():
 def test_apply_updates_refuses_what_does_not_fit(params, updates, words):
     with pytest.raises(ValueError, match=words):
         optfn.apply_updates(params, updates)
+
+
+def test_apply_updates_adds_integers_to_floats():
+    """As optax does; a transform of one's own may give integer zeros for a leaf that stays."""
+    moved = optfn.apply_updates({"w": jnp.full(2, 1.5)}, {"w": jnp.array([0, 1])})
+    assert moved["w"].tolist() == [1.5, 2.5]
+    assert moved["w"].dtype == jnp.float32

@@ -62,3 +62,31 @@ def test_a_rate_that_an_accumulated_optimizer_closes_over(mode):
         return p**2
 
     np.testing.assert_allclose(mode(loss)(jnp.float32(0.5)), 2 * (3 - 0.5 * 2) * -2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optfn.accumulate(tx, 1)])
+def test_a_hyper_parameter_that_a_loop_closes_over(wrap):
+    """The derivative with respect to a power of FTRL's recursion is that of finite differences."""
+
+    def loss(power):
+        tx, p = wrap(optfn.ftrl(0.5, lr_power=power)), jnp.float32(2.0)
+        state = tx.init(p)
+        for g in (1.5, -0.7):
+            updates, state = tx.update(jnp.float32(g), state, p)
+            p = optfn.apply_updates(p, updates)
+        return p**2
+
+    difference = (loss(jnp.float32(-0.59)) - loss(jnp.float32(-0.61))) / 0.02
+    for mode in (jax.grad, jax.jacfwd):
+        np.testing.assert_allclose(mode(loss)(jnp.float32(-0.6)), difference, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_quantized_moments_do_not_keep_others_from_being_differentiated(dtype):
+    def loss(rate, b1):
+        tx = optfn.accumulate(optfn.adam(rate, b1=b1, moment_dtype=dtype), 1)
+        p = jnp.ones(3)
+        return jnp.sum(tx.update(p, tx.init(p), p)[0])
+
+    np.testing.assert_allclose(jax.grad(loss)(0.1, 0.9), -3.0, rtol=0.01)
+    assert jnp.isfinite(jax.grad(loss, argnums=1)(0.1, 0.9))

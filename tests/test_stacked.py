@@ -94,6 +94,32 @@ def test_the_mark_adds_no_word_and_reads_like_the_tree():
     assert "scale_by_adam/mu/w" in optfn.state_dict(state)
     with pytest.raises(KeyError):
         params["other"]
+    assert "w" in params and "other" not in params
+    pair = stack_stages([(jnp.ones((4, 3)), jnp.zeros(3)) for _ in range(STAGES)])
+    assert pair[0].shape == (STAGES, 4, 3) and pair[-1].shape == (STAGES, 3)
+    assert optfn.sgd(0.1).update(pair, optfn.sgd(0.1).init(pair), pair)[0][1].shape == (STAGES, 3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mark_of_leaves_without_gradient(packed):
+    """An integer leaf and a frozen one may have the gradient None, marked or not."""
+    attrs = {
+        "frozen": optfn.ParamAttr(stacked=1, trainable=False),
+        ".*": optfn.ParamAttr(stacked=1),
+    }
+    params = {"frozen": jnp.ones((2, 3)), "n": jnp.arange(3), "w": jnp.ones((2, 3))}
+    grads = {"frozen": jnp.ones((2, 3)), "n": jnp.zeros(3, jnp.int32), "w": jnp.ones((2, 3))}
+    if packed:
+        params, grads = optfn.pack(params), optfn.pack(grads)
+        grads = jax.tree.map(lambda g: None if g.dtype == jnp.int32 else g, grads)
+    else:
+        grads |= {"frozen": None, "n": None}
+    tx = optfn.lamb(0.1, param_attrs=attrs)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    moved = optfn.unpack(optfn.apply_updates(params, updates))
+    np.testing.assert_array_equal(moved["frozen"], jnp.ones((2, 3)))
+    np.testing.assert_array_equal(moved["n"], jnp.arange(3))
+    assert float(jnp.max(moved["w"])) < 1
 
 
 @pytest.fixture(scope="module")

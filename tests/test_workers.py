@@ -1,5 +1,9 @@
 """Workers hold the same params whatever stands around or beside a transform that communicates."""
 
+import dataclasses
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,6 +138,28 @@ def test_accumulate_keeps_each_workers_own_sum(tmp_path):
 def test_wrappers_that_are_not_known_are_refused_by_name(wrap):
     with pytest.raises(ValueError, match=r"(ApplyIfFinite|MultiSteps)State stands around"):
         optfn.make_train_step(loss_fn, wrap(dgc()), mesh=data_mesh(N)).init(start())
+
+
+def test_a_wrapper_whose_state_is_a_class_is_refused_too():
+    @partial(jax.tree_util.register_dataclass, data_fields=["inner"], meta_fields=[])
+    @dataclasses.dataclass
+    class Wrapped:
+        inner: Any
+
+    def wrap(tx):
+        return optax.GradientTransformationExtraArgs(lambda p: Wrapped(tx.init(p)), tx.update)
+
+    step = optfn.make_train_step(loss_fn, wrap(dgc()), mesh=data_mesh(N))
+    with pytest.raises(ValueError, match="Wrapped stands around"):
+        step.init(start())
+    optfn.make_train_step(loss_fn, wrap(optfn.adam(0.1)), mesh=data_mesh(N)).init(start())
+
+
+def test_a_wrapper_that_renames_leaves_is_refused():
+    """By their names the step knows which gradients are a worker's own."""
+    step = optfn.make_train_step(loss_fn, optax.flatten(dgc()), mesh=data_mesh(N))
+    with pytest.raises(ValueError, match=r"other leaves than params, ''.*optax.flatten"):
+        step(step.init(start()), data(0))
 
 
 def test_accumulate_goes_inside_on_each_device():

@@ -10,6 +10,7 @@ import references
 import registry
 
 import optfn
+from optfn.optimizers.assembly import optimizer
 
 OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
 
@@ -509,7 +510,9 @@ def test_wrong_arguments_are_named(call, error, message):
 
 def test_functions_among_the_leaves_are_told_how_to_part():
     """As in an equinox module that is not partitioned."""
-    with pytest.raises(TypeError, match=r"parameter 'act' must be an array.*equinox\.partition"):
+    with pytest.raises(
+        TypeError, match=r"'act' must be a floating-point array.*equinox\.partition"
+    ):
         optfn.adam(0.1).init({"act": jnp.tanh, "w": jnp.ones(3)})
 
 
@@ -527,3 +530,52 @@ def test_one_recorder_inside_another_is_several():
     tx = optfn.record_metrics(optfn.skip_nonfinite(optfn.record_metrics(optfn.sgd(0.1))))
     with pytest.raises(ValueError, match="must hold one record_metrics; it holds 2"):
         optfn.metrics(tx.init(PARAMS))
+
+
+def test_python_scalars_beside_attributes_and_wrappers():
+    """A frozen number does not move, a norm of numbers is one, and errors can be built of them."""
+    params, grads = {"a": 2.0, "b": 1.0}, {"a": 3.0, "b": 4.0}
+    tx = optfn.sgd(0.1, param_attrs={"a": optfn.ParamAttr(trainable=False)})
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert float(updates["a"]) == 0 and np.signbit(updates["a"])
+    tx = optfn.record_metrics(optfn.sgd(0.1))
+    _, state = tx.update(grads, tx.init(params), params)
+    assert float(optfn.metrics(state)["grad_norm"]) == 5
+    tx = optfn.accumulate(optfn.sgd(0.1), 2)
+    with pytest.raises(ValueError, match=r"'a' has shape \(\); in the state it is \(2,\)"):
+        tx.update({"a": 3.0}, tx.init({"a": jnp.ones(2)}))
+
+
+def test_complex_leaves_beside_a_real_penalty_of_others():
+    """Only the leaves that a penalty or a clip applies to must be real."""
+    params = {"w": jnp.ones(2), "z": jnp.ones(2, jnp.complex64)}
+    penalty = optfn.ParamAttr(regularization=optfn.l1_decay(0.5))
+    tx = optfn.sgd(1.0, param_attrs={"w": penalty})
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-1.5, -1.5])
+    np.testing.assert_array_equal(updates["z"], [-1, -1])
+    tx = optfn.sgd(
+        1.0,
+        grad_clip=optfn.clip_by_value(0.5),
+        param_attrs={"z": optfn.ParamAttr(need_clip=False)},
+    )
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-0.5, -0.5])
+    np.testing.assert_array_equal(updates["z"], [-1, -1])
+    tx = optfn.sgd(1.0, param_attrs={"z": penalty})
+    with pytest.raises(TypeError, match=r"l1_decay is not defined for complex leaves.*'z'"):
+        tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_an_optimizer_of_one_transform_need_not_be_a_chain(chained):
+    @optimizer
+    def descent(
+        rate, *, grad_clip=None, regularization=None, param_attrs=None, multi_precision=False
+    ):
+        tx = optfn.scale_by_learning_rate(rate)
+        return optfn.chain(tx) if chained else tx
+
+    tx, params = descent(0.5, grad_clip=optfn.clip_by_value(1.0)), 3.0
+    updates, _ = tx.update(4.0, tx.init(params), params)
+    assert float(updates) == -0.5

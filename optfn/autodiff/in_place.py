@@ -24,10 +24,11 @@ def when(
       due: whether to run fn.
       fn: gives trees like `carry`, in the same dtypes.
       carry: trees of arrays that change in place.
-      *reads: trees of arrays that fn reads; it must not close over others that are differentiated
-        (`jax.closure_convert` finds them).
+      *reads: trees of arrays that fn reads, all integers among them. It may close over others,
+        such as a hyper-parameter that is differentiated.
     """
-    return _when(fn, due, carry, reads)
+    closed, constants = jax.closure_convert(fn, *carry, *reads)
+    return _when(closed, due, carry, (*reads, *constants))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

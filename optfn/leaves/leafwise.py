@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn import numerics
 from optfn.leaves import mismatch, tree
@@ -103,8 +104,20 @@ def densify(updates: Updates, warning: str = "") -> Updates:
 
 
 def _map_kinds(fn: Callable[[LeafKind], Leaf], updates: Updates) -> Updates:
-    leaves, structure = tree.flatten(updates)
+    leaves, structure = _checked(updates)
     return structure.unflatten([fn(g) if isinstance(g, LeafKind) else g for g in leaves])
+
+
+def _checked(updates: Updates) -> tuple[list[Leaf], PyTreeDef]:
+    """Return `tree.flatten(updates)`, whose row-sparse leaves must be well formed.
+
+    A third-party transform before this one in a chain may have changed their indices.
+    """
+    leaves, structure = tree.flatten(updates)
+    for i, g in enumerate(leaves):
+        if isinstance(g, LeafKind):
+            g.check(f"update: the gradient of {tree.paths(updates)[i]!r}")
+    return leaves, structure
 
 
 def apply(
@@ -141,8 +154,9 @@ def apply(
     Raises:
       ValueError: the state has another structure than `updates`, or a leaf of another shape: it
         belongs to other params.
+      TypeError: a row-sparse gradient whose indices are not int32.
     """
-    gradients, structure = tree.flatten(updates)
+    gradients, structure = _checked(updates)
     for accumulators in state:
         tree.check_same_structure("update", "the state", accumulators, "updates", updates)
     columns = [tree.flatten(accumulators)[0] for accumulators in state]
@@ -276,7 +290,7 @@ def global_norm(updates: Updates) -> jax.Array:
     """
 
     leaves = tree.flatten(merge_rows(updates))[0]
-    arrays = [_values(g) for g in leaves if not tree.is_masked(g)]
+    arrays = [jnp.asarray(_values(g)) for g in leaves if not tree.is_masked(g)]
     wide = [cast(x, numerics.accumulator_dtype(x.dtype)) for x in arrays]
     squares = [numerics.sum_of_squares(x) for x in wide]
     if not squares:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn.leaves import tree
-from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
+from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
 
 def check_params(name: str, params: Params, real_only: str, what: str = "parameter") -> None:
@@ -100,25 +100,29 @@ def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
     for i, (g, p) in enumerate(pairs):
         if not (tree.is_inexact(g) and tree.is_inexact(p)):
             continue
-        if jnp.shape(g) != jnp.shape(p) if not _is_kind(g, p) else g.shape != p.shape:
+        if _shape(g) != _shape(p):
             raise ValueError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {g.shape}; "
-                f"in {what} it is {p.shape}"
+                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {_shape(g)}; "
+                f"in {what} it is {_shape(p)}"
                 + (": made for other params" if "state" in what else "")
             )
         if _is_complex(g) and not _is_complex(p):
             raise TypeError(
                 f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex; in {what} the "
-                f"dtype is {p.dtype}"
+                f"dtype is {_dtype(p)}"
             )
 
 
-def _is_kind(*leaves: Leaf) -> bool:
-    return any(isinstance(x, LeafKind) for x in leaves)
+def _shape(x: Leaf) -> tuple[int, ...]:
+    return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
+
+
+def _dtype(x: Leaf) -> DType:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
 def _is_complex(x: Leaf) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x.dtype), jnp.complexfloating))
+    return bool(jnp.issubdtype(_dtype(x), jnp.complexfloating))
 
 
 def is_float0(x: Leaf) -> bool:

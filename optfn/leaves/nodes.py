@@ -21,7 +21,8 @@ class Stacked(NamedTuple):
     Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) treat each index of that axis as a
     separate tensor, as they would in the unstacked model. `stack_stages` returns a `Stacked`; for
     layers that a model scans over, `ParamAttr(stacked=1)` has the same effect. A `Stacked` inside
-    another counts two axes. It adds no word to paths, and `stacked["w"]` is the leaf.
+    another counts two axes. It adds no word to paths, and `stacked["w"]` is the leaf, as are
+    `stacked[0]` for a list and `stacked.weight` for an object. To JAX it is a tuple of one tree.
     """
 
     layers: PyTree
@@ -30,14 +31,14 @@ class Stacked(NamedTuple):
         """Return the layout of each leaf: a tensor for each index of one more axis."""
         return [layout.stacked_once() for layout in tree.layouts(self.layers)]
 
-    def __getitem__(self, key: object) -> Any:
-        # Integers and slices index the NamedTuple; all other keys are those of the tree.
-        if isinstance(key, int | slice):
-            return tuple.__getitem__(self, key)
+    def __getitem__(self, key: Any) -> Any:
         return self.layers[key]
 
     def __setitem__(self, key: Any, leaf: Any) -> None:
         self.layers[key] = leaf
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.layers
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or hasattr(self.layers, "dtype"):

@@ -310,7 +310,7 @@ def mark_stacked(values: PyTree, axes: Sequence[tuple[int, ...]]) -> PyTree:
             marked.append(Packed(node.buffers, node.frozen, layout))
         else:
             for _ in range(counts[0][0] - before[0]):
-                node = node if tree.is_masked(node) else Stacked(node)
+                node = Stacked(node) if tree.is_inexact(node) else node
             marked.append(node)
     return structure.unflatten(marked)
 

@@ -66,7 +66,8 @@ def named_parts(
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
-            yield from walk(node[0], prefix, labels)
+            (inner,) = node
+            yield from walk(inner, prefix, labels)
         elif _has_states(node):
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:

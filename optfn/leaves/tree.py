@@ -68,7 +68,8 @@ def paths(tree: PyTree) -> list[str]:
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         name = "/".join(map(key_name, keys))
         if is_transparent(node):
-            found.extend(join(name, inner) for inner in paths(node[0]))
+            (inner,) = node
+            found.extend(join(name, path) for path in paths(inner))
         elif isinstance(node, variable) and not is_masked(node):
             found.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
         else:
@@ -144,7 +145,8 @@ def _named_nodes(tree: PyTree) -> Iterator[tuple[str, Any]]:
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         prefix = "/".join(map(key_name, keys))
         if is_transparent(node):
-            yield from ((join(prefix, path), inner) for path, inner in _named_nodes(node[0]))
+            (inner,) = node
+            yield from ((join(prefix, path), below) for path, below in _named_nodes(inner))
         else:
             yield prefix, node
 
@@ -233,7 +235,7 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
     """Raise a ValueError that lists the differences unless `tree` has the structure of `reference`.
 
     Args:
-      who: the function that the error absent.
+      who: the function that the error names.
       what: the name of `tree` in the error.
       tree: the tree to check.
       than: the name of `reference` in the error.

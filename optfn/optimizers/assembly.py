@@ -29,11 +29,13 @@ COMMON_DOC = """
 def optimizer(
     factory: Callable[P, optax.GradientTransformationExtraArgs],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory of chains: the result is clip → regularize → chain, behind one edge.
+    """Decorate a factory of transformations: the result is clip → regularize → what it makes.
 
-    The factory has the four common arguments in its signature; this decorator applies them. The
-    chain computes in float32 or wider, and its update is rounded once to the dtype of the
-    parameter.
+    All of it stands behind one edge.
+
+    The factory has the four common arguments in its signature; this decorator applies them. What
+    it makes, most often a chain, computes in float32 or wider, and its update is rounded once to
+    the dtype of the parameter.
     """
     signature = inspect.signature(factory)
 
@@ -47,7 +49,7 @@ def optimizer(
         before = [core.check_transform(k, common[k]) for k in BEFORE if common[k] is not None]
         if common["param_attrs"]:
             before = clip_and_regularize(*(common[k] for k in (*BEFORE, "param_attrs")))
-        chain = core.chain(*before, *made.parts)
+        chain = core.chain(*before, *made.links)
         tx = core.behind_edge(factory.__name__, chain.rule, chain.needs_params, chain.real_only)
         if checks.flag("multi_precision", common["multi_precision"]):
             tx = master_weights(tx)

@@ -87,13 +87,26 @@ def own_leaves(state: OptState, params: Params) -> list[bool]:
     """Tell for each leaf of `params` whether a transform in `state` exchanges its gradient itself.
 
     The gradients of the others have to be averaged over workers before the transform sees them.
+    Leaves are told by their names, because a wrapper may mask some of them.
+
+    Raises:
+      ValueError: a transform exchanges a leaf that `params` does not have: what stands around it
+        has another tree than params, so that nobody knows whose gradient it takes.
     """
-    covered = set()
+    covered: set[str] = set()
     for node in nodes_of(Exchanged, state):
         marks = jax.tree.map(_is(ExchangedLeaf), node.leaves, is_leaf=_is_mark)
         pairs = zip(tree.names(marks), tree.flatten(marks)[0], strict=True)
         covered |= {name for names, mark in pairs if not tree.is_masked(mark) for name in names}
-    return [not covered.isdisjoint(names) for names in tree.names(params)]
+    names_of_leaves = tree.names(params)
+    unknown = sorted(covered.difference(*names_of_leaves))
+    if unknown:
+        raise ValueError(
+            "a transform that exchanges gradients by itself has other leaves than params, "
+            f"{tree.listed(unknown)}: what stands around it, such as optax.flatten, must keep the "
+            "tree of params"
+        )
+    return [not covered.isdisjoint(names) for names in names_of_leaves]
 
 
 def _is_mark(x: Any) -> bool:
@@ -123,8 +136,9 @@ def check_wrappers(who: str, state: OptState) -> None:
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return
-    is_state = hasattr(state, "_fields") and not isinstance(state, PerWorker)
-    if is_state and not any(isinstance(x, Exchanged) for x in state):
+    children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
+    is_collection = _is_chain(state) or isinstance(state, list | dict)
+    if not (is_collection or any(isinstance(x, Exchanged) for x in children)):
         known = isinstance(state, _PASSING) or getattr(type(state), "passes_own_gradients", False)
         if not known:
             raise ValueError(
@@ -133,10 +147,8 @@ def check_wrappers(who: str, state: OptState) -> None:
                 "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
                 "state that is the same on all workers says so: declares(passes_own_gradients=True)"
             )
-    children = state.values() if isinstance(state, dict) else state
-    if isinstance(state, dict | tuple | list):
-        for child in children:
-            check_wrappers(who, child)
+    for child in children:
+        check_wrappers(who, child)
 
 
 def may_give_rows(state: OptState) -> bool:

@@ -1,7 +1,7 @@
 """Optimizer state seen from outside: dicts for checkpoints, averages, a summary.
 
 A part of the state is named by words: the transform that owns it, the field, the path of the leaf,
-as in "scale_by_adam/mu/layers/0/w" (`optfn.state_names.named_parts`).
+as in "scale_by_adam/mu/layers/0/w" (`optfn.leaves.state_names.named_parts`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -181,7 +181,7 @@ def scale_by_quantized_adam(
         step, updates = core.next_step(state.step), leafwise.densify(updates)
 
         def advance(*arguments: PyTree) -> PyTree:
-            *moments, g = arguments
+            *moments, g, step = arguments
             return leafwise.apply(
                 _narrow(storage.advance),
                 g,
@@ -194,7 +194,7 @@ def scale_by_quantized_adam(
 
         # The condition is always true. The loop of one iteration keeps XLA from computing the new
         # moments a second time where they are read, for which it would have to keep the old ones.
-        moments = when(step > 0, advance, tuple(state[1:]), updates)
+        moments = when(step > 0, advance, tuple(state[1:]), updates, step)
 
         def direction(
             g: jax.Array, *moments: jax.Array, **factors: Scalar

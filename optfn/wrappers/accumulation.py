@@ -174,9 +174,7 @@ def _step_when(
         return arrays, jax.tree.map(jnp.zeros_like, totals), inner_state
 
     carry = (zeros, totals, inner_state)
-    # The inner optimizer may close over arrays, such as a rate that is differentiated.
-    closed, constants = jax.closure_convert(run, *carry, reads)
-    arrays, totals, inner_state = when(due, closed, carry, reads, *constants)
+    arrays, totals, inner_state = when(due, run, carry, reads)
     results = iter(arrays)
     updates = [
         next(results) if is_inexact else _zero(leaf)

@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from optfn import checks, core
-from optfn.leaves import leafwise, packed, tree
+from optfn.leaves import leafwise, mismatch, packed, tree
 from optfn.leaves.layout import BufferLayout
 from optfn.leaves.tree import Flags
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
@@ -126,29 +126,34 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
 def for_leaves(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` for the leaves whose attributes `choose` selects; the others pass unchanged."""
+    """Return `tx` for the leaves whose attributes `choose` selects; the others pass unchanged.
+
+    Only the selected leaves must be real where `tx` takes no complex leaves.
+    """
     rule = optax.with_extra_args_support(core.rule_of(tx))
+    real_only = getattr(tx, "real_only", "")
 
     def chosen(updates: Updates) -> Flags:
         return [tuple(map(choose, leaf)) for leaf in resolve(param_attrs, updates)]
 
     def init(params: Params) -> optax.MaskedState:
-        return optax.MaskedState(rule.init(packed.keep(params, chosen(params))))
+        selected = packed.keep(params, chosen(params))
+        mismatch.check_params(real_only, selected, real_only)
+        return optax.MaskedState(rule.init(selected))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         flags = chosen(updates)
         selected_params = None if params is None else packed.keep(params, flags)
-        selected, inner = rule.update(
-            packed.keep(updates, flags), state.inner_state, selected_params, **extra
-        )
+        selected = packed.keep(updates, flags)
+        mismatch.check_params(real_only, selected, real_only, "gradient")
+        selected, inner = rule.update(selected, state.inner_state, selected_params, **extra)
         return packed.fill(selected, flags, updates), optax.MaskedState(inner)
 
     made = core.Transform(init, update)
     made.rule = core.rule(init, update)
     made.needs_params = getattr(tx, "needs_params", False)
-    made.real_only = getattr(tx, "real_only", "")
     return made
 
 
@@ -203,7 +208,8 @@ def _trainable(attrs: LeafAttrs) -> Flags:
 
 def _trained(values: PyTree, attrs: LeafAttrs) -> PyTree:
     """Return a tree like params with frozen leaves masked and stacked leaves in a `Stacked`."""
-    stacked = [tuple(attr.stacked for attr in leaf) for leaf in attrs]
+    # A gradient may be missing where nothing is trained, so no mark may be there either.
+    stacked = [tuple(attr.stacked * attr.trainable for attr in leaf) for leaf in attrs]
     if any(axes for leaf in stacked for axes in leaf):
         pairs = zip(tree.names(values), tree.layouts(values), stacked, strict=True)
         for names, layout, leaf in pairs:
