@@ -28,8 +28,6 @@ from benchmarks import (
 )
 from optfn.autodiff.budget import is_effective
 
-
-
 ROOT = Path(__file__).parent.parent
 ABOUT = {"device", "jax", "optax", "commit"}
 
