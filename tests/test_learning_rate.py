@@ -64,6 +64,16 @@ def test_driven_rates_show_and_refuse(rate):
         optfn.set_learning_rate(state, 0.1)
 
 
+@pytest.mark.parametrize("make", [optfn.sgd, optfn.ftrl, optfn.schedules.reduce_on_plateau])
+def test_a_rate_that_is_an_array_stays_valid_where_the_state_is_donated(make):
+    rate = jnp.float32(0.1)
+    tx = make(rate)
+    donate = jax.jit(lambda state: state, donate_argnums=0)
+    donate(tx.init(P))
+    donate(tx.update(G, tx.init(P), P, value=1.0)[1])  # not jitted
+    assert float(rate) == pytest.approx(0.1)
+
+
 def test_schedules_are_given_an_int32_step():
     dtypes = []
 

@@ -53,7 +53,8 @@ def init(learning_rate: Scalar | Schedule) -> LearningRateState:
 
 def init_plateau(learning_rate: Scalar) -> LearningRateState:
     """Return the initial state of the rate of `reduce_on_plateau`."""
-    return PlateauLearningRateState(core.first_step(), jnp.asarray(learning_rate, jnp.float32))
+    rate = jnp.array(learning_rate, jnp.float32, copy=True)
+    return PlateauLearningRateState(core.first_step(), rate)
 
 
 def advance(
@@ -75,7 +76,8 @@ def _driven(learning_rate: Scalar | Schedule, step: jax.Array) -> jax.Array:
             "learning_rate must be a real scalar; the schedule gave an array of shape "
             f"{rate.shape} and dtype {rate.dtype}"
         )
-    return rate.astype(jnp.float32)
+    # A copy: a step that is given the state to overwrite must not overwrite the caller's array.
+    return jnp.array(rate, jnp.float32, copy=True)
 
 
 @declares(passes_rows=True)
