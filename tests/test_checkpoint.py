@@ -87,6 +87,16 @@ def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
         optfn.restore_checkpoint(tmp_path, other)
 
 
+def test_parameters_may_have_any_name(tmp_path):
+    """Also those of the entries that stand beside the state in a file."""
+    params = {name: {"w": jnp.ones(2)} for name in ("history", "version", "per_worker", "train")}
+    state = optfn.make_train_step(loss_fn, optfn.adam(0.1)).init(params)
+    optfn.save_checkpoint(tmp_path, state, {"loss": np.ones(1)})
+    loaded, history = optfn.restore_checkpoint(tmp_path, state)
+    chex.assert_trees_all_equal(loaded, state)
+    assert list(history) == ["loss"]
+
+
 def test_bad_options(tmp_path):
     with pytest.raises(ValueError, match="save_every must be >= 1"):
         run(tmp_path, save_every=0)

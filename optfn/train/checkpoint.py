@@ -100,7 +100,9 @@ def load_checkpoint(
             arrays = {name: file[name] for name in file.files}
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
-    history = {k.removeprefix("history/"): arrays.pop(k) for k in list(arrays) if "history/" in k}
+    prefix = "history/"
+    names = [name for name in arrays if name.startswith(prefix)]
+    history = {name.removeprefix(prefix): arrays.pop(name) for name in names}
     return load_state_dict(state, arrays), history
 
 
