@@ -286,6 +286,14 @@ def test_the_number_of_workers_must_be_known():
         rescale_residuals(optfn.state_dict((state, state._replace(num_workers=jnp.int32(3)))), 1)
 
 
+def test_a_parameter_named_num_workers_is_no_count():
+    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=1)
+    state = init_state(tx, {"num_workers": jnp.ones((2, 4))}, data_mesh(N))
+    rescaled = rescale_residuals(optfn.state_dict(state), 2)
+    assert rescaled["deep_gradient_compression/num_workers"] == 2
+    assert rescaled["deep_gradient_compression/residual/num_workers"].shape == (16,)
+
+
 def test_a_mapping_of_an_earlier_version_is_rescaled():
     """It has no list of its per-worker arrays; those of Deep Gradient Compression are known."""
     tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=100)

@@ -197,6 +197,7 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
         key
         for key in mapping
         if f"/{key}".endswith("/num_workers")
+        and key not in names
         and any(name.startswith(key.removesuffix("num_workers")) for name in names)
     ]
     old_count = _agreed([mapping[key] for key in count_keys])
