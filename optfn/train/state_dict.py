@@ -4,7 +4,8 @@ A part of the state is named by words: the transform that owns it, the field, th
 as in "scale_by_adam/mu/layers/0/w" (`optfn.leaves.state_names.named_parts`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import core
+from optfn import checks, core
 from optfn.leaves import state_names, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
@@ -51,12 +52,25 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     Returns:
       A dict of NumPy arrays on the host; arrays that other processes hold a part of, and traced
       ones, come as they are.
+
+    Raises:
+      ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have.
     """
     host = unpack(jax.tree.map(_to_host, opt_state))
+    _check_distinct(name for name, _ in _named_leaves(host))
     is_own = map_state(lambda x: True, lambda x: False, host)
     own = sorted(name for name, flag in _named_leaves(is_own) if flag)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
     return {"version": np.asarray(VERSION), **listed, **dict(_named_leaves(host))}
+
+
+def _check_distinct(names: Iterable[str]) -> None:
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"state_dict: several arrays have the name {tree.listed(repeated)}; rename one of "
+            'their parameters: in a name "/" stands between the keys of a tree'
+        )
 
 
 def _to_host(leaf: Leaf) -> Leaf:
@@ -98,7 +112,8 @@ def load_state_dict(
             "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
             f"got {mapping!r} of type {type(mapping).__name__}"
         )
-    version = int(np.asarray(mapping["version"])) if "version" in mapping else VERSION
+    checks.flag("strict", strict)
+    version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
     plain = unpack(jax.tree.map(_template, opt_state)) if _holds_packed(opt_state) else opt_state
