@@ -121,8 +121,15 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationE
     """Apply gradient transformations one after the other: `optax.chain`, with a repr.
 
     Args:
-      *parts: transformations of optfn or optax.
+      *parts: transformations of optfn or optax, at least one.
+
+    Raises:
+      TypeError: a part is not a gradient transformation.
+      ValueError: there are no parts.
     """
+    if not parts:
+        raise ValueError("chain needs at least one gradient transformation")
+    parts = tuple(check_transform(f"chain: part {i}", part) for i, part in enumerate(parts))
     tx = Transform(*optax.with_extra_args_support(optax.chain(*parts)))
     rules = [rule_of(part) for part in parts]
     tx.rule = optax.with_extra_args_support(optax.chain(*rules))
@@ -283,6 +290,8 @@ def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
 
     What makes one on request, such as `optax.MultiSteps`, is asked for it.
     """
+    if isinstance(tx, optax.MultiSteps):
+        return rule(tx.init, tx.update)  # what it makes by itself drops extra arguments
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
@@ -298,7 +307,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     """Return params + updates, each leaf in the dtype of the parameter.
 
     The sum is taken in the wider of the two dtypes and rounded once. Masked leaves stay masked. A
-    row-sparse update is scattered into the parameter: in place, where that is donated.
+    row-sparse update is scattered into the parameter: in place, where that is donated. A float0 as
+    the update of an integer changes nothing.
 
     Args:
       params: a tree of arrays.
@@ -306,6 +316,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
     Raises:
       ValueError: structures or shapes differ, or a parameter has no update.
+      TypeError: the update of a real parameter is complex.
     """
     tree.check_same_structure("apply_updates", "updates", updates, "params", params)
     parameters, structure = tree.flatten(params)
@@ -314,7 +325,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
 
     def add(i: int, p: Leaf, u: Leaf) -> Leaf:
-        if tree.is_masked(p):
+        if tree.is_masked(p) or mismatch.is_float0(u):
             return p
         p = jnp.asarray(p)
         if tree.is_masked(u) or shape_of(u) != p.shape:
@@ -327,6 +338,11 @@ def apply_updates(params: Params, updates: Updates) -> Params:
             u.check(f"apply_updates: the update of {tree.paths(params)[i]!r}")
             return u.add_to(p)
         u = jnp.asarray(u)
+        if jnp.iscomplexobj(u) and not jnp.iscomplexobj(p):
+            raise TypeError(
+                f"apply_updates: the update of leaf {tree.paths(params)[i]!r} is complex; "
+                f"the parameter has dtype {p.dtype}"
+            )
         wide = p.dtype
         are_inexact = tree.is_inexact(p) and tree.is_inexact(u)
         if are_inexact and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:

@@ -1,5 +1,6 @@
 """Bad arguments: the error names the argument, what came and what is needed."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -63,6 +64,12 @@ CASES = [
     (lambda: S.reduce_on_plateau(0.1, threshold_mode="x"), ValueError, "threshold_mode"),
     (lambda: S.reduce_on_plateau(0.1, decay_rate=1.0), ValueError, "decay_rate"),
     (lambda: S.reduce_on_plateau(0.1, patience=-1), ValueError, "patience must be >= 0"),
+    (lambda: optfn.chain(), ValueError, "chain needs at least one gradient transformation"),
+    (lambda: optfn.chain(optfn.sgd(0.1), 3), TypeError, "chain: part 1 must be a gradient.*got 3"),
+    (lambda: optfn.sgd(0.1, param_attrs=jnp.ones(2)), TypeError, "param_attrs must be a mapping"),
+    (lambda: optfn.sgd(0.1, param_attrs=()), TypeError, "param_attrs must be a mapping"),
+    (lambda: optfn.adam(lazy=jnp.ones(2)), ValueError, "lazy must be False, True or"),
+    (lambda: optfn.master_weights(optfn.sgd(0.1), None), ValueError, "dtype must be.*None"),
     (lambda: optfn.make_train_step(3, optfn.sgd(0.1)), TypeError, "loss_fn must be a function"),
     (lambda: optfn.make_train_step(abs, 0.1), TypeError, "tx must be a gradient transformation"),
 ]
@@ -123,3 +130,23 @@ def test_apply_updates_adds_integers_to_floats():
     moved = optfn.apply_updates({"w": jnp.full(2, 1.5)}, {"w": jnp.array([0, 1])})
     assert moved["w"].tolist() == [1.5, 2.5]
     assert moved["w"].dtype == jnp.float32
+
+
+def test_apply_updates_takes_no_complex_update_of_a_real_parameter():
+    with pytest.raises(TypeError, match="'w' is complex; the parameter has dtype float32"):
+        optfn.apply_updates({"w": jnp.ones(2)}, {"w": jnp.ones(2, jnp.complex64)})
+
+
+def test_a_float0_update_changes_nothing():
+    """As optax.set_to_zero gives it for an integer leaf."""
+    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    grads = jax.grad(lambda p: p["w"].sum(), allow_int=True)(params)
+    new = optfn.apply_updates(params, grads)
+    assert new["n"].tolist() == [0, 1] and new["n"].dtype == jnp.int32
+
+
+def test_float64_masters_need_x64():
+    """Else they would be float32, and the master of a float32 leaf the parameter itself."""
+    tx = optfn.master_weights(optfn.sgd(0.1), jnp.float64)
+    with pytest.raises(ValueError, match="dtype float64 needs jax_enable_x64"):
+        tx.init({"w": jnp.ones(2)})

@@ -152,6 +152,15 @@ def test_plateau_rate_is_the_one_read_and_set():
     np.testing.assert_array_equal(updates["w"], -0.25)
 
 
+def test_plateau_inside_multi_steps_gets_its_metric():
+    tx = optax.MultiSteps(optfn.chain(optfn.sgd(1.0), optfn.schedules.reduce_on_plateau(0.1)), 2)
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] * x), tx)
+    state = step.init(P)
+    for _ in range(2):
+        state, _ = step(state, jnp.float32(1.0))
+    np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+
+
 def test_plateau_needs_its_metric():
     tx = optfn.schedules.reduce_on_plateau(0.5, patience=0)
     state = tx.init(P)

@@ -27,7 +27,7 @@ def _moments(
     moment_dtype: str | None,
     lazy: bool | str,
 ) -> optax.GradientTransformationExtraArgs:
-    if lazy not in (False, True, "exact"):
+    if not (isinstance(lazy, bool) or (isinstance(lazy, str) and lazy == "exact")):
         raise ValueError(f'lazy must be False, True or "exact"; got {lazy!r}')
     if moment_dtype is not None:
         checks.choice("moment_dtype", moment_dtype, MOMENT_DTYPES)

@@ -46,16 +46,15 @@ def optimizer(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         common = bound.arguments
+        param_attrs = check_param_attrs(common["param_attrs"])
         before = [core.check_transform(k, common[k]) for k in BEFORE if common[k] is not None]
-        if common["param_attrs"]:
-            before = clip_and_regularize(*(common[k] for k in (*BEFORE, "param_attrs")))
+        if param_attrs:
+            before = clip_and_regularize(*(common[k] for k in BEFORE), param_attrs)
         chain = core.chain(*before, *made.links)
         tx = core.behind_edge(factory.__name__, chain.rule, chain.needs_params, chain.real_only)
         if checks.flag("multi_precision", common["multi_precision"]):
             tx = master_weights(tx)
-        if common["param_attrs"] is not None:
-            tx = attributed(factory.__name__, tx, check_param_attrs(common["param_attrs"]))
-        return tx
+        return attributed(factory.__name__, tx, param_attrs)
 
     make.__doc__ = f"{(factory.__doc__ or '').rstrip()}\n{COMMON_DOC}"
     return make

@@ -39,13 +39,14 @@ def master_weights(
     with a master has the dtype of the master. Needs params.
 
     Raises:
-      ValueError: `dtype` is neither float32 nor float64.
+      ValueError: `dtype` is neither float32 nor float64; at init, `dtype` is float64 without
+        jax_enable_x64.
       TypeError: `tx` is not a gradient transformation.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision.
     """
     try:
-        wide_dtype = jnp.dtype(dtype)
+        wide_dtype = None if dtype is None else jnp.dtype(dtype)
     except TypeError:
         wide_dtype = None
     if wide_dtype not in (jnp.float32, jnp.float64):
@@ -60,6 +61,8 @@ def master_weights(
         )
 
     def init(params: Params) -> MasterWeightsState:
+        if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
+            raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
         leaves, structure = tree.flatten(params)
         wide = [jnp.asarray(p).astype(wide_dtype) if narrow(p) else p for p in leaves]
         masters = [
