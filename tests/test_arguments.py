@@ -7,7 +7,23 @@ import pytest
 import optfn
 
 S = optfn.schedules
+D = optfn.distributed
 NAN = float("nan")
+
+W = {"w": jnp.ones(2)}
+
+
+def loss(params, batch):
+    return jnp.sum(params["w"] * batch)
+
+
+def step(**options):
+    return optfn.make_train_step(loss, optfn.sgd(0.1), **options)
+
+
+def dgc(**options):
+    return optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, **options)
+
 
 CASES = [
     (lambda: optfn.sgd(-0.1), ValueError, r"learning_rate must be >= 0.*-0\.1"),
@@ -70,6 +86,26 @@ CASES = [
     (lambda: optfn.sgd(0.1, param_attrs=()), TypeError, "param_attrs must be a mapping"),
     (lambda: optfn.adam(lazy=jnp.ones(2)), ValueError, "lazy must be False, True or"),
     (lambda: optfn.master_weights(optfn.sgd(0.1), None), ValueError, "dtype must be.*None"),
+    (lambda: dgc(axis_name=None), TypeError, "axis_name must be the name of a mesh axis.*None"),
+    (lambda: dgc(axis_name=0), TypeError, "axis_name must be the name of a mesh axis.*0"),
+    (lambda: dgc(reduce_axis_name={}), TypeError, "reduce_axis_name must be the name"),
+    (lambda: optfn.skip_nonfinite(optfn.sgd(1), axis_name=NAN), TypeError, "axis_name.*nan"),
+    (lambda: optfn.record_metrics(optfn.sgd(1), axis_name=[1.0]), TypeError, "axis_name.*1.0"),
+    (lambda: step(data_axis=None), TypeError, "data_axis must be the name of a mesh axis"),
+    (lambda: D.init_state(optfn.sgd(1), {}, None), TypeError, "mesh must be a jax.sharding.Mesh"),
+    (lambda: step(value_and_grad=3), TypeError, "value_and_grad must be a function.*got 3"),
+    (lambda: step(recompute=3), TypeError, "checkpoints must be a sequence of names; got 3"),
+    (lambda: optfn.pack(optfn.pack(W)), TypeError, "packed already"),
+    (lambda: step().init({"w": "x"}), TypeError, "parameter 'w' must be a floating-point array"),
+    (lambda: step()(None, 1.0), TypeError, "state must be a TrainState.*got None"),
+    (lambda: step()(step(packed=True).init(W), 1.0), TypeError, "packed=False.*packed params"),
+    (lambda: step(packed=True)(step().init(W), 1.0), TypeError, "packed=True.*a tree of params"),
+    (lambda: optfn.sgd(lambda t: None).init(W), TypeError, "learning_rate: the schedule.*None"),
+    (lambda: optfn.sgd(lambda t: "x").init(W), TypeError, "learning_rate: the schedule.*'x'"),
+    (lambda: optfn.save_checkpoint("x", None), TypeError, "state must be a TrainState.*None"),
+    (lambda: optfn.save_checkpoint("", step().init(W)), TypeError, "must be a path; got ''"),
+    (lambda: optfn.restore_checkpoint(3, W), TypeError, "must be a path; got 3"),
+    (lambda: optfn.minimize(loss, optfn.sgd(1), W, 3), TypeError, "batches must be an iterable"),
     (lambda: optfn.make_train_step(3, optfn.sgd(0.1)), TypeError, "loss_fn must be a function"),
     (lambda: optfn.make_train_step(abs, 0.1), TypeError, "tx must be a gradient transformation"),
 ]
@@ -79,6 +115,56 @@ CASES = [
 def test_bad_arguments(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (None, TypeError, "must return a real scalar as the loss; got None"),
+        ("x", TypeError, "must return a real scalar as the loss; got 'x'"),
+        (jnp.ones(3), ValueError, r"must return a scalar; got an array of shape \(3,\)"),
+        (jnp.int32(1), TypeError, "must return a real number; got dtype int32"),
+    ],
+)
+def test_what_a_loss_must_be(loss, error, words):
+    """From loss_fn, and from a value_and_grad of one's own."""
+    tx = optfn.sgd(0.1)
+    one = optfn.make_train_step(lambda params, batch: loss, tx)
+    other = optfn.make_train_step(None, tx, value_and_grad=lambda params, batch: (loss, params))
+    for made in (one, other):
+        with pytest.raises(error, match=words):
+            made(made.init(W), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "words"),
+    [
+        (None, TypeError, "must return the pair"),
+        ((1.0,), TypeError, "must return the pair"),
+        ((1.0, {"w": "x"}), TypeError, "gradient 'w' must be a floating-point array; got 'x'"),
+        ((1.0, {"v": jnp.ones(2)}), ValueError, "missing 'w'; not expected 'v'"),
+    ],
+)
+def test_what_a_value_and_grad_must_be(result, error, words):
+    made = optfn.make_train_step(None, optfn.sgd(0.1), value_and_grad=lambda params, x: result)
+    with pytest.raises(error, match=words):
+        made(made.init(W), 1.0)
+
+
+def test_a_value_and_grad_may_give_python_numbers():
+    def value_and_grad(params, batch):
+        return 1.0, {"w": 1.0}
+
+    made = optfn.make_train_step(None, optfn.sgd(0.1), value_and_grad=value_and_grad)
+    state, metrics = made(made.init({"w": 2.0}), 1.0)
+    assert float(state.params["w"]) == pytest.approx(1.9)
+    assert float(metrics["loss"]) == 1.0
+
+
+def test_averaged_params_of_other_shapes():
+    tx = optfn.chain(optfn.sgd(0.1), optfn.exponential_moving_average())
+    with pytest.raises(ValueError, match=r"'w' has shape \(3,\), its average \(2,\)"):
+        optfn.averaged_params(tx.init(W), {"w": jnp.ones(3)})
 
 
 def test_schedule_that_is_no_scalar():

@@ -1,7 +1,7 @@
 """One function, cut at values that it names into segments that are recomputed."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,8 @@ def recompute_function(fn: Any, names: Sequence[str]) -> Callable[..., Any]:
     """Return `fn`, with its own signature, cut at the values of these names."""
     if not callable(fn):
         raise TypeError(f"fn must be a function with checkpoints; got {fn!r}")
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names) or not names:
+    is_sequence = isinstance(names, Iterable) and not isinstance(names, str)
+    if not is_sequence or not all(isinstance(name, str) for name in names) or not names:
         raise TypeError(f"checkpoints must be a sequence of names; got {names!r}")
     names = tuple(names)
 

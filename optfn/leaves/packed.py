@@ -60,7 +60,7 @@ def pack(params: Params) -> Packed:
       A Packed, which is a pytree; `unpack` returns the tree.
 
     Raises:
-      TypeError: a leaf is not an array, or is row-sparse.
+      TypeError: a leaf is not an array, or is row-sparse; or params are packed already.
 
     >>> import jax.numpy as jnp, optfn
     >>> packed = optfn.pack({"w": jnp.ones((2, 3)), "b": jnp.zeros(3), "n": jnp.int32(7)})
@@ -69,6 +69,8 @@ def pack(params: Params) -> Packed:
     >>> optfn.unpack(packed)["w"].shape
     (2, 3)
     """
+    if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
+        raise TypeError("pack: params are packed already")
     leaves, structure = tree.flatten(params)
     leaves = [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in leaves]
     for path, x in zip(tree.paths(params), leaves, strict=True):

@@ -49,7 +49,7 @@ def optimizer(
         param_attrs = check_param_attrs(common["param_attrs"])
         before = [core.check_transform(k, common[k]) for k in BEFORE if common[k] is not None]
         if param_attrs:
-            before = clip_and_regularize(*(common[k] for k in BEFORE), param_attrs)
+            before = clip_and_regularize(common["grad_clip"], common["regularization"], param_attrs)
         chain = core.chain(*before, *made.links)
         tx = core.behind_edge(factory.__name__, chain.rule, chain.needs_params, chain.real_only)
         if checks.flag("multi_precision", common["multi_precision"]):

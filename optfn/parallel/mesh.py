@@ -13,6 +13,8 @@ from optfn import checks
 from optfn.leaves import slices
 
 AxisName: TypeAlias = Any  # the name of a mesh axis, a tuple of names, or None
+# Some of these are hashable; JAX takes a number for an axis of an array.
+_NO_NAMES = (type(None), bool, int, float, complex, np.ndarray, np.generic, jax.Array)
 
 
 def axes(axis_name: AxisName) -> tuple[Any, ...]:
@@ -20,6 +22,22 @@ def axes(axis_name: AxisName) -> tuple[Any, ...]:
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> AxisName:
+    """Return `axis_name` if it is the name of an axis, or several; None only if `optional`.
+
+    Raises:
+      TypeError: it is not.
+    """
+    names = axes(axis_name)
+    are_names = all(isinstance(x, Hashable) and not isinstance(x, _NO_NAMES) for x in names)
+    if not are_names or not (names or optional):
+        raise TypeError(
+            f"{argument} must be the name of a mesh axis or a tuple of names; got {axis_name!r} of "
+            f"type {type(axis_name).__name__}"
+        )
+    return axis_name
 
 
 def axis_size(axis_name: AxisName) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks
@@ -141,8 +141,15 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
     """Return the number of workers: the product of the sizes of axes of a mesh.
 
     Raises:
+      TypeError: `mesh` is not a mesh, or `axis_name` not a name.
       ValueError: the mesh has no such axis.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
+            f"got {mesh!r} of type {type(mesh).__name__}"
+        )
+    meshes.check_names("axis_name", axis_name)
     missing = [axis for axis in meshes.axes(axis_name) if axis not in mesh.shape]
     if missing:
         raise ValueError(f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}")

@@ -42,7 +42,17 @@ def save_checkpoint(
     Returns:
       The path of the file.
     """
-    directory = Path(directory)
+    if not hasattr(state, "step") or np.shape(state.step) != ():
+        raise TypeError(
+            "save_checkpoint: state must be a TrainState, with a scalar step; "
+            f"got {state!r} of type {type(state).__name__}"
+        )
+    if not isinstance(history, Mapping | None):
+        raise TypeError(
+            "save_checkpoint: history must give arrays by name; "
+            f"got {history!r} of type {type(history).__name__}"
+        )
+    directory = _directory(directory)
     directory.mkdir(parents=True, exist_ok=True)
     arrays = state_dict(jax.tree.map(_gathered, state)) | {
         f"history/{k}": np.asarray(v) for k, v in (history or {}).items()
@@ -77,9 +87,20 @@ def _sync(directory: Path) -> None:
             os.close(descriptor)
 
 
+def _directory(directory: object) -> Path:
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        raise TypeError(
+            "the directory of checkpoints must be a path; "
+            f"got {directory!r} of type {type(directory).__name__}"
+        )
+    return Path(directory)
+
+
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in `directory`, the newest last."""
-    found = [path for path in Path(directory).glob("step_*.npz") if _NAME.fullmatch(path.name)]
+    found = [
+        path for path in _directory(directory).glob("step_*.npz") if _NAME.fullmatch(path.name)
+    ]
     return sorted(found, key=lambda path: int(path.stem.removeprefix("step_")))
 
 

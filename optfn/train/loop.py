@@ -66,6 +66,10 @@ def minimize(
     """
     if steps is not None:
         checks.count("steps", steps)
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise TypeError(
+            f"batches must be an iterable; got {batches!r} of type {type(batches).__name__}"
+        )
     step = make_train_step(
         loss_fn,
         tx,

@@ -18,10 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks, core, sparse
 from optfn.autodiff.recompute import recompute as recomputing
+from optfn.leaves import mismatch
+from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack, unpacked
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LossFn, OptState, Params, PyTree, Updates
 from optfn.parallel import data_parallel as parallel
+from optfn.parallel import mesh as meshes
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
 from optfn.parallel.placement import init_state, num_workers
@@ -62,6 +65,7 @@ class TrainStep:
         On a mesh, params and state are replicated, except for the parts of the state that are a
         worker's own; in a run of several processes all give the same params.
         """
+        mismatch.check_params("TrainStep.init", params, "")
         if self.packed:
             params = pack(params)
         if self.mesh is None:
@@ -79,8 +83,10 @@ class TrainStep:
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the step before.
           ValueError: `state` has been used up by an earlier call.
+          TypeError: `state` is not a TrainState, or its params are packed where the step's are not.
         """
         self.check()
+        self._check_state(state)
         if self.mesh is not None:
             batch = parallel.split(batch, self.mesh, self.data_axis)
         if _is_deleted(state.step):
@@ -98,6 +104,19 @@ class TrainStep:
         if "gave_up" in metrics:
             self._gave_up.append(metrics["gave_up"])
         return state, metrics
+
+    def _check_state(self, state: object) -> None:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                "state must be a TrainState, as init and the step return it; "
+                f"got {state!r} of type {type(state).__name__}"
+            )
+        if is_packed(state.params) != self.packed:
+            kinds = ("a tree of params", "packed params")
+            raise TypeError(
+                f"the step is made with packed={self.packed}; the state has "
+                f"{kinds[is_packed(state.params)]}"
+            )
 
     def check(self) -> None:
         """Raise a FloatingPointError if `skip_nonfinite` gave up in the last step.
@@ -223,8 +242,17 @@ def make_train_step(
     key_of = _keys(rng, data_axis if mesh is not None else None)
     if value_and_grad is not None:
         _check_unused(recompute=recompute, tables=tables, rng=key_of)
-    gradient = value_and_grad or _value_and_grad(
-        loss_fn, checks.flag("has_aux", has_aux), tables, recompute
+        if not callable(value_and_grad):
+            raise TypeError(
+                "value_and_grad must be a function (params, batch) -> (loss, gradients); "
+                f"got {value_and_grad!r}"
+            )
+    checks.flag("has_aux", has_aux)
+    meshes.check_names("data_axis", data_axis)
+    gradient = (
+        _value_and_grad(loss_fn, has_aux, tables, recompute)
+        if value_and_grad is None
+        else _checked(value_and_grad, has_aux)
     )
     if checks.flag("packed", packed):
         if tables is not None:
@@ -243,6 +271,7 @@ def make_train_step(
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         loss, *aux = value if has_aux else (value,)
+        loss = jnp.asarray(loss)
         params, grads, loss = _barrier((state.params, grads, loss))
         updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss, **extra)
         params = core.apply_updates(params, updates)
@@ -301,11 +330,7 @@ def _value_and_grad(
             raise TypeError("with has_aux=True, loss_fn must return the pair (loss, aux)")
         if not has_aux and isinstance(value, tuple):
             raise TypeError("loss_fn returned a tuple; pass has_aux=True if it gives (loss, aux)")
-        loss = jnp.asarray(value[0] if has_aux else value)
-        if loss.shape != ():
-            raise ValueError(f"loss_fn must return a scalar; got an array of shape {loss.shape}")
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
+        _check_loss("loss_fn", value[0] if has_aux else value)
         return value
 
     transform = None
@@ -316,6 +341,41 @@ def _value_and_grad(
     if transform is not None:
         checked = transform(checked)
     return jax.value_and_grad(checked, has_aux=has_aux, allow_int=True)
+
+
+def _check_loss(who: str, loss: Any) -> None:
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float | int):
+        raise TypeError(
+            f"{who} must return a real scalar as the loss; got {loss!r} of type "
+            f"{type(loss).__name__}"
+        )
+    if jnp.shape(loss) != ():
+        raise ValueError(f"{who} must return a scalar; got an array of shape {jnp.shape(loss)}")
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(f"{who} must return a real number; got dtype {jnp.result_type(loss)}")
+
+
+def _as_array(x: Leaf) -> Leaf:
+    return jnp.asarray(x) if isinstance(x, int | float) else x
+
+
+def _checked(value_and_grad: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """Return a user's `value_and_grad`, whose results are checked."""
+
+    def checked(params: Params, batch: Batch) -> tuple[Any, Updates]:
+        result = value_and_grad(params, batch)
+        if not (isinstance(result, tuple | list) and len(result) == 2):
+            raise TypeError("value_and_grad must return the pair (loss, gradients)")
+        value, grads = result
+        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+            raise TypeError(
+                "with has_aux=True, value_and_grad must return ((loss, aux), gradients)"
+            )
+        _check_loss("value_and_grad", value[0] if has_aux else value)
+        mismatch.check_params("value_and_grad", grads, "", "gradient")
+        return value, jax.tree.map(_as_array, grads)
+
+    return checked
 
 
 def _barrier(tree: PyTree) -> PyTree:

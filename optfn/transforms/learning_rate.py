@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optfn import checks, core, numerics
@@ -70,6 +71,11 @@ def advance(
 
 def _driven(learning_rate: Scalar | Schedule, step: jax.Array) -> jax.Array:
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
+    if not (checks.is_host_number(rate) or isinstance(rate, complex | jax.Array | np.ndarray)):
+        raise TypeError(
+            "learning_rate: the schedule must give a number; "
+            f"got {rate!r} of type {type(rate).__name__}"
+        )
     rate = jnp.asarray(rate)
     if rate.shape != () or jnp.iscomplexobj(rate):
         raise ValueError(

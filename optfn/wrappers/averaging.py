@@ -211,4 +211,10 @@ def read_average(state: OptState, params: Params) -> Params:
     columns = [tree.flatten(part)[0] for part in sums]
     if any(len(column) != len(leaves) for column in columns):
         raise ValueError("averaged_params: the average was made for other params")
+    for i, (p, total) in enumerate(zip(leaves, columns[0], strict=True)):
+        if not (tree.is_masked(p) or tree.is_masked(total)) and jnp.shape(p) != total.shape:
+            raise ValueError(
+                f"averaged_params: leaf {tree.paths(params)[i]!r} has shape {jnp.shape(p)}, its "
+                f"average {total.shape}: the average was made for other params"
+            )
     return structure.unflatten([read(*row) for row in zip(leaves, *columns, strict=True)])

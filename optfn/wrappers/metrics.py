@@ -9,7 +9,7 @@ import optax
 from optfn import core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis
+from optfn.parallel.mesh import AxisName, check_axis, check_names
 from optfn.parallel.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
@@ -47,6 +47,7 @@ def record_metrics(
     clip_factor, the smallest factor of the clips by norm in `tx`, 1 without one; learning_rate, NaN
     where `tx` has none or several; 20 bytes, and the state of `tx`. Needs params.
     """
+    check_names("record_metrics: axis_name", axis_name, optional=True)
     tx = core.check_transform("record_metrics: tx", tx)
     inner = optax.with_extra_args_support(tx)
 

@@ -9,7 +9,7 @@ import optax
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis
+from optfn.parallel.mesh import AxisName, check_axis, check_names
 
 
 @declares(passes_own_gradients=True, passes_rows=True)
@@ -48,6 +48,7 @@ def skip_nonfinite(
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """
     most = checks.count("max_consecutive", max_consecutive, low=0)
+    check_names("skip_nonfinite: axis_name", axis_name, optional=True)
     tx = core.check_transform("skip_nonfinite: tx", tx)
     inner = optax.with_extra_args_support(tx)
 
