@@ -15,7 +15,7 @@ chain without an edge between them, so that a gradient meets one edge per optimi
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeAlias
 
 import jax
@@ -130,12 +130,42 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationE
     if not parts:
         raise ValueError("chain needs at least one gradient transformation")
     parts = tuple(check_transform(f"chain: part {i}", part) for i, part in enumerate(parts))
-    tx = Transform(*optax.with_extra_args_support(optax.chain(*parts)))
-    rules = [rule_of(part) for part in parts]
-    tx.rule = optax.with_extra_args_support(optax.chain(*rules))
+    tx = Transform(*_checked_chain(parts))
+    tx.rule = _checked_chain([rule_of(part) for part in parts])
     tx.needs_params = any(getattr(part, "needs_params", False) for part in parts)
     tx.real_only = next(filter(None, (getattr(part, "real_only", "") for part in parts)), "")
     return tx
+
+
+def _checked_chain(parts: Sequence[optax.GradientTransformation]) -> Rule:
+    """Return `optax.chain` of `parts`, with an error for the state of another optimizer."""
+    chained = optax.with_extra_args_support(optax.chain(*parts))
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        if not isinstance(state, tuple | list) or len(state) != len(parts):
+            raise TypeError(
+                f"chain: the state must be a tuple of {len(parts)}, as its init returns; got "
+                f"{_state_text(state)}: it was made by another optimizer"
+            )
+        return chained.update(updates, state, params, **extra)
+
+    return rule(chained.init, update)
+
+
+def check_state(name: str, state: OptState, kind: type) -> None:
+    """Raise a TypeError unless `state` is of the type that the transformation's init returns."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"{name}: the state must be a {kind.__name__}, as its init returns; got "
+            f"{_state_text(state)}: it was made by another optimizer"
+        )
+
+
+def _state_text(state: OptState) -> str:
+    kind = type(state).__name__
+    return f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else kind
 
 
 def rule_of(tx: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -508,10 +508,31 @@ def test_wrong_arguments_are_named(call, error, message):
         call()
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optfn.accumulate(optfn.sgd(0.1), 2),
+        optfn.skip_nonfinite(optfn.sgd(0.1)),
+        optfn.record_metrics(optfn.sgd(0.1)),
+        optfn.master_weights(optfn.sgd(0.1)),
+        optfn.exponential_moving_average(),
+        optfn.model_average(0.5),
+        optfn.chain(optfn.sgd(0.1)),
+        optfn.sgd(0.1),
+    ],
+    ids=repr,
+)
+def test_the_state_of_another_optimizer_is_an_error(tx):
+    params = {"w": jnp.ones(2)}
+    for state in (optfn.adam(0.1).init(params), None, 3, {}):
+        with pytest.raises(TypeError, match=r"the state must be a .*made by another optimizer"):
+            tx.update(params, state, params)
+
+
 def test_functions_among_the_leaves_are_told_how_to_part():
     """As in an equinox module that is not partitioned."""
     with pytest.raises(
-        TypeError, match=r"'act' must be a floating-point array.*equinox\.partition"
+        TypeError, match=r"parameter 'act' must be a floating-point array.*equinox\.partition"
     ):
         optfn.adam(0.1).init({"act": jnp.tanh, "w": jnp.ones(3)})
 

@@ -92,6 +92,7 @@ def exponential_moving_average(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
+        core.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
@@ -168,6 +169,7 @@ def model_average(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
+        core.check_state("model_average", state, ModelAverageState)
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
         acc = state.num_accumulates + 1

@@ -78,6 +78,7 @@ def master_weights(
             raise ValueError(
                 "master_weights needs the parameters: call update(updates, state, params)"
             )
+        core.check_state("master_weights", state, MasterWeightsState)
         tree.check_same_structure("master_weights", "the state", state.master, "params", params)
         leaves, structure = tree.flatten(params)
         masters = tree.flatten(state.master)[0]

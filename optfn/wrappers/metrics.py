@@ -63,6 +63,7 @@ def record_metrics(
             raise ValueError(
                 "record_metrics needs the parameters: call update(updates, state, params)"
             )
+        core.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         axes = axis_names(axis_name, extra)
         norms = [_norm(x, axes) for x in (updates, updated, params)]

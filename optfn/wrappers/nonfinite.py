@@ -59,6 +59,7 @@ def skip_nonfinite(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
+        core.check_state("skip_nonfinite", state, SkipNonfiniteState)
         bad = ~leafwise.all_finite(updates)
         axes = axis_names(axis_name, extra)
         if axes is not None:
