@@ -149,7 +149,7 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {mesh!r} of type {type(mesh).__name__}"
         )
-    meshes.check_names("axis_name", axis_name)
+    meshes.check_names("axis_name", axis_name, optional=True)
     missing = [axis for axis in meshes.axes(axis_name) if axis not in mesh.shape]
     if missing:
         raise ValueError(f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}")
