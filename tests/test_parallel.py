@@ -142,6 +142,26 @@ def test_wrappers_judge_for_all_workers(bad):
     np.testing.assert_allclose(got, np.sqrt(np.mean(np.square(norms))), rtol=1e-5)
 
 
+def test_replicas_stay_the_same_around_compression():
+    """A clip before it is each worker's own; its factor is the smallest of all."""
+    norm = optfn.clip_by_global_norm(1e-3)
+    only = {"w": True, "b": False}, {"w": False, "b": True}
+    masked = optfn.chain(optax.masked(optfn.adam(0.1), only[1]), optax.masked(dgc(), only[0]))
+    for tx in (optfn.chain(norm, dgc()), optfn.record_metrics(optfn.chain(norm, dgc())), masked):
+        state, _ = run(tx, start(), mesh=data_mesh(N))
+        for x in jax.tree.leaves(state):
+            if x.is_fully_replicated:
+                shards = [np.asarray(shard.data) for shard in x.addressable_shards]
+                assert all(np.array_equal(shard, shards[0]) for shard in shards)
+
+
+def test_no_moments_of_own_gradients():
+    """Each worker would have other ones, in an array that stands for all."""
+    for before in (optfn.scale_by_adam(), optfn.exponential_moving_average()):
+        with pytest.raises(ValueError, match="part 0 of a chain is made of each worker's own"):
+            run(optfn.chain(before, dgc()), start(), mesh=data_mesh(N))
+
+
 def test_aux_is_averaged_and_counts_add_up():
     step = optfn.make_train_step(
         lambda p, x: (jnp.sum(p * 0.0), {"mean": x.mean(), "count": jnp.int32(x.size)}),

@@ -93,11 +93,7 @@ def own_leaves(state: OptState, params: Params) -> list[bool]:
       ValueError: a transform exchanges a leaf that `params` does not have: what stands around it
         has another tree than params, so that nobody knows whose gradient it takes.
     """
-    covered: set[str] = set()
-    for node in nodes_of(Exchanged, state):
-        marks = jax.tree.map(_is(ExchangedLeaf), node.leaves, is_leaf=_is_mark)
-        pairs = zip(tree.names(marks), tree.flatten(marks)[0], strict=True)
-        covered |= {name for names, mark in pairs if not tree.is_masked(mark) for name in names}
+    covered = {name for node in nodes_of(Exchanged, state) for name in _covered(node)}
     names_of_leaves = tree.names(params)
     unknown = sorted(covered.difference(*names_of_leaves))
     if unknown:
@@ -147,8 +143,48 @@ def check_wrappers(who: str, state: OptState) -> None:
                 "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
                 "state that is the same on all workers says so: declares(passes_own_gradients=True)"
             )
+    if _is_chain(state):
+        _check_before(who, state)
     for child in children:
         check_wrappers(who, child)
+
+
+def _check_before(who: str, chain: OptState) -> None:
+    """Raise a ValueError if a part of a chain keeps gradients that a later part exchanges.
+
+    It sees each worker's own: on a mesh its state would be taken for the same on all workers.
+    """
+    for i, part in enumerate(chain):
+        marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]
+        covered = {name for mark in marks for name in _covered(mark)}
+        kept = [] if exchanges(part) else [x for x in _floating_paths(part) if _ends(x, covered)]
+        if kept:
+            raise ValueError(
+                f"{who}: {kept[0]!r} of the state of part {i} of a chain is made of each worker's "
+                "own gradient, since a later part exchanges that gradient; put it after that part"
+            )
+
+
+def _covered(mark: Exchanged) -> set[str]:
+    """Return the names of the leaves that a transform exchanges."""
+    marks = jax.tree.map(_is(ExchangedLeaf), mark.leaves, is_leaf=_is_mark)
+    pairs = zip(tree.names(marks), tree.flatten(marks)[0], strict=True)
+    return {name for names, x in pairs if not tree.is_masked(x) for name in names}
+
+
+def _floating_paths(state: OptState) -> list[str]:
+    """Return the names of the floating-point arrays in a state that are not scalars."""
+    shared = jax.tree.map(
+        lambda x: optax.MaskedNode() if isinstance(x, PerWorker) else x,
+        state,
+        is_leaf=_is(PerWorker),
+    )
+    pairs = zip(tree.names(shared), tree.flatten(shared)[0], strict=True)
+    return [name for names, x in pairs if tree.is_inexact(x) and x.ndim for name in names]
+
+
+def _ends(path: str, names: set[str]) -> bool:
+    return any(not name or f"/{path}".endswith(f"/{name}") for name in names)
 
 
 def may_give_rows(state: OptState) -> bool:

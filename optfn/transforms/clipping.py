@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optfn import checks, core, numerics
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise
 from optfn.leaves.types import OptState, Params, Updates
+from optfn.parallel.mesh import axes
 
 
 class ClipState(NamedTuple):
@@ -77,16 +79,22 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ClipState]:
-        del state, params, extra
+        del state, params
         updates = leafwise.merge_rows(updates)
         factors = leafwise.per_tensor(lambda g: clip_factor(numerics.norm(g), c), updates)
         smallest = jnp.ones((), jnp.float32)
         for factor in factors.all():
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         new = leafwise.apply(_multiply, updates, rows="touched", factor=factors)
-        return new, ClipState(smallest)
+        return new, ClipState(_smallest_of_workers(smallest, extra))
 
     return core.rule(_unclipped, update)
+
+
+def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
+    """Return the smallest factor of all workers, where each clips its own gradient."""
+    axis_name = extra.get("axis_name")
+    return factor if axis_name is None else lax.pmin(factor, axes(axis_name))
 
 
 def _multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
@@ -112,10 +120,10 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ClipState]:
-        del state, params, extra
+        del state, params
         updates = leafwise.merge_rows(updates)
         factor = clip_factor(leafwise.global_norm(updates), c)
         new = leafwise.apply(_multiply, updates, rows="touched", factor=factor)
-        return new, ClipState(factor.astype(jnp.float32))
+        return new, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
 
     return core.rule(_unclipped, update)
