@@ -115,11 +115,15 @@ def data_mesh(
 
     Raises:
       ValueError: there are fewer than `num_workers` devices.
+      TypeError: `devices` are not devices, or `axis_name` is not a name.
 
     >>> data_mesh(1).shape["data"]
     1
     """
+    check_names("axis_name", axis_name)
     found = list(jax.devices() if devices is None else devices)
+    if not found or not all(isinstance(device, jax.Device) for device in found):
+        raise TypeError(f"devices must be a sequence of jax.Device; got {devices!r}")
     count = len(found) if num_workers is None else checks.count("num_workers", num_workers)
     if count > len(found):
         raise ValueError(f"num_workers must be at most the {len(found)} devices; got {count}")

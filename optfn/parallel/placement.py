@@ -15,7 +15,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn import checks
+from optfn import checks, core
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.parallel import mesh as meshes
 from optfn.parallel.mesh import AxisName
@@ -99,6 +99,8 @@ def state_specs(
       ValueError: a transform that exchanges gradients by itself is inside a wrapper that is not
         known to be correct there.
     """
+    tx = core.check_transform("state_specs: tx", tx)
+    meshes.check_names("axis_name", axis_name, optional=True)
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
@@ -121,6 +123,7 @@ def init_state(
       axis_name: the mesh axes over which workers exchange.
     """
     workers = num_workers(mesh, axis_name)
+    tx = core.check_transform("init_state: tx", tx)
 
     def init(params: Params) -> OptState:
         return map_state(
