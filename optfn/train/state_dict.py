@@ -43,8 +43,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     The names are words that stay when a transform is inserted in the chain, and are the same
     whether the learning rate is a number, an array or a schedule, and whether params are packed.
     `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    the bits they are made of. Where there are arrays that are a worker's own, "per_worker" lists
-    their names.
+    the bits they are made of, PRNG keys as their data. Where there are arrays that are a worker's
+    own, "per_worker" lists their names.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -76,7 +76,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 def _to_host(leaf: Leaf) -> Leaf:
     if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
-    array = np.array(leaf)
+    array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
     return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array
 
 
@@ -144,8 +144,10 @@ def _holds_packed(x: PyTree) -> bool:
     return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
 
 
-def _template(leaf: Leaf) -> np.ndarray:
+def _template(leaf: Leaf) -> Leaf:
     """Return an array on the host of the shape of `leaf`, whose parts stand for leaves."""
+    if tree.is_key(leaf):
+        return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
@@ -164,6 +166,9 @@ def _packed_as(opt_state: OptState, plain: OptState) -> OptState:
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     """Return `value` as an array like `leaf`, and what keeps it from being one."""
+    if tree.is_key(leaf):
+        data, problem = _fitted(value, jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         fits = value.shape == leaf.shape and value.dtype == leaf.dtype
         return value, "" if fits else f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
