@@ -19,7 +19,7 @@ LossFn: TypeAlias = Callable[..., Any]
 T = TypeVar("T", bound=type)
 
 
-def declares(**flags: bool) -> Callable[[T], T]:
+def declares(**flags: bool | str) -> Callable[[T], T]:
     """Decorate a NamedTuple class with flags that other modules read from the type.
 
     A flag on the type needs no array in the state and survives every wrapper: see

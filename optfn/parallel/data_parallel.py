@@ -122,7 +122,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, x)
 
 
-def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
+def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:
@@ -130,6 +130,7 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
         copied (`jax.make_array_from_process_local_data` makes them of the part of each process).
       mesh: the mesh of the workers.
       data_axis: the mesh axes over which it is split.
+      local_steps: into how many equal parts each worker splits its own.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
@@ -138,9 +139,12 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
     leaves, structure = jax.tree.flatten(batch)
 
     def place(i: int, x: Leaf) -> Leaf:
-        if jnp.ndim(x) and np.shape(x)[0] % workers:
+        if jnp.ndim(x) and np.shape(x)[0] % (workers * local_steps):
+            parts = f"the {workers} workers" + (
+                f" times {local_steps} local steps" if local_steps > 1 else ""
+            )
             raise ValueError(
-                f"the leading axis of the batch must be divisible by the {workers} workers; "
+                f"the leading axis of the batch must be divisible by {parts}; "
                 f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))

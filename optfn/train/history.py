@@ -14,7 +14,7 @@ import numpy as np
 from optfn import checks
 from optfn.leaves.packed import unpack
 from optfn.leaves.types import PyTree
-from optfn.train.step import TrainState
+from optfn.train.state import TrainState
 
 # What the history keeps of each step.
 PER_STEP = ("loss", "learning_rate")
@@ -77,8 +77,8 @@ class Evaluator:
         for value in history.earlier.get(self.key, ()):
             self._compare(float(value))
 
-    def is_due(self, n: int, per_call: int = 1) -> bool:
-        """Tell whether the state after step n is to be evaluated."""
+    def is_due(self, n: int, per_call: int) -> bool:
+        """Tell whether an evaluation is due in the `per_call` steps up to n."""
         if self.function is None or self.every is None:
             return False
         return n // self.every > (n - per_call) // self.every

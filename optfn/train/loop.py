@@ -23,7 +23,8 @@ from optfn.parallel.mesh import AxisName
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.history import Evaluator, History, RunLog, as_numbers
 from optfn.train.progress import Progress
-from optfn.train.step import TrainState, TrainStep, make_train_step
+from optfn.train.state import TrainState
+from optfn.train.step import TrainStep, make_train_step
 
 
 def minimize(
@@ -43,6 +44,8 @@ def minimize(
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
+    local_steps: int = 1,
+    outer: optax.GradientTransformation | None = None,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | None = None,
     monitor: str | None = None,
@@ -87,11 +90,13 @@ def minimize(
         been stopped.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
-    The other arguments, `has_aux` to `value_and_grad`, are those of `make_train_step`.
+    The other arguments, `has_aux` to `outer`, are those of `make_train_step`. With `local_steps`
+    each batch is a round; `steps`, `save_every` and `evaluate_every` count local steps, and what is
+    due within a round happens at its end.
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
-      "learning_rate", with one entry per step; "evaluation", or "evaluation/<key>" for each number
+      "learning_rate", with one entry per batch; "evaluation", or "evaluation/<key>" for each number
       of a dict, with one entry per evaluation, and "evaluation_step", the steps before it.
 
     Raises:
@@ -119,7 +124,14 @@ def minimize(
         tables=tables,
         rng=rng,
         value_and_grad=value_and_grad,
+        local_steps=local_steps,
+        outer=outer,
     )
+    if steps is not None and steps % local_steps:
+        raise ValueError(
+            f"steps must be a multiple of local_steps, {local_steps}, since a run can only stop "
+            f"between rounds; got {steps}"
+        )
     saver = _Saver(step, checkpoint, save_every)
     state, history = saver.restore(step.init(params, model_state))
     evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, history)
@@ -128,15 +140,16 @@ def minimize(
     n = done = int(state.step)
     stopped = False
     with (
-        Progress(steps, checks.flag("progress", progress), done) as report,
+        Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as report,
         RunLog(log, done) as lines,
         _interruptible() as interrupted,
     ):
-        for batch in itertools.islice(batches, done, steps):
+        rounds = None if steps is None else steps // local_steps
+        for batch in itertools.islice(batches, done // local_steps, rounds):
             state, metrics = step(state, batch)
-            n += 1
+            n += local_steps
             history.append(metrics)
-            if evaluator.is_due(n):
+            if evaluator.is_due(n, local_steps):
                 metrics |= evaluator(n, state)
                 best.consider(state)
             report(n, metrics, batch)
@@ -149,7 +162,8 @@ def minimize(
         step.check()
         if not stopped and (not n or (steps is not None and n < steps)):
             raise ValueError(
-                f"batches gave {n} batches; {steps or 'at least 1'} steps were asked for"
+                f"batches gave {n // local_steps} batches; {steps or 'at least 1'} steps were asked"
+                f" for, {local_steps} for each batch"
             )
         if n > done and not evaluator.has_seen(n):
             lines(n, evaluator(n, state))
@@ -179,7 +193,7 @@ class _Saver:
         return state, history
 
     def save_if_due(self, n: int, state: TrainState, history: History) -> None:
-        if n % self.every == 0:
+        if n // self.every > (n - self.step.local_steps) // self.every:
             self.save(n, state, history)
 
     def save(self, n: int, state: TrainState, history: History) -> None:

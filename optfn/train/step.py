@@ -7,44 +7,32 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from optfn import checks, core
 from optfn.leaves import mismatch
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, Leaf, LossFn, OptState, Params, PyTree, Updates
+from optfn.leaves.types import Batch, LossFn, OptState, Params, PyTree, Updates
+from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import mesh as meshes
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
-from optfn.parallel.placement import init_state, num_workers
+from optfn.parallel.placement import init_on_mesh, num_workers
+from optfn.train.local_steps import LocalSteps
 from optfn.train.objective import Form, Objective, of_loss, of_packed, of_value_and_grad, value_fn
+from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.transforms.learning_rate import get_learning_rate
 from optfn.wrappers.nonfinite import SkipNonfiniteState
-
-
-class TrainState(NamedTuple):
-    """What a training run carries from step to step.
-
-    step: int32, the number of steps made.
-    params: what is trained.
-    opt_state: the state of the optimizer.
-    model_state: what the model keeps beside params, such as batch statistics; None without.
-    """
-
-    step: jax.Array
-    params: Params
-    opt_state: OptState
-    model_state: PyTree = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -53,11 +41,12 @@ class TrainStep:
 
     loss_fn: LossFn | None
     tx: optax.GradientTransformationExtraArgs
-    compiled: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+    compiled: StepFn
     mesh: Mesh | None = None
     data_axis: AxisName = "data"
     packed: bool = False
     has_model_state: bool = False
+    local: LocalSteps | None = None
     _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
@@ -65,6 +54,8 @@ class TrainStep:
         options = {} if self.mesh is None else {"mesh": self.mesh, "data_axis": self.data_axis}
         options |= {"packed": True} if self.packed else {}
         options |= {"model_state": True} if self.has_model_state else {}
+        if self.local is not None:
+            options |= {"local_steps": self.local.steps, "outer": self.local.outer}
         shown = [name, repr(self.tx), *(f"{k}={v!r}" for k, v in options.items())]
         return f"TrainStep({', '.join(shown)})"
 
@@ -83,14 +74,20 @@ class TrainStep:
         if self.packed:
             params = pack(params)
         if self.mesh is None:
-            params, model_state = jax.tree.map(_copy, (params, model_state))
+            params, model_state = jax.tree.map(copy, (params, model_state))
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
-            return _on_one_mesh(_distinct(TrainState(step, params, opt_state, model_state)))
+            return on_one_mesh(distinct(TrainState(step, params, opt_state, model_state)))
         step, params, model_state = parallel.replicate(
             (np.int32(0), params, model_state), self.mesh
         )
-        opt_state = init_state(self.tx, params, self.mesh, axis_name=self.data_axis)
+        init = self.tx.init if self.local is None else self.local.init
+        opt_state = init_on_mesh(init, params, self.mesh, self.data_axis)
         return TrainState(step, params, opt_state, model_state)
+
+    @property
+    def local_steps(self) -> int:
+        """How many steps a call makes: 1, or those of a round."""
+        return 1 if self.local is None else self.local.steps
 
     def _check_model_state(self, model_state: PyTree) -> None:
         if (model_state is not None) != self.has_model_state:
@@ -112,7 +109,7 @@ class TrainStep:
         self.check()
         self._check_state(state)
         if self.mesh is not None:
-            batch = parallel.split(batch, self.mesh, self.data_axis)
+            batch = parallel.split(batch, self.mesh, self.data_axis, self.local_steps)
         if _is_deleted(state.step):
             raise ValueError(
                 "the state has been used up by an earlier call of the step, which overwrites it: "
@@ -165,47 +162,6 @@ def _is_on_several_cpus(x: jax.Array) -> bool:
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
-def _copy(x: Leaf) -> jax.Array:
-    # A weakly typed parameter would come back strongly typed and compile the step anew.
-    return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
-
-
-def _distinct(state: TrainState) -> TrainState:
-    """Copy the arrays that stand in two places, as an average that begins with params does.
-
-    A buffer can be donated once only.
-    """
-    seen: set[int] = set()
-
-    def own(x: jax.Array) -> jax.Array:
-        if id(x) in seen:
-            return _copy(x)
-        seen.add(id(x))
-        return x
-
-    return jax.tree.map(own, state)
-
-
-def _on_one_mesh(state: TrainState) -> TrainState:
-    """Replicate what lies on one device, such as counters, over the mesh of the params if any.
-
-    The first step would do so itself, and the second would be compiled anew for its result.
-    """
-    leaves = jax.tree.leaves(state.params)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return state
-    meshes = {x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}
-    if len(meshes) != 1:
-        return state
-    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
-
-    def placed(x: jax.Array) -> jax.Array:
-        on_mesh = isinstance(x.sharding, NamedSharding)
-        return x if on_mesh else jax.device_put(x, everywhere)
-
-    return jax.tree.map(placed, state)
-
-
 def make_train_step(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformation,
@@ -219,6 +175,8 @@ def make_train_step(
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
+    local_steps: int = 1,
+    outer: optax.GradientTransformation | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """Return a jitted training step: gradient, update, new params, in place.
@@ -260,6 +218,12 @@ def make_train_step(
         `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. It takes and
         gives model state and aux as `loss_fn` does, ((loss, model_state), gradients). With `mesh`
         it is called inside `shard_map` with a worker's part of the batch.
+      local_steps: H. With H > 1 a call is a round: each worker makes H steps of `tx` by itself, on
+        equal parts of its part of the batch, with a state of its own; then `outer` gets the drift
+        θ_start − θ_end of each worker as its gradient, in float32, and params become θ_start plus
+        its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
+      outer: the optimizer of the rounds; it sees the mean drift, or each worker's if it exchanges
+        by itself. None is sgd(1.0): params become the mean over workers.
       donate: whether the step may overwrite the state that it is given.
 
     The update gets what transforms of optax ask for: value, the loss; grad, the gradients; and
@@ -312,13 +276,49 @@ def make_train_step(
                 "tables with packed=True: the rows of a table are not a part of a buffer"
             )
         objective = of_packed(objective)
-    step = _step(objective, extra_tx, key_of, None if mesh is None else data_axis)
+    local = _local_steps(
+        local_steps, extra_tx, outer, mesh=mesh, tables=tables, value_and_grad=value_and_grad
+    )
+    axis_name = None if mesh is None else data_axis
+    step = _step(objective, extra_tx, key_of, axis_name if local is None else None)
+    if local is not None:
+        step = local.round(step, data_axis)
     if mesh is not None:
         num_workers(mesh, data_axis)
         step = parallel.on_workers(step, mesh, data_axis)
     donated = (0,) if checks.flag("donate", donate) else ()
     compiled = jax.jit(step, donate_argnums=donated)
-    return TrainStep(loss_fn, extra_tx, compiled, mesh, data_axis, packed, form.has_model_state)
+    return TrainStep(
+        loss_fn, extra_tx, compiled, mesh, data_axis, packed, form.has_model_state, local
+    )
+
+
+def _local_steps(
+    count: int,
+    tx: optax.GradientTransformationExtraArgs,
+    outer: optax.GradientTransformation | None,
+    **others: Any,
+) -> LocalSteps | None:
+    """Return how a round goes; None where a call is one step.
+
+    Args:
+      count: the argument `local_steps`.
+      tx: the optimizer of the workers.
+      outer: the optimizer of the rounds.
+      **others: arguments of `make_train_step`: `mesh`, which rounds need, and those that they
+        cannot be with.
+    """
+    if checks.count("local_steps", count) == 1:
+        if outer is not None:
+            raise ValueError("outer with local_steps=1: it is the optimizer of rounds; pass H > 1")
+        return None
+    if others.pop("mesh") is None:
+        raise ValueError(f"local_steps={count} needs mesh, whose workers train apart")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"local_steps={count} cannot be with {name}; pass one of them")
+    outer = sgd(1.0) if outer is None else core.check_transform("outer", outer)
+    return LocalSteps(count, tx, optax.with_extra_args_support(outer))
 
 
 def _step(
@@ -326,7 +326,7 @@ def _step(
     tx: optax.GradientTransformationExtraArgs,
     key_of: Callable[[jax.Array], jax.Array] | None,
     axis_name: AxisName,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]:
+) -> StepFn:
     """Return the step of one worker; the names of the axes are bound where it runs.
 
     Args:
