@@ -6,6 +6,7 @@ from optfn.compression.residual import add_to_residual, subtract_sent
 from optfn.compression.selection import select_top_k
 from optfn.parallel.mesh import data_mesh
 from optfn.parallel.placement import init_state, rescale_residuals, state_specs
+from optfn.parallel.sharding import scan_layers
 from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
@@ -24,6 +25,7 @@ __all__ = [
     "pipeline_value_and_grad",
     "plan",
     "rescale_residuals",
+    "scan_layers",
     "select_top_k",
     "stack_stages",
     "state_specs",

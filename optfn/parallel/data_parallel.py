@@ -117,7 +117,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
             return tree.on_key_data(place, leaf)
-        return _put(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
+        return put(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)
 
@@ -154,12 +154,12 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -
             return x
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
-        return _put(x, placement)
+        return put(x, placement)
 
     return jax.tree.unflatten(structure, [place(i, x) for i, x in enumerate(leaves)])
 
 
-def _put(x: Leaf, placement: NamedSharding) -> jax.Array:
+def put(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Return a copy of an array on the devices of `placement`, also those of other processes."""
     if isinstance(x, jax.core.Tracer):
         return x

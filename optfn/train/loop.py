@@ -20,6 +20,7 @@ from optfn import checks
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.parallel.mesh import AxisName
+from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.history import Evaluator, History, RunLog, as_numbers
 from optfn.train.progress import Progress
@@ -46,6 +47,7 @@ def minimize(
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
+    shard: Kind | None = None,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | None = None,
     monitor: str | None = None,
@@ -90,7 +92,7 @@ def minimize(
         been stopped.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
-    The other arguments, `has_aux` to `outer`, are those of `make_train_step`. With `local_steps`
+    The other arguments, `has_aux` to `shard`, are those of `make_train_step`. With `local_steps`
     each batch is a round; `steps`, `save_every` and `evaluate_every` count local steps, and what is
     due within a round happens at its end.
 
@@ -126,6 +128,7 @@ def minimize(
         value_and_grad=value_and_grad,
         local_steps=local_steps,
         outer=outer,
+        shard=shard,
     )
     if steps is not None and steps % local_steps:
         raise ValueError(

@@ -1,13 +1,16 @@
 """The loss of a training step and its gradients, from any of the forms that users write."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from optfn import sparse
 from optfn.autodiff.recompute import recompute as recomputing
@@ -15,8 +18,9 @@ from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
-from optfn.parallel.data_parallel import mean_over_workers
-from optfn.parallel.mesh import AxisName
+from optfn.parallel.data_parallel import batch_spec, mean_or_first, mean_over_workers
+from optfn.parallel.mesh import AxisName, axes
+from optfn.parallel.sharding import Sharding, is_spec
 
 
 class Values(NamedTuple):
@@ -125,9 +129,14 @@ def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
             )
 
 
+# Gives the params that a function sees, for the time in which it is traced.
+Whole: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
+
+
 def of_loss(
     loss_fn: LossFn,
     form: Form,
+    whole: Whole = contextlib.nullcontext,
     *,
     tables: Pattern | None = None,
     recompute: Sequence[str] | None = None,
@@ -137,12 +146,14 @@ def of_loss(
     Args:
       loss_fn: (params, batch) -> loss, or another form.
       form: what it takes and gives beside.
+      whole: gives the params that it sees; gradients are those of the params before.
       tables: leaves that are looked up only; see `sparse.value_and_grad`.
       recompute: names of values that are kept for the backward pass.
     """
 
     def value(params: Params, model_state: PyTree, *others: Any) -> Values:
-        returned = loss_fn(params, *form.arguments(model_state, *others))
+        with whole(params) as seen:
+            returned = loss_fn(seen, *form.arguments(model_state, *others))
         return form.values("loss_fn", returned, model_state)
 
     def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
@@ -167,11 +178,17 @@ def of_loss(
     return Objective(value, value_and_grad)
 
 
-def of_value_and_grad(function: Callable[..., Any], form: Form) -> Objective:
-    """Return the objective of a user's own (params, batch) -> (loss, gradients)."""
+def of_value_and_grad(
+    function: Callable[..., Any], form: Form, whole: Whole = contextlib.nullcontext
+) -> Objective:
+    """Return the objective of a user's own (params, batch) -> (loss, gradients).
+
+    Its gradients are those of the params that it sees, which `whole` gives.
+    """
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
-        result = function(params, *form.arguments(model_state, batch))
+        with whole(params) as seen:
+            result = function(seen, *form.arguments(model_state, batch))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(f"value_and_grad must return the pair ({form.result}, gradients)")
         returned, grads = result
@@ -193,6 +210,76 @@ def of_packed(objective: Objective) -> Objective:
         return objective.value(unpack(packed), *others)
 
     return Objective(value, unpacked(objective.value_and_grad))
+
+
+def of_workers(make: Callable[[Whole], Objective], sharding: Sharding, params: Params) -> Objective:
+    """Return the objective of all workers, a function of whole arrays that lie on a mesh.
+
+    Loss and gradients are means over the workers. Each worker gathers the params that it needs, and
+    gets the part of the gradients that it keeps.
+
+    Args:
+      make: returns the objective of one worker.
+      sharding: where params lie.
+      params: of their shapes.
+    """
+    specs, grad_specs = sharding.of_params(params), sharding.of_gradients(params)
+    objective = make(lambda parts: sharding.whole(parts, specs))
+    axis_name = sharding.data_axis
+
+    def mean(values: Values) -> Values:
+        loss, aux = mean_over_workers((values.loss, values.aux), axis_name)
+        return Values(loss, mean_or_first(values.model_state, axis_name), aux)
+
+    def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
+        return mean(objective.value(params, model_state, batch, *_own_keys(keys, axis_name)))
+
+    def value_and_grad(
+        params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array
+    ) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(
+            params, model_state, batch, *_own_keys(keys, axis_name)
+        )
+        grads = sharding.own_part(grads, params, grad_specs)
+        # No device gives back a float0.
+        return mean(values), jax.tree.map(lambda g: g if tree.is_inexact(g) else None, grads)
+
+    def run(function: Callable[..., Any], out_specs: PyTree, *arguments: Any) -> Any:
+        batch, *keys = arguments[2:]
+        in_specs = (
+            jax.tree.map(sharding.on_workers, specs, is_leaf=is_spec),
+            P(),
+            jax.tree.map(lambda x: batch_spec(x, axis_name), batch),
+            *[P()] * len(keys),
+        )
+        return jax.shard_map(
+            function,
+            mesh=sharding.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=frozenset(axes(axis_name)),
+            check_vma=False,
+        )(*arguments)
+
+    def whole_value_and_grad(params: Params, *arguments: Any) -> tuple[Values, Updates]:
+        out_specs = jax.tree.map(
+            lambda p, spec: sharding.on_workers(spec) if tree.is_inexact(p) else None,
+            params,
+            grad_specs,
+        )
+        values, grads = run(value_and_grad, (P(), out_specs), params, *arguments)
+        return values, jax.tree.map(lambda p, g: _no_gradient(p) if g is None else g, params, grads)
+
+    return Objective(functools.partial(run, value, P()), whole_value_and_grad)
+
+
+def _own_keys(keys: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Return keys that are different on each worker."""
+    return [jax.random.fold_in(key, lax.axis_index(axis_name)) for key in keys]
+
+
+def _no_gradient(p: Leaf) -> np.ndarray:
+    return np.zeros(jnp.shape(p), jax.dtypes.float0)
 
 
 def value_fn(
@@ -217,7 +304,7 @@ def value_fn(
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
         def scaled(g: Leaf) -> Leaf:
             if not tree.is_inexact(g):
-                return np.zeros(jnp.shape(g), jax.dtypes.float0)
+                return _no_gradient(g)
             return cotangent.astype(g.dtype) * g
 
         return (tree.map_arrays(scaled, leafwise.densify(grads)),)

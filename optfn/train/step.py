@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn.leaves import mismatch
@@ -25,11 +26,22 @@ from optfn.leaves.types import Batch, LossFn, OptState, Params, PyTree, Updates
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import mesh as meshes
+from optfn.parallel import sharding as shards
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
 from optfn.parallel.placement import init_on_mesh, num_workers
+from optfn.parallel.sharding import Kind, Sharding
 from optfn.train.local_steps import LocalSteps
-from optfn.train.objective import Form, Objective, of_loss, of_packed, of_value_and_grad, value_fn
+from optfn.train.objective import (
+    Form,
+    Objective,
+    Whole,
+    of_loss,
+    of_packed,
+    of_value_and_grad,
+    of_workers,
+    value_fn,
+)
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.transforms.learning_rate import get_learning_rate
 from optfn.wrappers.nonfinite import SkipNonfiniteState
@@ -47,6 +59,7 @@ class TrainStep:
     packed: bool = False
     has_model_state: bool = False
     local: LocalSteps | None = None
+    sharding: Sharding | None = None
     _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
@@ -54,6 +67,7 @@ class TrainStep:
         options = {} if self.mesh is None else {"mesh": self.mesh, "data_axis": self.data_axis}
         options |= {"packed": True} if self.packed else {}
         options |= {"model_state": True} if self.has_model_state else {}
+        options |= {"shard": self.sharding.kind} if self.sharding is not None else {}
         if self.local is not None:
             options |= {"local_steps": self.local.steps, "outer": self.local.outer}
         shown = [name, repr(self.tx), *(f"{k}={v!r}" for k, v in options.items())]
@@ -77,6 +91,12 @@ class TrainStep:
             params, model_state = jax.tree.map(copy, (params, model_state))
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
             return on_one_mesh(distinct(TrainState(step, params, opt_state, model_state)))
+        if self.sharding is not None:
+            placement = self.sharding.place(self.sharding.of_params(params))
+            params = jax.tree.map(parallel.put, params, placement)
+            opt_state = shards.init_state(self.tx, params, self.sharding)
+            step, model_state = parallel.replicate((np.int32(0), model_state), self.sharding.mesh)
+            return distinct(TrainState(step, params, opt_state, model_state))
         step, params, model_state = parallel.replicate(
             (np.int32(0), params, model_state), self.mesh
         )
@@ -108,8 +128,9 @@ class TrainStep:
         """
         self.check()
         self._check_state(state)
-        if self.mesh is not None:
-            batch = parallel.split(batch, self.mesh, self.data_axis, self.local_steps)
+        mesh = self.mesh if self.sharding is None else self.sharding.mesh
+        if mesh is not None:
+            batch = parallel.split(batch, mesh, self.data_axis, self.local_steps)
         if _is_deleted(state.step):
             raise ValueError(
                 "the state has been used up by an earlier call of the step, which overwrites it: "
@@ -177,6 +198,7 @@ def make_train_step(
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
+    shard: Kind | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """Return a jitted training step: gradient, update, new params, in place.
@@ -224,6 +246,13 @@ def make_train_step(
         its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
       outer: the optimizer of the rounds; it sees the mean drift, or each worker's if it exchanges
         by itself. None is sgd(1.0): params become the mean over workers.
+      shard: how params and state are spread over the devices of `mesh`. None: whole on each.
+        "state": the state is, 1/N over `data_axis`; gradients arrive by a reduce-scatter, new
+        params by an all-gather. "params": params are spread as well, and gathered for the loss,
+        layer by layer where it uses `optfn.distributed.scan_layers`. A mapping from patterns of
+        paths to PartitionSpecs of params, which the state follows; other leaves are whole on each
+        device, and axes other than `data_axis` are left to the compiler. A leaf without a dimension
+        that N divides stays whole. The trajectory is that of one device.
       donate: whether the step may overwrite the state that it is given.
 
     The update gets what transforms of optax ask for: value, the loss; grad, the gradients; and
@@ -255,42 +284,92 @@ def make_train_step(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {mesh!r} of type {type(mesh).__name__}"
         )
-    key_of = _keys(rng, data_axis if mesh is not None else None)
     if value_and_grad is not None:
-        _check_unused(recompute=recompute, tables=tables, rng=key_of)
+        _check_unused(recompute=recompute, tables=tables, rng=None if rng is False else rng)
         if not callable(value_and_grad):
             raise TypeError(
                 "value_and_grad must be a function (params, batch) -> (loss, gradients); "
                 f"got {value_and_grad!r}"
             )
     meshes.check_names("data_axis", data_axis)
+    if mesh is not None:
+        num_workers(mesh, data_axis)
     form = Form(checks.flag("model_state", model_state), checks.flag("has_aux", has_aux))
-    if value_and_grad is not None:
-        objective = of_value_and_grad(value_and_grad, form)
-    else:
+
+    def make_objective(whole: Whole = contextlib.nullcontext) -> Objective:
+        if value_and_grad is not None:
+            return of_value_and_grad(value_and_grad, form, whole)
         assert loss_fn is not None
-        objective = of_loss(loss_fn, form, tables=tables, recompute=recompute)
-    if checks.flag("packed", packed):
-        if tables is not None:
-            raise ValueError(
-                "tables with packed=True: the rows of a table are not a part of a buffer"
-            )
-        objective = of_packed(objective)
+        return of_loss(loss_fn, form, whole, tables=tables, recompute=recompute)
+
+    if checks.flag("packed", packed) and tables is not None:
+        raise ValueError("tables with packed=True: the rows of a table are not a part of a buffer")
+    sharding = _sharding(
+        shard, mesh, data_axis, packed=packed or None, tables=tables, local_steps=local_steps
+    )
     local = _local_steps(
         local_steps, extra_tx, outer, mesh=mesh, tables=tables, value_and_grad=value_and_grad
     )
+    key_of = _keys(rng, data_axis if mesh is not None and sharding is None else None)
     axis_name = None if mesh is None else data_axis
-    step = _step(objective, extra_tx, key_of, axis_name if local is None else None)
-    if local is not None:
-        step = local.round(step, data_axis)
-    if mesh is not None:
-        num_workers(mesh, data_axis)
-        step = parallel.on_workers(step, mesh, data_axis)
+    if sharding is not None:
+        step = _sharded_step(make_objective, extra_tx, key_of, sharding)
+    else:
+        objective = of_packed(make_objective()) if packed else make_objective()
+        step = _step(objective, extra_tx, key_of, axis_name if local is None else None)
+        if local is not None:
+            step = local.round(step, data_axis)
+        if mesh is not None:
+            step = parallel.on_workers(step, mesh, data_axis)
     donated = (0,) if checks.flag("donate", donate) else ()
     compiled = jax.jit(step, donate_argnums=donated)
     return TrainStep(
-        loss_fn, extra_tx, compiled, mesh, data_axis, packed, form.has_model_state, local
+        loss_fn, extra_tx, compiled, mesh, data_axis, packed, form.has_model_state, local, sharding
     )
+
+
+def _sharding(
+    shard: Kind | None, mesh: Mesh | None, data_axis: AxisName, **others: Any
+) -> Sharding | None:
+    """Return where params and state lie; None where they are whole on every device.
+
+    Args:
+      shard: the argument of `make_train_step`, as `mesh` and `data_axis`.
+      mesh: the mesh.
+      data_axis: the axes of the workers.
+      **others: arguments that it cannot be with, None where they are not given.
+    """
+    if shard is None:
+        return None
+    if mesh is None:
+        raise ValueError("shard needs mesh, over whose devices params and state are spread")
+    others = {k: v for k, v in others.items() if v is not None and (k, v) != ("local_steps", 1)}
+    if others:
+        name, value = next(iter(others.items()))
+        raise ValueError(f"shard cannot be with {name}={value!r}; pass one of them")
+    # Along explicit axes an update of sharded moments and replicated params would be an error.
+    mesh = Mesh(mesh.devices, mesh.axis_names)
+    return Sharding(shards.check(shard, mesh), mesh, data_axis)
+
+
+def _sharded_step(
+    make_objective: Callable[[Whole], Objective],
+    tx: optax.GradientTransformationExtraArgs,
+    key_of: Callable[[jax.Array], jax.Array] | None,
+    sharding: Sharding,
+) -> StepFn:
+    """Return the step of all workers on arrays that lie as `sharding` says."""
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        objective = of_workers(make_objective, sharding, state.params)
+        new, metrics = _step(objective, tx, key_of, None)(state, batch)
+        specs = jax.tree.map(lambda x: P(), new)._replace(
+            params=sharding.of_params(state.params),
+            opt_state=sharding.of_state(new.opt_state, state.params),
+        )
+        return lax.with_sharding_constraint(new, sharding.place(specs)), metrics
+
+    return step
 
 
 def _local_steps(
