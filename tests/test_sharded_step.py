@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import data_mesh, scan_layers
+from optfn.distributed import data_mesh, plan_memory, scan_layers
 from optfn.parallel.sharding import Sharding
 
 N = 8
@@ -401,3 +401,44 @@ def test_bad_arguments(options, error, words):
 def test_what_does_not_fit_is_said_at_init(tx, shard, words):
     with pytest.raises(ValueError, match=words):
         optfn.make_train_step(loss_fn, tx(), mesh=data_mesh(N), shard=shard).init(PARAMS)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("shard", [None, "state", "params"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_plan_is_what_the_compiled_step_takes_and_sends(shard, stacked):
+    if stacked:
+        params, loss, x = stacked_params(optfn.Stacked), stacked_loss, STACKED_X[0]
+    else:
+        params = {"w": np.ones((32, 64), np.float32), "v": np.ones((64, 128), np.float32)}
+        params["odd"] = np.ones(3, np.float32)
+        x = X[0]
+
+        def loss(p, x):
+            return jnp.mean((x @ p["w"] @ p["v"]) ** 2) + jnp.sum(p["odd"])
+
+    tx, mesh = optfn.adam(0.01), data_mesh(N)
+    step = optfn.make_train_step(loss, tx, mesh=mesh, shard=shard)
+    state = step.init(params)
+    plan = plan_memory(tx, params, mesh, shard=shard)
+    compiled = step.compiled.lower(state, x).compile()
+    arguments = compiled.memory_analysis().argument_size_in_bytes - x.nbytes / N
+    assert plan.params + plan.state == pytest.approx(arguments, rel=0.05)
+    assert plan.params == bytes_a_device(state.params)
+    assert plan.state == bytes_a_device(state.opt_state)
+    assert plan.gradients == sum(p.nbytes for p in jax.tree.leaves(params))
+    if not (stacked and shard == "params"):  # the HLO counts what is in the loop once
+        assert plan.sent == pytest.approx(sum(wire(step, state, x).values()), rel=0.05)
+    else:
+        assert plan.sent == pytest.approx(
+            7 / 8 * sum(3 * p.nbytes for p in jax.tree.leaves(params["layers"].layers))
+            + 7 / 8 * 2 * params["head"].nbytes
+        )
+
+
+def test_a_plan_needs_no_devices():
+    mesh = jax.sharding.AbstractMesh((512, 8), ("data", "model"))
+    params = {"w": jax.ShapeDtypeStruct((1 << 16, 1 << 14), jnp.bfloat16)}
+    plan = plan_memory(optfn.adam(1e-3), params, mesh, shard={"w": P("data", "model")})
+    assert plan.params == 2 * 2**30 // 4096 and plan.gradients == 2 * 2**30 // 8
+    assert plan.state == pytest.approx(4 * plan.params, rel=1e-3)
