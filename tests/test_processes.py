@@ -93,3 +93,8 @@ def test_sharded_processes_train_as_one_device(tmp_path, kind):
     np.testing.assert_allclose(found[0]["loss"], history["loss"][-1], rtol=1e-5)
     for name in params:
         np.testing.assert_allclose(found[0][name], state.params[name], rtol=1e-4, atol=1e-6)
+    # What the two processes wrote together, read by one.
+    one = optfn.make_train_step(loss, tx, **options)
+    restored, _ = optfn.restore_checkpoint(tmp_path / "shared", one.init(params))
+    for name in params:
+        np.testing.assert_array_equal(restored.params[name], np.float32(found[0][name]))

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -201,16 +202,14 @@ def test_a_checkpoint_is_in_natural_order_and_moves_to_other_numbers_of_workers(
 
     data = batches("zipf")
     eight = {"mesh": data_mesh(N), "shard_tables": True}
-    minimize(data[:2], tmp_path / "8", **eight)
-    (path,) = (tmp_path / "8").iterdir()
+    state, _ = minimize(data[:2], tmp_path / "saved", **eight)
     want, _ = run(optfn.make_train_step(loss_fn, RULES["lazy exact"](), tables="t"), data[:2])
-    with np.load(path) as file:
-        np.testing.assert_allclose(file["train/params/t"], want.params["t"], rtol=1e-4, atol=1e-6)
+    natural = optfn.state_dict(state)["train/params/t"]
+    np.testing.assert_allclose(natural, want.params["t"], rtol=1e-4, atol=1e-6)
     whole, _ = minimize(data)
     layouts = {"8": eight, "4": eight | {"mesh": data_mesh(4)}, "1": {}}
     for name, options in layouts.items():
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(tmp_path / "saved", tmp_path / name)
         state, _ = minimize(data, tmp_path / name, **options)
         np.testing.assert_allclose(state.params["t"], whole.params["t"], rtol=1e-4, atol=1e-6)
 

@@ -75,8 +75,14 @@ def train_sharded(kind, directory):
     for batch in batches:
         state, metrics = step(state, batch)
     mu = state.opt_state[1].mu["w"].addressable_shards[0].data.shape
-    directory.mkdir(parents=True)
-    path = optfn.save_checkpoint(directory, state)
+    shared = directory.parent / "shared"
+    optfn.save_checkpoint(shared, state)
+    found, _ = optfn.restore_checkpoint(
+        shared, step.init({"w": np.ones((20, 30), np.float32), "b": np.ones(30, np.float32)})
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a.addressable_data(0), b.addressable_data(0))
+    path = optfn.save_checkpoint(directory, state, sharded=False)
     with np.load(path) as file:
         params = {k: file[f"train/params/{k}"].tolist() for k in ("w", "b")}
     print(json.dumps({"loss": float(metrics["loss"]), "mu": mu, **params}), flush=True)

@@ -24,6 +24,7 @@ from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.history import Evaluator, History, RunLog, as_numbers
 from optfn.train.progress import Progress
+from optfn.train.sharded_checkpoint import wait as finish_saving
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, make_train_step
 
@@ -174,6 +175,7 @@ def minimize(
             lines(n, evaluator(n, state))
             best.consider(state)
         saver.save(n, state, history)
+        finish_saving()
         if interrupted:
             report.say(f"stopped by {interrupted[0]} after step {n}")
     return best.choose(state), history.arrays()
