@@ -8,6 +8,7 @@ from optfn.parallel.memory import MemoryPlan, plan_memory
 from optfn.parallel.mesh import data_mesh
 from optfn.parallel.placement import init_state, rescale_residuals, state_specs
 from optfn.parallel.sharding import scan_layers
+from optfn.parallel.tensor import copy_to, sum_over
 from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
@@ -19,6 +20,7 @@ __all__ = [
     "PipelineParams",
     "Plan",
     "add_to_residual",
+    "copy_to",
     "data_mesh",
     "deep_gradient_compression",
     "init_state",
@@ -33,5 +35,6 @@ __all__ = [
     "stack_stages",
     "state_specs",
     "subtract_sent",
+    "sum_over",
     "unstack_stages",
 ]
