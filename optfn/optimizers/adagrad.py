@@ -141,8 +141,8 @@ def rmsprop(
       momentum: μ, in [0, 1).
       centered: whether to divide by the root of the variance.
 
-    State: r and v, 8 bytes per parameter, 12 if centered. v is kept even for μ = 0, so that μ may
-    be traced. Real leaves.
+    State: r, 4 bytes per parameter, and q if centered, 4 more; v, 4 more, unless μ is a Python or
+    NumPy 0. Real leaves.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """

@@ -15,13 +15,18 @@ import optax
 from optfn import checks, core, numerics
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise
-from optfn.leaves.types import OptState, Params, Updates
+from optfn.leaves.types import OptState, Params, Updates, declares
 
 
 class ScaleByMomentumState(NamedTuple):
     """State of `scale_by_momentum`: 4 bytes per parameter."""
 
     velocity: Params
+
+
+@declares(retired=("velocity",))
+class WithoutMomentumState(ScaleByMomentumState):
+    """State of `scale_by_momentum(0)`: a masked leaf."""
 
 
 def momentum_rule(
@@ -46,13 +51,18 @@ def scale_by_momentum(
       momentum: μ, in [0, 1).
       nesterov: whether to use Nesterov's momentum.
 
-    State: velocity, 4 bytes per parameter. Real and complex leaves.
+    State: velocity, 4 bytes per parameter; none for a Python or NumPy 0, with which the update is
+    the gradient. Real and complex leaves.
 
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
     MomentumOptimizer.
     """
     mu = checks.decay("momentum", momentum)
     nesterov = checks.flag("nesterov", nesterov)
+    if isinstance(mu, float) and mu == 0:
+        return core.stateless(
+            lambda updates, params: updates, WithoutMomentumState(optax.MaskedNode())
+        )
     leaf_rule = partial(momentum_rule, momentum=mu, nesterov=nesterov)
     return core.accumulating(leaf_rule, ScaleByMomentumState)
 
