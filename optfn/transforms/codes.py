@@ -52,7 +52,10 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
     Source: the mixing constants are those of Wellons' "prospector" (triple32's first two rounds).
     """
-    x = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape) * np.uint32(0x9E3779B1) + seed
+    number = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
+    # number·c + seed, in an order in which no array is without the seed: XLA might keep it.
+    c = 0x9E3779B1
+    x = (number + seed * np.uint32(pow(c, -1, 2**32))) * np.uint32(c)
     x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * np.uint32(0x735A2D97)
     return x ^ (x >> 15)

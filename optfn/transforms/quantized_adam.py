@@ -194,7 +194,7 @@ def scale_by_quantized_adam(
 
         # The condition is always true. The loop of one iteration keeps XLA from computing the new
         # moments a second time where they are read, for which it would have to keep the old ones.
-        moments = when(step > 0, advance, tuple(state[1:]), updates, step)
+        moments = when(step > 0, [advance], tuple(state[1:]), updates, step)
 
         def direction(
             g: jax.Array, *moments: jax.Array, **factors: Scalar
