@@ -252,6 +252,14 @@ class ScaleByAdamState(NamedTuple):
     nu: Params
 
 
+def adam_moments(
+    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Scalar, b2: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (g, m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
+    m = numerics.moving_average(m, g, b1)
+    return g, m, numerics.moving_average(v, numerics.abs_squared(g), b2)
+
+
 def adam_rule(
     g: jax.Array,
     m: jax.Array,
@@ -263,9 +271,8 @@ def adam_rule(
     scale: Scalar,
     root: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scale·m/(root·√v + eps), m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
-    m = numerics.moving_average(m, g, b1)
-    v = numerics.moving_average(v, numerics.abs_squared(g), b2)
+    """Return (scale·m/(root·√v + eps), m, v) with the m and v of `adam_moments`."""
+    _, m, v = adam_moments(g, m, v, b1=b1, b2=b2)
     return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
 
 
