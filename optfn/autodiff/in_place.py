@@ -48,7 +48,7 @@ def _when(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyT
         def body(state: PyTree, fn: Callable[..., Any] = fn, own: PyTree = own) -> PyTree:
             # Behind the barrier nothing is invariant, so that XLA computes nothing before the loop.
             (left, carry), fixed = jax.lax.optimization_barrier((state, (*reads, *own)))
-            return left - 1, tuple(fn(*carry, *fixed))
+            return _less_one(left), tuple(fn(*carry, *fixed))
 
         def is_next(state: PyTree, turn: int = len(fns) - i) -> jax.Array:
             return state[0] == turn
@@ -81,3 +81,12 @@ def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 
 def _is_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
+
+
+def _less_one(left: jax.Array) -> jax.Array:
+    """Return left − 1, the first of two numbers in order.
+
+    XLA on CPU, from jaxlib 0.12 on, takes a loop whose number of iterations it does not know for
+    small, whatever its arrays, and runs it on one core; but not one with a sort in it.
+    """
+    return jax.lax.sort(jnp.stack([left, left - 1]))[0]
