@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optfn.leaves.types import PyTree
+from optfn.parallel.mesh import varying_axes
 
 
 def when(
@@ -46,9 +47,8 @@ def _when(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyT
     for i, (fn, own) in enumerate(zip(fns, constants, strict=True)):
 
         def body(state: PyTree, fn: Callable[..., Any] = fn, own: PyTree = own) -> PyTree:
-            # Behind the barrier nothing is invariant, so that XLA computes nothing before the loop.
-            (left, carry), fixed = jax.lax.optimization_barrier((state, (*reads, *own)))
-            return _less_one(left), tuple(fn(*carry, *fixed))
+            left, carry = state
+            return _less_one(left), tuple(fn(*_variant(left, (*carry, *reads, *own))))
 
         def is_next(state: PyTree, turn: int = len(fns) - i) -> jax.Array:
             return state[0] == turn
@@ -81,6 +81,23 @@ def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 
 def _is_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
+
+
+def _variant(left: jax.Array, values: PyTree) -> PyTree:
+    """Return `values` behind a barrier that the counter of the loop passes too.
+
+    So nothing is invariant in the loop, and XLA computes nothing before it. There is one barrier
+    for each set of mesh axes over which values vary, because all results of a barrier vary alike.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        groups.setdefault(varying_axes(x), []).append(i)
+    for group in groups.values():
+        passed = jax.lax.optimization_barrier([left, *(leaves[i] for i in group)])
+        for i, x in zip(group, passed[1:], strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _less_one(left: jax.Array) -> jax.Array:

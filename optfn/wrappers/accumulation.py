@@ -135,8 +135,7 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
 def _added(total: Leaf, g: Leaf, is_first: jax.Array) -> Leaf:
     if not _is_summed(total, g):
         return total
-    g = g.astype(total.dtype).reshape(total.shape)
-    return jnp.where(is_first, g, total + g)
+    return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
