@@ -37,8 +37,9 @@ from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.train.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from optfn.train.inspection import assert_in_place
 from optfn.train.loop import minimize
+from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_params, load_state_dict, state_dict, summary
-from optfn.train.step import TrainState, TrainStep, make_train_step
+from optfn.train.step import TrainStep, make_train_step
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from optfn.transforms.ftrl import ftrl_proximal

@@ -4,14 +4,17 @@ from optfn.compression.dgc import deep_gradient_compression
 from optfn.compression.packets import PacketFormat, mean_of_sent
 from optfn.compression.residual import add_to_residual, subtract_sent
 from optfn.compression.selection import select_top_k
+from optfn.parallel.memory import MemoryPlan, plan_memory
 from optfn.parallel.mesh import data_mesh
 from optfn.parallel.placement import init_state, rescale_residuals, state_specs
+from optfn.parallel.sharding import scan_layers
 from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
 
 __all__ = [
+    "MemoryPlan",
     "PacketFormat",
     "PipelineParams",
     "Plan",
@@ -23,7 +26,9 @@ __all__ = [
     "on_each_device",
     "pipeline_value_and_grad",
     "plan",
+    "plan_memory",
     "rescale_residuals",
+    "scan_layers",
     "select_top_k",
     "stack_stages",
     "state_specs",

@@ -1,5 +1,6 @@
 """Real processes on the loopback: `jax.distributed`, replicas, a worker that dies."""
 
+import json
 import os
 import re
 import socket
@@ -8,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import train_worker
+
+import optfn
 
 HERE = Path(__file__).parent
 # Within which the others notice that a worker is gone: its sockets close, or heartbeats stop.
@@ -69,3 +74,22 @@ def test_a_worker_that_dies(tmp_path):
     assert re.search(r"heartbeat timeout|Connection (closed|reset) by peer", error), error
     (found,) = replicas(launch(tmp_path, 1, 8))
     assert found[1] == "1"
+
+
+@pytest.mark.parametrize("kind", ["state", "params", "tables"])
+def test_sharded_processes_train_as_one_device(tmp_path, kind):
+    """Through gloo, whose reduce-scatter cannot be used (jax issue 40830)."""
+    results = launch(tmp_path, 2, 4, kind)
+    found = []
+    for code, out, error in results:
+        assert code == 0, out + error
+        found.append(json.loads(out.splitlines()[-1]))
+    assert found[0] == found[1]
+    assert found[0]["mu"] == [10, 30]  # half of (20, 30) on each
+    params = {"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)}
+    loss, tx, options, batches = train_worker.sharded_run(kind)
+    options = {k: v for k, v in options.items() if k == "tables"}
+    state, history = optfn.minimize(loss, tx, params, batches, progress=False, **options)
+    np.testing.assert_allclose(found[0]["loss"], history["loss"][-1], rtol=1e-5)
+    for name in params:
+        np.testing.assert_allclose(found[0][name], state.params[name], rtol=1e-4, atol=1e-6)

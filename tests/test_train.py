@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optfn
-from optfn.train.loop import _Progress
+from optfn.train.progress import Progress
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
@@ -153,7 +153,7 @@ def test_progress_on_a_terminal_is_a_bar():
             return True
 
     file = Terminal()
-    with _Progress(3, True, file=file) as report:
+    with Progress(3, True, file=file) as report:
         for n in range(1, 4):
             report(n, {"loss": 1.0 / n})
     assert "3/3" in file.getvalue()

@@ -15,6 +15,19 @@ def is_state(x: object) -> bool:
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
+def main_part(state: OptState) -> OptState:
+    """Return what speaks for a state where no part is named.
+
+    That is the main field of a node whose type declares one; `state` itself where there is none.
+    """
+
+    def has_main(x: object) -> bool:
+        return hasattr(type(x), "main")
+
+    found = [x for x in jax.tree.leaves(state, is_leaf=has_main) if has_main(x)]
+    return getattr(found[0], type(found[0]).main) if found else state
+
+
 def _has_states(x: object) -> bool:
     if is_state(x):
         return True
@@ -49,13 +62,16 @@ def named_parts(
       state: the state of an optimizer, however wrapped.
       stop: selects states that are yielded as they are, not leaf by leaf.
       unnamed: selects states that add no word, because that of the state around them is enough.
+
+    A type may declare that its fields are labels, as the keys of a dict are (`labels`), or that it
+    adds no word (`adds_no_word`).
     """
     seen: dict[str, int] = {}
 
     def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
         if is_state(node) and node._fields:
             name = prefix
-            if not unnamed(node):
+            if not (unnamed(node) or getattr(type(node), "adds_no_word", False)):
                 name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
@@ -68,6 +84,9 @@ def named_parts(
         elif is_transparent(node):
             (inner,) = node
             yield from walk(inner, prefix, labels)
+        elif getattr(type(node), "labels", False):
+            for label, child in node._asdict().items():
+                yield from walk(child, join(labels, label), join(labels, label))
         elif _has_states(node):
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:

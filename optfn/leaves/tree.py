@@ -42,6 +42,18 @@ def is_inexact(x: Leaf) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
+def is_key(x: Leaf) -> bool:
+    """Tell whether a leaf is a typed PRNG key, or an array of them."""
+    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def on_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
+    """Return the key whose data are `fn` of the data of `key`."""
+    data = fn(jax.random.key_data(key))
+    new: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+    return new
+
+
 def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
     """Return the leaves of `tree`, masked ones included, and its structure."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)

@@ -19,7 +19,7 @@ LossFn: TypeAlias = Callable[..., Any]
 T = TypeVar("T", bound=type)
 
 
-def declares(**attributes: bool | tuple[str, ...]) -> Callable[[T], T]:
+def declares(**attributes: bool | str | tuple[str, ...]) -> Callable[[T], T]:
     """Decorate a NamedTuple class with attributes that other modules read from the type.
 
     An attribute of the type needs no array in the state and survives every wrapper: see

@@ -35,11 +35,8 @@ def on_workers(
     """
 
     def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-        placed = state._replace(
-            step=P(),
-            params=jax.tree.map(lambda x: P(), state.params),
-            opt_state=specs_of(state.opt_state, data_axis),
-        )
+        replicated = jax.tree.map(lambda x: P(), state)
+        placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         # With check_vma, JAX itself would sum the gradient of replicated parameters over workers.
         run = jax.shard_map(
@@ -58,8 +55,11 @@ def batch_spec(x: Leaf, data_axis: AxisName) -> P:
 def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
-    The mean of a row-sparse leaf consists of the rows of all workers.
+    The mean of a row-sparse leaf consists of the rows of all workers. Without axes there is one
+    worker, and `x` comes back.
     """
+    if not axes(axis_name):
+        return x
 
     def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Rows):
@@ -73,6 +73,24 @@ def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(reduce, x, is_leaf=tree.is_leaf)
 
 
+def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
+    """Return the mean over workers of each floating-point leaf, and worker 0's of all others."""
+    if not axes(axis_name):
+        return x
+    is_first = lax.axis_index(axes(axis_name)) == 0
+
+    def reduce(leaf: Leaf) -> Leaf:
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return lax.pmean(leaf, axes(axis_name))
+        if tree.is_key(leaf):
+            return tree.on_key_data(reduce, leaf)
+        # One worker's number and zeros: their sum is that number.
+        return lax.psum(jnp.where(is_first, leaf, 0), axes(axis_name)).astype(leaf.dtype)
+
+    return jax.tree.map(reduce, x)
+
+
 def for_optimizer(
     grads: Updates, opt_state: OptState, axis_name: AxisName
 ) -> tuple[Updates, dict[str, Any]]:
@@ -82,7 +100,7 @@ def for_optimizer(
     averaged. The extra argument is then the axis name, by which wrappers such as `skip_nonfinite`
     combine the workers' gradients.
     """
-    if not exchanges(opt_state):
+    if not axes(axis_name) or not exchanges(opt_state):
         return mean_over_workers(grads, axis_name), {}
     leaves, structure = tree.flatten(grads)
     per_worker = own_leaves(opt_state, grads)
@@ -95,10 +113,16 @@ def for_optimizer(
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     """Return copies of arrays on every device of the mesh; all processes must pass the same."""
-    return jax.tree.map(lambda leaf: _put(leaf, sharding(mesh, P(), jnp.ndim(leaf))), x)
+
+    def place(leaf: Leaf) -> jax.Array:
+        if tree.is_key(leaf):
+            return tree.on_key_data(place, leaf)
+        return put(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
+
+    return jax.tree.map(place, x)
 
 
-def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
+def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:
@@ -106,6 +130,7 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
         copied (`jax.make_array_from_process_local_data` makes them of the part of each process).
       mesh: the mesh of the workers.
       data_axis: the mesh axes over which it is split.
+      local_steps: into how many equal parts each worker splits its own.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
@@ -114,9 +139,12 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
     leaves, structure = jax.tree.flatten(batch)
 
     def place(i: int, x: Leaf) -> Leaf:
-        if jnp.ndim(x) and np.shape(x)[0] % workers:
+        if jnp.ndim(x) and np.shape(x)[0] % (workers * local_steps):
+            parts = f"the {workers} workers" + (
+                f" times {local_steps} local steps" if local_steps > 1 else ""
+            )
             raise ValueError(
-                f"the leading axis of the batch must be divisible by the {workers} workers; "
+                f"the leading axis of the batch must be divisible by {parts}; "
                 f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
@@ -126,12 +154,12 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName) -> Batch:
             return x
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
-        return _put(x, placement)
+        return put(x, placement)
 
     return jax.tree.unflatten(structure, [place(i, x) for i, x in enumerate(leaves)])
 
 
-def _put(x: Leaf, placement: NamedSharding) -> jax.Array:
+def put(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Return a copy of an array on the devices of `placement`, also those of other processes."""
     if isinstance(x, jax.core.Tracer):
         return x

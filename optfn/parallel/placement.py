@@ -122,22 +122,28 @@ def init_state(
       mesh: a mesh, such as `data_mesh()`.
       axis_name: the mesh axes over which workers exchange.
     """
-    workers = num_workers(mesh, axis_name)
-    tx = core.check_transform("init_state: tx", tx)
+    return init_on_mesh(core.check_transform("init_state: tx", tx).init, params, mesh, axis_name)
 
-    def init(params: Params) -> OptState:
+
+def init_on_mesh(
+    init: Callable[[Params], OptState], params: Params, mesh: Mesh, axis_name: AxisName
+) -> OptState:
+    """Return what `init_state` does, for an init function."""
+    workers = num_workers(mesh, axis_name)
+
+    def init_all(params: Params) -> OptState:
         return map_state(
             lambda x: jnp.tile(x, (workers, *[1] * (x.ndim - 1))),
             lambda x: x,
-            tx.init(params),
+            init(params),
             lambda x: jnp.full_like(x, workers),
         )
 
-    shapes = jax.eval_shape(tx.init, params)
+    shapes = jax.eval_shape(init, params)
     shardings = jax.tree.map(
         lambda spec, x: meshes.sharding(mesh, spec, x.ndim), specs_of(shapes, axis_name), shapes
     )
-    return jax.jit(init, out_shardings=shardings)(params)
+    return jax.jit(init_all, out_shardings=shardings)(params)
 
 
 def num_workers(mesh: Mesh, axis_name: AxisName) -> int:

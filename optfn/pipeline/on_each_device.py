@@ -101,7 +101,9 @@ def on_each_device(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        extra.pop("row_updates", None)  # updates leave the devices laid out like params, as arrays
+        # Updates leave the devices laid out like params, as arrays; and of what the training step
+        # says, only numbers are the same on all devices.
+        extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
         _check_workers(updates, workers, data_axis)
         gradients, structure = tree.flatten(updates)
         flags: tree.Flags = [(_has_gradient(g),) for g in gradients]

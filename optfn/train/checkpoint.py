@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from optfn.leaves.tree import is_key
 from optfn.leaves.types import Leaf, PyTree
 from optfn.train.state_dict import load_state_dict, state_dict
 
@@ -73,6 +74,7 @@ def save_checkpoint(
 def _gathered(x: Leaf) -> Leaf:
     """Return an array on this host, gathered if other processes hold a part of it."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = jax.random.key_data(x) if is_key(x) else x
         return multihost_utils.process_allgather(x, tiled=True)
     return x
 

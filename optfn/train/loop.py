@@ -1,23 +1,31 @@
-"""The whole training loop: fluid's minimize, with a progress bar and checkpoints."""
+"""The whole training loop: fluid's minimize, with evaluation, a progress bar and checkpoints."""
 
+import contextlib
 import itertools
-import math
 import os
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TextIO
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from optfn import checks
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, LossFn, Params, Updates
+from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.parallel.mesh import AxisName
+from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
-from optfn.train.step import TrainState, make_train_step
+from optfn.train.history import Evaluator, History, RunLog, as_numbers
+from optfn.train.progress import Progress
+from optfn.train.state import TrainState
+from optfn.train.step import TrainStep, make_train_step
 
 
 def minimize(
@@ -29,17 +37,33 @@ def minimize(
     steps: int | None = None,
     progress: bool = True,
     has_aux: bool = False,
+    model_state: PyTree = None,
     mesh: Mesh | None = None,
     data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
     packed: bool = False,
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
-    value_and_grad: Callable[[Params, Batch], tuple[Any, Updates]] | None = None,
+    value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
+    local_steps: int = 1,
+    outer: optax.GradientTransformation | None = None,
+    shard: Kind | None = None,
+    shard_tables: bool = False,
+    evaluate: Callable[..., Any] | None = None,
+    evaluate_every: int | None = None,
+    monitor: str | None = None,
+    patience: int | None = None,
+    keep_best: bool = False,
+    callback: Callable[[int, TrainState, dict[str, Any]], bool | None] | None = None,
+    log: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train: one step for each batch.
+
+    Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
+    its end, and what there is comes back. A second Ctrl-C interrupts at once. (In a run of several
+    processes both act as they do without optfn.)
 
     Args:
       loss_fn: (params, batch) -> loss, as for `make_train_step`.
@@ -47,18 +71,36 @@ def minimize(
       params: the tree to start from; it stays as it is.
       batches: an iterable of batches.
       steps: how many steps to make at most; None goes to the end of `batches`.
-      progress: whether to show a bar with loss and learning rate on the terminal (by tqdm, where it
-        is installed); where there is no terminal, lines `step <n> loss <number>`.
+      progress: whether to show a bar with loss, learning rate and examples per second on the
+        terminal (by tqdm, where it is installed); where there is no terminal, lines
+        `step <n> loss <number>`.
+      model_state: what the model keeps beside params, such as batch statistics: the initial one.
+        `loss_fn` then takes and gives it, as with `make_train_step(model_state=True)`.
+      evaluate: (params) -> a number or a dict of numbers; with `model_state` (params, model_state).
+        It is called every `evaluate_every` steps and at the end.
+      evaluate_every: steps between evaluations, ≥ 1; None means only at the end.
+      monitor: the key of the number that should fall, where `evaluate` gives a dict.
+      patience: the run ends when so many evaluations in a row were no better than the best, ≥ 1.
+      keep_best: whether the state with the best evaluation comes back instead of the last one. It
+        is a copy on the devices, and in `checkpoint`/best where there are checkpoints.
+      callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
+        the run. The next step overwrites the state: copy what is to be kept of it. Reading the
+        metrics waits for the step.
+      log: a file for the metrics, one JSON object a line, written while the run goes on; a run that
+        resumes goes on with it.
       checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
         the batches that were used, so pass the same ones, and ends bit for bit as if it had not
         been stopped.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
-    The other arguments, `has_aux` to `value_and_grad`, are those of `make_train_step`.
+    The other arguments, `has_aux` to `shard_tables`, are those of `make_train_step`. With
+    `local_steps` each batch is a round; `steps`, `save_every` and `evaluate_every` count local
+    steps, and what is due within a round happens at its end.
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
-      "learning_rate", with one entry per step.
+      "learning_rate", with one entry per batch; "evaluation", or "evaluation/<key>" for each number
+      of a dict, with one entry per evaluation, and "evaluation_step", the steps before it.
 
     Raises:
       ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.
@@ -66,14 +108,18 @@ def minimize(
     """
     if steps is not None:
         checks.count("steps", steps)
+    checks.count("save_every", save_every)
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
         raise TypeError(
             f"batches must be an iterable; got {batches!r} of type {type(batches).__name__}"
         )
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be a function of (step, state, metrics); got {callback!r}")
     step = make_train_step(
         loss_fn,
         tx,
         has_aux=has_aux,
+        model_state=model_state is not None,
         mesh=mesh,
         data_axis=data_axis,
         recompute=recompute,
@@ -81,107 +127,144 @@ def minimize(
         tables=tables,
         rng=rng,
         value_and_grad=value_and_grad,
+        local_steps=local_steps,
+        outer=outer,
+        shard=shard,
+        shard_tables=shard_tables,
     )
-    state = step.init(params)
-    checks.count("save_every", save_every)
-    run = _History()
-    if checkpoint is not None:
-        restored = restore_checkpoint(checkpoint, state)
-        if restored is not None:
-            state, run.earlier = restored
+    if steps is not None and steps % local_steps:
+        raise ValueError(
+            f"steps must be a multiple of local_steps, {local_steps}, since a run can only stop "
+            f"between rounds; got {steps}"
+        )
+    saver = _Saver(step, checkpoint, save_every)
+    state, history = saver.restore(step.init(params, model_state))
+    evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, history)
+    best = _Best(checks.flag("keep_best", keep_best), evaluator, saver)
+    best.restore(state)
     n = done = int(state.step)
-    saved = done if done else None
-    with _Progress(steps, checks.flag("progress", progress), done) as report:
-        for batch in itertools.islice(batches, done, steps):
+    stopped = False
+    with (
+        Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as report,
+        RunLog(log, done) as lines,
+        _interruptible() as interrupted,
+    ):
+        rounds = None if steps is None else steps // local_steps
+        for batch in itertools.islice(batches, done // local_steps, rounds):
             state, metrics = step(state, batch)
-            n += 1
-            run.append(metrics)
-            report(n, metrics)
-            if checkpoint is not None and n % save_every == 0:
-                step.check()
-                save_checkpoint(checkpoint, state, run.arrays())
-                saved = n
-    step.check()
-    if not n or (steps is not None and n < steps):
-        raise ValueError(f"batches gave {n} batches; {steps or 'at least 1'} steps were asked for")
-    if checkpoint is not None and saved != n:
-        save_checkpoint(checkpoint, state, run.arrays())
-    return state, run.arrays()
+            n += local_steps
+            history.append(metrics)
+            if evaluator.is_due(n, local_steps):
+                metrics |= evaluator(n, state)
+                best.consider(state)
+            report(n, metrics, batch)
+            lines(n, metrics)
+            stopped = callback is not None and callback(n, state, as_numbers(metrics)) is True
+            stopped |= bool(interrupted) or evaluator.gave_up
+            saver.save_if_due(n, state, history)
+            if stopped:
+                break
+        step.check()
+        if not stopped and (not n or (steps is not None and n < steps)):
+            raise ValueError(
+                f"batches gave {n // local_steps} batches; {steps or 'at least 1'} steps were asked"
+                f" for, {local_steps} for each batch"
+            )
+        if n > done and not evaluator.has_seen(n):
+            lines(n, evaluator(n, state))
+            best.consider(state)
+        saver.save(n, state, history)
+        if interrupted:
+            report.say(f"stopped by {interrupted[0]} after step {n}")
+    return best.choose(state), history.arrays()
 
 
-class _History:
-    """What each step reports; on the device until it is asked for."""
-
-    def __init__(self) -> None:
-        self.earlier: dict[str, np.ndarray] = {}
-        self.entries: list[dict[str, Any]] = []
-
-    def append(self, metrics: dict[str, Any]) -> None:
-        self.entries.append({k: metrics[k] for k in ("loss", "learning_rate") if k in metrics})
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        fetched = jax.device_get(self.entries)
-        new = {k: np.array([entry[k] for entry in fetched]) for k in (fetched or [{}])[0]}
-        both = {k: [x[k] for x in (self.earlier, new) if k in x] for k in self.earlier | new}
-        return {k: np.concatenate(parts) for k, parts in both.items()}
-
-
-class _Progress:
-    """A progress bar on a terminal, lines elsewhere, nothing where it is turned off.
-
-    Reading a loss waits for the device, so it is read a few times a second at most, and for lines
-    at the first, the last and each tenth part of the steps.
-    """
+class _Saver:
+    """Saves a run in a directory, where one is given, and finds the one that was saved there."""
 
     def __init__(
-        self, steps: int | None, shown: bool, done: int = 0, file: TextIO | None = None
+        self, step: TrainStep, directory: str | os.PathLike[str] | None, every: int
     ) -> None:
-        self.steps, self.done = steps, done
-        self.file = file or sys.stderr
-        self.bar: Any = None
-        self.shown = shown
-        self.every = max(1, steps // 10) if steps else 100
-        self.last: tuple[int, dict[str, Any]] | None = None
-        self.printed = 0
+        self.step, self.directory, self.every = step, directory, every
+        self.saved: int | None = None
 
-    def __enter__(self) -> "_Progress":
-        if self.shown and self.file.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                return self
-            self.bar = tqdm(
-                total=self.steps, initial=self.done, file=self.file, unit="step", mininterval=0.25
-            )
-        return self
+    def restore(self, state: TrainState) -> tuple[TrainState, History]:
+        """Return the state and the history to start from: those that were saved, if any."""
+        history = History()
+        restored = None if self.directory is None else restore_checkpoint(self.directory, state)
+        if restored is not None:
+            state, history.earlier = restored
+            self.saved = int(state.step)
+        return state, history
 
-    def __call__(self, n: int, metrics: dict[str, Any]) -> None:
-        if not self.shown:
-            return
-        self.last = n, metrics
-        if self.bar is not None:
-            if self.bar.update(1):
-                self.bar.set_postfix_str(_words(metrics), refresh=False)
-        elif n == self.done + 1 or n % self.every == 0:
-            self._line()
+    def save_if_due(self, n: int, state: TrainState, history: History) -> None:
+        if n // self.every > (n - self.step.local_steps) // self.every:
+            self.save(n, state, history)
 
-    def _line(self) -> None:
-        if self.last is not None and self.last[0] != self.printed:
-            self.printed, metrics = self.last
-            print(f"step {self.printed} {_words(metrics)}", file=self.file, flush=True)
-
-    def __exit__(self, *error: Any) -> None:
-        if self.bar is not None:
-            if self.last is not None:
-                self.bar.set_postfix_str(_words(self.last[1]), refresh=False)
-            self.bar.close()
-        else:
-            self._line()
+    def save(self, n: int, state: TrainState, history: History) -> None:
+        """Save the state after step n, unless it is saved."""
+        if self.directory is not None and self.saved != n:
+            self.step.check()
+            save_checkpoint(self.directory, state, history.arrays())
+            self.saved = n
 
 
-def _words(metrics: dict[str, Any]) -> str:
-    loss = float(metrics["loss"])
-    words = f"loss {loss:.4f}" if math.isfinite(loss) else f"loss {loss}"
-    if "learning_rate" in metrics:
-        words += f" rate {float(metrics['learning_rate']):.3g}"
-    return words
+class _Best:
+    """The state with the best evaluation so far, where it is asked for."""
+
+    def __init__(self, wanted: bool, evaluator: Evaluator, saver: _Saver) -> None:
+        if wanted and evaluator.function is None:
+            raise ValueError("keep_best needs evaluate, a function of params")
+        self.wanted, self.evaluator = wanted, evaluator
+        self.directory = None if saver.directory is None else Path(saver.directory) / "best"
+        self.state: TrainState | None = None
+
+    def restore(self, template: TrainState) -> None:
+        """Read the best state of the run that is resumed."""
+        if self.wanted and self.directory is not None and int(template.step):
+            restored = restore_checkpoint(self.directory, template)
+            self.state = None if restored is None else restored[0]
+
+    def consider(self, state: TrainState) -> None:
+        """Keep a copy of the state that was just evaluated, if it is the best."""
+        if self.wanted and self.evaluator.is_best:
+            self.state = jax.tree.map(jnp.copy, state)
+            if self.directory is not None:
+                save_checkpoint(self.directory, state, keep=1)
+
+    def choose(self, last: TrainState) -> TrainState:
+        """Return the best state, or the last one."""
+        return last if self.state is None else self.state
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[str]]:
+    """Give a list that gets the name of the first SIGINT or SIGTERM; the next one acts as ever.
+
+    Signals that the program handles itself stay its own, and so do all in a run of several
+    processes, which have to stop after the same step.
+    """
+    caught: list[str] = []
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    is_main = threading.current_thread() is threading.main_thread()
+    ours = [s for s, handler in usual.items() if signal.getsignal(s) == handler]
+    if not is_main or jax.process_count() > 1:
+        ours = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(signal.Signals(number).name)
+        release()
+
+    def release() -> None:
+        for s in ours:
+            signal.signal(s, usual[s])
+
+    for s in ours:
+        signal.signal(s, catch)
+    try:
+        yield caught
+    finally:
+        release()

@@ -12,13 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding
 
 from optfn import checks, core
 from optfn.leaves import state_names, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
+from optfn.parallel import sharding as shards
+from optfn.parallel.mesh import AxisName
 from optfn.parallel.placement import PER_WORKER_KEY, map_state
+from optfn.parallel.sharding import Kind, Sharding
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import (
@@ -43,8 +47,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     The names are words that stay when a transform is inserted in the chain, and are the same
     whether the learning rate is a number, an array or a schedule, and whether params are packed.
     `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    the bits they are made of. Where there are arrays that are a worker's own, "per_worker" lists
-    their names.
+    the bits they are made of, PRNG keys as their data. Where there are arrays that are a worker's
+    own, "per_worker" lists their names.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -76,7 +80,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 def _to_host(leaf: Leaf) -> Leaf:
     if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
-    array = np.array(leaf)
+    array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
     return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array
 
 
@@ -154,8 +158,10 @@ def _holds_packed(x: PyTree) -> bool:
     return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
 
 
-def _template(leaf: Leaf) -> np.ndarray:
+def _template(leaf: Leaf) -> Leaf:
     """Return an array on the host of the shape of `leaf`, whose parts stand for leaves."""
+    if tree.is_key(leaf):
+        return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
@@ -174,6 +180,9 @@ def _packed_as(opt_state: OptState, plain: OptState) -> OptState:
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     """Return `value` as an array like `leaf`, and what keeps it from being one."""
+    if tree.is_key(leaf):
+        data, problem = _fitted(value, jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         fits = value.shape == leaf.shape and value.dtype == leaf.dtype
         return value, "" if fits else f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
@@ -222,12 +231,23 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
     return read_average(next(iter(chosen.values())), params)
 
 
-def summary(tx: optax.GradientTransformation, params: Params) -> str:
+def summary(
+    tx: optax.GradientTransformation,
+    params: Params,
+    *,
+    mesh: Mesh | None = None,
+    shard: Kind | None = None,
+    data_axis: AxisName = "data",
+) -> str:
     """Return a table of what an optimizer keeps for each parameter.
 
     Args:
       tx: an optimizer, however wrapped; nothing is allocated and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
+      mesh: with `shard`, the mesh over which params and state are spread.
+      shard: as for `make_train_step`: there are then columns for how the state of each leaf lies,
+        and for the bytes of params and state on a device.
+      data_axis: as for `make_train_step`.
 
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
@@ -237,20 +257,52 @@ def summary(tx: optax.GradientTransformation, params: Params) -> str:
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
     kept = _bytes_by_leaf(state, names)
-    rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element")]
-    for name, p in zip(names, leaves, strict=True):
+    lies = [] if shard is None else _layout_columns(state, params, mesh, shard, data_axis)
+    titles = ["lies", "bytes a device"] if lies else []
+    rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
+    for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
         if tree.is_masked(p):
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
         described = _described(attrs.get(name, DEFAULT), p)
-        rows.append((name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per))
+        row = (name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per)
+        rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
     total = sum(_bytes(leaf) for _, leaf in _named_leaves(state))
     per = f"{total / count:.2f}" if count else "-"
-    rows.append((f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per))
+    last = (f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per)
+    rows.append((*last, *(lies[-1] if lies else ())))
     return _table(rows)
+
+
+def _layout_columns(
+    state: OptState, params: Params, mesh: Mesh | None, shard: Kind, data_axis: AxisName
+) -> list[tuple[str, str]]:
+    """Return how each leaf lies and its bytes on a device, and at the end their sum."""
+    if mesh is None:
+        raise ValueError("summary: shard needs mesh, over whose devices params and state lie")
+    sharding = Sharding(shards.check(shard, mesh), mesh, data_axis)
+    names, specs = tree.paths(params), tree.flatten(sharding.of_gradients(params))[0]
+
+    def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
+        def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
+
+        return jax.tree.map(part, values, sharding.place(specs))
+
+    parts = on_a_device(state, sharding.of_state(state, params))
+    kept = _bytes_by_leaf(parts, names)
+    of_params = tree.flatten(on_a_device(params, sharding.of_params(params)))[0]
+    sizes = [
+        0 if tree.is_masked(p) else _bytes(p) + kept[name]
+        for name, p in zip(names, of_params, strict=True)
+    ]
+    total = sum(_bytes(p) for p in jax.tree.leaves((of_params, parts)))
+    words = [str(tuple(spec)).replace("'", "") if tuple(spec) else "whole" for spec in specs]
+    columns = [(word, f"{size:,}") for word, size in zip(words, sizes, strict=True)]
+    return [*columns, ("", f"{total:,}")]
 
 
 def _bytes(leaf: Leaf) -> int:
@@ -290,7 +342,7 @@ def _described(attr: ParamAttr, p: Leaf) -> str:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    right = {4, 5}
+    right = {4, 5, 7}
     lines = [
         "  ".join(
             cell.rjust(w) if k in right else cell.ljust(w)

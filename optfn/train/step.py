@@ -7,37 +7,45 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from optfn import checks, core, sparse
-from optfn.autodiff.recompute import recompute as recomputing
+from optfn import checks, core
 from optfn.leaves import mismatch
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.packed import pack, unpacked
+from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, Leaf, LossFn, OptState, Params, PyTree, Updates
+from optfn.leaves.types import Batch, LossFn, OptState, Params, PyTree, Updates
+from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import mesh as meshes
+from optfn.parallel import sharding as shards
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
-from optfn.parallel.placement import init_state, num_workers
+from optfn.parallel.placement import init_on_mesh, num_workers
+from optfn.parallel.sharding import Kind, Sharding
+from optfn.parallel.tables import Owners
+from optfn.train.local_steps import LocalSteps
+from optfn.train.objective import (
+    Form,
+    Objective,
+    Whole,
+    of_loss,
+    of_packed,
+    of_value_and_grad,
+    of_workers,
+    value_fn,
+)
+from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.transforms.learning_rate import get_learning_rate
 from optfn.wrappers.nonfinite import SkipNonfiniteState
-
-
-class TrainState(NamedTuple):
-    """What a training run carries from step to step: the int32 step, params and their state."""
-
-    step: jax.Array
-    params: Params
-    opt_state: OptState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -46,34 +54,69 @@ class TrainStep:
 
     loss_fn: LossFn | None
     tx: optax.GradientTransformationExtraArgs
-    compiled: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+    compiled: StepFn
     mesh: Mesh | None = None
     data_axis: AxisName = "data"
     packed: bool = False
+    has_model_state: bool = False
+    local: LocalSteps | None = None
+    sharding: Sharding | None = None
     _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
         name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
         options = {} if self.mesh is None else {"mesh": self.mesh, "data_axis": self.data_axis}
         options |= {"packed": True} if self.packed else {}
+        options |= {"model_state": True} if self.has_model_state else {}
+        if self.sharding is not None:
+            options |= {"shard": self.sharding.kind, "shard_tables": self.sharding.tables}
+        if self.local is not None:
+            options |= {"local_steps": self.local.steps, "outer": self.local.outer}
         shown = [name, repr(self.tx), *(f"{k}={v!r}" for k, v in options.items())]
         return f"TrainStep({', '.join(shown)})"
 
-    def init(self, params: Params) -> TrainState:
+    def init(self, params: Params, model_state: PyTree = None) -> TrainState:
         """Return the state of step 0. It holds copies: the caller's arrays stay valid.
 
         On a mesh, params and state are replicated, except for the parts of the state that are a
         worker's own; in a run of several processes all give the same params.
+
+        Args:
+          params: what is trained.
+          model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
         """
         mismatch.check_params("TrainStep.init", params, "")
+        self._check_model_state(model_state)
         if self.packed:
             params = pack(params)
         if self.mesh is None:
-            params = jax.tree.map(_copy, params)
-            return _on_one_mesh(TrainState(jnp.zeros((), jnp.int32), params, self.tx.init(params)))
-        params = parallel.replicate(params, self.mesh)
-        opt_state = init_state(self.tx, params, self.mesh, axis_name=self.data_axis)
-        return TrainState(parallel.replicate(np.int32(0), self.mesh), params, opt_state)
+            params, model_state = jax.tree.map(copy, (params, model_state))
+            step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
+            return on_one_mesh(distinct(TrainState(step, params, opt_state, model_state)))
+        if self.sharding is not None:
+            placement = self.sharding.place(self.sharding.of_params(params))
+            params = jax.tree.map(parallel.put, params, placement)
+            opt_state = shards.init_state(self.tx, params, self.sharding)
+            step, model_state = parallel.replicate((np.int32(0), model_state), self.sharding.mesh)
+            return distinct(TrainState(step, params, opt_state, model_state))
+        step, params, model_state = parallel.replicate(
+            (np.int32(0), params, model_state), self.mesh
+        )
+        init = self.tx.init if self.local is None else self.local.init
+        opt_state = init_on_mesh(init, params, self.mesh, self.data_axis)
+        return TrainState(step, params, opt_state, model_state)
+
+    @property
+    def local_steps(self) -> int:
+        """How many steps a call makes: 1, or those of a round."""
+        return 1 if self.local is None else self.local.steps
+
+    def _check_model_state(self, model_state: PyTree) -> None:
+        if (model_state is not None) != self.has_model_state:
+            raise TypeError(
+                f"the step is made with model_state={self.has_model_state}; got "
+                + ("a model_state" if model_state is not None else "none")
+            )
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics of this step; `state` is used up (donated).
@@ -87,8 +130,9 @@ class TrainStep:
         """
         self.check()
         self._check_state(state)
-        if self.mesh is not None:
-            batch = parallel.split(batch, self.mesh, self.data_axis)
+        mesh = self.mesh if self.sharding is None else self.sharding.mesh
+        if mesh is not None:
+            batch = parallel.split(batch, mesh, self.data_axis, self.local_steps)
         if _is_deleted(state.step):
             raise ValueError(
                 "the state has been used up by an earlier call of the step, which overwrites it: "
@@ -117,6 +161,7 @@ class TrainStep:
                 f"the step is made with packed={self.packed}; the state has "
                 f"{kinds[is_packed(state.params)]}"
             )
+        self._check_model_state(state.model_state)
 
     def check(self) -> None:
         """Raise a FloatingPointError if `skip_nonfinite` gave up in the last step.
@@ -140,49 +185,29 @@ def _is_on_several_cpus(x: jax.Array) -> bool:
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
-def _copy(x: Leaf) -> jax.Array:
-    # A weakly typed parameter would come back strongly typed and compile the step anew.
-    return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
-
-
-def _on_one_mesh(state: TrainState) -> TrainState:
-    """Replicate what lies on one device, such as counters, over the mesh of the params if any.
-
-    The first step would do so itself, and the second would be compiled anew for its result.
-    """
-    leaves = jax.tree.leaves(state.params)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return state
-    meshes = {x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}
-    if len(meshes) != 1:
-        return state
-    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
-
-    def placed(x: jax.Array) -> jax.Array:
-        on_mesh = isinstance(x.sharding, NamedSharding)
-        return x if on_mesh else jax.device_put(x, everywhere)
-
-    return jax.tree.map(placed, state)
-
-
 def make_train_step(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
+    model_state: bool = False,
     mesh: Mesh | None = None,
     data_axis: AxisName = "data",
     recompute: Sequence[str] | None = None,
     packed: bool = False,
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
-    value_and_grad: Callable[[Params, Batch], tuple[Any, Updates]] | None = None,
+    value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
+    local_steps: int = 1,
+    outer: optax.GradientTransformation | None = None,
+    shard: Kind | None = None,
+    shard_tables: bool = False,
     donate: bool = True,
 ) -> TrainStep:
     """Return a jitted training step: gradient, update, new params, in place.
 
         loss, g = value_and_grad(loss_fn)(params, batch)
-        u, opt_state = tx.update(g, opt_state, params, value=loss)
+        u, opt_state = tx.update(g, opt_state, params, value=loss, grad=g, value_fn=loss_fn)
         params = params + u
 
     JAX pairs donated inputs with outputs of the same shape in argument order; the step keeps params
@@ -195,6 +220,11 @@ def make_train_step(
       tx: an optimizer of optfn or optax.
       has_aux: whether `loss_fn` gives auxiliary data as well; it comes back as metrics["aux"], on a
         mesh the mean over workers of numbers, the sum of integers.
+      model_state: whether the model keeps arrays beside params, such as batch statistics:
+        `loss_fn` is then (params, model_state, batch) -> (loss, model_state), or
+        (loss, (model_state, aux)) with `has_aux`, and the new ones are in the next TrainState. On a
+        mesh they are the mean over workers of floating-point arrays, and worker 0's of others.
+        Where a guard skips the step, they stay as they were.
       mesh: workers that share the work, such as `optfn.distributed.data_mesh()`: the leading axis
         of the batch is split over them, the loss is their mean. Batches are host arrays of all
         examples, the same in every process, or global arrays.
@@ -207,12 +237,33 @@ def make_train_step(
         `unpack(state.params)` is the tree.
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
         and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
-      rng: True, a seed or a key: `loss_fn` then gets a key as well, (params, batch, key), a
-        different one in each step and on each worker; True means the seed 0.
+      rng: True, a seed or a key: `loss_fn` then gets a key as its last argument, a different one in
+        each step and on each worker; True means the seed 0.
       value_and_grad: (params, batch) -> (loss, gradients), used instead of the gradient of
-        `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. With `mesh`
+        `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. It takes and
+        gives model state and aux as `loss_fn` does, ((loss, model_state), gradients). With `mesh`
         it is called inside `shard_map` with a worker's part of the batch.
+      local_steps: H. With H > 1 a call is a round: each worker makes H steps of `tx` by itself, on
+        equal parts of its part of the batch, with a state of its own; then `outer` gets the drift
+        θ_start − θ_end of each worker as its gradient, in float32, and params become θ_start plus
+        its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
+      outer: the optimizer of the rounds; it sees the mean drift, or each worker's if it exchanges
+        by itself. None is sgd(1.0): params become the mean over workers.
+      shard: how params and state are spread over the devices of `mesh`. None: whole on each.
+        "state": the state is, 1/N over `data_axis`; gradients arrive by a reduce-scatter, new
+        params by an all-gather. "params": params are spread as well, and gathered for the loss,
+        layer by layer where it uses `optfn.distributed.scan_layers`. A mapping from patterns of
+        paths to PartitionSpecs of params, which the state follows; other leaves are whole on each
+        device, and axes other than `data_axis` are left to the compiler. A leaf without a dimension
+        that N divides stays whole. The trajectory is that of one device.
+      shard_tables: whether each device of `mesh` keeps 1/N of the rows of the leaves that `tables`
+        selects, and of their state, in their order. Rows that a batch looks up come from the
+        devices that keep them, and gradients go there.
       donate: whether the step may overwrite the state that it is given.
+
+    The update gets what transforms of optax ask for: value, the loss; grad, the gradients; and
+    value_fn, params -> loss on this batch, whose gradient can be taken. On a mesh these are means
+    over the workers.
 
     Returns:
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
@@ -239,53 +290,197 @@ def make_train_step(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {mesh!r} of type {type(mesh).__name__}"
         )
-    key_of = _keys(rng, data_axis if mesh is not None else None)
     if value_and_grad is not None:
-        _check_unused(recompute=recompute, tables=tables, rng=key_of)
+        _check_unused(recompute=recompute, tables=tables, rng=None if rng is False else rng)
         if not callable(value_and_grad):
             raise TypeError(
                 "value_and_grad must be a function (params, batch) -> (loss, gradients); "
                 f"got {value_and_grad!r}"
             )
-    checks.flag("has_aux", has_aux)
     meshes.check_names("data_axis", data_axis)
-    gradient = (
-        _value_and_grad(loss_fn, has_aux, tables, recompute)
-        if value_and_grad is None
-        else _checked(value_and_grad, has_aux)
+    if mesh is not None:
+        num_workers(mesh, data_axis)
+    form = Form(checks.flag("model_state", model_state), checks.flag("has_aux", has_aux))
+
+    def make_objective(whole: Whole = contextlib.nullcontext) -> Objective:
+        if value_and_grad is not None:
+            return of_value_and_grad(value_and_grad, form, whole)
+        assert loss_fn is not None
+        owners = Owners(sharding.mesh, data_axis) if sharding and shard_tables else None
+        return of_loss(loss_fn, form, whole, tables=tables, owners=owners, recompute=recompute)
+
+    if checks.flag("packed", packed) and tables is not None:
+        raise ValueError("tables with packed=True: the rows of a table are not a part of a buffer")
+    sharding = _sharding(
+        shard,
+        tables if checks.flag("shard_tables", shard_tables) else None,
+        mesh,
+        data_axis,
+        packed=packed or None,
+        tables=None if shard_tables else tables,
+        local_steps=local_steps,
     )
-    if checks.flag("packed", packed):
-        if tables is not None:
-            raise ValueError(
-                "tables with packed=True: the rows of a table are not a part of a buffer"
-            )
-        gradient = unpacked(gradient)
+    if shard_tables and (tables is None or mesh is None):
+        raise ValueError("shard_tables needs tables, a pattern of paths, and mesh")
+    local = _local_steps(
+        local_steps, extra_tx, outer, mesh=mesh, tables=tables, value_and_grad=value_and_grad
+    )
+    key_of = _keys(rng, data_axis if mesh is not None and sharding is None else None)
+    axis_name = None if mesh is None else data_axis
+    if sharding is not None:
+        step = _sharded_step(make_objective, extra_tx, key_of, sharding)
+    else:
+        objective = of_packed(make_objective()) if packed else make_objective()
+        step = _step(objective, extra_tx, key_of, axis_name if local is None else None)
+        if local is not None:
+            step = local.round(step, data_axis)
+        if mesh is not None:
+            step = parallel.on_workers(step, mesh, data_axis)
+    donated = (0,) if checks.flag("donate", donate) else ()
+    compiled = jax.jit(step, donate_argnums=donated)
+    return TrainStep(
+        loss_fn, extra_tx, compiled, mesh, data_axis, packed, form.has_model_state, local, sharding
+    )
+
+
+def _sharding(
+    shard: Kind | None,
+    sharded_tables: Pattern | None,
+    mesh: Mesh | None,
+    data_axis: AxisName,
+    **others: Any,
+) -> Sharding | None:
+    """Return where params and state lie; None where they are whole on every device.
+
+    Args:
+      shard: the argument of `make_train_step`, as `mesh` and `data_axis`.
+      sharded_tables: the leaves whose rows are sharded.
+      mesh: the mesh.
+      data_axis: the axes of the workers.
+      **others: arguments that it cannot be with, None where they are not given.
+    """
+    if shard is None and sharded_tables is None:
+        return None
+    if mesh is None:
+        raise ValueError("shard needs mesh, over whose devices params and state are spread")
+    others = {k: v for k, v in others.items() if v is not None and (k, v) != ("local_steps", 1)}
+    if others:
+        name, value = next(iter(others.items()))
+        raise ValueError(f"shard cannot be with {name}={value!r}; pass one of them")
+    # Along explicit axes an update of sharded moments and replicated params would be an error.
+    mesh = Mesh(mesh.devices, mesh.axis_names)
+    kind = None if shard is None else shards.check(shard, mesh)
+    return Sharding(kind, mesh, data_axis, sharded_tables)
+
+
+def _sharded_step(
+    make_objective: Callable[[Whole], Objective],
+    tx: optax.GradientTransformationExtraArgs,
+    key_of: Callable[[jax.Array], jax.Array] | None,
+    sharding: Sharding,
+) -> StepFn:
+    """Return the step of all workers on arrays that lie as `sharding` says."""
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        objective = of_workers(make_objective, sharding, state.params)
+        new, metrics = _step(objective, tx, key_of, None)(state, batch)
+        specs = jax.tree.map(lambda x: P(), new)._replace(
+            params=sharding.of_params(state.params),
+            opt_state=sharding.of_state(new.opt_state, state.params),
+        )
+        return lax.with_sharding_constraint(new, sharding.place(specs)), metrics
+
+    return step
+
+
+def _local_steps(
+    count: int,
+    tx: optax.GradientTransformationExtraArgs,
+    outer: optax.GradientTransformation | None,
+    **others: Any,
+) -> LocalSteps | None:
+    """Return how a round goes; None where a call is one step.
+
+    Args:
+      count: the argument `local_steps`.
+      tx: the optimizer of the workers.
+      outer: the optimizer of the rounds.
+      **others: arguments of `make_train_step`: `mesh`, which rounds need, and those that they
+        cannot be with.
+    """
+    if checks.count("local_steps", count) == 1:
+        if outer is not None:
+            raise ValueError("outer with local_steps=1: it is the optimizer of rounds; pass H > 1")
+        return None
+    if others.pop("mesh") is None:
+        raise ValueError(f"local_steps={count} needs mesh, whose workers train apart")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"local_steps={count} cannot be with {name}; pass one of them")
+    outer = sgd(1.0) if outer is None else core.check_transform("outer", outer)
+    return LocalSteps(count, tx, optax.with_extra_args_support(outer))
+
+
+def _step(
+    objective: Objective,
+    tx: optax.GradientTransformationExtraArgs,
+    key_of: Callable[[jax.Array], jax.Array] | None,
+    axis_name: AxisName,
+) -> StepFn:
+    """Return the step of one worker; the names of the axes are bound where it runs.
+
+    Args:
+      objective: what it minimizes.
+      tx: the optimizer.
+      key_of: gives the key of a step; None where the loss takes none.
+      axis_name: the mesh axes of the workers; None where there is one.
+    """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         keys = () if key_of is None else (key_of(state.step),)
-        value, grads = gradient(state.params, batch, *keys)
-        extra: dict[str, Any] = {}
-        if mesh is not None:
-            value = parallel.mean_over_workers(value, data_axis)
-            grads, extra = parallel.for_optimizer(grads, state.opt_state, data_axis)
+        arguments = (state.model_state, batch, *keys)
+        values, grads = objective.value_and_grad(state.params, *arguments)
+        loss, aux = parallel.mean_over_workers((values.loss, values.aux), axis_name)
+        grads, extra = parallel.for_optimizer(grads, state.opt_state, axis_name)
+        params, grads, loss = _barrier((state.params, grads, loss))
+        # What an optimizer that exchanges by itself does not see.
+        mean = parallel.mean_over_workers(grads, axis_name) if extra else grads
+        extra |= {"value": loss, "grad": mean}
+        extra["value_fn"] = value_fn(objective, axis_name, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
-        loss, *aux = value if has_aux else (value,)
-        loss = jnp.asarray(loss)
-        params, grads, loss = _barrier((state.params, grads, loss))
-        updates, opt_state = extra_tx.update(grads, state.opt_state, params, value=loss, **extra)
+        updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = core.apply_updates(params, updates)
-        metrics = {"loss": loss} | ({"aux": aux[0]} if has_aux else {})
-        metrics |= _metrics_of(opt_state)
-        return TrainState(optax.safe_increment(state.step), params, opt_state), metrics
+        model_state = parallel.mean_or_first(values.model_state, axis_name)
+        model_state = _kept_where_skipped(model_state, state, opt_state)
+        metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
+        new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
+        return new_state, metrics
 
-    whole: Callable[..., Any] = step
-    if mesh is not None:
-        num_workers(mesh, data_axis)
-        whole = parallel.on_workers(step, mesh, data_axis)
-    donated = (0,) if checks.flag("donate", donate) else ()
-    compiled = jax.jit(whole, donate_argnums=donated)
-    return TrainStep(loss_fn, extra_tx, compiled, mesh, data_axis, packed)
+    return step
+
+
+def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
+    """Return the new model state, or the one before where a guard has skipped the step."""
+    pairs = zip(_skips(before.opt_state), _skips(opt_state), strict=True)
+    changed = [old != new for old, new in pairs]
+    if not changed or model_state is None:
+        return model_state
+    skipped = functools.reduce(jnp.logical_or, changed)
+    return jax.tree.map(
+        lambda old, new: jnp.where(skipped, old, new), before.model_state, model_state
+    )
+
+
+def _skips(opt_state: OptState) -> list[jax.Array]:
+    """Return the counters of skipped steps in a state: the int32 scalars of fields `skipped`."""
+    return [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(opt_state)
+        if getattr(path[-1], "name", "") in ("skipped", "total_notfinite")
+        and x.shape == ()
+        and x.dtype == jnp.int32
+    ]
 
 
 def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Array] | None:
@@ -313,69 +508,6 @@ def _check_unused(**of_loss: Any) -> None:
             raise ValueError(
                 f"{argument} concerns loss_fn, which value_and_grad takes the place of"
             )
-
-
-def _value_and_grad(
-    loss_fn: LossFn | None,
-    has_aux: bool,
-    tables: Pattern | None,
-    recompute: Sequence[str] | None,
-) -> Callable[..., Any]:
-    """Return jax.value_and_grad of `loss_fn`, with errors that say what the loss must be."""
-
-    def checked(params: Params, batch: Batch, *keys: jax.Array) -> Any:
-        assert loss_fn is not None  # only beside value_and_grad
-        value = loss_fn(params, batch, *keys)
-        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-            raise TypeError("with has_aux=True, loss_fn must return the pair (loss, aux)")
-        if not has_aux and isinstance(value, tuple):
-            raise TypeError("loss_fn returned a tuple; pass has_aux=True if it gives (loss, aux)")
-        _check_loss("loss_fn", value[0] if has_aux else value)
-        return value
-
-    transform = None
-    if recompute is not None:
-        transform = functools.partial(recomputing, checkpoints=recompute)
-    if tables is not None:
-        return sparse.value_and_grad(checked, tables, has_aux=has_aux, transform=transform)
-    if transform is not None:
-        checked = transform(checked)
-    return jax.value_and_grad(checked, has_aux=has_aux, allow_int=True)
-
-
-def _check_loss(who: str, loss: Any) -> None:
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float | int):
-        raise TypeError(
-            f"{who} must return a real scalar as the loss; got {loss!r} of type "
-            f"{type(loss).__name__}"
-        )
-    if jnp.shape(loss) != ():
-        raise ValueError(f"{who} must return a scalar; got an array of shape {jnp.shape(loss)}")
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(f"{who} must return a real number; got dtype {jnp.result_type(loss)}")
-
-
-def _as_array(x: Leaf) -> Leaf:
-    return jnp.asarray(x) if isinstance(x, int | float) else x
-
-
-def _checked(value_and_grad: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """Return a user's `value_and_grad`, whose results are checked."""
-
-    def checked(params: Params, batch: Batch) -> tuple[Any, Updates]:
-        result = value_and_grad(params, batch)
-        if not (isinstance(result, tuple | list) and len(result) == 2):
-            raise TypeError("value_and_grad must return the pair (loss, gradients)")
-        value, grads = result
-        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-            raise TypeError(
-                "with has_aux=True, value_and_grad must return ((loss, aux), gradients)"
-            )
-        _check_loss("value_and_grad", value[0] if has_aux else value)
-        mismatch.check_params("value_and_grad", grads, "", "gradient")
-        return value, jax.tree.map(_as_array, grads)
-
-    return checked
 
 
 def _barrier(tree: PyTree) -> PyTree:

@@ -146,17 +146,17 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
     Args:
       opt_state: the state of an optimizer, however wrapped.
       path: selects one of several rates (`optax.partition`) by the words of its state's name, such
-        as the label of the partition.
+        as the label of the partition. With local steps None means the inner one, "outer" the other.
 
     Returns:
-      A float32 scalar.
+      A float32 scalar; the largest where workers have rates of their own.
 
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
     found = _rates(opt_state, path)
     values: dict[str, jax.Array] = {
-        name: jax.tree.leaves(rate.learning_rate)[0] for name, rate in found.items()
+        name: _largest(jax.tree.leaves(rate.learning_rate)[0]) for name, rate in found.items()
     }
     first, *others = values.values()
     if any(not _equal(first, other) for other in others):
@@ -200,6 +200,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 
 def _rates(opt_state: OptState, path: str | None) -> dict[str, LearningRateState]:
     """Return the rates in a state, by name, that `path` selects."""
+    if path is None:
+        opt_state = state_names.main_part(opt_state)
     parts = state_names.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
     rates = {name: part for name, part in parts if is_rate(part)}
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
@@ -213,6 +215,11 @@ def _rates(opt_state: OptState, path: str | None) -> dict[str, LearningRateState
     if not chosen:
         raise ValueError(f"no learning rate at path {path!r}; there are {', '.join(found)}")
     return chosen
+
+
+def _largest(rate: jax.Array) -> jax.Array:
+    """Return the largest rate of the workers where each has its own."""
+    return jnp.max(rate) if rate.ndim else rate
 
 
 def _equal(a: jax.Array, b: jax.Array) -> bool:

@@ -139,7 +139,11 @@ def _added(total: Leaf, g: Leaf, is_first: jax.Array) -> Leaf:
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra arguments that are trees of arrays, and the others."""
+    """Return the extra arguments that are trees of arrays, and the others.
+
+    Without those that speak of one gradient only.
+    """
+    extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
 
     def is_array(x: object) -> bool:
         return isinstance(x, jax.Array | float | int)

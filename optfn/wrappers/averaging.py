@@ -18,7 +18,7 @@ from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
 
 
-@declares(passes_rows=True)
+@declares(passes_rows=True, follows_params=True)
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
@@ -27,7 +27,7 @@ class ExponentialMovingAverageState(NamedTuple):
     average: Params
 
 
-@declares(passes_rows=True)
+@declares(passes_rows=True, follows_params=True)
 class ModelAverageState(NamedTuple):
     """State of `model_average`: 12 bytes per parameter and three counters."""
 

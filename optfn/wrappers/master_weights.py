@@ -11,7 +11,7 @@ from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, OptState, Params, Updates, declares
 
 
-@declares(passes_own_gradients=True)
+@declares(passes_own_gradients=True, follows_params=True)
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 

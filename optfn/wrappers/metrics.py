@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, state_names, tree
 from optfn.leaves.types import OptState, Params, Updates, declares
 from optfn.parallel.mesh import AxisName, check_axis, check_names
 from optfn.parallel.per_worker import has_workers_in_front, nodes_of
@@ -104,23 +104,47 @@ def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
     return factor, jnp.array(rate, copy=True)
 
 
-def metrics(opt_state: OptState) -> dict[str, jax.Array]:
+def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array]:
     """Return the metrics that `record_metrics` has recorded, float32 scalars by name.
 
     Args:
       opt_state: the state of an optimizer with one `record_metrics` in it.
+      path: selects one of several by the words of its state's name, such as a label. With local
+        steps None means the inner optimizer, "outer" the other; the norms of the inner one are root
+        mean squares over the workers.
 
     Raises:
       ValueError: the state has no `record_metrics`, or several, also one inside another.
     """
-    found = _recorded(opt_state)
+    state = state_names.main_part(opt_state) if path is None else opt_state
+    parts = state_names.named_parts(state, stop=_is_recorder)
+    recorders = [
+        node
+        for name, node in parts
+        if _is_recorder(node) and (path is None or f"/{path}/" in f"/{name}/")
+    ]
+    found = [x for node in recorders for x in (node, *_inside(node))]
     if len(found) != 1:
-        raise ValueError(f"the state must hold one record_metrics; it holds {len(found)}")
+        where = "" if path is None else f" at path {path!r}"
+        raise ValueError(f"the state must hold one record_metrics{where}; it holds {len(found)}")
     fields = zip(RecordMetricsState._fields[:-1], found[0], strict=False)
-    return {name: jax.tree.leaves(value)[0] for name, value in fields}
+    return {name: _of_workers(name, jax.tree.leaves(value)[0]) for name, value in fields}
 
 
-def _recorded(state: OptState) -> list[RecordMetricsState]:
-    """Return the states of `record_metrics` in a state, also those inside another."""
-    nodes = nodes_of(RecordMetricsState, state)
-    return [x for node in nodes for x in (node, *_recorded(node.inner_state))]
+def _is_recorder(x: object) -> bool:
+    return isinstance(x, RecordMetricsState)
+
+
+def _inside(recorder: RecordMetricsState) -> list[RecordMetricsState]:
+    """Return the states of `record_metrics` inside another."""
+    nodes = nodes_of(RecordMetricsState, recorder.inner_state)
+    return [x for node in nodes for x in (node, *_inside(node))]
+
+
+def _of_workers(name: str, value: jax.Array) -> jax.Array:
+    """Return one number for those of all workers, where each has recorded its own."""
+    if not value.ndim:
+        return value
+    if name.endswith("norm"):
+        return jnp.sqrt(jnp.mean(jnp.square(value)))
+    return jnp.min(value)

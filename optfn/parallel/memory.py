@@ -1,0 +1,132 @@
+"""What a way of splitting a model costs: bytes on each device, and bytes sent in a step."""
+
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from optfn import core
+from optfn.leaves import tree
+from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.parallel import sharding as shards
+from optfn.parallel.mesh import AxisName, axes
+from optfn.parallel.placement import num_workers, specs_of
+from optfn.parallel.sharding import Kind, Sharding, is_spec
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of a training step on each device.
+
+    params: of the parameters.
+    state: of the optimizer's state.
+    gradients: of the gradient that each worker computes, before it is reduced.
+    sent: what each device sends in a step, in a ring; of a transform that exchanges by itself it
+      has only the leaves that this one leaves to others.
+    """
+
+    params: int
+    state: int
+    gradients: int
+    sent: int
+
+
+def plan_memory(
+    tx: optax.GradientTransformation,
+    params: Params,
+    mesh: Mesh | AbstractMesh,
+    *,
+    shard: Kind | None = None,
+    data_axis: AxisName = "data",
+) -> MemoryPlan:
+    """Return the bytes that a way of splitting a model takes; nothing is allocated.
+
+    With N workers, P bytes of params, G of gradients and S of state:
+
+        shard       params  state  sent
+        None        P       S      2(N − 1)/N·G
+        "state"     P       S/N    (N − 1)/N·(G + P)
+        "params"    P/N     S/N    (N − 1)/N·(G + P), and P once more for a `Stacked`, whose layers
+                                   `scan_layers` gathers again in the backward pass
+
+    What cannot be divided by N counts whole, and goes through an all-reduce. Activations and the
+    batch come on top.
+
+    Args:
+      tx: an optimizer, however wrapped.
+      params: arrays or ShapeDtypeStructs.
+      mesh: a mesh, or a `jax.sharding.AbstractMesh` of devices that are not there.
+      shard: as for `make_train_step`.
+      data_axis: as for `make_train_step`.
+    """
+    tx = core.check_transform("plan_memory: tx", tx)
+    mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
+    workers = num_workers(mesh, data_axis)
+    params = jax.eval_shape(lambda x: x, params)
+    state = jax.eval_shape(tx.init, params)
+    if shard is None:
+        whole = jax.tree.map(lambda x: P(), params)
+        layout = whole, whole, specs_of(state, data_axis)
+        # A worker's own part is (n, …) in `init`, and N of them lie on the mesh.
+        state = jax.tree.map(lambda x, spec: _times(x, workers) if spec else x, state, layout[2])
+    else:
+        sharding = Sharding(shards.check(shard, mesh), mesh, data_axis)
+        of_state = sharding.of_state(state, params)
+        layout = sharding.of_params(params), sharding.of_gradients(params), of_state
+    leaves = jax.tree.leaves(params)
+    of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in layout[:2])
+    columns = leaves, of_params, of_grads, tree.stacked_axes(params)
+    sent, gradients = 0.0, 0
+    for p, spec, grad_spec, stacked in zip(*columns, strict=True):
+        if tree.is_inexact(p):
+            gathers = 2 if stacked else 1
+            sent += _sent(p, spec, grad_spec, mesh, data_axis, gathers)
+            gradients += _bytes(p, _without(grad_spec, data_axis), mesh)
+    return MemoryPlan(
+        _bytes(params, layout[0], mesh), _bytes(state, layout[2], mesh), gradients, round(sent)
+    )
+
+
+def _times(x: Leaf, workers: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((workers * x.shape[0], *x.shape[1:]), x.dtype)
+
+
+def _without(spec: P, data_axis: AxisName) -> P:
+    """Return a spec without the axes of the workers."""
+    kept = (tuple(a for a in axes(entry) if a not in axes(data_axis)) for entry in spec)
+    return P(*(entry or None for entry in kept))
+
+
+def _bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
+    """Return the bytes of arrays on each device."""
+    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return sum(
+        int(np.prod(x.shape, dtype=np.int64)) * jnp.dtype(x.dtype).itemsize
+        // num_workers(mesh, tuple(axis for entry in spec for axis in axes(entry)))
+        for x, spec in pairs
+    )  # fmt: skip
+
+
+def _sent(p: Leaf, spec: P, grad_spec: P, mesh: Mesh, data_axis: AxisName, gathers: int) -> float:
+    """Return the bytes that a device sends for a leaf.
+
+    Args:
+      p: the leaf.
+      spec: how it lies.
+      grad_spec: how its gradient lies.
+      mesh: the mesh.
+      data_axis: the axes of the workers.
+      gathers: how often it is gathered if it is sharded.
+    """
+    workers = num_workers(mesh, data_axis)
+    once = (workers - 1) / workers * _bytes(p, _without(grad_spec, data_axis), mesh)
+
+    def is_divided(spec: P) -> bool:
+        return spec != _without(spec, data_axis)
+
+    if not is_divided(grad_spec):
+        return 2 * once
+    return once * (1 + (gathers if is_divided(spec) else 1))

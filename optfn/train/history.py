@@ -1,0 +1,213 @@
+"""What a run leaves behind: its history, evaluations, and a log of JSON lines."""
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from optfn import checks
+from optfn.leaves.packed import unpack
+from optfn.leaves.types import PyTree
+from optfn.train.state import TrainState
+
+# What the history keeps of each step.
+PER_STEP = ("loss", "learning_rate")
+
+
+class History:
+    """The metrics of each step, on the device until they are asked for, and the evaluations."""
+
+    def __init__(self) -> None:
+        self.earlier: dict[str, np.ndarray] = {}
+        self.steps: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, float]] = []
+
+    def append(self, metrics: Mapping[str, Any]) -> None:
+        """Add a step."""
+        self.steps.append({k: metrics[k] for k in PER_STEP if k in metrics})
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return an array for each metric, with what a run before this one left first."""
+        new = _columns(jax.device_get(self.steps)) | _columns(self.evaluations)
+        both = {k: [x[k] for x in (self.earlier, new) if k in x] for k in self.earlier | new}
+        return {k: np.concatenate(parts) for k, parts in both.items()}
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {k: np.array([row[k] for row in rows]) for k in (rows or [{}])[0]}
+
+
+class Evaluator:
+    """Evaluates a run now and then, and knows when it no longer improves.
+
+    Args:
+      function: (params) or (params, model_state) -> a number or a dict of numbers; None for none.
+      every: the number of steps between evaluations; None evaluates at the end only.
+      monitor: the key of the number that has to fall, where there are several.
+      patience: how many evaluations in a row may be no better than the best; None for any number.
+      history: where results go; it may hold those of a run before this one.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        every: int | None,
+        monitor: str | None,
+        patience: int | None,
+        history: History,
+    ) -> None:
+        if function is not None and not callable(function):
+            raise TypeError(f"evaluate must be a function of params; got {function!r}")
+        for name, value in {"evaluate_every": every, "patience": patience}.items():
+            if value is not None:
+                checks.count(name, value)
+                if function is None:
+                    raise ValueError(f"{name} needs evaluate, a function of params")
+        self.function, self.every, self.patience = function, every, patience
+        self.history = history
+        self.best, self.bad = math.inf, 0
+        self.is_best = False
+        self.key = "evaluation" if monitor is None else f"evaluation/{monitor}"
+        for value in history.earlier.get(self.key, ()):
+            self._compare(float(value))
+
+    def is_due(self, n: int, per_call: int) -> bool:
+        """Tell whether an evaluation is due in the `per_call` steps up to n."""
+        if self.function is None or self.every is None:
+            return False
+        return n // self.every > (n - per_call) // self.every
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether `patience` evaluations in a row were no better than the best."""
+        return self.patience is not None and self.bad >= self.patience
+
+    def has_seen(self, n: int) -> bool:
+        """Tell whether the state after step n has been evaluated, or there is nothing to do."""
+        steps = self.history.arrays().get("evaluation_step", np.zeros(0))
+        return self.function is None or bool(steps.size and steps[-1] == n)
+
+    def __call__(self, n: int, state: TrainState) -> dict[str, float]:
+        """Evaluate the state after step n; return the numbers by their names in the history."""
+        assert self.function is not None
+        arguments = () if state.model_state is None else (state.model_state,)
+        result = self.function(unpack(state.params), *arguments)
+        named = result if isinstance(result, Mapping) else {"": result}
+        values = {
+            "evaluation" + (f"/{k}" if k else ""): _real(k, value) for k, value in named.items()
+        }
+        if self.key not in values and (self.patience or self.key != "evaluation"):
+            keys = ", ".join(sorted(named))
+            raise ValueError(
+                f"monitor must be one of the numbers that evaluate gives, {keys}; "
+                f"got {self.key.partition('/')[2] or None!r}"
+            )
+        self.history.evaluations.append({"evaluation_step": n, **values})
+        self._compare(values.get(self.key, math.inf))
+        return values
+
+    def _compare(self, value: float) -> None:
+        self.is_best = value < self.best
+        self.best = min(value, self.best)
+        self.bad = 0 if self.is_best else self.bad + 1
+
+
+def _real(key: str, value: Any) -> float:
+    if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
+        value
+    ):
+        name = f" for {key!r}" if key else ""
+        raise TypeError(
+            f"evaluate must return a number or a dict of numbers; got {value!r}{name} of type "
+            f"{type(value).__name__}"
+        )
+    return float(value)
+
+
+class RunLog:
+    """Metrics as lines of JSON, one object a step, written while the run goes on.
+
+    A line is written when the device has computed it, at the latest at the end, so that writing
+    waits for nothing. NaN and infinities, which JSON does not have, are null.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, done: int) -> None:
+        self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        self.file = None if path is None else _opened(path, done)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __call__(self, n: int, metrics: dict[str, Any]) -> None:
+        """Add the metrics of step n; those of a step that is there already are added to it."""
+        if self.file is None:
+            return
+        if self.waiting and self.waiting[-1][0] == n:
+            self.waiting[-1][1].update(metrics)
+            return
+        while self.waiting and _is_ready(self.waiting[0][1]):
+            self._write(*self.waiting.popleft())
+        self.waiting.append((n, dict(metrics)))
+
+    def _write(self, n: int, metrics: dict[str, Any]) -> None:
+        assert self.file is not None
+        numbers = {"step": n} | scalars(metrics)
+        finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.file is not None:
+            for n, metrics in self.waiting:
+                self._write(n, metrics)
+            self.file.close()
+
+
+def _opened(path: str | os.PathLike[str], done: int) -> Any:
+    """Return a log to write to, with the lines up to step `done` that it holds already."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"log must be a path; got {path!r} of type {type(path).__name__}")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = []
+    if done and path.exists():
+        kept = [line for line in path.read_text().splitlines() if _is_earlier(line, done)]
+    file = path.open("w")
+    file.writelines(f"{line}\n" for line in kept)
+    return file
+
+
+def _is_earlier(line: str, done: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= done)
+    except (ValueError, KeyError, TypeError):  # the last line of a process that was killed
+        return False
+
+
+def _is_ready(metrics: dict[str, Any]) -> bool:
+    arrays = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
+    return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined]
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among metrics by name; those of a nested "aux" are "aux/<path>"."""
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics)):
+        if np.ndim(x) == 0:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[name] = np.asarray(x).item()
+    return found
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> PyTree:
+    """Return metrics on the host, scalars as Python numbers."""
+    return jax.tree.map(
+        lambda x: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x,
+        jax.device_get(dict(metrics)),
+    )

@@ -1,0 +1,119 @@
+"""What a run shows while it goes on: a progress bar, or lines where there is no terminal."""
+
+import math
+import sys
+import time
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from optfn.leaves.types import Batch
+
+
+class Progress:
+    """A progress bar on a terminal, lines elsewhere, nothing where it is turned off.
+
+    Reading a loss waits for the device, so it is read a few times a second at most, and for lines
+    at the first, the last and each tenth part of the steps.
+    """
+
+    def __init__(
+        self,
+        steps: int | None,
+        shown: bool,
+        done: int = 0,
+        file: TextIO | None = None,
+        per_call: int = 1,
+    ) -> None:
+        self.steps, self.done, self.per_call = steps, done, per_call
+        self.file = file or sys.stderr
+        self.bar: Any = None
+        self.shown = shown
+        self.every = max(1, steps // 10) if steps else 100
+        self.last: tuple[int, dict[str, Any]] | None = None
+        self.printed = 0
+        self.speed = _Speed()
+
+    def __enter__(self) -> "Progress":
+        if self.shown and self.file.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return self
+            self.bar = tqdm(
+                total=self.steps, initial=self.done, file=self.file, unit="step", mininterval=0.25
+            )
+        return self
+
+    def __call__(self, n: int, metrics: dict[str, Any], batch: Batch = None) -> None:
+        """Show step n, after which `metrics` hold, on a batch of so many examples."""
+        if not self.shown:
+            return
+        self.last = n, metrics
+        self.speed.add(num_examples(batch))
+        if self.bar is not None:
+            if self.bar.update(self.per_call):
+                self.bar.set_postfix_str(words(metrics) + self.speed.words(), refresh=False)
+        elif n == self.done + self.per_call or n // self.every > (n - self.per_call) // self.every:
+            self._line()
+
+    def say(self, text: str) -> None:
+        """Show a line of text."""
+        if self.bar is not None:
+            self.bar.write(text, file=self.file)
+        elif self.shown:
+            print(text, file=self.file, flush=True)
+
+    def _line(self) -> None:
+        if self.last is not None and self.last[0] != self.printed:
+            self.printed, metrics = self.last
+            print(f"step {self.printed} {words(metrics)}", file=self.file, flush=True)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.bar is not None:
+            if self.last is not None:
+                self.bar.set_postfix_str(words(self.last[1]) + self.speed.words(), refresh=False)
+            self.bar.close()
+        else:
+            self._line()
+
+
+class _Speed:
+    """Examples per second since the last time they were shown."""
+
+    def __init__(self) -> None:
+        self.examples = 0
+        self.since = time.monotonic()
+
+    def add(self, examples: int | None) -> None:
+        self.examples += examples or 0
+
+    def words(self) -> str:
+        now = time.monotonic()
+        seconds, examples = now - self.since, self.examples
+        self.since, self.examples = now, 0
+        return f" {examples / seconds:.3g} examples/s" if examples and seconds > 0 else ""
+
+
+def num_examples(batch: Batch) -> int | None:
+    """Return the length of the leading axis of a batch; None where its leaves do not agree."""
+    lengths = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def words(metrics: dict[str, Any]) -> str:
+    """Return metrics as a person reads them: "loss 0.043120 rate 0.001"."""
+    text = f"loss {number(metrics['loss'])}"
+    if "learning_rate" in metrics:
+        text += f" rate {float(metrics['learning_rate']):.3g}"
+    for key in metrics:
+        if key.startswith("evaluation"):
+            text += f" {key.removeprefix('evaluation/')} {number(metrics[key])}"
+    return text
+
+
+def number(x: Any) -> str:
+    """Return a number with five significant digits."""
+    x = float(x)
+    return f"{x:#.5g}" if math.isfinite(x) else str(x)

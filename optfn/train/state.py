@@ -1,0 +1,71 @@
+"""What a training run carries from step to step, and where it begins."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree
+
+
+class TrainState(NamedTuple):
+    """What a training run carries from step to step.
+
+    step: int32, the number of steps made.
+    params: what is trained.
+    opt_state: the state of the optimizer.
+    model_state: what the model keeps beside params, such as batch statistics; None without.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: OptState
+    model_state: PyTree = None
+
+
+# (state, batch) -> (state, metrics)
+StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+
+
+def copy(x: Leaf) -> jax.Array:
+    """Return a copy of a leaf as an array of the same dtype."""
+    # A weakly typed parameter would come back strongly typed and compile the step anew.
+    return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
+
+
+def distinct(state: TrainState) -> TrainState:
+    """Copy the arrays that stand in two places, as an average that begins with params does.
+
+    A buffer can be donated once only.
+    """
+    seen: set[int] = set()
+
+    def own(x: jax.Array) -> jax.Array:
+        if id(x) in seen:
+            return copy(x)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(own, state)
+
+
+def on_one_mesh(state: TrainState) -> TrainState:
+    """Replicate what lies on one device, such as counters, over the mesh of the params if any.
+
+    The first step would do so itself, and the second would be compiled anew for its result.
+    """
+    leaves = jax.tree.leaves(state.params)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return state
+    meshes = {x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}
+    if len(meshes) != 1:
+        return state
+    everywhere = NamedSharding(meshes.pop(), PartitionSpec())
+
+    def placed(x: jax.Array) -> jax.Array:
+        on_mesh = isinstance(x.sharding, NamedSharding)
+        return x if on_mesh else jax.device_put(x, everywhere)
+
+    return jax.tree.map(placed, state)
