@@ -68,12 +68,15 @@ def norms(
     """
     values: list[Any] = []
     columns = [tree.flatten(x)[0] for x in (updates, *others)]
+    numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
+    of = partial(of, **numbers)
+    norm = _shared(lambda arrays, own: numerics.norm(of(*arrays, **own)), columns[0])
     for i, (layout, *arrays) in enumerate(zip(tree.layouts(updates), *columns, strict=True)):
-        own = {k: _of_leaf(v, i) for k, v in scalars.items()}
+        own = {k: _of_leaf(v, i) for k, v in scalars.items() if k not in numbers}
         if tree.is_masked(arrays[0]):
             values.append(None)
         elif layout.is_one_tensor or isinstance(arrays[0], LeafKind):
-            values.append(numerics.norm(of(*map(_values, arrays), **own)))
+            values.append(norm(list(map(_values, arrays)), own))
         else:
             values.append(PerTensor(layout, _norms_of_runs(of, layout, arrays, own)))
     return PerLeaf(values)
@@ -108,6 +111,9 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
       **scalars: the same for all leaves, or a PerLeaf.
     """
     values: list[Any] = []
+    fixed = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
+    fn = _shared(partial(fn, **fixed), numbers[0].all())
+    scalars = {k: v for k, v in scalars.items() if k not in fixed}
     for i, own in enumerate(zip(*(x.values for x in numbers), strict=True)):
         named = {k: _of_leaf(v, i) for k, v in scalars.items()}
         layouts = [x.layout for x in (*own, *named.values()) if isinstance(x, PerTensor)]
@@ -246,11 +252,17 @@ def _program(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return the function (g, accumulators, p, arrays) -> (update, *accumulators) of one leaf.
 
-    While tracing it is jitted, so that leaves of one shape are traced and lowered once: that is
-    most of what a model of many small leaves waits for before its first step. Python numbers stay
-    what they are: 1 − 0.999 is taken in float64.
+    Python numbers stay what they are: 1 − 0.999 is taken in float64.
     """
-    program = partial(_apply_to_leaf, rule, rows, scalars)
+    return _shared(partial(_apply_to_leaf, rule, rows, scalars), gradients)
+
+
+def _shared(program: Callable[..., Any], gradients: Sequence[Leaf]) -> Callable[..., Any]:
+    """Return the program of one leaf, jitted while tracing.
+
+    So leaves of one shape are traced and lowered once: that is most of what a model of many small
+    leaves waits for before its first step.
+    """
     traced = any(isinstance(_values(g), jax.core.Tracer) for g in gradients)
     return jax.jit(program) if traced else program
 
