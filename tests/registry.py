@@ -119,6 +119,7 @@ TRANSFORMS: dict[str, Entry] = {
     "scale_by_trust_ratio": Entry(
         "scale_by_trust_ratio", lambda: optfn.scale_by_trust_ratio(), needs_params=True
     ),
+    "scale_by_lamb": Entry("scale_by_lamb", lambda: optfn.scale_by_lamb(), needs_params=True),
     "scale_by_lars": Entry("scale_by_lars", lambda: optfn.scale_by_lars(), needs_params=True),
     "ftrl_proximal": Entry("ftrl_proximal", lambda: optfn.ftrl_proximal(LR), needs_params=True),
     "reduce_on_plateau": Entry(

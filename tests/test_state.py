@@ -73,6 +73,28 @@ def test_names():
     assert "y/scale_by_adam/mu/b" in names
 
 
+def test_without_momentum_there_is_no_velocity():
+    """It is retired: strict loading passes it over, and the next transform keeps its number."""
+    params = {"a": {"b": jnp.ones(2)}}
+
+    def state_of(momentum):
+        first = optfn.rmsprop(0.1, momentum=momentum)
+        return optfn.chain(first, optfn.scale_by_momentum(0.5)).init(params)
+
+    kept, none = state_of(jnp.float32(0.0)), state_of(0.0)
+    assert optfn.state_dict(kept).keys() - optfn.state_dict(none).keys() == {
+        "scale_by_momentum/velocity/a/b"
+    }
+    count = sum(x.size for x in jax.tree.leaves(none) if x.ndim)
+    assert count == 4  # two accumulators in all
+    saved = optfn.state_dict(jax.tree.map(lambda x: x + 7, kept))
+    loaded = optfn.state_dict(optfn.load_state_dict(none, saved))
+    assert all(np.array_equal(saved[k], x) for k, x in loaded.items())
+    for stranger in ("scale_by_momentum/velocities", "scale_by_momentum_3/velocity/a/b"):
+        with pytest.raises(ValueError, match=f"not expected '{stranger}'"):
+            optfn.load_state_dict(none, saved | {stranger: np.ones(2)})
+
+
 def test_two_leaves_of_one_name_are_an_error():
     """The mapping would hold one of them, and both would be loaded from it."""
     state = optfn.adam(0.1).init({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})
