@@ -168,7 +168,9 @@ def test_the_selection_at_large_sizes():
 def test_the_rows_of_chunks():
     chunks = Chunks(10, 4)
     assert (chunks.count, chunks.last_length, chunks.index_bits) == (3, 2, 2)
-    assert chunks.rows(jnp.arange(10.0)).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
+    rows = chunks.map(lambda rows: rows, jnp.arange(10), fill=-1)
+    assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, -1, -1]]
+    assert chunks.spread(jnp.arange(3)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert Chunks(10, None).length == Chunks(10, 4096).length == 10
     assert [Chunks(n, 4096).index_bits for n in (1, 2, 1000, 4096, 9999)] == [0, 1, 10, 12, 12]
 

@@ -8,8 +8,11 @@ chunks replaces the bound: slower, never wrong.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,16 +64,41 @@ class Chunks:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """The number of elements of each chunk, (count, 1)."""
-        lengths = np.full((self.count, 1), self.length, np.int32)
+        """The number of elements of each chunk, (count,)."""
+        lengths = np.full(self.count, self.length, np.int32)
         lengths[-1] = self.last_length
         return lengths
 
-    def rows(self, x: jax.Array) -> jax.Array:
-        """Return the chunks of a flat array as rows, (count, length), padded with zeros."""
-        padding = self.length - self.last_length
-        x = jnp.pad(x, (0, padding)) if padding else x
-        return x.reshape(self.count, self.length)
+    def map(
+        self,
+        fn: Callable[..., jax.Array],
+        x: jax.Array,
+        *per_chunk: jax.Array | np.ndarray,
+        fill: float = 0,
+    ) -> jax.Array:
+        """Return fn(rows, *per_chunk) of a flat array, (count, …).
+
+        A shorter last chunk is padded with `fill`, and goes through `fn` by itself: to pad the
+        whole array would copy it.
+        """
+        if self.last_length == self.length:
+            return fn(x.reshape(self.count, self.length), *per_chunk)
+        start = self.size - self.last_length
+        last = jnp.pad(x[start:], (0, self.length - self.last_length), constant_values=fill)
+        rows = x[:start].reshape(-1, self.length), last[None]
+        pairs = zip(rows, zip(*((y[:-1], y[-1:]) for y in per_chunk), strict=True), strict=True)
+        columns = pairs if per_chunk else ((part, ()) for part in rows)
+        return jnp.concatenate([fn(part, *of_part) for part, of_part in columns])
+
+    def spread(self, per_chunk: jax.Array) -> jax.Array:
+        """Return a number per chunk for each of its elements, (size,)."""
+        rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
+        return rows.reshape(-1)[: self.size]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The index of the first element of each chunk, (count, 1)."""
+        return np.arange(self.count, dtype=np.int32)[:, None] * np.int32(self.length)
 
     def num_selected(self, density: float) -> np.ndarray:
         """Return k = max(1, round(density·m)) for each chunk of m elements, (count,)."""
@@ -79,40 +107,67 @@ class Chunks:
         return k
 
 
-def top_k(rows: jax.Array, lengths: np.ndarray, k: np.ndarray) -> jax.Array:
-    """Return the indices of the k entries of largest magnitude of each row, the lower at ties.
+def top_k(x: jax.Array, chunks: Chunks, k: np.ndarray) -> jax.Array:
+    """Return the indices of the k entries of largest magnitude of each chunk, the lower at ties.
 
     Args:
-      rows: float32 (count, length).
-      lengths: int32 (count, 1), the number of entries of each row that are not padding.
-      k: int32 (count,), 1 ≤ k ≤ lengths; static.
+      x: float32, flat.
+      chunks: its chunks.
+      k: int32 (count,), 1 or more and at most the length of the chunk; static.
 
     Returns:
-      int32 (count, max(k)), increasing in each row. Where k is less than its maximum, what is
-      beyond it has no meaning.
+      int32 (count, max(k)): indices in the leaf, increasing in each row. Where k is less than its
+      maximum, what is beyond it has no meaning.
     """
-    m = magnitude(rows)
-    if (lengths < rows.shape[1]).any():
-        m = jnp.where(np.arange(rows.shape[1]) < lengths, m, -1)
-    if m.shape[1] % 32:
-        m = jnp.pad(m, ((0, 0), (0, -m.shape[1] % 32)), constant_values=-1)
     most = int(k.max())
-    block = _block_size(m.shape[1], most)
-    room = _max_candidates(m.shape[1], most, block)
-    # Blocks of entries that are far apart: what is large is often close together.
-    maxima = jnp.max(m.reshape(m.shape[0], block, -1), axis=1)
-    words = top_k_mask(m, kth_largest(maxima, k), k)
-    if block > 1:
+    block = _block_size(chunks.length, most)
+    room = _max_candidates(chunks.length, most, block)
+
+    def maxima(m: jax.Array) -> jax.Array:
+        # Blocks of entries that are far apart: what is large is often close together.
+        return jnp.max(_padded(m, 32).reshape(m.shape[0], block, -1), axis=1)
+
+    def mask_of(x: jax.Array, bound: jax.Array) -> jax.Array:
+        return chunks.map(_mask, magnitude(x), bound, k, fill=-1)
+
+    def kth_of_all(x: jax.Array) -> jax.Array:
+        return kth_largest(chunks.map(lambda rows: rows, magnitude(x), fill=-1), k)
+
+    bound = kth_largest(chunks.map(maxima, magnitude(x), fill=-1), k)
+    if block == 1:
+        return positions(mask_of(x, bound), most) + chunks.starts
+    words = chunks.map(_reached, magnitude(x), bound, fill=-1)
+
+    def exact(x: jax.Array) -> jax.Array:
+        # Where many entries equal the bound and fewer than k exceed it, it is the k-th largest.
+        words = mask_of(x, bound)
         enough = jnp.all(_totals(words) <= room)
-        words = lax.cond(enough, lambda m, w: w, lambda m, w: _exact_mask(m, k), m, words)
+        return lax.cond(enough, lambda x: words, lambda x: mask_of(x, kth_of_all(x)), x)
+
+    accepted = jnp.all(_totals(words) <= room)
+    words = lax.cond(accepted, lambda x: words, exact, x)
     index = positions(words, room)
-    if room == most:
-        return index
     valid = np.arange(room) < _totals(words)[:, None]
-    candidates = jnp.where(valid, jnp.take_along_axis(m, index, axis=1), -1)
-    candidates = jnp.pad(candidates, ((0, 0), (0, -room % 32)), constant_values=-1)
-    chosen = positions(_exact_mask(candidates, k), most)
-    return jnp.take_along_axis(index, chosen, axis=1)
+    candidates = magnitude(x[(index + chunks.starts).astype(jnp.uint32)])
+    candidates = _padded(jnp.where(valid, candidates, -1), 32)
+    chosen = positions(_mask(candidates, kth_largest(candidates, k), k), most)
+    return jnp.take_along_axis(index, chosen, axis=1) + chunks.starts
+
+
+def reduced_magnitudes(op: Any, x: jax.Array) -> jax.Array:
+    """Return each row of |x| reduced by `jnp.add` or `jnp.maximum`, (rows,).
+
+    XLA on CPU does not vectorize a floating-point reduction along a row, hence by eighths at first.
+    """
+    for _ in range(2 if x.shape[1] % 64 == 0 else 0):
+        x = functools.reduce(op, [jnp.abs(part) for part in jnp.split(x, 8, axis=1)])
+    return op.reduce(jnp.abs(x), axis=1)
+
+
+def _padded(m: jax.Array, multiple: int) -> jax.Array:
+    """Return magnitudes with their rows padded to a multiple of this length."""
+    missing = -m.shape[1] % multiple
+    return jnp.pad(m, ((0, 0), (0, missing)), constant_values=-1) if missing else m
 
 
 def _block_size(length: int, k: int) -> int:
@@ -131,10 +186,6 @@ def _max_candidates(length: int, k: int, block: int) -> int:
     return min(length, math.ceil(k + others + _TOLERANCE * math.sqrt(others) + _TOLERANCE_MIN))
 
 
-def _exact_mask(m: jax.Array, k: np.ndarray) -> jax.Array:
-    return top_k_mask(m, kth_largest(m, k), k)
-
-
 def kth_largest(m: jax.Array, k: np.ndarray) -> jax.Array:
     """Return the k-th largest magnitude of each row, found bit by bit from the highest, (rows,)."""
 
@@ -147,27 +198,30 @@ def kth_largest(m: jax.Array, k: np.ndarray) -> jax.Array:
     return lax.fori_loop(0, 31, set_bit, start)
 
 
-def top_k_mask(m: jax.Array, bound: jax.Array, k: np.ndarray) -> jax.Array:
-    """Return a packed mask of each row: what is above the bound, and what of its equals k leaves.
+def _reached(m: jax.Array, bound: jax.Array) -> jax.Array:
+    """Return the packed mask of what reaches the bound of each row, uint32 (rows, ⌈length/32⌉)."""
+    return _packed(_padded(m, 32) >= bound[:, None])
+
+
+def _mask(m: jax.Array, bound: jax.Array, k: np.ndarray) -> jax.Array:
+    """Return the packed mask of what is above the bound, and of those of its equals that k leaves.
 
     Args:
-      m: magnitudes, (rows, length), length a multiple of 32, padding −1.
+      m: magnitudes, (rows, length), padding −1.
       bound: for each row at most the k-th largest. Where it is that, k entries are selected, the
         first among equals; where it is smaller, k or more.
       k: for each row, ≥ 1.
-
-    Returns:
-      uint32 (rows, length/32).
     """
-
-    def packed(mask: jax.Array) -> jax.Array:
-        return pack_bits(mask.reshape(-1)).reshape(m.shape[0], -1)
-
-    above, equal = packed(m > bound[:, None]), packed(m == bound[:, None])
+    m = _padded(m, 32)
+    above, equal = _packed(m > bound[:, None]), _packed(m == bound[:, None])
     count = lax.population_count(equal).astype(jnp.int32)
     before = jnp.cumsum(count, axis=1) - count
     wanted = (k - _totals(above))[:, None] - before
     return above | first_bits(equal, jnp.maximum(wanted, 0))
+
+
+def _packed(mask: jax.Array) -> jax.Array:
+    return pack_bits(mask.reshape(-1)).reshape(mask.shape[0], -1)
 
 
 def _totals(words: jax.Array) -> jax.Array:

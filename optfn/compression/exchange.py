@@ -16,6 +16,7 @@ import optax
 from jax import lax
 
 from optfn import checks, core, numerics
+from optfn.autodiff.in_place import when
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients
 from optfn.compression.compressors import Choice, Compressor, accepts, check_choice, chosen
@@ -228,8 +229,13 @@ def _update(
     if numbers:
         of_leaves = chosen(options.compressors, whole)
         compressors = [c for i in numbers if (c := of_leaves[i]) is not None]
-        columns = ([column[i] for i in numbers] for column in (leaves, residuals, states))
-        sent = _run_phase(options, compressors, nonfinite, step, _CompressedLeaves(*columns))
+        updates_of = [leaves[i] for i in numbers]
+        pending = _CompressedLeaves(
+            [mesh.zeros_of_mean(g, options.axis_name) for g in updates_of],
+            [residuals[i] for i in numbers],
+            [states[i] for i in numbers],
+        )
+        sent = _compress(options, compressors, nonfinite, step, updates_of, pending)
         for i, direction, residual, of_compressor in zip(numbers, *sent, strict=True):
             directions[i], residuals[i], states[i] = direction, residual, of_compressor
     return _packed_as(updates, structure.unflatten(directions)), ExchangeState(
@@ -290,52 +296,58 @@ def _packed_as(updates: Updates, whole: PyTree) -> Updates:
 
 
 class _CompressedLeaves(NamedTuple):
-    """The compressed leaves of one worker: their updates, residuals, and compressors' states.
+    """The compressed leaves of one worker: flat residuals; directions, 0 until they are known."""
 
-    What a phase returns has the directions in the place of the updates.
-    """
-
-    update: list[jax.Array]
+    direction: list[jax.Array]
     residual: list[jax.Array]
     state: list[PyTree]
 
 
-def _run_phase(
+def _compress(
     options: _Options,
     compressors: Sequence[Compressor],
     nonfinite: jax.Array,
     step: jax.Array,
+    updates: list[jax.Array],
     leaves: _CompressedLeaves,
 ) -> _CompressedLeaves:
-    """Run the phase of this step, the same on all workers: skip, send, or the warm-up."""
+    """Accumulate and send; where an update is not finite, give zeros and keep the state.
+
+    All workers decide alike, so that collectives may stand in branches. Everything changes in
+    place: residuals have the size of the model.
+    """
     axis_name = options.axis_name
+    sends = ~nonfinite & (step >= options.warmup_steps)
     checked = mesh.checked_axes(axis_name)
-    leaves = leaves._replace(residual=[mesh.vary(x, checked) for x in leaves.residual])
-    phases = [partial(_skip, axis_name), partial(_send, options, compressors)]
-    skip, send, warmup = range(3)
-    phase = jnp.where(nonfinite, skip, send)
+    residual = [
+        jnp.where(sends, accumulate(g, mesh.vary(x, checked), options.error_feedback), x)
+        for g, x in zip(updates, leaves.residual, strict=True)
+    ]
     if options.warmup_steps:
-        phases.append(partial(_mean_densely, axis_name))
-        phase = jnp.where(~nonfinite & (step < options.warmup_steps), warmup, phase)
-    return lax.switch(phase, phases, leaves)
-
-
-def _skip(axis_name: AxisName, leaves: _CompressedLeaves) -> _CompressedLeaves:
-    return leaves._replace(update=[mesh.zeros_of_mean(x, axis_name) for x in leaves.update])
-
-
-def _mean_densely(axis_name: AxisName, leaves: _CompressedLeaves) -> _CompressedLeaves:
-    axes = mesh.axes(axis_name)
-    return leaves._replace(update=[lax.pmean(x, axes) for x in leaves.update])
+        is_dense = ~nonfinite & (step < options.warmup_steps)
+        axes = mesh.axes(axis_name)
+        direction = lax.cond(
+            is_dense,
+            lambda g, zeros: [lax.pmean(x, axes) for x in g],
+            lambda g, zeros: zeros,
+            updates,
+            leaves.direction,
+        )
+        leaves = leaves._replace(direction=direction)
+    send = partial(_send, options, compressors)
+    return _CompressedLeaves(*when(sends, send, (leaves.direction, residual, leaves.state)))
 
 
 def _send(
-    options: _Options, compressors: Sequence[Compressor], leaves: _CompressedLeaves
+    options: _Options,
+    compressors: Sequence[Compressor],
+    zeros: list[jax.Array],
+    totals: list[jax.Array],
+    states: list[PyTree],
 ) -> _CompressedLeaves:
-    pending = [
-        PendingLeaf(compressor, accumulate(x, residual, options.error_feedback), state)
-        for compressor, x, residual, state in zip(compressors, *leaves, strict=True)
-    ]
+    """Send what has accumulated, and keep the rest."""
+    shaped = [x.reshape(like.shape) for x, like in zip(totals, zeros, strict=True)]
+    pending = list(map(PendingLeaf, compressors, shaped, states, zeros))
     groups: dict[Callable[..., list[SentLeaf]], list[int]] = {}
     for i, compressor in enumerate(compressors):
         average = getattr(compressor, "mean_of_sent", mean_by_all_gather)
@@ -344,12 +356,12 @@ def _send(
     for average, numbers in groups.items():
         of_group = average([pending[i] for i in numbers], options.axis_name, options.peer_clip)
         sent |= dict(zip(numbers, of_group, strict=True))
-    means, residuals, states = zip(*(sent[i] for i in range(len(pending))), strict=True)
-    return _CompressedLeaves(list(means), [x.reshape(-1) for x in residuals], list(states))
+    means, residuals, kept = zip(*(sent[i] for i in range(len(pending))), strict=True)
+    return _CompressedLeaves(list(means), [x.reshape(-1) for x in residuals], list(kept))
 
 
 def accumulate(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
     """Return error_feedback·residual + update, at most the largest float32 number in magnitude."""
-    total = numerics.scalar(error_feedback, residual) * residual.reshape(update.shape) + update
     largest = np.finfo(np.float32).max
+    total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)
     return jnp.clip(total, -largest, largest)

@@ -15,11 +15,15 @@ from optfn.parallel.mesh import AxisName
 
 
 class PendingLeaf(NamedTuple):
-    """A leaf to be sent: its compressor, what has accumulated, and the compressor's state."""
+    """A leaf to be sent: its compressor, what has accumulated, and the compressor's state.
+
+    zeros: zeros like x, to which the mean may be added in place.
+    """
 
     compressor: Compressor
     x: jax.Array
     state: PyTree
+    zeros: jax.Array
 
 
 class SentLeaf(NamedTuple):
@@ -64,8 +68,8 @@ def mean_by_all_gather(
         columns = compressors, means, packets, weights[worker]
         return [add_decoded(*column) for column in zip(*columns, strict=True)]
 
-    varying = mesh.varying_axes(gathered[0]) if gathered else frozenset()
-    zeros = [mesh.vary(jnp.zeros(leaf.x.shape, jnp.float32), varying) for leaf in leaves]
+    varying = [mesh.varying_axes(x) for x in gathered]
+    zeros = [mesh.vary(leaf.zeros, frozenset().union(*varying)) for leaf in leaves]
     means = lax.fori_loop(0, workers, add_worker, zeros)
     return list(map(SentLeaf, means, residuals, states))
 

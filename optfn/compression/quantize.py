@@ -35,10 +35,9 @@ class Quantize(ShownAsCall):
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packet, uint32 (words,): scales, then codes."""
-        chunks = Chunks(x.size, self.chunk)
-        rows = chunks.rows(x.reshape(-1))
-        scales = self.format.scales(rows, chunks.lengths)
-        codes = self.format.encode(rows, scales).reshape(-1)[: x.size]
+        chunks, flat = Chunks(x.size, self.chunk), x.reshape(-1)
+        scales = chunks.map(self.format.scales, flat, chunks.lengths)
+        codes = self.format.encode(flat, chunks.spread(scales))
         words = packing.pack([codes], [self.bits])
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
@@ -48,8 +47,7 @@ class Quantize(ShownAsCall):
         chunks = Chunks(size, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.count], jnp.float32)
         (codes,) = packing.unpack(packet[chunks.count :], [self.bits], [size])
-        values = self.format.decode(chunks.rows(codes), scales)
-        return values.reshape(-1)[:size].reshape(shape)
+        return self.format.decode(codes, chunks.spread(scales)).reshape(shape)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""

@@ -32,14 +32,15 @@ class TopK(ShownAsCall):
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packet, uint32 (words,): scales, then indices, then values."""
-        leaf = _Leaf.of(self, x.size)
-        rows = leaf.chunks.rows(x.reshape(-1))
-        index = chunks.top_k(rows, leaf.chunks.lengths, leaf.k)
-        selected = jnp.take_along_axis(rows, index, axis=1)
+        leaf, flat = _Leaf.of(self, x.size), x.reshape(-1)
+        index = chunks.top_k(flat, leaf.chunks, leaf.k)
+        # Unsigned, so that JAX adds no code that tests for negative indices.
+        selected = flat[index.astype(jnp.uint32)]
         values = jnp.where(np.arange(leaf.k.max()) < leaf.k[:, None], selected, 0.0)
-        scales = leaf.format.scales(values, leaf.k[:, None])
-        codes = leaf.format.encode(values, scales)
-        fields = [field.reshape(-1)[: leaf.count] for field in (index.astype(jnp.uint32), codes)]
+        scales = leaf.format.scales(values, leaf.k)
+        codes = leaf.format.encode(values, scales[:, None])
+        inside = (index - leaf.chunks.starts).astype(jnp.uint32)
+        fields = [field.reshape(-1)[: leaf.count] for field in (inside, codes)]
         words = bits.pack(fields, leaf.widths)
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
@@ -53,11 +54,9 @@ class TopK(ShownAsCall):
         split = packet.size - bits.num_words(leaf.widths, [leaf.count] * 2)
         scales = lax.bitcast_convert_type(packet[:split], jnp.float32)
         index, codes = bits.unpack(packet[split:], leaf.widths, [leaf.count] * 2)
-        missing = leaf.k.size * leaf.k.max() - leaf.count
-        codes = jnp.pad(codes, (0, missing)).reshape(leaf.k.size, -1)
-        values = leaf.format.decode(codes, scales).reshape(-1)[: leaf.count]
-        # Unsigned, so that JAX adds no code that tests for negative indices.
-        index += np.repeat(np.arange(leaf.k.size, dtype=np.uint32) * leaf.chunks.length, leaf.k)
+        owner = np.repeat(np.arange(leaf.k.size, dtype=np.uint32), leaf.k)
+        values = leaf.format.decode(codes, scales[owner] if scales.size else scales)
+        index += owner * np.uint32(leaf.chunks.length)
         target = total.reshape(-1).at[index]
         added = target.add(scale * values, indices_are_sorted=True, unique_indices=True)
         return added.reshape(total.shape)

@@ -1,7 +1,7 @@
 """Values in few bits: how a float32 number is encoded in a packet.
 
-A `ValueFormat` turns rows of numbers into integers of `bits` bits and, where it has scales, one
-float32 scale s per row. With m the number of values in a row:
+A `ValueFormat` turns numbers into integers of `bits` bits and, where it has scales, one float32
+scale s per row of them. With m the number of values in a row:
 
     float32     the bits of x
     bfloat16    those of x rounded to 8 bits of mantissa
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optfn.compression.chunks import reduced_magnitudes
 from optfn.compression.packets import from_upper_half, to_upper_half
 
 # The largest integer that stands for a value, by the number of bits.
@@ -43,16 +44,21 @@ class ValueFormat(NamedTuple):
 
         Args:
           x: float32 (rows, length), padded with zeros.
-          counts: (rows, 1), the number of values of each row that are not padding.
+          counts: (rows,), the number of values of each row that are not padding.
         """
         if not self.has_scale:
             return jnp.zeros(0, jnp.float32)
         if self.bits == 1:
-            return _divided(jnp.sum(jnp.abs(x), axis=1), counts[:, 0].astype(np.float32))
-        return _divided(jnp.max(jnp.abs(x), axis=1), np.float32(_LARGEST.get(self.bits, 1)))
+            return _divided(reduced_magnitudes(jnp.add, x), counts.astype(np.float32))
+        return _divided(reduced_magnitudes(jnp.maximum, x), np.float32(_LARGEST.get(self.bits, 1)))
 
-    def encode(self, x: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the codes of float32 rows, uint32 of the same shape."""
+    def encode(self, x: jax.Array, s: jax.Array) -> jax.Array:
+        """Return the codes of float32 values, uint32 of the same shape.
+
+        Args:
+          x: the values.
+          s: the scale of each value, of a shape that broadcasts to that of x; ignored without.
+        """
         if self.bits == 32:
             return lax.bitcast_convert_type(x, jnp.uint32)
         if self.bits == 16:
@@ -60,7 +66,6 @@ class ValueFormat(NamedTuple):
         negative = (x < 0).astype(jnp.uint32)
         if self.bits == 1:
             return negative
-        s = scales[:, None]
         if self.bits == 2:
             # Two thirds are halfway between s/3 and s.
             is_large = (jnp.abs(x) > s * np.float32(2 / 3)).astype(jnp.uint32)
@@ -69,13 +74,12 @@ class ValueFormat(NamedTuple):
         code = lax.bitcast_convert_type(quotient.astype(jnp.int32), jnp.uint32)
         return code & np.uint32((1 << self.bits) - 1)
 
-    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the float32 rows that the codes stand for."""
+    def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
+        """Return the float32 values that the codes stand for, with the scales of `encode`."""
         if self.bits == 32:
             return lax.bitcast_convert_type(codes, jnp.float32)
         if self.bits == 16:
             return from_upper_half(codes << np.uint32(16))
-        s = scales[:, None]
         if self.bits == 1:
             return jnp.where(codes == 0, s, -s)
         if self.bits == 2:
