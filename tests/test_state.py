@@ -12,7 +12,7 @@ from flax import nnx
 
 import optfn
 
-EVERYTHING = pytest.mark.parametrize("entry", registry.EVERYTHING.values(), ids=registry.EVERYTHING)
+EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
 
 
 def tree(seed, dtype=jnp.float32):
@@ -95,7 +95,7 @@ def test_bfloat16_is_kept_as_bits(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_round_trip_through_orbax(tmp_path):
     """Every optimizer, transform and wrapper, in one checkpoint."""
-    everything = {name: trained(entry, jnp.bfloat16) for name, entry in registry.EVERYTHING.items()}
+    everything = {name: trained(entry, jnp.bfloat16) for name, entry in registry.ALL.items()}
     saved = {name: optfn.state_dict(state) for name, (_, _, state) in everything.items()}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "states", saved)
