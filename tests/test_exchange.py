@@ -16,7 +16,6 @@ import test_pipeline_step as pipeline_step
 from jax.sharding import PartitionSpec as P
 from test_pipeline_compression import pipelined
 from test_pipeline_compression import simulated as unpipelined
-from test_wire import collectives
 
 import optfn
 from optfn.compression import bits as packing
@@ -358,7 +357,7 @@ def test_frozen_leaves_in_a_training_step():
     tx = optfn.chain(exchange(top_k(0.1), param_attrs=attrs), optfn.adam(0.1, param_attrs=attrs))
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N), donate=False)
     state = step.init(MODEL)
-    found = collectives(step.compiled.lower(state, BATCH).compile().as_text())
+    found = lowered_collectives(step.compiled.lower(state, BATCH).as_text())
     assert max(x for sizes in found.values() for x in sizes) < MODEL["w"].nbytes
     after, _ = step(state, BATCH)
     np.testing.assert_array_equal(after.params["w"], MODEL["w"])
