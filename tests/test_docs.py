@@ -49,10 +49,14 @@ def trains(capsys, names: dict) -> None:
     assert "loss" in capsys.readouterr().err
 
 
-def trains_on_all_devices(capsys, trained: dict, by_hand: dict, simulated: dict) -> None:
+def trains_on_all_devices(
+    capsys, trained: dict, exchanging: dict, own: dict, by_hand: dict, simulated: dict
+) -> None:
     for names in (trained, by_hand):
         assert names["mesh"].size == len(jax.devices()) == 8
+    for names in (trained, exchanging, own, by_hand):
         assert any(np.any(x) for x in jax.tree.leaves(names["state"]))
+    assert set(exchanging["state"].opt_state[0].residual["layers"]) == {"w"}
     assert "sparse_loco" in simulated
 
 
