@@ -19,7 +19,7 @@ from test_pipeline_compression import simulated as unpipelined
 
 import optfn
 from optfn.compression import bits as packing
-from optfn.compression.chunks import Chunks
+from optfn.compression.chunks import Chunks, chunks_of
 from optfn.compression.exchange import ExchangeState
 from optfn.distributed import (
     data_mesh,
@@ -164,13 +164,23 @@ def test_the_selection_at_large_sizes():
             np.testing.assert_array_equal(got, reference.top_k(data, **options))
 
 
+def test_leaves_are_searched_together():
+    """Shorter leaves, shorter last chunks and ties beside each other do not change a packet."""
+    xs = [normal((50, 50), 0), normal(7, 1), with_ties(normal(4000, 2)), normal(1000, 3)]
+    for compressor in (top_k(0.05, chunk=1000, values="int8"), top_k(0.2, chunk=None)):
+        together = jax.jit(lambda xs, c=compressor: c.encode_all(xs, [()] * 4))(xs)
+        for x, (packet, _) in zip(xs, together, strict=True):
+            np.testing.assert_array_equal(packet, compressor.encode(x, ())[0])
+
+
 def test_the_rows_of_chunks():
     chunks = Chunks(10, 4)
     assert (chunks.count, chunks.last_length, chunks.index_bits) == (3, 2, 2)
     rows = chunks.map(lambda rows: rows, jnp.arange(10), fill=-1)
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, -1, -1]]
     assert chunks.spread(jnp.arange(3)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert Chunks(10, None).length == Chunks(10, 4096).length == 10
+    assert chunks_of([10, 30], None) == [Chunks(10, 10), Chunks(30, 30)]
+    assert chunks_of([10, 30], 4096) == [Chunks(10, 30), Chunks(30, 30)]
     assert [Chunks(n, 4096).index_bits for n in (1, 2, 1000, 4096, 9999)] == [0, 1, 10, 12, 12]
 
 

@@ -10,7 +10,7 @@ chunks replaces the bound: slower, never wrong.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from optfn.compression.selection import first_bits, magnitude, nth_bit, pack_bits
+from optfn.leaves import slices
 from optfn.parallel.mesh import vary, varying_axes
 
 _MAX_BLOCK = 32
@@ -32,20 +33,15 @@ _TOLERANCE, _TOLERANCE_MIN = 6, 8
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The chunks of a leaf of `size` elements; static.
+    """The chunks of a leaf; static.
 
     Args:
-      size: the number of elements, ≥ 1.
-      chunk: the number of elements of a chunk; None for one chunk. The last one may be shorter.
+      size: the number of elements of the leaf, ≥ 1.
+      length: the number of elements of a chunk. The last one may be shorter, also the only one.
     """
 
     size: int
-    chunk: int | None
-
-    @property
-    def length(self) -> int:
-        """The number of elements of a chunk, without the last."""
-        return self.size if self.chunk is None else min(self.chunk, self.size)
+    length: int
 
     @property
     def count(self) -> int:
@@ -60,7 +56,7 @@ class Chunks:
     @property
     def index_bits(self) -> int:
         """The bits of an index within a chunk."""
-        return (self.length - 1).bit_length()
+        return (min(self.length, self.size) - 1).bit_length()
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -68,6 +64,11 @@ class Chunks:
         lengths = np.full(self.count, self.length, np.int32)
         lengths[-1] = self.last_length
         return lengths
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The index of the first element of each chunk, (count, 1)."""
+        return np.arange(self.count, dtype=np.int32)[:, None] * np.int32(self.length)
 
     def map(
         self,
@@ -81,24 +82,21 @@ class Chunks:
         A shorter last chunk is padded with `fill`, and goes through `fn` by itself: to pad the
         whole array would copy it.
         """
-        if self.last_length == self.length:
+        missing = self.length - self.last_length
+        if not missing:
             return fn(x.reshape(self.count, self.length), *per_chunk)
         start = self.size - self.last_length
-        last = jnp.pad(x[start:], (0, self.length - self.last_length), constant_values=fill)
-        rows = x[:start].reshape(-1, self.length), last[None]
-        pairs = zip(rows, zip(*((y[:-1], y[-1:]) for y in per_chunk), strict=True), strict=True)
-        columns = pairs if per_chunk else ((part, ()) for part in rows)
-        return jnp.concatenate([fn(part, *of_part) for part, of_part in columns])
+        last = jnp.pad(x[start:], (0, missing), constant_values=fill)[None]
+        of_last = fn(last, *(y[-1:] for y in per_chunk))
+        if not start:
+            return of_last
+        whole = fn(x[:start].reshape(-1, self.length), *(y[:-1] for y in per_chunk))
+        return jnp.concatenate([whole, of_last])
 
     def spread(self, per_chunk: jax.Array) -> jax.Array:
         """Return a number per chunk for each of its elements, (size,)."""
         rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
         return rows.reshape(-1)[: self.size]
-
-    @property
-    def starts(self) -> np.ndarray:
-        """The index of the first element of each chunk, (count, 1)."""
-        return np.arange(self.count, dtype=np.int32)[:, None] * np.int32(self.length)
 
     def num_selected(self, density: float) -> np.ndarray:
         """Return k = max(1, round(density·m)) for each chunk of m elements, (count,)."""
@@ -107,51 +105,85 @@ class Chunks:
         return k
 
 
-def top_k(x: jax.Array, chunks: Chunks, k: np.ndarray) -> jax.Array:
+def chunks_of(sizes: Sequence[int], chunk: int | None) -> list[Chunks]:
+    """Return the chunks of several leaves, of one length; without `chunk`, that of each leaf."""
+    if chunk is None:
+        return [Chunks(size, size) for size in sizes]
+    length = min(chunk, max(sizes, default=1))
+    return [Chunks(size, length) for size in sizes]
+
+
+def top_k(
+    arrays: Sequence[jax.Array], chunks: Sequence[Chunks], k: Sequence[np.ndarray]
+) -> list[jax.Array]:
     """Return the indices of the k entries of largest magnitude of each chunk, the lower at ties.
 
+    The chunks of all arrays are searched together: a search compiled once per array would take
+    minutes for a large model.
+
     Args:
-      x: float32, flat.
-      chunks: its chunks.
-      k: int32 (count,), 1 or more and at most the length of the chunk; static.
+      arrays: float32, flat.
+      chunks: those of each array, all of one length.
+      k: int32 (count,) for each array, 1 or more and at most the length of the chunk; static.
 
     Returns:
-      int32 (count, max(k)): indices in the leaf, increasing in each row. Where k is less than its
-      maximum, what is beyond it has no meaning.
+      For each array int32 (count, max(k)): indices in it, increasing in each row. Where k is less
+      than its maximum over all arrays, what is beyond it has no meaning.
     """
-    most = int(k.max())
-    block = _block_size(chunks.length, most)
-    room = _max_candidates(chunks.length, most, block)
+    k_of, length, counts = np.concatenate(k), chunks[0].length, [c.count for c in chunks]
+    starts = np.concatenate([c.starts for c in chunks])
+    most = int(k_of.max())
+    block = _block_size(length, most)
+    room = _max_candidates(length, most, block)
+
+    def of_all(
+        fn: Callable[..., jax.Array], arrays: Sequence[jax.Array], *per_chunk: jax.Array
+    ) -> jax.Array:
+        parts = [slices.split(x, counts) for x in per_chunk]
+        columns = zip(chunks, arrays, *parts, strict=True)
+        return jnp.concatenate([c.map(fn, magnitude(x), *y, fill=-1) for c, x, *y in columns])
 
     def maxima(m: jax.Array) -> jax.Array:
         # Blocks of entries that are far apart: what is large is often close together.
         return jnp.max(_padded(m, 32).reshape(m.shape[0], block, -1), axis=1)
 
-    def mask_of(x: jax.Array, bound: jax.Array) -> jax.Array:
-        return chunks.map(_mask, magnitude(x), bound, k, fill=-1)
+    def mask_of(arrays: Sequence[jax.Array], bound: jax.Array) -> jax.Array:
+        above, equal = of_all(_above, arrays, bound), of_all(_equal, arrays, bound)
+        return _filled_up(above, equal, k_of)
 
-    def kth_of_all(x: jax.Array) -> jax.Array:
-        return kth_largest(chunks.map(lambda rows: rows, magnitude(x), fill=-1), k)
-
-    bound = kth_largest(chunks.map(maxima, magnitude(x), fill=-1), k)
-    if block == 1:
-        return positions(mask_of(x, bound), most) + chunks.starts
-    words = chunks.map(_reached, magnitude(x), bound, fill=-1)
-
-    def exact(x: jax.Array) -> jax.Array:
+    def exact(arrays: Sequence[jax.Array]) -> jax.Array:
         # Where many entries equal the bound and fewer than k exceed it, it is the k-th largest.
-        words = mask_of(x, bound)
+        words = mask_of(arrays, bound)
         enough = jnp.all(_totals(words) <= room)
-        return lax.cond(enough, lambda x: words, lambda x: mask_of(x, kth_of_all(x)), x)
+        return lax.cond(enough, lambda arrays: words, bisected, arrays)
 
-    accepted = jnp.all(_totals(words) <= room)
-    words = lax.cond(accepted, lambda x: words, exact, x)
-    index = positions(words, room)
-    valid = np.arange(room) < _totals(words)[:, None]
-    candidates = magnitude(x[(index + chunks.starts).astype(jnp.uint32)])
-    candidates = _padded(jnp.where(valid, candidates, -1), 32)
-    chosen = positions(_mask(candidates, kth_largest(candidates, k), k), most)
-    return jnp.take_along_axis(index, chosen, axis=1) + chunks.starts
+    def bisected(arrays: Sequence[jax.Array]) -> jax.Array:
+        return mask_of(arrays, kth_largest(of_all(lambda m: m, arrays), k_of))
+
+    bound = kth_largest(of_all(maxima, arrays), k_of)
+    if block == 1:
+        index = positions(mask_of(arrays, bound), most)
+    else:
+        words = of_all(_reached, arrays, bound)
+        accepted = jnp.all(_totals(words) <= room)
+        words = lax.cond(accepted, lambda arrays: words, exact, list(arrays))
+        index = positions(words, room)
+        valid = np.arange(room) < _totals(words)[:, None]
+        values = _taken(arrays, (index + starts).astype(jnp.uint32), counts)
+        candidates = _padded(jnp.where(valid, magnitude(values), -1), 32)
+        kth = kth_largest(candidates, k_of)
+        chosen = _filled_up(_above(candidates, kth), _equal(candidates, kth), k_of)
+        index = jnp.take_along_axis(index, positions(chosen, most), axis=1)
+    parts = slices.split((index + starts).reshape(-1), [count * most for count in counts])
+    return [part.reshape(-1, most) for part in parts]
+
+
+def _taken(arrays: Sequence[jax.Array], index: jax.Array, counts: Sequence[int]) -> jax.Array:
+    """Return the entries of arrays at the indices of their rows; unsigned, not tested."""
+    width = index.shape[1]
+    parts = slices.split(index.reshape(-1), [count * width for count in counts])
+    taken = [x[i] for x, i in zip(arrays, parts, strict=True)]
+    return jnp.concatenate(taken).reshape(-1, width)
 
 
 def reduced_magnitudes(op: Any, x: jax.Array) -> jax.Array:
@@ -203,25 +235,27 @@ def _reached(m: jax.Array, bound: jax.Array) -> jax.Array:
     return _packed(_padded(m, 32) >= bound[:, None])
 
 
-def _mask(m: jax.Array, bound: jax.Array, k: np.ndarray) -> jax.Array:
-    """Return the packed mask of what is above the bound, and of those of its equals that k leaves.
+def _above(m: jax.Array, bound: jax.Array) -> jax.Array:
+    return _packed(_padded(m, 32) > bound[:, None])
 
-    Args:
-      m: magnitudes, (rows, length), padding −1.
-      bound: for each row at most the k-th largest. Where it is that, k entries are selected, the
-        first among equals; where it is smaller, k or more.
-      k: for each row, ≥ 1.
-    """
-    m = _padded(m, 32)
-    above, equal = _packed(m > bound[:, None]), _packed(m == bound[:, None])
-    count = lax.population_count(equal).astype(jnp.int32)
-    before = jnp.cumsum(count, axis=1) - count
-    wanted = (k - _totals(above))[:, None] - before
-    return above | first_bits(equal, jnp.maximum(wanted, 0))
+
+def _equal(m: jax.Array, bound: jax.Array) -> jax.Array:
+    return _packed(_padded(m, 32) == bound[:, None])
 
 
 def _packed(mask: jax.Array) -> jax.Array:
     return pack_bits(mask.reshape(-1)).reshape(mask.shape[0], -1)
+
+
+def _filled_up(above: jax.Array, equal: jax.Array, k: np.ndarray) -> jax.Array:
+    """Return the mask of what is above a bound, and the first of its equals up to k in each row.
+
+    Where the bound is the k-th largest these are k; where it is smaller, k or more.
+    """
+    count = lax.population_count(equal).astype(jnp.int32)
+    before = jnp.cumsum(count, axis=1) - count
+    wanted = (k - _totals(above))[:, None] - before
+    return above | first_bits(equal, jnp.maximum(wanted, 0))
 
 
 def _totals(words: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ with these methods serves, such as one that sends what is above a threshold as s
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
@@ -39,7 +39,8 @@ class Compressor(Protocol):
     A packet is a tree of arrays, of the same shapes in each step. State is a tree of arrays too, ()
     for none; it is taken to be the same on all workers, but for what is in a `PerWorker`.
 
-    Three more things are optional. `accepts(shape) -> bool`: other leaves are exchanged densely.
+    Four more things are optional. `accepts(shape) -> bool`: other leaves are exchanged densely.
+    `encode_all(xs, states)`: the results of `encode` for several leaves, where that is cheaper.
     `add_to(total, packet, scale)`: total + scale·decode(packet), where that is cheaper in place.
     `mean_of_sent`: a function as `gathering.mean_by_all_gather`, which is the default.
     """
@@ -87,10 +88,30 @@ def accepts(compressor: Compressor, shape: tuple[int, ...]) -> bool:
     return rule is None or bool(rule(shape))
 
 
-def add_decoded(compressor: Compressor, total: jax.Array, packet: PyTree, scale: Any) -> jax.Array:
+def encode_all(
+    compressors: Sequence[Compressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
+) -> list[tuple[PyTree, PyTree]]:
+    """Return the packet and the next state of each leaf, those of equal compressors together."""
+    encoded: list[Any] = [None] * len(xs)
+    for i, compressor in enumerate(compressors):
+        together: Any = getattr(compressor, "encode_all", None)
+        if encoded[i] is None and together is None:
+            encoded[i] = compressor.encode(xs[i], states[i])
+        elif encoded[i] is None:
+            equal = [j for j in range(i, len(xs)) if compressors[j] == compressor]
+            results = together([xs[j] for j in equal], [states[j] for j in equal])
+            for j, result in zip(equal, results, strict=True):
+                encoded[j] = result
+    return encoded
+
+
+def add_decoded(
+    compressor: Compressor, total: jax.Array, packet: PyTree, scale: float | jax.Array
+) -> jax.Array:
     """Return total + scale·decode(packet)."""
-    if hasattr(compressor, "add_to"):
-        return compressor.add_to(total, packet, scale)
+    in_place: Any = getattr(compressor, "add_to", None)
+    if in_place is not None:
+        return in_place(total, packet, scale)
     return total + scale * compressor.decode(packet, total.shape).reshape(total.shape)
 
 

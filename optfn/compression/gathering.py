@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import numerics
-from optfn.compression.compressors import Compressor, add_decoded
+from optfn.compression.compressors import Compressor, add_decoded, encode_all
 from optfn.leaves.types import PyTree
 from optfn.parallel import mesh
 from optfn.parallel.mesh import AxisName
@@ -48,7 +48,7 @@ def mean_by_all_gather(
         where it is longer.
     """
     compressors = [leaf.compressor for leaf in leaves]
-    encoded = [leaf.compressor.encode(leaf.x, leaf.state) for leaf in leaves]
+    encoded = encode_all(compressors, [leaf.x for leaf in leaves], [leaf.state for leaf in leaves])
     packets, states = [packet for packet, _ in encoded], [state for _, state in encoded]
     residuals = [
         add_decoded(c, leaf.x, packet, -1.0)

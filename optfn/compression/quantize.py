@@ -9,7 +9,7 @@ from jax import lax
 
 from optfn import checks
 from optfn.compression import bits as packing
-from optfn.compression.chunks import Chunks
+from optfn.compression.chunks import Chunks, chunks_of
 from optfn.compression.compressors import ShownAsCall, shown
 from optfn.compression.values import ValueFormat, scaled
 from optfn.leaves.types import PyTree
@@ -29,13 +29,16 @@ class Quantize(ShownAsCall):
         """The encoding of a value."""
         return scaled(self.bits)
 
+    def _chunks(self, size: int) -> Chunks:
+        return chunks_of([size], self.chunk)[0]
+
     def init(self, shape: tuple[int, ...]) -> PyTree:
         """Return (): there is no state."""
         return ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packet, uint32 (words,): scales, then codes."""
-        chunks, flat = Chunks(x.size, self.chunk), x.reshape(-1)
+        chunks, flat = self._chunks(x.size), x.reshape(-1)
         scales = chunks.map(self.format.scales, flat, chunks.lengths)
         codes = self.format.encode(flat, chunks.spread(scales))
         words = packing.pack([codes], [self.bits])
@@ -44,7 +47,7 @@ class Quantize(ShownAsCall):
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf of the values nearest to its own."""
         size = math.prod(shape)
-        chunks = Chunks(size, self.chunk)
+        chunks = self._chunks(size)
         scales = lax.bitcast_convert_type(packet[: chunks.count], jnp.float32)
         (codes,) = packing.unpack(packet[chunks.count :], [self.bits], [size])
         return self.format.decode(codes, chunks.spread(scales)).reshape(shape)
@@ -52,7 +55,7 @@ class Quantize(ShownAsCall):
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
         size = math.prod(shape)
-        return 4 * (Chunks(size, self.chunk).count + packing.num_words([self.bits], [size]))
+        return 4 * (self._chunks(size).count + packing.num_words([self.bits], [size]))
 
 
 @shown

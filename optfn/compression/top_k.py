@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -32,22 +34,46 @@ class TopK(ShownAsCall):
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packet, uint32 (words,): scales, then indices, then values."""
-        leaf, flat = _Leaf.of(self, x.size), x.reshape(-1)
-        index = chunks.top_k(flat, leaf.chunks, leaf.k)
+        return self._encode([x], [state])[0]
+
+    def encode_all(
+        self, xs: Sequence[jax.Array], states: Sequence[PyTree]
+    ) -> list[tuple[jax.Array, PyTree]]:
+        """Return packets and states of several leaves, whose chunks are searched together."""
+        if self.chunk is None:  # they differ in length
+            return [self.encode(x, state) for x, state in zip(xs, states, strict=True)]
+        return self._encode(xs, states)
+
+    def _encode(
+        self, xs: Sequence[jax.Array], states: Sequence[PyTree]
+    ) -> list[tuple[jax.Array, PyTree]]:
+        flat = [jnp.asarray(x).reshape(-1) for x in xs]
+        layouts = chunks.chunks_of([x.size for x in flat], self.chunk)
+        k = [layout.num_selected(self.density) for layout in layouts]
+        indices = chunks.top_k(flat, layouts, k)
+        packets = [self._packet(x, index) for x, index in zip(flat, indices, strict=True)]
+        return list(zip(packets, states, strict=True))
+
+    @partial(jax.jit, static_argnums=0)
+    def _packet(self, x: jax.Array, index: jax.Array) -> jax.Array:
+        """Return the packet of the entries of a flat leaf at the indices of its chunks."""
+        leaf = _Leaf.of(self, x.size)
+        index = index[:, : leaf.k.max()]
         # Unsigned, so that JAX adds no code that tests for negative indices.
-        selected = flat[index.astype(jnp.uint32)]
+        selected = x[index.astype(jnp.uint32)]
         values = jnp.where(np.arange(leaf.k.max()) < leaf.k[:, None], selected, 0.0)
         scales = leaf.format.scales(values, leaf.k)
         codes = leaf.format.encode(values, scales[:, None])
         inside = (index - leaf.chunks.starts).astype(jnp.uint32)
         fields = [field.reshape(-1)[: leaf.count] for field in (inside, codes)]
         words = bits.pack(fields, leaf.widths)
-        return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
+        return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words])
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, zero where nothing was sent."""
         return self.add_to(jnp.zeros(shape, jnp.float32), packet, 1.0)
 
+    @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
         """Return total + scale·decode(packet), touching the entries that were sent."""
         leaf = _Leaf.of(self, total.size)
@@ -78,7 +104,7 @@ class _Leaf:
 
     @classmethod
     def of(cls, compressor: TopK, size: int) -> "_Leaf":
-        of_leaf = Chunks(size, compressor.chunk)
+        (of_leaf,) = chunks.chunks_of([size], compressor.chunk)
         return cls(of_leaf, of_leaf.num_selected(compressor.density), VALUES[compressor.values])
 
     @property
