@@ -267,6 +267,18 @@ def test_power_sgd_follows_its_equations():
         np.testing.assert_allclose(direction["v"][3], g["v"].mean(axis=0), atol=1e-6)
 
 
+@pytest.mark.parametrize("compressor", [top_k(0.05, values="int8"), quantize(1), power_sgd(2)])
+def test_where_jax_has_wider_floats(compressor):
+    """A float32 leaf is exchanged and kept in float32 then too."""
+    tx, results = exchange(compressor), []
+    for is_wide in (False, True):
+        with jax.enable_x64(is_wide):
+            state = stacked(tx.init({"w": jnp.zeros((50, 40), jnp.float32)}))
+            results.append(jax.device_get(simulated(tx)({"w": gradients(0)["w"]}, state)))
+    chex.assert_trees_all_equal_dtypes(*results)
+    chex.assert_trees_all_close(*results, rtol=1e-6, atol=1e-6)
+
+
 def test_power_sgd_after_a_gradient_of_zeros():
     """Q̄ becomes zero, and recovers."""
     tx = exchange(power_sgd(2), min_size=1)

@@ -145,7 +145,7 @@ def top_k(
 
     def maxima(m: jax.Array) -> jax.Array:
         # Blocks of entries that are far apart: what is large is often close together.
-        return jnp.max(_padded(m, 32).reshape(m.shape[0], block, -1), axis=1)
+        return jnp.max(_padded(m).reshape(m.shape[0], block, -1), axis=1)
 
     def mask_of(arrays: Sequence[jax.Array], bound: jax.Array) -> jax.Array:
         above, equal = of_all(_above, arrays, bound), of_all(_equal, arrays, bound)
@@ -170,7 +170,7 @@ def top_k(
         index = positions(words, room)
         valid = np.arange(room) < _totals(words)[:, None]
         values = _taken(arrays, (index + starts).astype(jnp.uint32), counts)
-        candidates = _padded(jnp.where(valid, magnitude(values), -1), 32)
+        candidates = _padded(jnp.where(valid, magnitude(values), -1))
         kth = kth_largest(candidates, k_of)
         chosen = _filled_up(_above(candidates, kth), _equal(candidates, kth), k_of)
         index = jnp.take_along_axis(index, positions(chosen, most), axis=1)
@@ -196,9 +196,9 @@ def reduced_magnitudes(op: Any, x: jax.Array) -> jax.Array:
     return op.reduce(jnp.abs(x), axis=1)
 
 
-def _padded(m: jax.Array, multiple: int) -> jax.Array:
-    """Return magnitudes with their rows padded to a multiple of this length."""
-    missing = -m.shape[1] % multiple
+def _padded(m: jax.Array) -> jax.Array:
+    """Return magnitudes with their rows padded to whole words, and so to whole blocks."""
+    missing = -m.shape[1] % 32
     return jnp.pad(m, ((0, 0), (0, missing)), constant_values=-1) if missing else m
 
 
@@ -232,15 +232,15 @@ def kth_largest(m: jax.Array, k: np.ndarray) -> jax.Array:
 
 def _reached(m: jax.Array, bound: jax.Array) -> jax.Array:
     """Return the packed mask of what reaches the bound of each row, uint32 (rows, ⌈length/32⌉)."""
-    return _packed(_padded(m, 32) >= bound[:, None])
+    return _packed(_padded(m) >= bound[:, None])
 
 
 def _above(m: jax.Array, bound: jax.Array) -> jax.Array:
-    return _packed(_padded(m, 32) > bound[:, None])
+    return _packed(_padded(m) > bound[:, None])
 
 
 def _equal(m: jax.Array, bound: jax.Array) -> jax.Array:
-    return _packed(_padded(m, 32) == bound[:, None])
+    return _packed(_padded(m) == bound[:, None])
 
 
 def _packed(mask: jax.Array) -> jax.Array:
@@ -260,7 +260,7 @@ def _filled_up(above: jax.Array, equal: jax.Array, k: np.ndarray) -> jax.Array:
 
 def _totals(words: jax.Array) -> jax.Array:
     """Return the number of set bits of each row."""
-    return jnp.sum(lax.population_count(words).astype(jnp.int32), axis=1)
+    return jnp.sum(lax.population_count(words), axis=1, dtype=jnp.int32)
 
 
 def positions(words: jax.Array, count: int) -> jax.Array:

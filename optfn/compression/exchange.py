@@ -196,7 +196,8 @@ def _init(options: _Options, params: Params) -> ExchangeState:
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
     pairs = list(zip(options.compressor_of(whole), leaves, strict=True))
-    residuals = [optax.MaskedNode() if c is None else jnp.zeros(p.size) for c, p in pairs]
+    masked = optax.MaskedNode()
+    residuals = [masked if c is None else jnp.zeros(p.size, jnp.float32) for c, p in pairs]
     states = [() if c is None else c.init(p.shape) for c, p in pairs]
     return ExchangeState(
         core.first_step(),

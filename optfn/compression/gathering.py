@@ -55,7 +55,7 @@ def mean_by_all_gather(
         for c, leaf, packet in zip(compressors, leaves, packets, strict=True)
     ]
     workers = mesh.axis_size(axis_name)
-    weights = jnp.full((workers, len(leaves)), 1 / workers)
+    weights = jnp.full((workers, len(leaves)), 1 / workers, jnp.float32)
     if peer_clip:
         pairs = zip(leaves, packets, strict=True)
         sent = [leaf.compressor.decode(packet, leaf.x.shape) for leaf, packet in pairs]
