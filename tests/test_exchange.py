@@ -13,6 +13,7 @@ import optax
 import pytest
 import reference_exchange as reference
 import test_pipeline_step as pipeline_step
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from test_pipeline_compression import pipelined
 from test_pipeline_compression import simulated as unpipelined
@@ -602,6 +603,33 @@ def test_all_ways_to_run_agree():
         for _ in range(4):
             params, state = run(params, state, BATCH)
         chex.assert_trees_all_close(jax.device_get(params), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compressor", [top_k(0.1), power_sgd(2)], ids=repr)
+def test_several_axes(compressor):
+    """Workers along two axes, with all that has collectives of its own, where JAX tracks axes."""
+    options = {"warmup_steps": 1, "peer_clip": True}
+    axes, params = ("host", "device"), {"w": np.zeros((50, 40), np.float32)}
+    mesh = Mesh(np.array(jax.devices()[:N]).reshape(2, 2), axes)
+    tx, flat = (exchange(compressor, axis_name=name, **options) for name in (axes, "data"))
+    specs = state_specs(tx, params, axis_name=axes)
+    run = jax.jit(
+        jax.shard_map(
+            lambda g, s: tx.update({"w": g[0]}, s),
+            mesh=mesh,
+            in_specs=(P(axes), specs),
+            out_specs=(P(), specs),
+        )
+    )
+    state, want = init_state(tx, params, mesh, axis_name=axes), stacked(flat.init(params))
+    for t in range(3):
+        g = gradients(t)["w"]
+        direction, state = run(g, state)
+        expected, want = simulated(flat)({"w": g}, want)
+        np.testing.assert_allclose(direction["w"], expected["w"][0], atol=1e-5)
+    kept = np.asarray(state.residual["w"]).reshape(N, -1)
+    np.testing.assert_allclose(kept, want.residual["w"], atol=1e-5)
+    assert np.abs(kept).max() > 0.1 and int(state.num_workers) == N
 
 
 def test_averaged_updates_and_axes_that_are_not_bound():
