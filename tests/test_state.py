@@ -12,7 +12,7 @@ from flax import nnx
 
 import optfn
 
-EVERYTHING = pytest.mark.parametrize("entry", registry.EVERYTHING.values(), ids=registry.EVERYTHING)
+EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
 
 
 def tree(seed, dtype=jnp.float32):
@@ -116,7 +116,10 @@ def test_bfloat16_is_kept_as_bits(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_round_trip_through_orbax(tmp_path):
-    """Every optimizer, transform and wrapper, in one checkpoint."""
+    """Every optimizer, transform and wrapper, in one checkpoint.
+
+    Not exchanges: orbax does not store strings, the names that are listed under "per_worker".
+    """
     everything = {name: trained(entry, jnp.bfloat16) for name, entry in registry.EVERYTHING.items()}
     saved = {name: optfn.state_dict(state) for name, (_, _, state) in everything.items()}
     with ocp.StandardCheckpointer() as checkpointer:
