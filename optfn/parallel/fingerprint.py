@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import tree
-from optfn.leaves.types import Leaf
+from optfn.leaves.types import Leaf, Params, PyTree
 
 _GOLDEN = np.uint32(0x9E3779B1)
 # Odd multipliers of the two sums: those of MurmurHash3's finalizer.
@@ -70,3 +73,26 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
     for group, sums in found:
         result[group] = np.asarray(sums.addressable_data(0))
     return result
+
+
+def replicas_differ(params: Params, specs: PyTree, mesh: Mesh) -> jax.Array:
+    """Tell whether devices that should hold the same params hold different bits: 8 bytes a leaf.
+
+    Args:
+      params: arrays on the mesh.
+      specs: their PartitionSpecs; what is divided over devices is not compared.
+      mesh: all its axes are compared.
+    """
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
+    whole = [x for x, spec in pairs if not any(spec)]
+    if not whole:
+        return jnp.asarray(False)
+
+    def compare(leaves: list[jax.Array]) -> jax.Array:
+        sums = jnp.stack([fingerprint(x) for x in leaves])
+        axes = mesh.axis_names
+        return jnp.any(lax.pmin(sums, axes) != lax.pmax(sums, axes))
+
+    run = jax.shard_map(compare, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    differ: jax.Array = run(whole)
+    return differ

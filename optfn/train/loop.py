@@ -50,6 +50,7 @@ def minimize(
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
     shard_tables: bool = False,
+    compare_replicas_every: int | None = None,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | None = None,
     monitor: str | None = None,
@@ -94,7 +95,7 @@ def minimize(
         been stopped.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
-    The other arguments, `has_aux` to `shard_tables`, are those of `make_train_step`. With
+    The other arguments, `has_aux` to `compare_replicas_every`, are those of `make_train_step`. With
     `local_steps` each batch is a round; `steps`, `save_every` and `evaluate_every` count local
     steps, and what is due within a round happens at its end.
 
@@ -132,6 +133,7 @@ def minimize(
         outer=outer,
         shard=shard,
         shard_tables=shard_tables,
+        compare_replicas_every=compare_replicas_every,
     )
     if steps is not None and steps % local_steps:
         raise ValueError(

@@ -27,6 +27,7 @@ from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import mesh as meshes
 from optfn.parallel import sharding as shards
+from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
 from optfn.parallel.placement import init_on_mesh, num_workers
@@ -61,7 +62,11 @@ class TrainStep:
     has_model_state: bool = False
     local: LocalSteps | None = None
     sharding: Sharding | None = None
+    compare_replicas_every: int | None = None
     _gave_up: list[jax.Array] = dataclasses.field(default_factory=list, repr=False)
+    _replicas: list[tuple[jax.Array, jax.Array]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
 
     def __repr__(self) -> str:
         name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
@@ -147,6 +152,8 @@ class TrainStep:
             jax.block_until_ready(metrics)
         if "gave_up" in metrics:
             self._gave_up.append(metrics["gave_up"])
+        if "replicas_differ" in metrics:
+            self._replicas.append((metrics.pop("replicas_differ"), metrics.pop("step")))
         return state, metrics
 
     def _check_state(self, state: object) -> None:
@@ -164,10 +171,24 @@ class TrainStep:
         self._check_model_state(state.model_state)
 
     def check(self) -> None:
-        """Raise a FloatingPointError if `skip_nonfinite` gave up in the last step.
+        """Raise if `skip_nonfinite` gave up in the last step, or devices were found to differ.
 
         A call asks this of the step before it, so that the host need not wait for its own.
+
+        Raises:
+          FloatingPointError: `skip_nonfinite` gave up.
+          RuntimeError: params that should be the same on all devices are not.
         """
+        if self._replicas:
+            differ, step = self._replicas.pop()
+            if bool(differ):
+                every, found = self.compare_replicas_every or 1, int(step)
+                before = (found - self.local_steps) // every * every
+                since = f"since a step after {before}" if before else "perhaps from the start"
+                raise RuntimeError(
+                    f"the params differ between devices after step {found}, {since}: each device "
+                    "must begin with the same params and get the same updates"
+                )
         if self._gave_up and bool(self._gave_up.pop()):
             raise FloatingPointError(
                 "skip_nonfinite: more gradients in a row than max_consecutive were not finite; the "
@@ -202,6 +223,7 @@ def make_train_step(
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
     shard_tables: bool = False,
+    compare_replicas_every: int | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """Return a jitted training step: gradient, update, new params, in place.
@@ -259,6 +281,8 @@ def make_train_step(
       shard_tables: whether each device of `mesh` keeps 1/N of the rows of the leaves that `tables`
         selects, and of their state, in their order. Rows that a batch looks up come from the
         devices that keep them, and gradients go there.
+      compare_replicas_every: after so many steps the devices of `mesh` compare their params, by a
+        checksum of 8 bytes a leaf; the next call raises if they differ. None never compares.
       donate: whether the step may overwrite the state that it is given.
 
     The update gets what transforms of optax ask for: value, the loss; grad, the gradients; and
@@ -336,10 +360,24 @@ def make_train_step(
             step = local.round(step, data_axis)
         if mesh is not None:
             step = parallel.on_workers(step, mesh, data_axis)
+    if compare_replicas_every is not None:
+        every = checks.count("compare_replicas_every", compare_replicas_every)
+        if mesh is None:
+            raise ValueError("compare_replicas_every needs mesh, whose devices it compares")
+        step = _comparing(step, every, sharding or Sharding(None, mesh, data_axis))
     donated = (0,) if checks.flag("donate", donate) else ()
     compiled = jax.jit(step, donate_argnums=donated)
     return TrainStep(
-        loss_fn, extra_tx, compiled, mesh, data_axis, packed, form.has_model_state, local, sharding
+        loss_fn,
+        extra_tx,
+        compiled,
+        mesh,
+        data_axis,
+        packed,
+        form.has_model_state,
+        local,
+        sharding,
+        compare_replicas_every,
     )
 
 
@@ -458,6 +496,24 @@ def _step(
         return new_state, metrics
 
     return step
+
+
+def _comparing(step: StepFn, every: int, sharding: Sharding) -> StepFn:
+    """Return a step that compares the params of all devices every so many steps."""
+
+    def compared(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        new, metrics = step(state, batch)
+        specs = sharding.of_params(state.params)
+        differ = lax.cond(
+            new.step // every > state.step // every,
+            lambda params: replicas_differ(params, specs, sharding.mesh),
+            lambda params: jnp.asarray(False),
+            new.params,
+        )
+        # With the step before and after, since nobody else remembers when they agreed.
+        return new, metrics | {"replicas_differ": differ, "step": new.step}
+
+    return compared
 
 
 def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
