@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import checks
-from optfn.leaves.types import DType, Leaf, LeafKind
+from optfn.leaves.types import Leaf, LeafKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +72,6 @@ class Rows(LeafKind):
         """The shape of the array that the rows represent."""
         return (self.num_rows, *self.values.shape[1:]) if self.view is None else self.view
 
-    @property
-    def ndim(self) -> int:
-        """The number of its axes."""
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of the values."""
-        return self.values.dtype
-
     def map(self, fn: Callable[[Leaf], Leaf]) -> "Rows":
         """Return these rows with values fn(values), for an elementwise fn with fn(0) = 0."""
         return _unflatten(_flatten_with_keys(self)[1], (self.indices, fn(self.values)))
@@ -89,10 +79,6 @@ class Rows(LeafKind):
     def reshape(self, shape: tuple[int, ...]) -> "Rows":
         """Return the rows of the array reshaped to `shape`, which has as many elements."""
         return dataclasses.replace(self, view=shape)
-
-    def astype(self, dtype: DType) -> "Rows":
-        """Return these rows with values of `dtype`."""
-        return self.map(lambda values: values.astype(dtype))
 
     def check(self, what: str) -> None:
         """Raise unless indices and values are what rows are made of."""
@@ -252,7 +238,8 @@ def add(x: Leaf, rows: Rows) -> jax.Array:
         raise ValueError(f"cannot add rows of an array of shape {rows.shape} to one of {x.shape}")
     wide = jnp.promote_types(x.dtype, rows.dtype)
     if wide == x.dtype:
-        return _add_parts(_as_rows(x, rows), rows.astype(x.dtype)).reshape(x.shape)
+        narrow = rows.map(lambda values: values.astype(x.dtype))
+        return _add_parts(_as_rows(x, rows), narrow).reshape(x.shape)
     once = merged(rows)
     return put(x, once, take(x, once).astype(wide) + once.values)
 

@@ -48,9 +48,23 @@ class LeafKind(abc.ABC):
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that it represents."""
 
+    @property
+    def ndim(self) -> int:
+        """The number of its axes."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the values."""
+        return self.values.dtype
+
     @abc.abstractmethod
     def map(self, fn: Callable[[Leaf], Leaf]) -> "LeafKind":
         """Return the leaf with fn(values), for an elementwise fn with fn(0) = 0."""
+
+    def astype(self, dtype: DType) -> "LeafKind":
+        """Return the leaf with values of `dtype`."""
+        return self.map(lambda values: values.astype(dtype))
 
     @abc.abstractmethod
     def check(self, what: str) -> None:

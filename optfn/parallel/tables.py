@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import rows as local_rows
 from optfn.leaves.rows import Rows
-from optfn.leaves.types import DType, Leaf, LeafKind
+from optfn.leaves.types import Leaf, LeafKind
 from optfn.parallel.mesh import AxisName, axes
 
 
@@ -198,23 +198,9 @@ class OwnedRows(LeafKind):
         """The shape of the array."""
         return (self.num_rows, *self.values.shape[1:])
 
-    @property
-    def ndim(self) -> int:
-        """The number of its axes."""
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of the values."""
-        return self.values.dtype
-
     def map(self, fn: Callable[[Leaf], Leaf]) -> "OwnedRows":
         """Return these rows with values fn(values), for an elementwise fn with fn(0) = 0."""
         return dataclasses.replace(self, values=fn(self.values))
-
-    def astype(self, dtype: DType) -> "OwnedRows":
-        """Return these rows with values of `dtype`."""
-        return self.map(lambda values: values.astype(dtype))
 
     def reshape(self, shape: tuple[int, ...]) -> "OwnedRows":
         """Return the same rows; they cannot be those of an array of another shape."""

@@ -108,15 +108,7 @@ def minimize(
       ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.
       FloatingPointError: `skip_nonfinite` gave up.
     """
-    if steps is not None:
-        checks.count("steps", steps)
-    checks.count("save_every", save_every)
-    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-        raise TypeError(
-            f"batches must be an iterable; got {batches!r} of type {type(batches).__name__}"
-        )
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be a function of (step, state, metrics); got {callback!r}")
+    _check_arguments(steps, local_steps, save_every, batches, callback)
     step = make_train_step(
         loss_fn,
         tx,
@@ -135,11 +127,6 @@ def minimize(
         shard_tables=shard_tables,
         compare_replicas_every=compare_replicas_every,
     )
-    if steps is not None and steps % local_steps:
-        raise ValueError(
-            f"steps must be a multiple of local_steps, {local_steps}, since a run can only stop "
-            f"between rounds; got {steps}"
-        )
     saver = _Saver(step, checkpoint, save_every)
     state, history = saver.restore(step.init(params, model_state))
     evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, history)
@@ -181,6 +168,26 @@ def minimize(
         if interrupted:
             report.say(f"stopped by {interrupted[0]} after step {n}")
     return best.choose(state), history.arrays()
+
+
+def _check_arguments(
+    steps: int | None, local_steps: int, save_every: int, batches: object, callback: object
+) -> None:
+    """Raise for bad arguments of `minimize` that `make_train_step` does not have."""
+    checks.count("save_every", save_every)
+    if steps is not None and checks.count("steps", steps) % checks.count(
+        "local_steps", local_steps
+    ):
+        raise ValueError(
+            f"steps must be a multiple of local_steps, {local_steps}, since a run can only stop "
+            f"between rounds; got {steps}"
+        )
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise TypeError(
+            f"batches must be an iterable; got {batches!r} of type {type(batches).__name__}"
+        )
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be a function of (step, state, metrics); got {callback!r}")
 
 
 class _Saver:

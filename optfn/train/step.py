@@ -306,24 +306,9 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
-        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
+    _check_functions(loss_fn, value_and_grad, recompute, tables, rng)
+    _check_mesh(mesh, data_axis)
     extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {mesh!r} of type {type(mesh).__name__}"
-        )
-    if value_and_grad is not None:
-        _check_unused(recompute=recompute, tables=tables, rng=None if rng is False else rng)
-        if not callable(value_and_grad):
-            raise TypeError(
-                "value_and_grad must be a function (params, batch) -> (loss, gradients); "
-                f"got {value_and_grad!r}"
-            )
-    meshes.check_names("data_axis", data_axis)
-    if mesh is not None:
-        num_workers(mesh, data_axis)
     form = Form(checks.flag("model_state", model_state), checks.flag("has_aux", has_aux))
 
     def make_objective(whole: Whole = contextlib.nullcontext) -> Objective:
@@ -539,6 +524,42 @@ def _skips(opt_state: OptState) -> list[jax.Array]:
     ]
 
 
+def _check_functions(
+    loss_fn: LossFn | None,
+    value_and_grad: Callable[..., Any] | None,
+    recompute: Sequence[str] | None,
+    tables: Pattern | None,
+    rng: object,
+) -> None:
+    """Raise for functions that are none, and for what concerns `loss_fn` where it is not used."""
+    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
+        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
+    if value_and_grad is None:
+        return
+    if not callable(value_and_grad):
+        raise TypeError(
+            "value_and_grad must be a function (params, batch) -> (loss, gradients); "
+            f"got {value_and_grad!r}"
+        )
+    of_loss = {"recompute": recompute, "tables": tables, "rng": None if rng is False else rng}
+    for argument, value in of_loss.items():
+        if value is not None:
+            raise ValueError(
+                f"{argument} concerns loss_fn, which value_and_grad takes the place of"
+            )
+
+
+def _check_mesh(mesh: object, data_axis: AxisName) -> None:
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
+            f"got {mesh!r} of type {type(mesh).__name__}"
+        )
+    meshes.check_names("data_axis", data_axis)
+    if mesh is not None:
+        num_workers(mesh, data_axis)
+
+
 def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Array] | None:
     """Return the function from a step to its key, on each worker another; None without rng."""
     if rng is False:
@@ -556,14 +577,6 @@ def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Arr
         return key if axis_name is None else jax.random.fold_in(key, lax.axis_index(axis_name))
 
     return key_of
-
-
-def _check_unused(**of_loss: Any) -> None:
-    for argument, value in of_loss.items():
-        if value is not None:
-            raise ValueError(
-                f"{argument} concerns loss_fn, which value_and_grad takes the place of"
-            )
 
 
 def _barrier(tree: PyTree) -> PyTree:
