@@ -224,7 +224,7 @@ class Sharding(NamedTuple):
                 return lax.pmean(g, axes(self.data_axis))
             if jnp.shape(p) == jnp.shape(g) and self.kind != "state":
                 return g
-            return self._mean_part(g, dimension)
+            return self.mean_part(g, dimension)
 
         return jax.tree.map(reduced, grads, params, specs, is_leaf=tree.is_leaf)
 
@@ -239,12 +239,12 @@ class Sharding(NamedTuple):
             return whole
 
         def backward(residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            return (self._mean_part(cotangent, dimension),)
+            return (self.mean_part(cotangent, dimension),)
 
         gather.defvjp(lambda x: (gather(x), None), backward)
         return gather(part)
 
-    def _mean_part(self, x: jax.Array, dimension: int) -> jax.Array:
+    def mean_part(self, x: jax.Array, dimension: int) -> jax.Array:
         """Return the worker's part of the mean of an array over workers, by a reduce-scatter."""
         names = axes(self.data_axis)
         if not self._is_gloo:

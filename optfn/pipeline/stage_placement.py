@@ -2,16 +2,20 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.autodiff.pullback import inexact_leaves
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
+from optfn.parallel.mesh import axes
+from optfn.parallel.sharding import Sharding, is_spec
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 
@@ -22,29 +26,122 @@ class StagePlacement:
 
     worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
       a leading axis. Otherwise None.
+    data_axis: the data axis, if there is one.
+    param_specs: how the leaves of a stage lie along further axes; None for whole.
     """
 
     mesh: Mesh
     axis_name: str
     plan: Plan
     worker_axis: str | None
+    data_axis: str | None = None
+    param_specs: PyTree = None
 
     @property
     def leading_axes(self) -> tuple[str, ...]:
         """The mesh axes of the leading axes that gradients have and params have not."""
         return () if self.worker_axis is None else (self.worker_axis,)
 
-    def along_explicit_axes(self, arrays: PyTree, spec: P) -> PyTree:
-        """Return `arrays` resharded as `spec` says along the mesh's explicit axes.
+    def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
+        """Return `arrays` resharded along the mesh's explicit axes.
 
         shard_map reshards its arguments by itself along the other axes only.
+
+        Args:
+          arrays: a tree.
+          spec: how they lie: one PartitionSpec, or a tree of them.
         """
-        axes = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        explicit = {name for name, kind in axes if kind == AxisType.Explicit}
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        explicit = {name for name, kind in types if kind == AxisType.Explicit}
         if not explicit:
             return arrays
-        explicit_spec = P(*(name if name in explicit else None for name in spec))
-        return jax.sharding.reshard(arrays, NamedSharding(self.mesh, explicit_spec))
+
+        def reshard(spec: P, part: PyTree) -> PyTree:
+            kept = (tuple(a for a in axes(entry) if a in explicit) for entry in spec)
+            placement = NamedSharding(self.mesh, P(*(entry or None for entry in kept)))
+            return jax.sharding.reshard(part, placement)
+
+        return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
+
+    def stage_specs(self, stages: Params) -> PyTree:
+        """Return how the folded leaves (v, p, …) lie, as a tree or one PartitionSpec."""
+        if self.param_specs is None:
+            return P(None, self.axis_name)
+        structures: list[Any] = [
+            jax.tree.structure(x, is_leaf=is_spec) for x in (self.param_specs, stages)
+        ]
+        if structures[0] != structures[1]:
+            raise ValueError(
+                "param_specs must be a tree like the params of a stage, of PartitionSpecs; its "
+                f"paths are {tree.listed(tree.paths(self.param_specs))}, those of params "
+                f"{tree.listed(tree.paths(stages))}"
+            )
+        front = 2 if self._is_folded(stages) else 1
+        for path, x, spec in zip(
+            tree.paths(stages), jax.tree.leaves(stages), self._leaf_specs(), strict=True
+        ):  # fmt: skip
+            self._check_fit(path, x.shape[front:], spec)
+        return jax.tree.map(
+            lambda spec: P(None, self.axis_name, *spec), self.param_specs, is_leaf=is_spec
+        )
+
+    def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
+        if len(spec) > len(shape):
+            raise ValueError(f"param_specs: {spec} at {path!r} has more entries than {shape}")
+        for size, entry in zip(shape, spec, strict=False):
+            devices = int(np.prod([self.mesh.shape[axis] for axis in axes(entry)]))
+            if size % devices:
+                raise ValueError(
+                    f"param_specs: {spec} at {path!r} divides {size} of a stage's shape {shape} "
+                    f"over {devices} devices"
+                )
+
+    def _leaf_specs(self) -> list[P]:
+        return jax.tree.leaves(self.param_specs, is_leaf=is_spec)
+
+    def gradient_specs(self, stages: Params) -> PyTree:
+        """Return how the gradients of the inexact leaves lie, as a list or one PartitionSpec."""
+        front = (*self.leading_axes, None, self.axis_name)
+        if self.param_specs is None:
+            return P(*front)
+        pairs = zip(jax.tree.leaves(stages), self._leaf_specs(), strict=True)
+        return [P(*front, *spec) for x, spec in pairs if tree.is_inexact(x)]
+
+    def whole_along_data(self, weights: Params) -> Params:
+        """Return a device's weights (v, …), those divided over the data axis gathered."""
+        if self.param_specs is None or self.data_axis is None:
+            return weights
+
+        def gathered(x: jax.Array, spec: P) -> jax.Array:
+            dimension = self._data_dimension(spec)
+            if dimension is None:
+                return x
+            whole: jax.Array = lax.all_gather(x, self.data_axis, axis=dimension, tiled=True)
+            return whole
+
+        return jax.tree.map(gathered, weights, self.param_specs)
+
+    def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
+        """Return the means over the data axis of gradients (v, …), each device its part.
+
+        Args:
+          weights: the weights of a device.
+          gradients: of the inexact leaves.
+        """
+        if self.param_specs is None:
+            return list(lax.pmean(gradients, self.data_axis))
+        pairs = zip(jax.tree.leaves(weights), self._leaf_specs(), strict=True)
+        specs = [spec for x, spec in pairs if tree.is_inexact(x)]
+        owners = Sharding(None, self.mesh, self.data_axis)
+        dimensions = map(self._data_dimension, specs)
+        return [
+            lax.pmean(g, self.data_axis) if d is None else owners.mean_part(g, d)
+            for g, d in zip(gradients, dimensions, strict=True)
+        ]
+
+    def _data_dimension(self, spec: P) -> int | None:
+        """Return which axis of a leaf (v, …) is divided over the data axis."""
+        return next((1 + d for d, e in enumerate(spec) if self.data_axis in axes(e)), None)
 
     def replicate_stages(self, arrays: PyTree, spec: P) -> PyTree:
         """Return `arrays` sharded by `spec`, all stages on every device, in one collective at most.

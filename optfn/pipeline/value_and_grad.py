@@ -20,6 +20,8 @@ from optfn import checks
 from optfn.autodiff.pullback import Key, inexact_leaves
 from optfn.leaves import tree
 from optfn.leaves.types import LossFn, Params, PyTree, Updates
+from optfn.parallel.mesh import axes
+from optfn.parallel.sharding import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item
 from optfn.pipeline.model import (
     Gradient,
@@ -55,6 +57,7 @@ def pipeline_value_and_grad(
     stash: str | None = None,
     data_axis: str | None = None,
     grad_reduce: str | None = "mean",
+    param_specs: PyTree = None,
 ) -> Callable[..., tuple[jax.Array, Updates]]:
     """Return a function that computes the loss and gradients of a pipelined model.
 
@@ -83,7 +86,8 @@ def pipeline_value_and_grad(
         gets these as keywords (below).
       loss_fn: (outputs, targets) -> a real scalar, the mean over the examples of its arguments; it
         may have a parameter `shared`.
-      mesh: the devices. Along axes other than the two below the work is replicated.
+      mesh: the devices. Along axes other than the two below, and those in `param_specs`, the work
+        is replicated.
       num_microbatches: m ≥ 1, per data worker; it may be less than p.
       axis_name: the mesh axis along which the stages lie; p is its size.
       schedule: "1f1b", "gpipe" or "zb".
@@ -97,6 +101,11 @@ def pipeline_value_and_grad(
       grad_reduce: "mean" averages the gradients over the data axis; None returns the gradients of
         each worker, with the workers as a new leading axis, sharded over `data_axis`: for an
         optimizer that does its own communication. The loss is the mean in both cases.
+      param_specs: for one `stage_fn`, a tree like the params of a stage, of PartitionSpecs over
+        further axes of the mesh: weights and gradients lie so, and `stage_fn` sees the part of its
+        device, which it uses by `copy_to` and `sum_over`. What is divided over `data_axis` is
+        gathered once before the ticks, and its gradient goes to its owners after them. None divides
+        nothing.
 
     The arguments of f:
       params: the result of `stack_stages`, leaves (p·v, …) or (v, p, …); for a list of functions
@@ -144,6 +153,9 @@ def pipeline_value_and_grad(
     checks.choice("stash", stash, _STASHES)
     checks.choice("grad_reduce", grad_reduce, _REDUCTIONS)
 
+    if param_specs is not None:
+        _check_specs(param_specs, homogeneous, mesh, axis_name, data_axis, grad_reduce)
+
     pipeline = _Pipeline(
         stage_fns,
         homogeneous,
@@ -154,6 +166,7 @@ def pipeline_value_and_grad(
         StashPolicy(stash, pipeline_plan.splits_backward),
         data_axis,
         grad_reduce,
+        param_specs,
     )
     compiled = jax.jit(pipeline.value_and_grad)
 
@@ -191,12 +204,46 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
         raise TypeError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}")
     for argument, name in (("axis_name", axis_name), ("data_axis", data_axis)):
         if name not in mesh.axis_names and not (argument == "data_axis" and name is None):
-            axes = tree.listed(mesh.axis_names)
+            names = tree.listed(mesh.axis_names)
             raise ValueError(
-                f"{argument} must be an axis of the mesh, which has {axes}; got {name!r}"
+                f"{argument} must be an axis of the mesh, which has {names}; got {name!r}"
             )
     if axis_name == data_axis:
         raise ValueError(f"data_axis must be another axis than axis_name; both are {axis_name!r}")
+
+
+def _check_specs(
+    specs: PyTree,
+    homogeneous: bool,
+    mesh: Mesh,
+    axis_name: str,
+    data_axis: str | None,
+    grad_reduce: str | None,
+) -> None:
+    """Raise for `param_specs` that the pipeline cannot have."""
+    if not homogeneous:
+        raise ValueError("param_specs needs one stage_fn for all stages; got a list of functions")
+    for path, spec in zip(
+        tree.paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
+    ):  # fmt: skip
+        if not is_spec(spec):
+            raise TypeError(
+                f"param_specs must hold PartitionSpecs; got {spec!r} of type "
+                f"{type(spec).__name__} at {path!r}"
+            )
+        names = [name for entry in spec for name in axes(entry)]
+        for name in names:
+            if name not in mesh.axis_names or name == axis_name:
+                others = tree.listed([a for a in mesh.axis_names if a != axis_name])
+                raise ValueError(
+                    f"param_specs: {name!r} at {path!r} must be another axis of the mesh than that "
+                    f"of the stages: {others}"
+                )
+        if data_axis in names and grad_reduce is None:
+            raise ValueError(
+                f"param_specs: {spec} at {path!r} divides over data_axis={data_axis!r}, which "
+                "grad_reduce=None cannot be with: each worker's gradient is whole there"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +259,7 @@ class _Pipeline:
     stash_policy: StashPolicy
     data_axis: str | None
     grad_reduce: str | None
+    param_specs: PyTree
 
     @property
     def num_workers(self) -> int:
@@ -222,7 +270,9 @@ class _Pipeline:
     def placement(self) -> StagePlacement:
         """The placement of params and gradients."""
         worker_axis = self.data_axis if self.grad_reduce is None else None
-        return StagePlacement(self.mesh, self.axis_name, self.plan, worker_axis)
+        return StagePlacement(
+            self.mesh, self.axis_name, self.plan, worker_axis, self.data_axis, self.param_specs
+        )
 
     def value_and_grad(
         self, params: Params, inputs: PyTree, targets: PyTree, rng: Key
@@ -239,13 +289,13 @@ class _Pipeline:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)
         by_worker = P(self.data_axis)
         arguments = (stage_weights, shared, inputs, targets, rng)
-        specs = (P(None, self.axis_name), P(), by_worker, by_worker, P())
+        specs = (placement.stage_specs(stages), P(), by_worker, by_worker, P())
         leading_axes = placement.leading_axes
         run = jax.shard_map(
             partial(self._run_on_device, shapes),
             mesh=self.mesh,
             in_specs=specs,
-            out_specs=(P(), (P(*leading_axes, None, self.axis_name), P(*leading_axes))),
+            out_specs=(P(), (placement.gradient_specs(stages), P(*leading_axes))),
             # Stage functions need not track which values vary over which axis: `_reduce` sums
             # explicitly.
             check_vma=False,
@@ -278,7 +328,8 @@ class _Pipeline:
         microbatches = Microbatches(
             jax.tree.map(split, inputs), jax.tree.map(split, targets), worker * m, rng
         )
-        weights = Weights(jax.tree.map(lambda x: x[:, 0], stage_weights), shared)
+        stage_weights = jax.tree.map(lambda x: x[:, 0], stage_weights)
+        weights = Weights(self.placement.whole_along_data(stage_weights), shared)
         example = Weights(jax.tree.map(lambda x: x[0], weights.stage), shared)
         model = self._model(shapes, example, work_item(microbatches, 0, 0))
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)
@@ -304,7 +355,8 @@ class _Pipeline:
         if self.data_axis is not None:
             loss = lax.pmean(loss, self.data_axis)
             if self.grad_reduce == "mean":
-                gradient = lax.pmean(gradient, self.data_axis)
+                stage = self.placement.mean_over_data(weights.stage, gradient.stage)
+                gradient = Gradient(stage, lax.pmean(gradient.shared, self.data_axis))
         m = self.plan.num_microbatches
         stage, shared = (
             [(g / m).astype(w.dtype) for g, w in zip(sums, inexact_leaves(of), strict=True)]
