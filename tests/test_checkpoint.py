@@ -1,5 +1,7 @@
 """A run that is stopped, or killed, and goes on: bit for bit as if it had not been."""
 
+import copy
+import io
 import os
 import random
 import signal
@@ -76,6 +78,91 @@ def test_a_damaged_file_is_refused_and_the_one_before_loads(damage, tmp_path):
     with pytest.warns(UserWarning, match=newest.name):
         state, _ = run(tmp_path)
     chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(run()[0]))
+
+
+def rewritten(path, change):
+    """Write a checkpoint again with other entries: change maps its arrays to (name, bytes, how)."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, array in change(arrays).items():
+            buffer, compression = io.BytesIO(), zipfile.ZIP_STORED
+            if isinstance(array, tuple):
+                array, compression = array
+            if isinstance(array, bytes):
+                buffer.write(array)
+            else:
+                np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=True)
+            file.writestr(f"{name}.npy", buffer.getvalue(), compression)
+
+
+class Run:
+    """Would make a directory if it were unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def header(shape):
+    """Return an array's bytes that promise more than they have."""
+    buffer = io.BytesIO()
+    fields = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, fields)
+    return buffer.getvalue() + bytes(12)
+
+
+CHANGES = {
+    "a bomb": (
+        lambda a, path: a | {"train/params": (np.zeros(1 << 24), zipfile.ZIP_DEFLATED)},
+        "it would take 134,.* bytes, more than the 16,.* it may",
+    ),
+    "a header that lies": (
+        lambda a, path: a | {"train/params": header((1 << 40,))},
+        "has 12 bytes of data, which are no float32 array of shape",
+    ),
+    "a pickle": (
+        lambda a, path: a | {"train/params": np.array([Run(path)], object)},
+        "which are no object array",
+    ),
+    "no version": (
+        lambda a, path: {k: v for k, v in a.items() if k != "version"},
+        "does not say the version of its format",
+    ),
+    "a newer version": (lambda a, path: a | {"version": np.asarray(99)}, "format version 99"),
+    "another run": (
+        lambda a, path: a | {"train/params": np.zeros(4, np.uint16)},
+        r"'train/params' has shape \(4,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
+def test_files_that_somebody_made(change, words, tmp_path):
+    run(tmp_path / "run", steps=2)
+    (path,) = (tmp_path / "run").iterdir()
+    rewritten(path, lambda arrays: change(arrays, tmp_path / "ran"))
+    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
+    with pytest.raises(ValueError, match=words):
+        optfn.load_checkpoint(path, template)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_entries_that_overlap_are_refused(tmp_path):
+    """A short file whose directory lists one large entry many times."""
+    run(tmp_path, steps=2)
+    (path,) = tmp_path.iterdir()
+    with zipfile.ZipFile(path, "w") as file:
+        buffer = io.BytesIO()
+        np.lib.format.write_array(buffer, np.zeros(1 << 20))
+        file.writestr("a.npy", buffer.getvalue())
+        for _ in range(9):
+            file.filelist.append(copy.copy(file.getinfo("a.npy")))
+    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"it would take 83,.* bytes|Overlapped entries"):
+        optfn.load_checkpoint(path, template)
 
 
 def test_nothing_to_restore_and_nothing_that_loads(tmp_path):

@@ -4,6 +4,7 @@ Each is written whole or not at all.
 """
 
 import functools
+import math
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from optfn.parallel.placement import PER_WORKER_KEY, rescale_residuals
 from optfn.train import sharded_checkpoint as parts
 from optfn.train.state_dict import load_state_dict, named_leaves, state_dict
 
+# What a history and the headers of a small file may take.
+_SMALL = 1 << 24
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
 
 
@@ -155,14 +158,54 @@ def load_checkpoint(
     if Path(path).is_dir():
         return parts.load(Path(path), state, functools.partial(_rescaled, state))
     try:
-        with open(path, "rb") as stream, np.load(stream) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = _read(path, state)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
     prefix = "history/"
     names = [name for name in arrays if name.startswith(prefix)]
     history = {name.removeprefix(prefix): arrays.pop(name) for name in names}
     return load_state_dict(state, _rescaled(state, arrays)), history
+
+
+def _read(path: str | os.PathLike[str], state: PyTree) -> dict[str, np.ndarray]:
+    """Return the arrays of a file; nothing in it is run, unpickled or unpacked to the disk.
+
+    No more is allocated than the file has bytes, or where it is compressed, than a few times what
+    the template `state` has.
+    """
+    with open(path, "rb") as stream:
+        with zipfile.ZipFile(stream) as file:
+            for entry in file.infolist():
+                _check_entry(file, entry)
+            total = sum(entry.file_size for entry in file.infolist())
+        needed = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
+        most = max(os.fstat(stream.fileno()).st_size, 4 * needed + _SMALL)
+        if total > most:
+            raise ValueError(f"it would take {total:,} bytes, more than the {most:,} it may")
+        stream.seek(0)
+        with np.load(stream, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    if "version" not in arrays:
+        raise ValueError("it does not say the version of its format")
+    return arrays
+
+
+def _check_entry(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Raise a ValueError unless an entry of a file is the array that its header promises."""
+    with file.open(entry) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = read(stream)
+        size = math.prod(shape) * dtype.itemsize
+        if dtype.hasobject or size != entry.file_size - stream.tell():
+            raise ValueError(
+                f"entry {entry.filename!r} has {entry.file_size - stream.tell()} bytes of data, "
+                f"which are no {dtype} array of shape {shape}"
+            )
 
 
 def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
