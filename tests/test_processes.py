@@ -76,7 +76,7 @@ def test_a_worker_that_dies(tmp_path):
     assert found[1] == "1"
 
 
-@pytest.mark.parametrize("kind", ["state", "params"])
+@pytest.mark.parametrize("kind", ["state", "params", "tables"])
 def test_sharded_processes_train_as_one_device(tmp_path, kind):
     """Through gloo, whose reduce-scatter cannot be used (jax issue 40830)."""
     results = launch(tmp_path, 2, 4, kind)
@@ -86,10 +86,15 @@ def test_sharded_processes_train_as_one_device(tmp_path, kind):
         found.append(json.loads(out.splitlines()[-1]))
     assert found[0] == found[1]
     assert found[0]["mu"] == [10, 30]  # half of (20, 30) on each
-    tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
     params = {"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)}
-    batches = np.random.default_rng(0).standard_normal((4, 8, 50)).astype(np.float32)
-    state, history = optfn.minimize(train_worker.loss_fn, tx, params, batches, progress=False)
+    loss, tx, options, batches = train_worker.sharded_run(kind)
+    options = {k: v for k, v in options.items() if k == "tables"}
+    state, history = optfn.minimize(loss, tx, params, batches, progress=False, **options)
     np.testing.assert_allclose(found[0]["loss"], history["loss"][-1], rtol=1e-5)
     for name in params:
         np.testing.assert_allclose(found[0][name], state.params[name], rtol=1e-4, atol=1e-6)
+    # What the two processes wrote together, read by one.
+    one = optfn.make_train_step(loss, tx, **options)
+    restored, _ = optfn.restore_checkpoint(tmp_path / "shared", one.init(params))
+    for name in params:
+        np.testing.assert_array_equal(restored.params[name], np.float32(found[0][name]))

@@ -1,11 +1,11 @@
 """One process of a distributed run, as `test_processes` starts it.
 
-    python train_worker.py PORT PROCESSES ID STEPS DIRECTORY [dies | state | params]
+    python train_worker.py PORT PROCESSES ID STEPS DIRECTORY [dies | state | params | tables]
 
 It trains on a loopback mesh, one device per process, writes a checkpoint into DIRECTORY/ID every
 second step, and prints a hash of its replica of the parameters at the end. With "dies", the last
-process leaves without a word after the step 4. With "state" or "params", these are sharded, and
-the last line has the parameters themselves.
+process leaves without a word after the step 4. With "state", "params" or "tables", these are
+sharded, and the last line has the parameters themselves.
 """
 
 import hashlib
@@ -49,17 +49,40 @@ def train(process, processes, steps, directory, dies=False):
     print("replica", own.hexdigest(), "workers", int(state.opt_state[0].num_workers), flush=True)
 
 
-def train_sharded(kind, steps, directory):
-    """Train with params or state spread over the processes; print what comes out."""
-    tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
-    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(), shard=kind)
-    state = step.init({"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)})
+def table_loss(params, batch):
+    ids, y = batch
+    return jnp.mean((params["w"][ids] + params["b"] - y) ** 2)
+
+
+def sharded_run(kind):
+    """Return the loss, the optimizer, the options and the batches of a run that is sharded so."""
     rng = np.random.default_rng(0)
-    for batch in rng.standard_normal((steps, 8, 50)).astype(np.float32):
+    if kind != "tables":
+        tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
+        batches = rng.standard_normal((4, 8, 50)).astype(np.float32)
+        return loss_fn, tx, {"shard": kind}, batches
+    tx = optfn.adam(0.01, lazy=True, grad_clip=optfn.clip_by_global_norm(1.0))
+    ids, y = rng.integers(0, 20, (4, 8)), rng.standard_normal((4, 8, 30)).astype(np.float32)
+    batches = list(zip(ids.astype(np.int32), y, strict=True))
+    return table_loss, tx, {"tables": "w", "shard_tables": True}, batches
+
+
+def train_sharded(kind, directory):
+    """Train with params, state or tables spread over the processes; print what comes out."""
+    loss, tx, options, batches = sharded_run(kind)
+    step = optfn.make_train_step(loss, tx, mesh=data_mesh(), **options)
+    state = step.init({"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)})
+    for batch in batches:
         state, metrics = step(state, batch)
     mu = state.opt_state[1].mu["w"].addressable_shards[0].data.shape
-    directory.mkdir(parents=True)
-    path = optfn.save_checkpoint(directory, state)
+    shared = directory.parent / "shared"
+    optfn.save_checkpoint(shared, state)
+    found, _ = optfn.restore_checkpoint(
+        shared, step.init({"w": np.ones((20, 30), np.float32), "b": np.ones(30, np.float32)})
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a.addressable_data(0), b.addressable_data(0))
+    path = optfn.save_checkpoint(directory, state, sharded=False)
     with np.load(path) as file:
         params = {k: file[f"train/params/{k}"].tolist() for k in ("w", "b")}
     print(json.dumps({"loss": float(metrics["loss"]), "mu": mu, **params}), flush=True)
@@ -81,8 +104,8 @@ def main():
         f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10
     )
     directory = Path(sys.argv[5]) / str(process)
-    if sys.argv[-1] in ("state", "params"):
-        train_sharded(sys.argv[-1], steps, directory)
+    if sys.argv[-1] in ("state", "params", "tables"):
+        train_sharded(sys.argv[-1], directory)
     else:
         train(process, processes, steps, directory, dies="dies" in sys.argv)
     jax.distributed.shutdown()

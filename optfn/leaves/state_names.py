@@ -16,14 +16,16 @@ def is_state(x: object) -> bool:
 
 
 def main_part(state: OptState) -> OptState:
-    """Return a state where the parts that declare a main field are replaced by it."""
+    """Return what speaks for a state where no part is named.
+
+    That is the main field of a node whose type declares one; `state` itself where there is none.
+    """
 
     def has_main(x: object) -> bool:
         return hasattr(type(x), "main")
 
-    return jax.tree.map(
-        lambda x: getattr(x, type(x).main) if has_main(x) else x, state, is_leaf=has_main
-    )
+    found = [x for x in jax.tree.leaves(state, is_leaf=has_main) if has_main(x)]
+    return getattr(found[0], type(found[0]).main) if found else state
 
 
 def _has_states(x: object) -> bool:

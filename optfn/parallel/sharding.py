@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import state_names, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 from optfn.parallel.mesh import AxisName, axes
 from optfn.parallel.per_worker import PerWorker, exchanges, nodes_of
 
@@ -69,14 +69,16 @@ _shards: ContextVar[dict[int, _Shard]] = ContextVar("shards", default={})  # noq
 class Sharding(NamedTuple):
     """Where params and state lie.
 
-    kind: which of them are sharded.
+    kind: which of them are sharded; None for none.
     mesh: its axes are left to the compiler, or bound in `shard_map`.
     data_axis: the axes over whose workers the batch is split.
+    tables: the leaves whose rows are sharded in any case.
     """
 
-    kind: Kind
+    kind: Kind | None
     mesh: Mesh
     data_axis: AxisName
+    tables: tree.Pattern | None = None
 
     @property
     def workers(self) -> int:
@@ -86,17 +88,43 @@ class Sharding(NamedTuple):
     def of_params(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params."""
         if self.kind == "state":
-            return jax.tree.map(lambda x: P(), params)
+            return self._with_tables(jax.tree.map(lambda x: P(), params), params)
         return self.of_gradients(params)
+
+    def is_table(self, params: Params) -> PyTree:
+        """Tell for each leaf of params whether its rows are sharded."""
+        leaves, structure = tree.flatten(params)
+        if self.tables is None:
+            return structure.unflatten([False] * len(leaves))
+        return structure.unflatten([flag for (flag,) in tree.select(self.tables, params, "tables")])
+
+    def _with_tables(self, specs: PyTree, params: Params) -> PyTree:
+        """Return `specs`, with those of tables in their places."""
+        rows = P(axes(self.data_axis))
+        for path, x, flag in zip(
+            tree.paths(params), tree.flatten(params)[0], jax.tree.leaves(self.is_table(params)),
+            strict=True,
+        ):  # fmt: skip
+            if flag:
+                _check_fit(path, jnp.shape(x), rows, self.mesh)
+        return jax.tree.map(
+            lambda spec, flag: rows if flag else spec, specs, self.is_table(params), is_leaf=is_spec
+        )
 
     def of_gradients(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
-        if not isinstance(self.kind, str):
-            return _matched(self.kind, params, self.mesh)
-        leaves, structure = tree.flatten(params)
-        pairs = zip(leaves, tree.stacked_axes(params), strict=True)
-        specs = [x if tree.is_masked(x) else self._divided(x, stacked) for x, stacked in pairs]
-        return structure.unflatten(specs)
+        if self.kind is None:
+            specs = jax.tree.map(lambda x: P(), params)
+        elif isinstance(self.kind, str):
+            leaves, structure = tree.flatten(params)
+            pairs = zip(leaves, tree.stacked_axes(params), strict=True)
+            divided = [
+                self._divided(x, stacked) if tree.is_inexact(x) else P() for x, stacked in pairs
+            ]
+            specs = structure.unflatten(divided)
+        else:
+            specs = _matched(self.kind, params, self.mesh)
+        return self._with_tables(specs, params)
 
     def _divided(self, x: Leaf, stacked: int = 0) -> P:
         """Return the spec that divides the first dimension that N divides.
@@ -106,7 +134,7 @@ class Sharding(NamedTuple):
         """
         order = [*range(stacked, x.ndim), *range(stacked)]
         fitting = [d for d in order if x.shape[d] and x.shape[d] % self.workers == 0]
-        if not fitting or not tree.is_inexact(x):
+        if not fitting:
             return P()
         return P(*[None] * fitting[0], axes(self.data_axis))
 
@@ -151,16 +179,22 @@ class Sharding(NamedTuple):
         return next((d for d, entry in enumerate(spec) if self._has_data(entry)), None)
 
     @contextlib.contextmanager
-    def whole(self, params: Params, specs: PyTree) -> Iterator[Params]:
+    def whole(self, params: Params, specs: PyTree, tables: PyTree) -> Iterator[Params]:
         """Give the whole params of a worker's parts, for the time in which a loss is traced.
 
-        `scan_layers` finds the parts of what it is given, and gathers them layer by layer.
+        `scan_layers` finds the parts of what it is given, and gathers them layer by layer. Tables
+        are only looked up, and stay parts.
+
+        Args:
+          params: what the worker keeps.
+          specs: the PartitionSpecs of whole params.
+          tables: which leaves are tables.
         """
         found: dict[int, _Shard] = {}
 
-        def gathered(x: Leaf, spec: P) -> Leaf:
+        def gathered(spec: P, is_table: bool, x: Leaf) -> Leaf:
             dimension = self._dimension(spec)
-            if dimension is None:
+            if dimension is None or is_table:
                 return x
             whole = self.gather(x, dimension)
             found[id(whole)] = _Shard(whole, x, dimension, self)
@@ -168,7 +202,7 @@ class Sharding(NamedTuple):
 
         token = _shards.set(found)
         try:
-            yield jax.tree.map(gathered, params, specs)
+            yield jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
         finally:
             _shards.reset(token)
 
@@ -183,8 +217,8 @@ class Sharding(NamedTuple):
         """
 
         def reduced(g: Leaf, p: Leaf, spec: P) -> Leaf:
-            if not tree.is_inexact(g):
-                return g
+            if isinstance(g, LeafKind) or not tree.is_inexact(g):
+                return g  # rows are at their owners
             dimension = self._dimension(spec)
             if dimension is None:
                 return lax.pmean(g, axes(self.data_axis))
@@ -192,7 +226,7 @@ class Sharding(NamedTuple):
                 return g
             return self._mean_part(g, dimension)
 
-        return jax.tree.map(reduced, grads, params, specs)
+        return jax.tree.map(reduced, grads, params, specs, is_leaf=tree.is_leaf)
 
     def gather(self, part: jax.Array, dimension: int) -> jax.Array:
         """Return a whole array; its gradient is the worker's part of the mean over workers."""

@@ -21,6 +21,7 @@ from optfn.leaves import leafwise, tree
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import DType, Leaf, Params, Updates
+from optfn.parallel.tables import Owners
 
 __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 
@@ -136,6 +137,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    owners: Owners | None = None,
 ) -> Callable[..., Any]:
     """Return a function that computes a loss and its gradients, row-sparse for tables.
 
@@ -150,6 +152,9 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns auxiliary data too.
       transform: a transformation of the rest of the loss, after its lookups, such as a `recompute`
         of names in it; a segment that is recomputed cannot contain a lookup.
+      owners: the workers that keep the rows of the tables, where it runs inside their `shard_map`
+        on parts of them; gradients of tables are then the parts of the mean. `make_train_step`
+        with `shard_tables=True` passes it.
 
     Returns:
       (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients); jit-able.
@@ -176,6 +181,10 @@ def value_and_grad(
         for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
             if is_table:
                 _check_table(path, leaf)
+        # What the loss is traced with: whole tables, or negative ids would count from their parts.
+        seen = [
+            _whole(x, owners) if is_table else x for x, is_table in zip(leaves, chosen, strict=True)
+        ]
 
         def loss_of_leaves(leaves: list[Leaf]) -> Any:
             with_tables = [
@@ -184,7 +193,7 @@ def value_and_grad(
             ]
             return loss_fn(structure.unflatten(with_tables), *args, **kwargs)
 
-        program = Equations(loss_of_leaves, leaves)
+        program = Equations(loss_of_leaves, seen)
         inputs = iter(program.inputs)
         # The variable of each leaf in the program.
         var_of = [None if tree.is_masked(x) else next(inputs) for x in leaves]
@@ -194,7 +203,10 @@ def value_and_grad(
         arrays = {v: x for v, x in zip(var_of, leaves, strict=True) if v is not None}
         outputs = [e.outvars[0] for e in lookups]
         # The part of the program that computes the ids and looks them up, run without derivative.
-        first = program.run(program.needed_for(outputs), arrays)
+        instead = (
+            {} if owners is None else {id(e): partial(_from_owners, e, owners) for e in lookups}
+        )
+        first = program.run(program.needed_for(outputs), arrays, instead)
         ids = [starts[..., 0] for starts in read(first, [e.invars[1] for e in lookups])]
 
         def loss(dense: list[Leaf], looked_up: list[jax.Array]) -> Any:
@@ -219,8 +231,10 @@ def value_and_grad(
             _rows(x, [r for r in zip(lookups, ids, found, strict=True) if r[0].invars[0] is v])
             if is_table
             else (x if v is None else g)
-            for g, x, v, is_table in zip(grads, leaves, var_of, chosen, strict=True)
+            for g, x, v, is_table in zip(grads, seen, var_of, chosen, strict=True)
         ]
+        if owners is not None:
+            grads = [owners.send(g) if isinstance(g, Rows) else g for g in grads]
         return value, structure.unflatten(grads)
 
     return value_and_rows
@@ -229,6 +243,30 @@ def value_and_grad(
 def _single_flags(flags: tree.Flags) -> list[bool]:
     """Return the flag of each leaf of a tree without packed buffers."""
     return [flag for (flag,) in flags]
+
+
+def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
+    """Return the shape of the table of which a worker keeps `part`; the array where it has all."""
+    if owners is None:
+        return part
+    return jax.ShapeDtypeStruct((owners.num_rows(part), *part.shape[1:]), part.dtype)
+
+
+def _from_owners(
+    equation: Equation, owners: Owners, part: jax.Array, starts: jax.Array
+) -> list[jax.Array]:
+    """Return what a lookup gives, from the workers that keep the rows."""
+    ids, rows = starts[..., 0], part.shape[1:]
+    count = owners.num_rows(part)
+    # A gather reads the nearest row where it may not be told that an id is outside.
+    inside = jnp.clip(ids, 0, count - 1)
+    found = owners.lookup(part, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
+    if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
+        fill = equation.params["fill_value"]
+        is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(rows))
+        found = jnp.where(is_inside, found, jnp.nan if fill is None else fill)
+    last = tuple(range(-len(rows), 0))
+    return [jnp.moveaxis(found, last, equation.params["dimension_numbers"].offset_dims)]
 
 
 def _constant(x: jax.Array, *arguments: object) -> list[jax.Array]:

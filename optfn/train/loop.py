@@ -24,6 +24,7 @@ from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.history import Evaluator, History, RunLog, as_numbers
 from optfn.train.progress import Progress
+from optfn.train.sharded_checkpoint import wait as finish_saving
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, make_train_step
 
@@ -48,6 +49,7 @@ def minimize(
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
+    shard_tables: bool = False,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | None = None,
     monitor: str | None = None,
@@ -92,9 +94,9 @@ def minimize(
         been stopped.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
-    The other arguments, `has_aux` to `shard`, are those of `make_train_step`. With `local_steps`
-    each batch is a round; `steps`, `save_every` and `evaluate_every` count local steps, and what is
-    due within a round happens at its end.
+    The other arguments, `has_aux` to `shard_tables`, are those of `make_train_step`. With
+    `local_steps` each batch is a round; `steps`, `save_every` and `evaluate_every` count local
+    steps, and what is due within a round happens at its end.
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
@@ -129,6 +131,7 @@ def minimize(
         local_steps=local_steps,
         outer=outer,
         shard=shard,
+        shard_tables=shard_tables,
     )
     if steps is not None and steps % local_steps:
         raise ValueError(
@@ -172,6 +175,7 @@ def minimize(
             lines(n, evaluator(n, state))
             best.consider(state)
         saver.save(n, state, history)
+        finish_saving()
         if interrupted:
             report.say(f"stopped by {interrupted[0]} after step {n}")
     return best.choose(state), history.arrays()

@@ -21,6 +21,7 @@ from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
 from optfn.parallel.data_parallel import batch_spec, mean_or_first, mean_over_workers
 from optfn.parallel.mesh import AxisName, axes
 from optfn.parallel.sharding import Sharding, is_spec
+from optfn.parallel.tables import Owners
 
 
 class Values(NamedTuple):
@@ -139,6 +140,7 @@ def of_loss(
     whole: Whole = contextlib.nullcontext,
     *,
     tables: Pattern | None = None,
+    owners: Owners | None = None,
     recompute: Sequence[str] | None = None,
 ) -> Objective:
     """Return the objective of a loss function; its gradients are those of `jax.value_and_grad`.
@@ -148,6 +150,7 @@ def of_loss(
       form: what it takes and gives beside.
       whole: gives the params that it sees; gradients are those of the params before.
       tables: leaves that are looked up only; see `sparse.value_and_grad`.
+      owners: the workers that keep their rows, where they are sharded.
       recompute: names of values that are kept for the backward pass.
     """
 
@@ -165,7 +168,7 @@ def of_loss(
         transform = functools.partial(recomputing, checkpoints=recompute)
     if tables is not None:
         differentiated = sparse.value_and_grad(
-            loss_and_rest, tables, has_aux=True, transform=transform
+            loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
         function = loss_and_rest if transform is None else transform(loss_and_rest)
@@ -175,6 +178,8 @@ def of_loss(
         (loss, rest), grads = differentiated(*arguments)
         return Values(loss, *rest), grads
 
+    if owners is not None:  # the loss alone would look up a worker's part as if it were the table
+        return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
     return Objective(value, value_and_grad)
 
 
@@ -224,7 +229,8 @@ def of_workers(make: Callable[[Whole], Objective], sharding: Sharding, params: P
       params: of their shapes.
     """
     specs, grad_specs = sharding.of_params(params), sharding.of_gradients(params)
-    objective = make(lambda parts: sharding.whole(parts, specs))
+    tables = sharding.is_table(params)
+    objective = make(lambda parts: sharding.whole(parts, specs, tables))
     axis_name = sharding.data_axis
 
     def mean(values: Values) -> Values:
@@ -242,7 +248,7 @@ def of_workers(make: Callable[[Whole], Objective], sharding: Sharding, params: P
         )
         grads = sharding.own_part(grads, params, grad_specs)
         # No device gives back a float0.
-        return mean(values), jax.tree.map(lambda g: g if tree.is_inexact(g) else None, grads)
+        return mean(values), tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
 
     def run(function: Callable[..., Any], out_specs: PyTree, *arguments: Any) -> Any:
         batch, *keys = arguments[2:]

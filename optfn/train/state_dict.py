@@ -37,7 +37,8 @@ VERSION = 1
 _ABOUT = ("version", PER_WORKER_KEY)
 
 
-def _named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
+def named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays of a state with their names, in the order of jax.tree.leaves."""
     return state_names.named_parts(opt_state, unnamed=rates.is_rate)
 
 
@@ -61,11 +62,16 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
       ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have.
     """
     host = unpack(jax.tree.map(_to_host, opt_state))
-    _check_distinct(name for name, _ in _named_leaves(host))
-    is_own = map_state(lambda x: True, lambda x: False, host)
-    own = sorted(name for name, flag in _named_leaves(is_own) if flag)
+    _check_distinct(name for name, _ in named_leaves(host))
+    own = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
-    return {"version": np.asarray(VERSION), **listed, **dict(_named_leaves(host))}
+    return {"version": np.asarray(VERSION), **listed, **dict(named_leaves(host))}
+
+
+def per_worker_names(opt_state: OptState) -> list[str]:
+    """Return the names of the arrays in a state that are a worker's own."""
+    is_own = map_state(lambda x: True, lambda x: False, opt_state)
+    return sorted(name for name, flag in named_leaves(is_own) if flag)
 
 
 def _check_distinct(names: Iterable[str]) -> None:
@@ -121,7 +127,7 @@ def load_state_dict(
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
     plain = unpack(jax.tree.map(_template, opt_state)) if _holds_packed(opt_state) else opt_state
-    named = list(_named_leaves(plain))
+    named = list(named_leaves(plain))
     names = {name for name, _ in named}
     wrong = []
     if strict:
@@ -173,7 +179,7 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     if tree.is_key(leaf):
         data, problem = _fitted(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if isinstance(value, jax.Array) and _lies_as(value, leaf):
         fits = value.shape == leaf.shape and value.dtype == leaf.dtype
         return value, "" if fits else f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
     array = np.asarray(value)
@@ -189,6 +195,13 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(array), ""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""
+
+
+def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
+    """Tell whether an array is where it belongs, or nowhere this process could move it from."""
+    return not value.is_fully_addressable or (
+        value.sharding == getattr(leaf, "sharding", None) and value.dtype == leaf.dtype
+    )
 
 
 def _is_average(x: Any) -> bool:
@@ -260,7 +273,7 @@ def summary(
         rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
-    total = sum(_bytes(leaf) for _, leaf in _named_leaves(state))
+    total = sum(_bytes(leaf) for _, leaf in named_leaves(state))
     per = f"{total / count:.2f}" if count else "-"
     last = (f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per)
     rows.append((*last, *(lies[-1] if lies else ())))
@@ -303,7 +316,7 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     """Return the bytes of state that belong to the parameter of each path."""
     kept = dict.fromkeys(names, 0)
     longest_first = sorted(kept, key=len, reverse=True)
-    for part, leaf in _named_leaves(state):
+    for part, leaf in named_leaves(state):
         for name in longest_first:
             if part.endswith(f"/{name}") or (name == "" and leaf.shape):
                 kept[name] += _bytes(leaf)

@@ -31,6 +31,7 @@ from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
 from optfn.parallel.placement import init_on_mesh, num_workers
 from optfn.parallel.sharding import Kind, Sharding
+from optfn.parallel.tables import Owners
 from optfn.train.local_steps import LocalSteps
 from optfn.train.objective import (
     Form,
@@ -67,7 +68,8 @@ class TrainStep:
         options = {} if self.mesh is None else {"mesh": self.mesh, "data_axis": self.data_axis}
         options |= {"packed": True} if self.packed else {}
         options |= {"model_state": True} if self.has_model_state else {}
-        options |= {"shard": self.sharding.kind} if self.sharding is not None else {}
+        if self.sharding is not None:
+            options |= {"shard": self.sharding.kind, "shard_tables": self.sharding.tables}
         if self.local is not None:
             options |= {"local_steps": self.local.steps, "outer": self.local.outer}
         shown = [name, repr(self.tx), *(f"{k}={v!r}" for k, v in options.items())]
@@ -199,6 +201,7 @@ def make_train_step(
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
+    shard_tables: bool = False,
     donate: bool = True,
 ) -> TrainStep:
     """Return a jitted training step: gradient, update, new params, in place.
@@ -253,6 +256,9 @@ def make_train_step(
         paths to PartitionSpecs of params, which the state follows; other leaves are whole on each
         device, and axes other than `data_axis` are left to the compiler. A leaf without a dimension
         that N divides stays whole. The trajectory is that of one device.
+      shard_tables: whether each device of `mesh` keeps 1/N of the rows of the leaves that `tables`
+        selects, and of their state, in their order. Rows that a batch looks up come from the
+        devices that keep them, and gradients go there.
       donate: whether the step may overwrite the state that it is given.
 
     The update gets what transforms of optax ask for: value, the loss; grad, the gradients; and
@@ -300,13 +306,22 @@ def make_train_step(
         if value_and_grad is not None:
             return of_value_and_grad(value_and_grad, form, whole)
         assert loss_fn is not None
-        return of_loss(loss_fn, form, whole, tables=tables, recompute=recompute)
+        owners = Owners(sharding.mesh, data_axis) if sharding and shard_tables else None
+        return of_loss(loss_fn, form, whole, tables=tables, owners=owners, recompute=recompute)
 
     if checks.flag("packed", packed) and tables is not None:
         raise ValueError("tables with packed=True: the rows of a table are not a part of a buffer")
     sharding = _sharding(
-        shard, mesh, data_axis, packed=packed or None, tables=tables, local_steps=local_steps
+        shard,
+        tables if checks.flag("shard_tables", shard_tables) else None,
+        mesh,
+        data_axis,
+        packed=packed or None,
+        tables=None if shard_tables else tables,
+        local_steps=local_steps,
     )
+    if shard_tables and (tables is None or mesh is None):
+        raise ValueError("shard_tables needs tables, a pattern of paths, and mesh")
     local = _local_steps(
         local_steps, extra_tx, outer, mesh=mesh, tables=tables, value_and_grad=value_and_grad
     )
@@ -329,17 +344,22 @@ def make_train_step(
 
 
 def _sharding(
-    shard: Kind | None, mesh: Mesh | None, data_axis: AxisName, **others: Any
+    shard: Kind | None,
+    sharded_tables: Pattern | None,
+    mesh: Mesh | None,
+    data_axis: AxisName,
+    **others: Any,
 ) -> Sharding | None:
     """Return where params and state lie; None where they are whole on every device.
 
     Args:
       shard: the argument of `make_train_step`, as `mesh` and `data_axis`.
+      sharded_tables: the leaves whose rows are sharded.
       mesh: the mesh.
       data_axis: the axes of the workers.
       **others: arguments that it cannot be with, None where they are not given.
     """
-    if shard is None:
+    if shard is None and sharded_tables is None:
         return None
     if mesh is None:
         raise ValueError("shard needs mesh, over whose devices params and state are spread")
@@ -349,7 +369,8 @@ def _sharding(
         raise ValueError(f"shard cannot be with {name}={value!r}; pass one of them")
     # Along explicit axes an update of sharded moments and replicated params would be an error.
     mesh = Mesh(mesh.devices, mesh.axis_names)
-    return Sharding(shards.check(shard, mesh), mesh, data_axis)
+    kind = None if shard is None else shards.check(shard, mesh)
+    return Sharding(kind, mesh, data_axis, sharded_tables)
 
 
 def _sharded_step(

@@ -67,7 +67,9 @@ def catch_up_adam_rule(
     m, v = catch_up(m, v, missed, b1=b1, b2=b2)
     scale, root = adam_factors(b1, b2, step, eps_hat)
     u, m, v = adam_rule(g, m, v, b1=b1, b2=b2, eps=eps, scale=scale, root=root)
-    return u + series * late, m, v, jnp.full_like(last, step)
+    # The maximum is the step. It also makes the new value depend on the old one, so that XLA reads
+    # the rows before it overwrites them, without a copy of the array.
+    return u + series * late, m, v, jnp.maximum(last, step)
 
 
 @core.transform()

@@ -1,0 +1,72 @@
+"""A checksum of arrays that does not depend on where they lie.
+
+Each 32-bit word of an array is mixed with its position, and the results are summed modulo 2³². The
+sum has no order, so that it is the same whatever the layout, and every device can compute that of
+what it holds. A single changed word always changes it; other changes escape with the probability
+2⁻⁶⁴, since there are two such sums.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.leaves import tree
+from optfn.leaves.types import Leaf
+
+_GOLDEN = np.uint32(0x9E3779B1)
+# Odd multipliers of the two sums: those of MurmurHash3's finalizer.
+_MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
+
+
+def fingerprint(x: jax.Array) -> jax.Array:
+    """Return two uint32 sums over the bits and positions of an array."""
+    words = _words(x)
+    position = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(words.ndim)):
+        count = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        position += count * np.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    seeded = words ^ (position * _GOLDEN + _GOLDEN)
+    sums = []
+    for multiplier in _MULTIPLIERS:
+        mixed = (seeded ^ (seeded >> 16)) * multiplier
+        mixed = (mixed ^ (mixed >> 13)) * _GOLDEN
+        sums.append(jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32))
+    return jnp.stack(sums)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """Return the bits of an array as uint32, with an axis more for wider elements."""
+    if tree.is_key(x):
+        x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], -1)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    size = x.dtype.itemsize
+    if size >= 4:  # of eight bytes two words
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    unsigned = jnp.uint16 if size == 2 else jnp.uint8
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+_fingerprints = jax.jit(lambda leaves: jnp.stack([fingerprint(x) for x in leaves]))
+
+
+def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
+    """Return the checksum of each array, uint32 (len(leaves), 2), on the host.
+
+    Arrays on the same devices go through one program. In a run of several processes all call it.
+    """
+    groups: dict[frozenset[jax.Device], list[int]] = {}
+    arrays = [jnp.asarray(x) for x in leaves]
+    for i, x in enumerate(arrays):
+        groups.setdefault(frozenset(x.sharding.device_set), []).append(i)
+    found = [(group, _fingerprints([arrays[i] for i in group])) for group in groups.values()]
+    result = np.zeros((len(arrays), 2), np.uint32)
+    for group, sums in found:
+        result[group] = np.asarray(sums.addressable_data(0))
+    return result

@@ -1,0 +1,184 @@
+"""Checkpoints whose parts are written by the processes that hold them, in the background: orbax.
+
+A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`, and beside
+them what `state_dict` says about them, a checksum of each array, and the history. Orbax gives the
+directory its name when all of it is written.
+"""
+
+import atexit
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from optfn.leaves.packed import unpack
+from optfn.leaves.tree import is_key, listed
+from optfn.leaves.types import Leaf, PyTree
+from optfn.parallel.fingerprint import fingerprints
+from optfn.parallel.per_worker import PerWorker
+from optfn.parallel.placement import PER_WORKER_KEY
+from optfn.train.state_dict import VERSION, load_state_dict, named_leaves, per_worker_names
+
+_ABOUT, _CHECKSUMS, _HISTORY = "about", "checksums", "history/"
+
+
+def is_available() -> bool:
+    """Tell whether orbax is installed."""
+    try:
+        import orbax.checkpoint  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def holds_parts(state: PyTree) -> bool:
+    """Tell whether arrays of a state are spread over devices, besides those that are per-worker."""
+    shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker))
+    return any(
+        isinstance(x, jax.Array)
+        and isinstance(x.sharding, NamedSharding)
+        and not x.sharding.is_fully_replicated
+        for x in shared
+    )
+
+
+@functools.cache
+def _checkpointer() -> Any:
+    """Return orbax's checkpointer of this process, which writes one checkpoint at a time."""
+    try:
+        import orbax.checkpoint as ocp
+    except ImportError:
+        raise ImportError(
+            "sharded checkpoints need orbax: pip install 'optfn[orbax]', or pass sharded=False"
+        ) from None
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    atexit.register(checkpointer.close)
+    return checkpointer
+
+
+# What is to be done when the checkpoint that is being written is on the disk.
+_afterwards: list[Callable[[], None]] = []
+
+
+def wait() -> None:
+    """Wait until what is being written is on the disk; raise what went wrong."""
+    if _checkpointer.cache_info().currsize:
+        pending = _afterwards.copy()
+        _afterwards.clear()
+        _checkpointer().wait_until_finished()
+        for action in pending:
+            action()
+
+
+def save(
+    path: Path, state: PyTree, history: Mapping[str, np.ndarray], then: Callable[[], None]
+) -> None:
+    """Begin to write a state to the directory `path`; it may be overwritten at once.
+
+    Args:
+      path: the directory; one that is there is replaced.
+      state: a TrainState.
+      history: arrays by name.
+      then: is called by `wait` when all is written.
+    """
+    import orbax.checkpoint as ocp
+
+    arrays = {name: _data(x) for name, x in named_leaves(unpack(state)) if x.size}
+    about = {
+        "version": VERSION,
+        PER_WORKER_KEY: per_worker_names(state),
+        "names": list(arrays),
+    }
+    saved = arrays | {
+        _ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8),
+        _CHECKSUMS: fingerprints(list(arrays.values())),
+    }
+    saved |= {f"{_HISTORY}{k}": np.asarray(v) for k, v in history.items() if np.size(v)}
+    _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(saved), force=True)
+    _afterwards.append(then)
+
+
+def _data(x: Leaf) -> Leaf:
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def load(
+    path: Path, state: PyTree, convert: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[PyTree, dict[str, np.ndarray]]:
+    """Return the state in a directory, each array where that of `state` lies, and the history.
+
+    Args:
+      path: a directory that `save` wrote.
+      state: a state of the same run, as a template.
+      convert: makes of the arrays that are a worker's own those for as many workers as there are
+        now; it gets them on the host, with the numbers of workers.
+
+    Raises:
+      ValueError: an array is missing or damaged, or does not fit.
+    """
+    try:
+        about, history, arrays = _read(path, dict(named_leaves(unpack(state))))
+    except ImportError:
+        raise
+    except Exception as error:  # orbax and its storage raise errors of many kinds
+        raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
+    mapping = {"version": np.asarray(about["version"]), **arrays}
+    if about[PER_WORKER_KEY]:
+        mapping[PER_WORKER_KEY] = np.array(about[PER_WORKER_KEY])
+        mapping = convert(mapping)
+    return load_state_dict(state, mapping), history
+
+
+def _read(
+    path: Path, templates: Mapping[str, Leaf]
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+    """Return what is said about the arrays, the history, and the arrays, checked."""
+    import orbax.checkpoint as ocp
+
+    checkpointer = _checkpointer()
+    shapes = checkpointer.metadata(path.absolute()).item_metadata.tree
+
+    def on_host(names: list[str]) -> dict[str, Any]:
+        return {name: np.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
+
+    def restore(wanted: dict[str, Any]) -> dict[str, Any]:
+        found = checkpointer.restore(
+            path.absolute(),
+            args=ocp.args.PyTreeRestore(
+                wanted,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                partial_restore=True,
+            ),
+        )
+        return dict(found)
+
+    extra = [name for name in shapes if name.startswith(_HISTORY)]
+    beside = restore(on_host([_ABOUT, *extra]))
+    about = json.loads(bytes(beside.pop(_ABOUT)))
+    wanted: dict[str, Any] = {_CHECKSUMS: np.zeros(shapes[_CHECKSUMS].shape, np.uint32)}
+    for name in about["names"]:
+        like = _data(templates[name]) if name in templates else None
+        shape, dtype = tuple(shapes[name].shape), shapes[name].dtype
+        if like is None or like.shape != shape or like.dtype != dtype:
+            wanted[name] = np.zeros(shape, dtype)
+        else:
+            wanted[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=like.sharding)
+    arrays = restore(wanted)
+    checksums = np.asarray(arrays.pop(_CHECKSUMS))
+    found = fingerprints([arrays[name] for name in about["names"]])
+    damaged = [
+        name
+        for name, a, b in zip(about["names"], found, checksums, strict=True)
+        if not np.array_equal(a, b)
+    ]
+    if damaged:
+        raise ValueError(f"the checksum of {listed(damaged)} does not fit")
+    history = {name.removeprefix(_HISTORY): np.asarray(x) for name, x in beside.items()}
+    # What has no elements is not written.
+    empty = {name: np.asarray(x) for name, x in templates.items() if not x.size}
+    return about, history, empty | arrays
