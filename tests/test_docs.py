@@ -65,8 +65,18 @@ def trains_on_all_devices(capsys, *after: dict) -> None:
     assert "sparse_loco" in simulated
 
 
+def every_run_learns(capsys, *after: dict) -> None:
+    runs = [names["history"]["loss"] for names in after if "history" in names]
+    assert runs
+    for losses in runs:
+        assert np.mean(losses[-5:]) < 0.9 * losses[0]
+
+
 # What is asked of the names after each program of a page, beside that it runs.
 CHECKS = {"README.md": trains, "distributed.md": trains_on_all_devices}
+CHECKS |= dict.fromkeys(
+    ("moving/fluid.md", "tour.md", "recipes.md", "own-transform.md"), every_run_learns
+)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)])
