@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression test lint bench docs docs-serve clean
+.PHONY: demo demo-compression test lint bench bench-check docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -41,6 +41,10 @@ $(VENV)/bin/python:
 $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
 	@touch $@
+
+# The ratios of a new run against the published ones, in benchmarks/results.json.
+bench-check: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.check
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache demo-out bench-out dist site

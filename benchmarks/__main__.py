@@ -48,6 +48,7 @@ SUITE = {
     "fused_adam": Script("fused_adam"),
     "rows": Script("rows"),
     "moments": Script("moments", ("--seeds", "0")),
+    "passes": Script("passes"),
     "selection": Script("selection"),
     "compression_link": Script("compression_link", ("--rounds", "5")),
     "pipeline": Script("pipeline"),

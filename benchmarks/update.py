@@ -35,6 +35,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any] | None]] = {
         lambda: optfn.rmsprop(0.1, momentum=0.9),
         lambda: optax.rmsprop(0.1, momentum=0.9),
     ),
+    "rmsprop, no momentum": (lambda: optfn.rmsprop(0.1), lambda: optax.rmsprop(0.1)),
     "adam": (lambda: optfn.adam(1e-3, eps_hat=False), lambda: optax.adam(1e-3)),
     "adam, clip by global norm": (
         lambda: optfn.adam(1e-3, eps_hat=False, grad_clip=optfn.clip_by_global_norm(CLIP)),

@@ -43,6 +43,7 @@ from optfn.train.step import TrainStep, make_train_step
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from optfn.transforms.ftrl import ftrl_proximal
+from optfn.transforms.lamb import scale_by_lamb
 from optfn.transforms.learning_rate import (
     get_learning_rate,
     scale_by_learning_rate,
@@ -123,6 +124,7 @@ __all__ = [
     "scale_by_asgd",
     "scale_by_catch_up_adam",
     "scale_by_decayed_adagrad",
+    "scale_by_lamb",
     "scale_by_lars",
     "scale_by_learning_rate",
     "scale_by_momentum",

@@ -268,8 +268,11 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
     return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
 
 
-def stateless(update: Callable[[Updates, Params], Updates]) -> Rule:
-    """Return a rule without state from (updates, params) -> updates."""
+_EMPTY = optax.EmptyState()
+
+
+def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Rule:
+    """Return a rule from (updates, params) -> updates; its state, without arrays, is `state`."""
 
     def update_rule(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -277,7 +280,7 @@ def stateless(update: Callable[[Updates, Params], Updates]) -> Rule:
         del extra
         return update(updates, params), state
 
-    return rule(lambda params: optax.EmptyState(), update_rule)
+    return rule(lambda params: state, update_rule)
 
 
 def accumulating(

@@ -1,13 +1,18 @@
 """Training on several devices: data parallelism, the compression of updates, and the pipeline."""
 
 from optfn.compression.dgc import deep_gradient_compression
+from optfn.compression.exchange import exchange
 from optfn.compression.packets import PacketFormat, mean_of_sent
+from optfn.compression.power_sgd import power_sgd
+from optfn.compression.quantize import quantize
 from optfn.compression.residual import add_to_residual, subtract_sent
 from optfn.compression.selection import select_top_k
+from optfn.compression.top_k import top_k
 from optfn.parallel.memory import MemoryPlan, plan_memory
 from optfn.parallel.mesh import data_mesh
 from optfn.parallel.placement import init_state, rescale_residuals, state_specs
 from optfn.parallel.sharding import scan_layers
+from optfn.parallel.tensor import copy_to, sum_over
 from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
@@ -19,19 +24,25 @@ __all__ = [
     "PipelineParams",
     "Plan",
     "add_to_residual",
+    "copy_to",
     "data_mesh",
     "deep_gradient_compression",
+    "exchange",
     "init_state",
     "mean_of_sent",
     "on_each_device",
     "pipeline_value_and_grad",
     "plan",
     "plan_memory",
+    "power_sgd",
+    "quantize",
     "rescale_residuals",
     "scan_layers",
     "select_top_k",
     "stack_stages",
     "state_specs",
     "subtract_sent",
+    "sum_over",
+    "top_k",
     "unstack_stages",
 ]

@@ -75,6 +75,24 @@ def norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(sum_of_squares(x))
 
 
+LANES, LONG_ROW = 8, 256
+
+
+def norms(x: jax.Array) -> jax.Array:
+    """Return the L2 norms of x[0], x[1], …, shape (len(x),).
+
+    XLA on CPU sums many long rows slowly, and keeps what is summed in memory. Partial sums of eight
+    elements avoid both; the comparison, always false, keeps XLA from summing them in one operation.
+    """
+    squares = abs_squared(x)
+    length = math.prod(x.shape[1:])
+    if length >= LONG_ROW and length % LANES == 0:
+        eighths = squares.reshape(len(x), -1, LANES)
+        partial_sums = sum(eighths[:, :, i] for i in range(LANES))
+        squares = jnp.where(partial_sums < 0, 0, partial_sums)
+    return jnp.sqrt(jnp.sum(squares, axis=range(1, squares.ndim)))
+
+
 def power(x: jax.Array, exponent: Number) -> jax.Array:
     """Return x^exponent for x ≥ 0; a Python ½ is computed as a square root, a Python 1 as x."""
     if isinstance(exponent, int | float):

@@ -13,6 +13,8 @@ import optax
 import pytest
 
 import optfn
+from optfn import core
+from optfn.distributed import exchange, quantize, top_k
 
 
 class Entry(NamedTuple):
@@ -31,6 +33,27 @@ class Entry(NamedTuple):
 def _optimizer(name: str, *args: Any, **options: Any) -> Entry:
     fields = {k: options.pop(k) for k in Entry._fields if k in options}
     return Entry(name, lambda **more: getattr(optfn, name)(*args, **options | more), **fields)
+
+
+def on_one_worker(tx: Any) -> Any:
+    """Return a transform that exchanges, in a run of one worker: its axis is bound in `update`."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        found = []
+
+        def of_worker(_: Any) -> list[Any]:
+            found.append(jax.tree.flatten(tx.update(updates, state, params, **extra)))
+            return [x for x in found[0][0] if not isinstance(x, np.ndarray)]
+
+        arrays = iter(jax.vmap(of_worker, axis_name="data")(jnp.zeros(1)))
+        leaves, structure = found[0]
+        # The zero of an integer leaf is a NumPy array, by which it is known.
+        leaves = [x if isinstance(x, np.ndarray) else next(arrays)[0] for x in leaves]
+        return structure.unflatten(leaves)
+
+    made = core.Transform(tx.init, update)
+    made.call = tx.call
+    return made
 
 
 LR = 0.1
@@ -119,6 +142,7 @@ TRANSFORMS: dict[str, Entry] = {
     "scale_by_trust_ratio": Entry(
         "scale_by_trust_ratio", lambda: optfn.scale_by_trust_ratio(), needs_params=True
     ),
+    "scale_by_lamb": Entry("scale_by_lamb", lambda: optfn.scale_by_lamb(), needs_params=True),
     "scale_by_lars": Entry("scale_by_lars", lambda: optfn.scale_by_lars(), needs_params=True),
     "ftrl_proximal": Entry("ftrl_proximal", lambda: optfn.ftrl_proximal(LR), needs_params=True),
     "reduce_on_plateau": Entry(
@@ -214,12 +238,28 @@ WRAPPERS: dict[str, Entry] = {
 
 EVERYTHING = OPTIMIZERS | TRANSFORMS | WRAPPERS
 
+# What they give is compressed: they have the contract of all transforms, but no derivative, and
+# they treat rows, sharded and stacked leaves in ways of their own.
+EXCHANGES: dict[str, Entry] = {
+    "exchange": Entry(
+        "distributed.exchange",
+        lambda: on_one_worker(exchange(top_k(0.5, chunk=4), min_size=4)),
+        hides_nan=True,
+    ),
+    "exchange_quantized": Entry(
+        "distributed.exchange",
+        lambda: on_one_worker(exchange(quantize(8), min_size=1)),
+        hides_nan=True,
+    ),
+}
+ALL = EVERYTHING | EXCHANGES
 
-def in_turn(*kinds: Any) -> list[Any]:
+
+def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
     """Return pytest parameters (entry, kind): each entry with the next kind, to go round once."""
     return [
         pytest.param(entry, kinds[i % len(kinds)], id=f"{name}-{i % len(kinds)}")
-        for i, (name, entry) in enumerate(EVERYTHING.items())
+        for i, (name, entry) in enumerate(entries.items())
     ]
 
 

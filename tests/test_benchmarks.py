@@ -15,11 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import optfn
 from benchmarks import __main__ as suite
 from benchmarks import (
+    check,
     first_call,
     fused_adam,
     measure,
     moments,
     packed,
+    passes,
     pipeline,
     recompute,
     rows,
@@ -100,6 +102,14 @@ def test_moments_train():
     assert all(row["figures"][0] > 50 for row in found)
 
 
+def test_passes(toy):
+    found = toy(passes, "passes")
+    assert [row["pass"] for row in found if row["rule"] == "lamb"] == [
+        *("m", "v", "norm of p", "norm of r", "p")
+    ]
+    assert sum(row["bytes"] for row in found if "without" in row["pass"]) == 12
+
+
 def test_rows(toy):
     found = by("optimizer", toy(rows, "rows"))
     assert found["optax adam, dense"]["ratio"] == 1
@@ -177,6 +187,50 @@ def test_the_suite_reports_what_runs_and_what_does_not(monkeypatch, tmp_path, ca
     report = (tmp_path / "report.md").read_text()
     assert "| trace |" in report and "not run: no network namespaces" in report
     assert "failed: " in report and "jax " in report
+
+
+def test_a_ratio_that_fell_is_found(monkeypatch, tmp_path, capsys):
+    """More than 15 % worse, in the direction of its column; rows that are new are not compared."""
+
+    def results(*rows):
+        file = tmp_path / "bench-out.json"
+        scripts = {"update": {"rows": rows}, "broken": {"rows": []}}
+        file.write_text(json.dumps({"about": dict.fromkeys(ABOUT, "x"), "scripts": scripts}))
+        return file
+
+    def call(file, *options):
+        monkeypatch.setattr(sys, "argv", ["", "--results", str(file), *options])
+        check.main()
+
+    monkeypatch.setattr(check, "PUBLISHED", tmp_path / "results.json")
+    adam = {"optimizer": "adam", "leaves": 2, "ms": 9.5, "ratio": 1.0, "over_floor": 2.0}
+    call(results(adam), "--publish")
+    published = json.loads(check.PUBLISHED.read_text())
+    assert published["update"]["rows"] == {"adam, 2": {"ratio": 1.0, "over_floor": 2.0}}
+    new = adam | {"optimizer": "new", "ratio": 0.1}
+    for row in ({"ratio": 0.86, "over_floor": 2.3}, {"ratio": 3.0, "over_floor": 0.5, "ms": 99.0}):
+        with pytest.raises(SystemExit) as stopped:
+            call(results(adam | row, new))
+        assert stopped.value.code == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        call(results(adam | {"ratio": 0.84, "over_floor": 2.4}, new))
+    assert stopped.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert set(lines[:-1]) == {
+        "update: adam, 2: ratio 1.00 → 0.84",
+        "update: adam, 2: over_floor 2.00 → 2.40",
+    }
+    assert lines[-1] == "2 ratios of 2 rows fell by more than 15 %"
+
+
+def test_published_ratios_are_of_scripts_of_the_suite():
+    published = json.loads(check.PUBLISHED.read_text())
+    assert published.keys() <= suite.SUITE.keys()
+    for entry in published.values():
+        assert entry["about"].keys() == ABOUT
+        assert all(x > 0 for row in entry["rows"].values() for x in row.values())
+    assert {"adam", "lamb", "ftrl"} <= published["update"]["rows"].keys()
 
 
 def test_trees_are_the_models():

@@ -73,10 +73,11 @@ def test_bytes_on_the_link(row):
     call, *options = code(row[0])
     options = eval(f"dict({', '.join(options)})")
     params = {"w": np.zeros((256, 256), np.float32)}
-    _, _, program = compiled(eval(call), params, **options)
+    tx = eval(call, vars(optfn) | vars(optfn.distributed))
+    _, _, program = compiled(tx, params, **options)
     found = sent(program) / params["w"].size / options.get("local_steps", 1)
     assert found == close(float(row[1]), rel=0.2)
-    terms = {"N": N, "H": options.get("local_steps", 1)}
+    terms = {"N": N, "H": options.get("local_steps", 1), "d": 256}
     formula = row[2].replace("−", "-").replace("·", "*").replace("2(", "2*(")
     assert eval(formula, terms) == close(float(row[1]), rel=0.01)
 

@@ -198,6 +198,32 @@ def test_ramp_steps():
     assert int(ramp_step(jnp.int32(8), 7, 1, 3)) == 2
 
 
+def test_the_ramp_branches_under_vmap():
+    """The workers of a simulation share phase and ramp step: only one of each is run."""
+    params = {"w": jnp.zeros(900)}
+    ramp = {"rampup_begin_step": 1, "rampup_step": 4, "sparsity": (0.5, 0.9, 0.99, 0.999)}
+    tx = deep_gradient_compression(0.9, min_size=1, **ramp)
+    run = jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")
+    program = jax.make_jaxpr(run)({"w": jnp.zeros((N, 900))}, stacked(tx.init(params)))
+    found = [
+        len(e.params["branches"]) for e in equations(program.jaxpr) if e.primitive.name == "cond"
+    ]
+    assert sorted(found)[-2:] == [3, 4]
+
+
+def equations(program):
+    """Yield the equations of a program, and of those within it."""
+    for equation in program.eqns:
+        yield equation
+        for inner in jax.tree.leaves(tuple(equation.params.values()), is_leaf=is_program):
+            if is_program(inner):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def is_program(x):
+    return hasattr(x, "jaxpr") or hasattr(x, "eqns")
+
+
 # Where it runs
 
 

@@ -14,10 +14,10 @@ import registry
 
 import optfn
 
-EVERYTHING = pytest.mark.parametrize("entry", registry.EVERYTHING.values(), ids=registry.EVERYTHING)
+EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
 OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
-COMPLEX = [k for k, e in registry.EVERYTHING.items() if e.complex_leaves]
-NOT_COMPLEX = [k for k in registry.EVERYTHING if k not in COMPLEX]
+COMPLEX = [k for k, e in registry.ALL.items() if e.complex_leaves]
+NOT_COMPLEX = [k for k in registry.ALL if k not in COMPLEX]
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: Any = np.float32) -> jax.Array:
@@ -160,7 +160,7 @@ class Layer:
 KINDS = Pair, Layer, lambda w, b: (w, [b]), lambda w, b: {"a": {"b": b, "w": w}}
 
 
-@pytest.mark.parametrize(("entry", "kind"), registry.in_turn(*KINDS))
+@pytest.mark.parametrize(("entry", "kind"), registry.in_turn(*KINDS, entries=registry.ALL))
 def test_every_kind_of_tree(entry, kind):
     """Containers come back as they were, and the numbers do not depend on them."""
     tx, (w, b, gw, gb) = entry.make(), (normal(s, k) for k, s in enumerate([(3, 2), (2,)] * 2))
@@ -208,7 +208,7 @@ def test_integer_leaves_are_held(entry, integer_gradient):
 @pytest.mark.parametrize("name", COMPLEX)
 def test_complex_leaves(name):
     """The direction of a rotation-invariant rule turns with the gradient; nu stays real."""
-    entry = registry.EVERYTHING[name]
+    entry = registry.ALL[name]
     tx = entry.make()
     params = {"z": (normal((3,), 0) + 1j * normal((3,), 1)).astype(jnp.complex64)}
     grads = {"z": (normal((3,), 2) + 1j * normal((3,), 3)).astype(jnp.complex64)}
@@ -223,7 +223,7 @@ def test_complex_leaves(name):
 
 @pytest.mark.parametrize("name", NOT_COMPLEX)
 def test_complex_leaves_are_refused_by_name(name):
-    entry = registry.EVERYTHING[name]
+    entry = registry.ALL[name]
     tx = entry.make()
     with pytest.raises(TypeError, match=r"complex.*'z'"):
         state = tx.init({"z": jnp.ones(2, jnp.complex64)})
@@ -232,7 +232,9 @@ def test_complex_leaves_are_refused_by_name(name):
         updated(entry, tx, z, state, z)
 
 
-@pytest.mark.parametrize(("entry", "dtype"), registry.in_turn(jnp.bfloat16, jnp.float16))
+@pytest.mark.parametrize(
+    ("entry", "dtype"), registry.in_turn(jnp.bfloat16, jnp.float16, entries=registry.ALL)
+)
 def test_low_precision_leaves(entry, dtype):
     """State in float32, updates in the dtype of the parameter, finite for zero gradients."""
     tx, params = entry.make(), tree_of(0, dtype)
@@ -379,13 +381,13 @@ OF_ANY_PARAMS = {
 
 @pytest.mark.parametrize("name", sorted(OF_ANY_PARAMS))
 def test_state_of_any_params(name):
-    state = registry.EVERYTHING[name].make().init({"w": jnp.ones((2, 2))})
+    state = registry.ALL[name].make().init({"w": jnp.ones((2, 2))})
     assert all(x.shape == () for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("name", [k for k in registry.EVERYTHING if k not in OF_ANY_PARAMS])
+@pytest.mark.parametrize("name", [k for k in registry.ALL if k not in OF_ANY_PARAMS])
 def test_state_of_other_params_is_an_error(name):
-    entry = registry.EVERYTHING[name]
+    entry = registry.ALL[name]
     tx = entry.make()
     state = tx.init({"w": jnp.ones((2, 2))})
     w = {"w": jnp.ones((3, 2))}

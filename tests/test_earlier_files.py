@@ -17,6 +17,8 @@ import registry
 import optfn
 from optfn.distributed import data_mesh, rescale_residuals, stack_stages
 
+# Fields of these files that the state does not have any more.
+RETIRED = dict.fromkeys(("rmsprop_centered", "skip_nonfinite"), "scale_by_momentum/velocity/")
 FILES = Path(__file__).parent / "checkpoints"
 NAMES = sorted(p.stem for p in FILES.glob("*.npz") if p.stem in registry.EVERYTHING)
 
@@ -48,7 +50,9 @@ def test_a_state_goes_on(name):
     params = structure.unflatten(map(jnp.asarray, part(arrays, "params").values()))
     mapping = part(arrays, "state")
     state = optfn.load_state_dict(tx.init(template), mapping)
-    assert set(optfn.state_dict(state)) == set(mapping)
+    retired = {k for k in mapping if name in RETIRED and k.startswith(RETIRED[name])}
+    assert len(retired) == (4 if name in RETIRED else 0)
+    assert set(optfn.state_dict(state)) == set(mapping) - retired
     updates, _ = tx.update(tree(3), state, params, **dict(entry.extra))
     after = optfn.apply_updates(params, updates)
     for got, want in zip(jax.tree.leaves(after), part(arrays, "after").values(), strict=True):

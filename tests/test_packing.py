@@ -121,7 +121,7 @@ RULES = [
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_that_of_the_tree(name):
-    entry = registry.EVERYTHING[name]
+    entry = registry.ALL[name]
     assert_same(entry.make(), **dict(entry.extra))
 
 

@@ -31,9 +31,9 @@ def test_a_repr_is_the_call(call):
     assert repr(eval(call, names)) == call
 
 
-@pytest.mark.parametrize("name", registry.EVERYTHING)
+@pytest.mark.parametrize("name", registry.ALL)
 def test_every_transform_names_its_factory(name):
-    entry = registry.EVERYTHING[name]
+    entry = registry.ALL[name]
     shown = repr(entry.make())
     outer = {"exponential_moving_average": "chain", "model_average": "chain"}
     outer |= {"stack": "record_metrics"}

@@ -1,5 +1,7 @@
 """Numbers in few bits: exact on average, never stuck, and what they cost."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,18 @@ def test_the_hash_is_random_enough():
     pairs += [(u[0][k:], u[0][:-k]) for k in (2, 256, 1000)]
     for a, b in pairs:
         assert abs(np.mean(a * b)) * 12 < 5 / np.sqrt(n)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (300, 256), (3, 5, 8, 1)])
+def test_the_hash_is_that_of_the_number_of_the_element(shape):
+    for seed in (0, 0x85EBCA6B, 2**32 - 1):
+        x = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape) * 0x9E3779B1 + seed
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+            x = x % 2**32
+            x = (x ^ (x >> shift)) * factor
+        x = x % 2**32
+        found = quantization.random_bits(shape, jnp.uint32(seed))
+        np.testing.assert_array_equal(found, x ^ (x >> 15))
 
 
 def test_blocks():

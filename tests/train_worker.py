@@ -1,11 +1,12 @@
 """One process of a distributed run, as `test_processes` starts it.
 
-    python train_worker.py PORT PROCESSES ID STEPS DIRECTORY [dies | state | params | tables]
+    python train_worker.py PORT PROCESSES ID STEPS DIRECTORY [WORD]
 
 It trains on a loopback mesh, one device per process, writes a checkpoint into DIRECTORY/ID every
 second step, and prints a hash of its replica of the parameters at the end. With "dies", the last
-process leaves without a word after the step 4. With "state", "params" or "tables", these are
-sharded, and the last line has the parameters themselves.
+process leaves without a word after the step 4. With "exchange" it compresses by `exchange` instead
+of Deep Gradient Compression. With "state", "params" or "tables", these are sharded, and the last
+line has the parameters themselves.
 """
 
 import hashlib
@@ -19,22 +20,29 @@ import jax.numpy as jnp
 import numpy as np
 
 import optfn
-from optfn.distributed import data_mesh, rescale_residuals
+from optfn.distributed import data_mesh, exchange, power_sgd, rescale_residuals, top_k
 
 
 def loss_fn(params, batch):
     return jnp.mean((batch[:, :20] @ params["w"] + params["b"] - batch[:, 20:]) ** 2)
 
 
-def train(process, processes, steps, directory, dies=False):
-    tx = optfn.dgc_momentum(
+def optimizer(by_exchange):
+    if by_exchange:
+        choice = {"w": power_sgd(2), "b": top_k(0.3, values="int8")}
+        return optfn.chain(exchange(choice, min_size=1, warmup_steps=1), optfn.adamw(0.01))
+    return optfn.dgc_momentum(
         0.05, 0.9, rampup_begin_step=1, rampup_step=4, sparsity=(0.5, 0.9, 0.99), min_size=100
     )
+
+
+def train(process, processes, steps, directory, *, dies=False, by_exchange=False):
+    tx = optimizer(by_exchange)
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh())
     state = step.init({"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)})
     state = restored(directory, state, processes)
     rng = np.random.default_rng(0)
-    for t, batch in enumerate(rng.standard_normal((steps, 8, 50)).astype(np.float32)):
+    for t, batch in enumerate(rng.standard_normal((steps, 12, 50)).astype(np.float32)):
         if t < int(state.step):
             continue
         if dies and process == processes - 1 and t == 4:
@@ -107,7 +115,8 @@ def main():
     if sys.argv[-1] in ("state", "params", "tables"):
         train_sharded(sys.argv[-1], directory)
     else:
-        train(process, processes, steps, directory, dies="dies" in sys.argv)
+        words = {"dies": "dies" in sys.argv, "by_exchange": "exchange" in sys.argv}
+        train(process, processes, steps, directory, **words)
     jax.distributed.shutdown()
 
 

@@ -1,60 +1,109 @@
 """Conditional updates in place that can still be differentiated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optfn.leaves.types import PyTree
+from optfn.parallel.mesh import varying_axes
 
 
 def when(
-    due: jax.Array, fn: Callable[..., tuple[PyTree, ...]], carry: tuple[PyTree, ...], *reads: PyTree
+    due: jax.Array,
+    fns: Sequence[Callable[..., tuple[PyTree, ...]]],
+    carry: tuple[PyTree, ...],
+    *reads: PyTree,
 ) -> tuple[PyTree, ...]:
-    """Return fn(*carry, *reads) where `due`, a bool scalar, is true, else `carry`.
+    """Return the carry after each of `fns` where `due`, a bool scalar, is true, else `carry`.
 
-    A loop of one iteration or none: what a cond returns is new memory, what a loop carries is
-    updated in place, and nothing that comes after is fused into it. Its derivative is that of the
-    cond, which JAX can differentiate in both modes.
+    Each function gets (*carry, *reads) and runs in a loop of one iteration or none: what a cond
+    returns is new memory, what a loop carries is updated in place, and nothing that comes after is
+    fused into it. One loop waits for the other, so that an array which one function reads may be
+    overwritten by the next. The derivative is that of a cond, which JAX can differentiate in both
+    modes.
 
     Args:
-      due: whether to run fn.
-      fn: gives trees like `carry`, in the same dtypes.
+      due: whether to run them.
+      fns: each gives trees like `carry`, in the same dtypes.
       carry: trees of arrays that change in place.
-      *reads: trees of arrays that fn reads, all integers among them. It may close over others,
-        such as a hyper-parameter that is differentiated.
+      *reads: trees of arrays that the functions read, all integers among them. They may close over
+        others, such as a hyper-parameter that is differentiated.
     """
-    closed, constants = jax.closure_convert(fn, *carry, *reads)
-    return _when(closed, due, carry, (*reads, *constants))
+    converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
+    closed = tuple(fn for fn, _ in converted)
+    return _when(closed, due, carry, reads, [constants for _, constants in converted])
+
+
+Fns: TypeAlias = tuple[Callable[..., Any], ...]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _when(fn: Callable[..., Any], due: jax.Array, carry: PyTree, reads: PyTree) -> PyTree:
-    def body(state: PyTree) -> PyTree:
-        return jnp.zeros_like(state[0]), tuple(fn(*state[1], *reads))
+def _when(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree) -> PyTree:
+    left = jnp.where(due, len(fns), 0)  # carried from loop to loop, which orders them
+    for i, (fn, own) in enumerate(zip(fns, constants, strict=True)):
 
-    return jax.lax.while_loop(lambda state: state[0], body, (due, carry))[1]
+        def body(state: PyTree, fn: Callable[..., Any] = fn, own: PyTree = own) -> PyTree:
+            left, carry = state
+            return _less_one(left), tuple(fn(*_variant(left, (*carry, *reads, *own))))
+
+        def is_next(state: PyTree, turn: int = len(fns) - i) -> jax.Array:
+            return state[0] == turn
+
+        left, carry = jax.lax.while_loop(is_next, body, (left, carry))
+    return carry
 
 
 @partial(_when.defjvp, symbolic_zeros=True)
-def _when_jvp(fn: Callable[..., Any], primals: PyTree, tangents: PyTree) -> PyTree:
-    due, carry, reads = primals
-    leaves = jax.tree.leaves((carry, reads))
-    structure: Any = jax.tree.structure((carry, reads))
+def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
+    due, *rest = primals
+    leaves = jax.tree.leaves(rest)
+    structure: Any = jax.tree.structure(rest)
     directions = jax.tree.leaves(tangents[1:], is_leaf=_is_zero)
     varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
+
+    def run(carry: PyTree, reads: PyTree, constants: PyTree) -> PyTree:
+        for fn, own in zip(fns, constants, strict=True):
+            carry = tuple(fn(*carry, *reads, *own))
+        return carry
 
     def plain(*values: jax.Array) -> PyTree:
         # What does not vary is a constant: the root of an accumulator that is 0 has no derivative.
         given = dict(zip(varied, values, strict=True))
-        carry, reads = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
-        return jax.lax.cond(due, lambda: tuple(fn(*carry, *reads)), lambda: carry)
+        rest = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
+        return jax.lax.cond(due, lambda: run(*rest), lambda: rest[0])
 
     return jax.jvp(plain, [leaves[i] for i in varied], [directions[i] for i in varied])
 
 
 def _is_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
+
+
+def _variant(left: jax.Array, values: PyTree) -> PyTree:
+    """Return `values` behind a barrier that the counter of the loop passes too.
+
+    So nothing is invariant in the loop, and XLA computes nothing before it. There is one barrier
+    for each set of mesh axes over which values vary, because all results of a barrier vary alike.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        groups.setdefault(varying_axes(x), []).append(i)
+    for group in groups.values():
+        passed = jax.lax.optimization_barrier([left, *(leaves[i] for i in group)])
+        for i, x in zip(group, passed[1:], strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _less_one(left: jax.Array) -> jax.Array:
+    """Return left − 1, the first of two numbers in order.
+
+    XLA on CPU, from jaxlib 0.12 on, takes a loop whose number of iterations it does not know for
+    small, whatever its arrays, and runs it on one core; but not one with a sort in it.
+    """
+    return jax.lax.sort(jnp.stack([left, left - 1]))[0]

@@ -16,7 +16,7 @@ from jax import lax
 
 from optfn import checks, core, numerics
 from optfn.checks import Number
-from optfn.compression import selection as selecting
+from optfn.compression.agreement import agree, check_own_gradients
 from optfn.compression.dgc_phases import Arrays, CompressedLeaves, Options, update_compressed
 from optfn.compression.packets import VALUE_DTYPES
 from optfn.leaves import leafwise, tree
@@ -202,9 +202,11 @@ def _update(
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
     updates = leafwise.densify(updates)  # row-sparse gradients accumulate and compete like others
-    _check_local(options, updates)
+    for axis_name in (options.axis_name, options.reduce_axis_name):
+        check_own_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
-    nonfinite, step = _agree(options, updates, state.step)
+    axes = mesh.axes(options.axis_name) + mesh.axes(options.reduce_axis_name)
+    nonfinite, step = agree(updates, state.step, axes)
     g = _local_gradient(options, updates, ~nonfinite & (step >= options.rampup_begin_step))
     g, regularization = options.regularization.update(g, state.regularization, params)
 
@@ -251,23 +253,6 @@ def _merged(first: PyTree, second: PyTree) -> PyTree:
     )
 
 
-def _check_local(options: Options, updates: Updates) -> None:
-    """Raise unless the axes are bound and each gradient is the worker's own, as far as is known."""
-    name = "deep_gradient_compression"
-    for axis_name in (options.axis_name, options.reduce_axis_name):
-        mesh.check_axis(name, mesh.axes(axis_name))
-        checked = set(mesh.checked_axes(axis_name))
-        for i, g in enumerate(tree.flatten(updates)[0]):
-            if tree.is_masked(g) or checked <= mesh.varying_axes(g):
-                continue
-            raise ValueError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} is the same on all workers of "
-                f"axis {axis_name!r}: it is already summed or averaged, and there is nothing to "
-                "compress. Inside shard_map take the gradient of jax.lax.pcast(params, "
-                f'{axis_name!r}, to="varying"), or pass check_vma=False'
-            )
-
-
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
     """Raise unless the state is one worker's, for leaves like those of `updates`."""
     u, v = state.local_velocity.value, state.residual.value
@@ -286,20 +271,6 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
                 f"{getattr(found, 'shape', None)}, not {want}: it was made for other params, or is "
                 "not laid out over the workers (see init_state and state_specs)"
             )
-
-
-def _agree(options: Options, updates: Updates, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return whether any worker's gradient is not finite, and the step: the same on all workers."""
-    leaves = [g.reshape(-1) for g in tree.flatten(updates)[0] if not tree.is_masked(g)]
-    nonfinite = jnp.asarray(False)
-    if leaves:
-        # One pass over each leaf into bits, and one reduction over the bits of all leaves.
-        bits = [selecting.pack_bits(~jnp.isfinite(g)) for g in leaves]
-        nonfinite = jnp.any(jnp.concatenate(bits) > 0)
-    axes = mesh.axes(options.axis_name) + mesh.axes(options.reduce_axis_name)
-    flags = jnp.stack([nonfinite.astype(jnp.int32), step])
-    nonfinite, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axes)), axes)
-    return nonfinite > 0, step
 
 
 def _local_gradient(options: Options, updates: Updates, compressing: jax.Array) -> Updates:

@@ -157,11 +157,7 @@ def skip_nonfinite_step(ramp: Ramp, leaves: CompressedLeaves) -> PhaseResult:
     g, u, v = leaves
     if ramp.gives_rows:
         return PhaseResult(empty_rows(ramp.formats[0], ramp.workers), u, v)
-    exchanged_over = set(mesh.axes(ramp.options.axis_name))
-    zeros = [
-        mesh.vary(jnp.zeros(x.shape, x.dtype), mesh.varying_axes(x) - exchanged_over) for x in g
-    ]
-    return PhaseResult(zeros, u, v)
+    return PhaseResult([mesh.zeros_of_mean(x, ramp.options.axis_name) for x in g], u, v)
 
 
 def dense_momentum_step(ramp: Ramp, leaves: CompressedLeaves) -> PhaseResult:

@@ -78,14 +78,14 @@ class PacketFormat:
         if self.value_dtype == "float32":
             return values
         # On the bits: XLA may remove a cast to bfloat16 and back.
-        return _from_upper_half(_to_upper_half(values))
+        return from_upper_half(to_upper_half(values))
 
     def encode(self, values: jax.Array, indices: jax.Array) -> jax.Array:
         """Return the packet of entries, leaf by leaf: float32 (K,), int32 (K,) -> uint32 (P,)."""
         index = indices.astype(jnp.uint32)
         if self.value_dtype == "float32":
             return jnp.concatenate([lax.bitcast_convert_type(values, jnp.uint32), index])
-        words = _to_upper_half(values) | (index & _LOWER_HALF)
+        words = to_upper_half(values) | (index & _LOWER_HALF)
         block = self._first_block + indices // _BLOCK
         blocks = np.flatnonzero(self._end_is_sent).astype(np.int32)
         ends = jnp.searchsorted(block, blocks, side="right").astype(jnp.uint32)
@@ -103,14 +103,14 @@ class PacketFormat:
         ends = jnp.asarray(leaf_ends).at[blocks].set(packet[total:].astype(jnp.int32))
         block = jnp.searchsorted(ends, np.arange(total, dtype=np.int32), side="right")
         block = (block.astype(jnp.int32) - self._first_block).astype(jnp.uint32)
-        return _from_upper_half(words), block * np.uint32(_BLOCK) + (words & _LOWER_HALF)
+        return from_upper_half(words), block * np.uint32(_BLOCK) + (words & _LOWER_HALF)
 
     def split(self, x: jax.Array) -> list[jax.Array]:
         """Split per-entry values, which lie on the last axis, by leaf."""
         return slices.split(x, self.k)
 
 
-def _to_upper_half(values: jax.Array) -> jax.Array:
+def to_upper_half(values: jax.Array) -> jax.Array:
     """Return words whose upper half is the value rounded to bfloat16, ties to even."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
@@ -119,7 +119,8 @@ def _to_upper_half(values: jax.Array) -> jax.Array:
     return jnp.where(finite, bits + rounding, bits) & _UPPER_HALF
 
 
-def _from_upper_half(words: jax.Array) -> jax.Array:
+def from_upper_half(words: jax.Array) -> jax.Array:
+    """Return the bfloat16 values in the upper halves of words, as float32."""
     return lax.bitcast_convert_type(words & _UPPER_HALF, jnp.float32)
 
 

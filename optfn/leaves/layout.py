@@ -8,7 +8,7 @@ tensors of many leaves. A `BufferLayout` describes all three: runs of leaves of 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -49,6 +49,11 @@ class Run:
     def per_leaf(self) -> int:
         """The number of tensors in one leaf."""
         return math.prod(self.shape[: self.stacked])
+
+    @property
+    def tensor_size(self) -> int:
+        """The number of elements of one tensor."""
+        return math.prod(self.shape[self.stacked :])
 
     @property
     def num_tensors(self) -> int:
@@ -107,25 +112,23 @@ class BufferLayout:
             for run in self.runs
         ]
 
-    def map_tensors(
-        self,
-        rule: Callable[..., Any],
-        arrays: Sequence[jax.Array],
-        scalars: dict[str, Sequence[Any]],
-    ) -> Any:
-        """Apply a rule on one tensor to every tensor of several buffers of this layout.
+    def spread(self, values: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """Return an array of `shape` that has, at each element, the number of its tensor.
 
         Args:
-          rule: (*tensors, **scalars) -> a tensor of the same shape, or a tuple of such tensors.
-          arrays: the buffers, one for each tensor that the rule takes.
-          scalars: for each name a list, with an array (num_tensors,) for each run.
+          values: for each run an array (num_tensors,).
+          shape: that of the array of this layout.
         """
-        views = zip(*map(self.tensors, arrays), strict=True)
-        results = []
-        for k, view in enumerate(views):
-            of_run = {name: jnp.asarray(values[k]) for name, values in scalars.items()}
-            results.append(jax.vmap(lambda x, of_tensor: rule(*x, **of_tensor))(view, of_run))
-        return jax.tree.map(lambda *runs: self.join(runs, arrays[0].shape), *results)
+        # Joined in units that divide all tensors, since the joined array is kept in memory.
+        unit = max(1, math.gcd(*(run.tensor_size for run in self.runs)))
+        units = [
+            jnp.broadcast_to(of_run[:, None], (run.num_tensors, run.tensor_size // unit)).reshape(
+                -1
+            )
+            for of_run, run in zip(values, self.runs, strict=True)
+        ]
+        joined = self.join(units, (-1,))
+        return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
 
 
 def plain(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:

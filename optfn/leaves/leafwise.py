@@ -1,6 +1,7 @@
 """Rules on arrays, applied to the leaves of trees; and trees of arrays that are like others.
 
-The one place where a rule meets a leaf: dense, row-sparse, or several tensors in one array.
+The one place where a rule meets a leaf: dense, row-sparse, or several tensors in one array. Rules
+are elementwise; what they need to know of a tensor, such as its norm, is computed before them.
 """
 
 import dataclasses
@@ -51,19 +52,86 @@ class PerLeaf(NamedTuple):
         return [v for values in lists for v in values if v is not None]
 
 
-def per_tensor(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> PerLeaf:
-    """Return fn of each tensor, of the values of a row-sparse leaf; None for a masked one."""
+def norms(
+    updates: Updates,
+    *others: PyTree,
+    of: Callable[..., jax.Array] = lambda g: g,
+    **scalars: Any,
+) -> PerLeaf:
+    """Return the L2 norm of each tensor of of(g, *others, **scalars); None for a masked leaf.
+
+    Args:
+      updates: the gradients; of a row-sparse leaf, the norm is that of its values.
+      *others: trees of arrays, structured as `updates`.
+      of: an elementwise function of arrays, the gradient itself by default.
+      **scalars: numbers and 0-d arrays, the same for all leaves, or a PerLeaf.
+    """
     values: list[Any] = []
-    for g, layout in zip(tree.flatten(updates)[0], tree.layouts(updates), strict=True):
-        if tree.is_masked(g):
+    columns = [tree.flatten(x)[0] for x in (updates, *others)]
+    numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
+    of = partial(of, **numbers)
+    norm = _shared(lambda arrays, own: numerics.norm(of(*arrays, **own)), columns[0])
+    for i, (layout, *arrays) in enumerate(zip(tree.layouts(updates), *columns, strict=True)):
+        own = {k: _of_leaf(v, i) for k, v in scalars.items() if k not in numbers}
+        if tree.is_masked(arrays[0]):
             values.append(None)
-        elif layout.is_one_tensor or isinstance(g, LeafKind):
-            values.append(fn(_values(g)))
+        elif layout.is_one_tensor or isinstance(arrays[0], LeafKind):
+            values.append(norm(list(map(_values, arrays)), own))
         else:
-            values.append(
-                PerTensor(layout, [jax.vmap(fn)(tensors) for tensors in layout.tensors(g)])
-            )
+            values.append(PerTensor(layout, _norms_of_runs(of, layout, arrays, own)))
     return PerLeaf(values)
+
+
+def _norms_of_runs(
+    of: Callable[..., jax.Array],
+    layout: BufferLayout,
+    arrays: Sequence[jax.Array],
+    scalars: dict[str, Any],
+) -> list[jax.Array]:
+    """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
+    common = {k: v for k, v in scalars.items() if not isinstance(v, PerTensor)}
+    own = {k: v.values for k, v in scalars.items() if isinstance(v, PerTensor)}
+
+    def of_tensor(tensors: Sequence[jax.Array], numbers: dict[str, jax.Array]) -> jax.Array:
+        return of(*tensors, **common, **numbers)
+
+    runs = zip(*map(layout.tensors, arrays), strict=True)
+    return [
+        numerics.norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
+        for i, tensors in enumerate(runs)
+    ]
+
+
+def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
+    """Return fn of the numbers of each tensor.
+
+    Args:
+      fn: an elementwise function of scalars or arrays.
+      *numbers: one per leaf or tensor, such as norms.
+      **scalars: the same for all leaves, or a PerLeaf.
+    """
+    values: list[Any] = []
+    fixed = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
+    fn = _shared(partial(fn, **fixed), numbers[0].all())
+    scalars = {k: v for k, v in scalars.items() if k not in fixed}
+    for i, own in enumerate(zip(*(x.values for x in numbers), strict=True)):
+        named = {k: _of_leaf(v, i) for k, v in scalars.items()}
+        layouts = [x.layout for x in (*own, *named.values()) if isinstance(x, PerTensor)]
+        if None in own:
+            values.append(None)
+        elif not layouts:
+            values.append(fn(*own, **named))
+        else:
+            of_runs = [
+                fn(*(_of_run(x, k) for x in own), **{n: _of_run(x, k) for n, x in named.items()})
+                for k in range(len(layouts[0].runs))
+            ]
+            values.append(PerTensor(layouts[0], of_runs))
+    return PerLeaf(values)
+
+
+def _of_run(x: Any, k: int) -> Any:
+    return x.values[k] if isinstance(x, PerTensor) else x
 
 
 def per_leaf(of: Callable[[Any], Any], kinds: Sequence[tuple[Any, ...]], like: PyTree) -> PerLeaf:
@@ -127,10 +195,9 @@ def apply(
     params: Params | None = None,
     shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None = None,
     rows: str = "dense",
-    tensors: Sequence[BufferLayout] | None = None,
     **scalars: Any,
 ) -> Any:
-    """Apply a rule on arrays to every leaf.
+    """Apply an elementwise rule on arrays to every leaf.
 
     Args:
       rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; the update
@@ -144,9 +211,9 @@ def apply(
         the rule is applied to the rows that it touches, each once, of gradient, accumulators and
         parameter; "linear": to its rows as they come, repeated or not, for a rule that is linear in
         g and reads nothing else.
-      tensors: `tree.layouts(updates)` for a rule that takes one tensor at a time, because it reads
-        its norm; None for an elementwise rule.
-      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf.
+      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf. Where it
+        differs between the tensors in one array, the rule takes an array with one number per
+        element.
 
     Returns:
       The tree of updates, or where there is state, (updates, *state).
@@ -174,15 +241,8 @@ def apply(
         if [getattr(x, "shape", None) for x in accumulators] != list(expected):
             raise mismatch.state_error(accumulators, expected, updates, i)
         p = [] if parameters is None else [parameters[i]]
-        own = {k: v.values[i] if isinstance(v, PerLeaf) else v for k, v in scalars.items()}
-        layouts = [v.layout for v in own.values() if isinstance(v, PerTensor)]
-        if tensors is not None and not (tensors[i].is_one_tensor or isinstance(g, LeafKind)):
-            layouts.append(tensors[i])
-        if layouts:
-            results.append(_apply_to_tensors(rule, layouts[0], g, accumulators, p, own))
-        else:
-            arrays = {k: v for k, v in own.items() if k not in numbers}
-            results.append(program(g, accumulators, p, arrays))
+        arrays = {k: _of_leaf(v, i) for k, v in scalars.items() if k not in numbers}
+        results.append(program(g, accumulators, p, arrays))
     trees = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(masked)))
     return trees if state else trees[0]
 
@@ -192,17 +252,28 @@ def _program(
 ) -> Callable[..., tuple[Any, ...]]:
     """Return the function (g, accumulators, p, arrays) -> (update, *accumulators) of one leaf.
 
-    While tracing it is jitted, so that leaves of one shape are traced and lowered once: that is
-    most of what a model of many small leaves waits for before its first step. Python numbers stay
-    what they are: 1 − 0.999 is taken in float64.
+    Python numbers stay what they are: 1 − 0.999 is taken in float64.
     """
-    program = partial(_apply_to_leaf, rule, rows, scalars)
+    return _shared(partial(_apply_to_leaf, rule, rows, scalars), gradients)
+
+
+def _shared(program: Callable[..., Any], gradients: Sequence[Leaf]) -> Callable[..., Any]:
+    """Return the program of one leaf, jitted while tracing.
+
+    So leaves of one shape are traced and lowered once: that is most of what a model of many small
+    leaves waits for before its first step.
+    """
     traced = any(isinstance(_values(g), jax.core.Tracer) for g in gradients)
     return jax.jit(program) if traced else program
 
 
 def _values(g: Leaf) -> Any:
     return g.values if isinstance(g, LeafKind) else g
+
+
+def _of_leaf(scalar: Any, i: int) -> Any:
+    """Return what stands for a scalar at leaf i: a number, or a PerTensor."""
+    return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
 
 def _apply_to_leaf(
@@ -214,29 +285,20 @@ def _apply_to_leaf(
     p: list[jax.Array],
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
-    rule = partial(rule, **static, **scalars)
+    spread = {k: _spread(v, g.shape) for k, v in scalars.items()}
+    rule = partial(rule, **static, **spread)
     if isinstance(g, LeafKind):
         return _in_own_dtypes(g.apply(rule, rows, accumulators, p), accumulators)
     return _in_own_dtypes(rule(g, *accumulators, *p), accumulators)
 
 
+def _spread(scalar: Any, shape: tuple[int, ...]) -> Any:
+    return scalar.layout.spread(scalar.values, shape) if isinstance(scalar, PerTensor) else scalar
+
+
 def _in_own_dtypes(result: Any, accumulators: list[jax.Array]) -> tuple[Any, ...]:
     u, *new = result if accumulators else (result,)
     return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
-
-
-def _apply_to_tensors(
-    rule: Rule,
-    layout: BufferLayout,
-    g: jax.Array,
-    accumulators: list[jax.Array],
-    p: list[jax.Array],
-    scalars: dict[str, Any],
-) -> tuple[Any, ...]:
-    common = {k: v for k, v in scalars.items() if not isinstance(v, PerTensor)}
-    own = {k: v.values for k, v in scalars.items() if isinstance(v, PerTensor)}
-    result = layout.map_tensors(partial(rule, **common), (g, *accumulators, *p), own)
-    return _in_own_dtypes(result, accumulators)
 
 
 def cast(x: jax.Array, dtype: DType) -> jax.Array:

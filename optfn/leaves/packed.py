@@ -169,7 +169,7 @@ def fits(x: object) -> bool:
     The scales of 8-bit moments have one number per block, so they cannot be unpacked.
     """
     return is_packed(x) and all(
-        tree.is_masked(b) or jnp.shape(b)[-1:] == (buffer.size,)
+        tree.is_masked(b) or getattr(b, "shape", ())[-1:] == (buffer.size,)
         for b, buffer in zip(x.buffers, x.layout.buffers, strict=True)
     )
 

@@ -99,3 +99,23 @@ def named_parts(
                     yield join(prefix, path), leaf
 
     yield from walk(state, "", "")
+
+
+def retired_fields(
+    state: OptState, *, unnamed: Callable[[Any], bool] = lambda x: False
+) -> list[str]:
+    """Return the names of the fields of which earlier versions kept arrays and this one does not.
+
+    Such a state declares them: `@declares(retired=("velocity",))`. Its type is a subclass of the
+    one that kept the arrays, so that a transform of the same kind after it keeps its number.
+
+    Args:
+      state: the state of an optimizer, however wrapped.
+      unnamed: as in `named_parts`.
+    """
+
+    def retires(x: object) -> bool:
+        return hasattr(x, "retired")
+
+    parts = named_parts(state, stop=retires, unnamed=unnamed)
+    return [join(name, field) for name, part in parts if retires(part) for field in part.retired]

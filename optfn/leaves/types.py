@@ -19,15 +19,16 @@ LossFn: TypeAlias = Callable[..., Any]
 T = TypeVar("T", bound=type)
 
 
-def declares(**flags: bool | str) -> Callable[[T], T]:
-    """Decorate a NamedTuple class with flags that other modules read from the type.
+def declares(**attributes: bool | str | tuple[str, ...]) -> Callable[[T], T]:
+    """Decorate a NamedTuple class with attributes that other modules read from the type.
 
-    A flag on the type needs no array in the state and survives every wrapper: see
-    `optfn.parallel.per_worker` and `optfn.leaves.tree.is_transparent`.
+    An attribute of the type needs no array in the state and survives every wrapper: see
+    `optfn.parallel.per_worker`, `optfn.leaves.tree.is_transparent` and
+    `optfn.leaves.state_names.retired_fields`.
     """
 
     def declare(kind: T) -> T:
-        for name, value in flags.items():
+        for name, value in attributes.items():
             setattr(kind, name, value)
         return kind
 

@@ -141,8 +141,8 @@ def rmsprop(
       momentum: μ, in [0, 1).
       centered: whether to divide by the root of the variance.
 
-    State: r and v, 8 bytes per parameter, 12 if centered. v is kept even for μ = 0, so that μ may
-    be traced. Real leaves.
+    State: r, 4 bytes per parameter; 8 with momentum (v) or if centered (q), 12 with both. A Python
+    or NumPy 0 as μ keeps no v. Real leaves.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """

@@ -11,11 +11,11 @@ from optfn.core import chain
 from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
+from optfn.transforms.lamb import scale_by_lamb
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import scale_by_adam, scale_by_adamax
 from optfn.transforms.quantized_adam import MOMENT_DTYPES, scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
-from optfn.transforms.scaling import scale_by_trust_ratio
 from optfn.wrappers.attributes import ParamAttrs
 
 
@@ -200,8 +200,13 @@ def lamb(
     """
     return chain(
         dense_rows("lamb"),
-        scale_by_adam(b1, b2, eps, eps_hat=False, bias_correction=bias_correction),
-        add_decayed_weights(weight_decay, exclude=exclude),
-        scale_by_trust_ratio(),
+        scale_by_lamb(
+            b1,
+            b2,
+            eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+            exclude=exclude,
+        ),
         scale_by_learning_rate(learning_rate),
     )

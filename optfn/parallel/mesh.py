@@ -89,6 +89,31 @@ def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     return [means[i] for i in range(len(g))]
 
 
+def zeros_of_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Return zeros like the mean of x over workers, for a branch beside one that takes it."""
+    return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(axes(axis_name)))
+
+
+def gather_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Return the arrays of every worker, (N, *shape) each, with one all-gather for each dtype.
+
+    Arrays of 32 bits an entry share one.
+    """
+    words = [x if x.dtype.itemsize != 4 else lax.bitcast_convert_type(x, jnp.uint32) for x in g]
+    gathered: dict[int, jax.Array] = {}
+    for dtype in sorted({x.dtype for x in words}, key=str):
+        numbers = [i for i, x in enumerate(words) if x.dtype == dtype]
+        bucket = all_gather(jnp.concatenate([words[i].reshape(-1) for i in numbers]), axis_name)
+        parts = slices.split(bucket, [words[i].size for i in numbers])
+        gathered |= dict(zip(numbers, parts, strict=True))
+    return [
+        lax.bitcast_convert_type(gathered[i], x.dtype).reshape(-1, *x.shape)
+        if x.dtype.itemsize == 4
+        else gathered[i].reshape(-1, *x.shape)
+        for i, x in enumerate(g)
+    ]
+
+
 def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     """Return the sharding of an array of `ndim` axes, as a jitted function returns it.
 

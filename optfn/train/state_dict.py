@@ -109,7 +109,8 @@ def load_state_dict(
         structure, wrappers, dtypes and shardings.
       mapping: arrays by name: a dict, or what `numpy.load` gives.
       strict: whether every name of the template must be in `mapping` and no other. If not, parts
-        that are missing stay as the template has them, and others are passed over.
+        that are missing stay as the template has them, and others are passed over. Names of fields
+        that earlier versions kept are passed over in either case.
 
     A state saved under a number loads under a schedule and the other way round: the step goes on.
 
@@ -131,7 +132,12 @@ def load_state_dict(
     names = {name for name, _ in named}
     wrong = []
     if strict:
-        extra = [name for name in mapping if name not in names and name not in _ABOUT]
+        retired = state_names.retired_fields(plain, unnamed=rates.is_rate)
+        extra = [
+            name
+            for name in mapping
+            if name not in names and name not in _ABOUT and not _is_within(name, retired)
+        ]
         missing = [name for name, _ in named if name not in mapping]
         wrong += [f"missing {tree.listed(missing)}"] if missing else []
         wrong += [f"not expected {tree.listed(extra)}"] if extra else []
@@ -148,6 +154,10 @@ def load_state_dict(
         raise ValueError("the state does not fit: " + "; ".join(wrong))
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     return loaded if plain is opt_state else _packed_as(opt_state, loaded)
+
+
+def _is_within(name: str, fields: Sequence[str]) -> bool:
+    return any(f"{name}/".startswith(f"{field}/") for field in fields)
 
 
 def _holds_packed(x: PyTree) -> bool:

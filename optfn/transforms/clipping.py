@@ -81,7 +81,7 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[Updates, ClipState]:
         del state, params
         updates = leafwise.merge_rows(updates)
-        factors = leafwise.per_tensor(lambda g: clip_factor(numerics.norm(g), c), updates)
+        factors = leafwise.combine(clip_factor, leafwise.norms(updates), max_norm=c)
         smallest = jnp.ones((), jnp.float32)
         for factor in factors.all():
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))

@@ -7,6 +7,7 @@ The random bits are a hash of the element's number and a seed, which costs a few
 per element and needs no state.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -52,10 +53,17 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
     Source: the mixing constants are those of Wellons' "prospector" (triple32's first two rounds).
     """
-    x = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape) * np.uint32(0x9E3779B1) + seed
+    *lead, length = shape or (1,)
+    c = 0x9E3779B1
+    # number·c + seed, from a vector for the last axis and one for the others, with which XLA on CPU
+    # vectorizes the hash. The longer one, most often, has the seed in it: in a loop over steps an
+    # array without would be kept in memory.
+    first = jax.lax.iota(jnp.uint32, math.prod(lead)) * np.uint32(length * c % 2**32)
+    last = (jax.lax.iota(jnp.uint32, length) + seed * np.uint32(pow(c, -1, 2**32))) * np.uint32(c)
+    x = first.reshape(*lead, 1) + last
     x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * np.uint32(0x735A2D97)
-    return x ^ (x >> 15)
+    return (x ^ (x >> 15)).reshape(shape)
 
 
 def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
@@ -74,6 +82,15 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
+def as_rows(x: jax.Array) -> jax.Array:
+    """Return x with one block in each row, where its size allows, else x itself.
+
+    The functions here take arrays of any shape. In this one a row has one scale, and XLA on CPU
+    computes it several times as fast.
+    """
+    return x if x.size % BLOCK else x.reshape(-1, BLOCK)
+
+
 def block_max(x: jax.Array) -> jax.Array:
     """Return the largest element of each block of x ≥ 0, shape (num_blocks,)."""
     n = num_blocks(x.size)
@@ -84,7 +101,7 @@ def block_max(x: jax.Array) -> jax.Array:
 def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the scale of each element of an array of `shape`."""
     each = jnp.broadcast_to(scale[:, None], (scale.size, BLOCK)).reshape(-1)
-    return each[: int(np.prod(shape))].reshape(shape)
+    return each[: math.prod(shape)].reshape(shape)
 
 
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:

@@ -1,5 +1,6 @@
 """FTRL-Proximal, whose recursion contains the learning rate."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,16 @@ class FtrlProximalState(NamedTuple):
 
 
 def ftrl_accumulate(
+    g: jax.Array, n: jax.Array, *, rate: Scalar, factor: Scalar
+) -> tuple[jax.Array, jax.Array]:
+    """Return (counted g, n') with n' = n + g²; where the rate is 0, n' = n."""
+    # A finite gradient with an infinite square counts as 0: σ would be infinite.
+    counted = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
+    is_zero = numerics.scalar(rate * factor, g) == 0
+    return counted, jnp.where(is_zero, n, n + jnp.square(counted))
+
+
+def ftrl_linear(
     g: jax.Array,
     n: jax.Array,
     z: jax.Array,
@@ -32,15 +43,13 @@ def ftrl_accumulate(
     factor: Scalar,
     lr_power: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, n', z') of one FTRL-Proximal step; see `ftrl_proximal`."""
+    """Return (g, n, z') with z' = z + g − σ·p; where the rate is 0, z' = z."""
     lr = numerics.scalar(rate * factor, g)
     is_zero = lr == 0
-    # A finite gradient with an infinite square counts as 0: σ would be infinite.
-    counted = jnp.where(jnp.isfinite(g) & jnp.isinf(n + jnp.square(g)), 0, g)
-    new_n = n + jnp.square(counted)
+    counted, new_n = ftrl_accumulate(g, n, rate=rate, factor=factor)
     root, new_root = numerics.power(n, -lr_power), numerics.power(new_n, -lr_power)
     sigma = (new_root - root) / jnp.where(is_zero, 1, lr)
-    return g, jnp.where(is_zero, n, new_n), jnp.where(is_zero, z, z + counted - sigma * p)
+    return g, n, jnp.where(is_zero, z, z + counted - sigma * p)
 
 
 def ftrl_minimiser(
@@ -84,9 +93,8 @@ def ftrl_proximal(
     added to l1 and l2. Where lr = 0, p, n and z do not change. A gradient whose square overflows
     counts as 0. An element whose gradient has always been 0 becomes 0.
 
-    p' depends on n' and z' alone and is computed in a second pass. z' also reads the old n, so that
-    a compiled step with donated state overwrites z in place but copies n first: 4 temporary bytes
-    per parameter.
+    z', n' and p' are computed in three passes, one after the other, since z' reads the old n and p'
+    the new n and z: a compiled step with donated state changes all three in place.
 
     Args:
       learning_rate: lr ≥ 0, as in `scale_by_learning_rate`.
@@ -121,18 +129,16 @@ def ftrl_proximal(
         rate, rate_state = rates.advance(lr, state.rate)
         updates = leafwise.densify(updates)
 
-        def accumulate(
-            n: PyTree, z: PyTree, g: Updates, p: Params, factor: Scalar, rate: Scalar
-        ) -> tuple[PyTree, PyTree]:
-            _, n, z = leafwise.apply(
-                ftrl_accumulate, g, n, z, params=p, rate=rate, factor=factor, lr_power=lr_power
-            )
-            return n, z
+        def linear(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
+            return leafwise.apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]
 
-        # The condition is always true. The loop of one iteration keeps this pass apart from the
-        # one below; XLA would otherwise compute n and z a second time for the update.
-        carry = state.accumulator, state.linear
-        n, z = when(rate_state.step > 0, accumulate, carry, updates, params, rate_factors, rate)
+        def accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
+            return leafwise.apply(ftrl_accumulate, g, n, **rates)[1], z
+
+        # The condition is always true. The loops of one iteration keep the passes apart: z' reads
+        # the old n, and is computed before n is overwritten; what follows reads the new ones.
+        fns = [partial(f, factor=rate_factors, rate=rate) for f in (linear, accumulate)]
+        n, z = when(rate_state.step > 0, fns, (state.accumulator, state.linear), updates, params)
 
         def step(
             g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar

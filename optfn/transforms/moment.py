@@ -15,13 +15,18 @@ import optax
 from optfn import checks, core, numerics
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise
-from optfn.leaves.types import OptState, Params, Updates
+from optfn.leaves.types import OptState, Params, Updates, declares
 
 
 class ScaleByMomentumState(NamedTuple):
     """State of `scale_by_momentum`: 4 bytes per parameter."""
 
     velocity: Params
+
+
+@declares(retired=("velocity",))
+class WithoutMomentumState(ScaleByMomentumState):
+    """State of `scale_by_momentum(0)`: a masked leaf."""
 
 
 def momentum_rule(
@@ -46,13 +51,18 @@ def scale_by_momentum(
       momentum: μ, in [0, 1).
       nesterov: whether to use Nesterov's momentum.
 
-    State: velocity, 4 bytes per parameter. Real and complex leaves.
+    State: velocity, 4 bytes per parameter; none for a Python or NumPy 0, with which the update is
+    the gradient. Real and complex leaves.
 
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
     MomentumOptimizer.
     """
     mu = checks.decay("momentum", momentum)
     nesterov = checks.flag("nesterov", nesterov)
+    if isinstance(mu, float) and mu == 0:
+        return core.stateless(
+            lambda updates, params: updates, WithoutMomentumState(optax.MaskedNode())
+        )
     leaf_rule = partial(momentum_rule, momentum=mu, nesterov=nesterov)
     return core.accumulating(leaf_rule, ScaleByMomentumState)
 
@@ -242,6 +252,14 @@ class ScaleByAdamState(NamedTuple):
     nu: Params
 
 
+def adam_moments(
+    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Scalar, b2: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (g, m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
+    m = numerics.moving_average(m, g, b1)
+    return g, m, numerics.moving_average(v, numerics.abs_squared(g), b2)
+
+
 def adam_rule(
     g: jax.Array,
     m: jax.Array,
@@ -253,9 +271,8 @@ def adam_rule(
     scale: Scalar,
     root: Scalar,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scale·m/(root·√v + eps), m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
-    m = numerics.moving_average(m, g, b1)
-    v = numerics.moving_average(v, numerics.abs_squared(g), b2)
+    """Return (scale·m/(root·√v + eps), m, v) with the m and v of `adam_moments`."""
+    _, m, v = adam_moments(g, m, v, b1=b1, b2=b2)
     return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
 
 

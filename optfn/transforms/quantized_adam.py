@@ -194,7 +194,9 @@ def scale_by_quantized_adam(
 
         # The condition is always true. The loop of one iteration keeps XLA from computing the new
         # moments a second time where they are read, for which it would have to keep the old ones.
-        moments = when(step > 0, advance, tuple(state[1:]), updates, step)
+        rows = state._replace(mu=_as_rows(state.mu), nu=_as_rows(state.nu))
+        moments = when(step > 0, [advance], tuple(rows[1:]), _as_rows(updates), step)
+        moments = jax.tree.map(lambda new, old: new.reshape(old.shape), moments, tuple(state[1:]))
 
         def direction(
             g: jax.Array, *moments: jax.Array, **factors: Scalar
@@ -210,6 +212,10 @@ def scale_by_quantized_adam(
         return updates, storage.state_type(step, *moments)
 
     return core.rule(init, update)
+
+
+def _as_rows(values: PyTree) -> PyTree:
+    return tree.map_arrays(codes.as_rows, values)
 
 
 def _narrow(advance: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:

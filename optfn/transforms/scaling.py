@@ -9,7 +9,7 @@ from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
-from optfn.transforms.regularization import decay_of_leaves
+from optfn.transforms.regularization import decay_of_leaves, l2_penalty
 
 
 def trust_ratio(
@@ -24,6 +24,7 @@ def trust_ratio(
 
     It is also 1 where ‖p‖² overflows: ∞/∞ would turn finite parameters into NaN.
     """
+    coeff, weight_decay, eps = (numerics.scalar(x, p_norm) for x in (coeff, weight_decay, eps))
     valid = (p_norm > 0) & (u_norm > 0) & (p_norm < jnp.inf)
     denominator = jnp.where(valid, u_norm + weight_decay * p_norm + eps, 1)
     return jnp.where(valid, coeff * p_norm / denominator, 1)
@@ -40,23 +41,19 @@ def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2 (with φ the identity).
     """
 
-    def scale(u: jax.Array, p: jax.Array) -> jax.Array:
-        return trust_ratio(numerics.norm(p), numerics.norm(u)) * u
-
-    return core.stateless(
-        lambda updates, params: leafwise.apply(
-            scale, updates, params=params, tensors=tree.layouts(updates)
+    def update(updates: Updates, params: Params) -> Updates:
+        updates = leafwise.densify(updates)
+        p_norms, u_norms = leafwise.norms(params), leafwise.norms(updates)
+        return leafwise.apply(
+            scaled, updates, factor=leafwise.combine(trust_ratio, p_norms, u_norms)
         )
-    )
+
+    return core.stateless(update)
 
 
-def lars_rule(
-    g: jax.Array, p: jax.Array, *, lars_coeff: Scalar, weight_decay: Scalar, eps: Scalar
-) -> jax.Array:
-    """Return L·(g + wd·p) with L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps), 1 where ‖p‖ or ‖g‖ is 0."""
-    coeff, wd, eps = (numerics.scalar(h, g) for h in (lars_coeff, weight_decay, eps))
-    ratio = trust_ratio(numerics.norm(p), numerics.norm(g), coeff=coeff, weight_decay=wd, eps=eps)
-    return ratio * (g + wd * p)
+def scaled(u: jax.Array, *, factor: Scalar) -> jax.Array:
+    """Return factor·u."""
+    return numerics.scalar(factor, u) * u
 
 
 @core.transform(needs_params=True)
@@ -90,14 +87,13 @@ def scale_by_lars(
     exclude = tree.check_pattern("exclude", exclude)
 
     def update(updates: Updates, params: Params) -> Updates:
-        return leafwise.apply(
-            lars_rule,
-            updates,
-            params=params,
-            tensors=tree.layouts(updates),
-            lars_coeff=coeff,
-            weight_decay=decay_of_leaves(exclude, wd, updates),
-            eps=eps,
+        updates = leafwise.densify(updates)
+        wds = decay_of_leaves(exclude, wd, updates)
+        p_norms, g_norms = leafwise.norms(params), leafwise.norms(updates)
+        factors = leafwise.combine(
+            trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
+        updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
+        return leafwise.apply(scaled, updates, factor=factors)
 
     return core.stateless(update)

@@ -19,7 +19,8 @@ from optfn.parallel.per_worker import PerWorker, has_workers_in_front, own_leave
 class AccumulateState(NamedTuple):
     """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
 
-    total: the sum of the gradients of leaves whose gradient is the same on all workers.
+    total: the sum of the gradients of leaves whose gradient is the same on all workers; at
+      micro-step 0 it is the last update, and the next gradient takes its place.
     own_total: the sum, flat, for leaves whose gradient the inner optimizer takes from each worker.
     """
 
@@ -35,8 +36,8 @@ def accumulate(
 ) -> optax.GradientTransformationExtraArgs:
     """Step once for every `every` gradients, with their mean.
 
-        total += g;  n += 1
-        if n = every:  u = tx(total/every);  total = 0;  n = 0
+        total = g if n = 0, else total + g;  n += 1
+        if n = every:  u = tx(total/every);  n = 0
         else:          u = −0.0
 
     For a loss that is a mean over examples this is the step of the full batch. `tx` runs only at
@@ -87,7 +88,8 @@ def accumulate(
             b if is_own else a for a, b, is_own in zip(shared, owned, per_worker, strict=True)
         ]
         due = state.micro_step + 1 == every
-        totals = [_added(total, g) for total, g in zip(totals, gradients, strict=True)]
+        is_first = state.micro_step == 0
+        totals = [_added(total, g, is_first) for total, g in zip(totals, gradients, strict=True)]
         arrays, others = _split_extra(extra)
 
         def step(
@@ -130,8 +132,10 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
-def _added(total: Leaf, g: Leaf) -> Leaf:
-    return total + g.astype(total.dtype).reshape(total.shape) if _is_summed(total, g) else total
+def _added(total: Leaf, g: Leaf, is_first: jax.Array) -> Leaf:
+    if not _is_summed(total, g):
+        return total
+    return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -157,44 +161,36 @@ def _step_when(
 ) -> tuple[Updates, list[Leaf], OptState]:
     """Return (updates, totals, inner_state) after `step` where `due`.
 
-    Elsewhere the updates are −0.0, and the totals and the state are those passed in. Updates of
+    Elsewhere the updates are −0.0, and the totals and the state are those passed in. The updates
+    are written over the totals: arrays of their own would be allocated at every call. Updates of
     integer leaves are zero in both cases, and stay outside the conditional.
     """
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
     leaves, structure = tree.flatten(shapes)
-    inexact = [tree.is_inexact(leaf) for leaf in leaves]
-    zeros = [
-        _negative_zeros(total, leaf)
-        for total, leaf, is_inexact in zip(totals, leaves, inexact, strict=True)
-        if is_inexact
-    ]
 
     def run(
-        zeros: list[jax.Array], totals: list[Leaf], inner_state: OptState, reads: PyTree
-    ) -> tuple[list[jax.Array], list[Leaf], OptState]:
-        del zeros
+        totals: list[Leaf], inner_state: OptState, reads: PyTree
+    ) -> tuple[list[Leaf], OptState]:
         updates, inner_state = step(totals, inner_state, reads)
-        pairs = zip(tree.flatten(updates)[0], inexact, strict=True)
-        arrays = [u for u, is_inexact in pairs if is_inexact]
-        return arrays, jax.tree.map(jnp.zeros_like, totals), inner_state
+        pairs = zip(totals, tree.flatten(updates)[0], strict=True)
+        return [_in_place_of(total, u) for total, u in pairs], inner_state
 
-    carry = (zeros, totals, inner_state)
-    arrays, totals, inner_state = when(due, run, carry, reads)
-    results = iter(arrays)
+    totals, inner_state = when(due, [run], (totals, inner_state), reads)
     updates = [
-        next(results) if is_inexact else _zero(leaf)
-        for leaf, is_inexact in zip(leaves, inexact, strict=True)
+        _update_of(due, total, leaf) if tree.is_inexact(leaf) else _zero(leaf)
+        for total, leaf in zip(totals, leaves, strict=True)
     ]
     return structure.unflatten(updates), totals, inner_state
 
 
-def _negative_zeros(total: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return −0.0 in the shape and dtype of an update.
+def _in_place_of(total: Leaf, u: Leaf) -> Leaf:
+    """Return an update in the shape and dtype of the total, whose memory it takes."""
+    return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total
 
-    It is computed from `total`, so that it has its sharding and varies over the same mesh axes.
-    """
-    zero = jnp.where(jnp.zeros_like(total, dtype=bool), total.astype(like.dtype), -0.0)
-    return zero.reshape(like.shape)
+
+def _update_of(due: jax.Array, total: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return the update that stands in the place of the total, and −0.0 where there was no step."""
+    return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
 
 
 def _zero(leaf: Leaf) -> Leaf:

@@ -1,0 +1,45 @@
+"""What the workers settle before they exchange: own gradients, finite ones, and the step."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optfn.compression.selection import pack_bits
+from optfn.leaves import tree
+from optfn.leaves.types import LeafKind, Updates
+from optfn.parallel import mesh
+from optfn.parallel.mesh import AxisName
+
+
+def check_own_gradients(name: str, updates: Updates, axis_name: AxisName) -> None:
+    """Raise unless the axes are bound and each gradient is the worker's own, as far as is known."""
+    mesh.check_axis(name, axis_name)
+    checked = set(mesh.checked_axes(axis_name))
+    for i, g in enumerate(tree.flatten(updates)[0]):
+        values = g.values if isinstance(g, LeafKind) else g
+        if tree.is_masked(g) or checked <= mesh.varying_axes(values):
+            continue
+        raise ValueError(
+            f"{name}: the gradient of {tree.paths(updates)[i]!r} is the same on all workers of "
+            f"axis {axis_name!r}: it is already summed or averaged, and there is nothing to "
+            "compress. Inside shard_map take the gradient of jax.lax.pcast(params, "
+            f'{axis_name!r}, to="varying"), or pass check_vma=False'
+        )
+
+
+def agree(updates: Updates, step: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """Return whether any worker's gradient is not finite, and the step: the same on all workers.
+
+    Under `vmap` neither of them has a batch axis, so that a branch on them stays a branch.
+    """
+    arrays = [g.values if isinstance(g, LeafKind) else g for g in tree.flatten(updates)[0]]
+    leaves = [g.reshape(-1) for g in arrays if not tree.is_masked(g)]
+    nonfinite = jnp.asarray(False)
+    if leaves:
+        # One pass over each leaf into bits, and one reduction over the bits of all leaves.
+        bits = [pack_bits(~jnp.isfinite(g)) for g in leaves]
+        nonfinite = jnp.any(jnp.concatenate(bits) > 0)
+    axes = mesh.axes(axis_name)
+    flags = jnp.stack([nonfinite.astype(jnp.int32), step])
+    nonfinite, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axes)), axes)
+    return nonfinite > 0, step

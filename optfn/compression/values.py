@@ -1,0 +1,98 @@
+"""Values in few bits: how a float32 number is encoded in a packet.
+
+A `ValueFormat` turns numbers into integers of `bits` bits and, where it has scales, one float32
+scale s per row of them. With m the number of values in a row:
+
+    float32     the bits of x
+    bfloat16    those of x rounded to 8 bits of mantissa
+    8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
+    2 bits      the nearest of ±s/3 and ±s;  s = max|x|
+    1 bit       the sign of x, + for 0, times s;  s = (∑|x|)/m
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optfn.compression.chunks import reduced_magnitudes
+from optfn.compression.packets import from_upper_half, to_upper_half
+
+# The largest integer that stands for a value, by the number of bits.
+_LARGEST = {8: 127, 4: 7}
+
+
+def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | np.float32) -> jax.Array:
+    """Return x/divisor, rounded once, for a divisor that is broadcast.
+
+    XLA would multiply by the rounded reciprocal. That the divisor stands in a choice by x, which
+    matters to NaN only, keeps it from that.
+    """
+    return x / jnp.where(jnp.isnan(x), x, divisor)
+
+
+class ValueFormat(NamedTuple):
+    """The encoding of a value in so many bits, with one scale per row or with none."""
+
+    bits: int
+    has_scale: bool
+
+    def scales(self, x: jax.Array, counts: np.ndarray) -> jax.Array:
+        """Return the scale of each row, (rows,); (0,) where there are none.
+
+        Args:
+          x: float32 (rows, length), padded with zeros.
+          counts: (rows,), the number of values of each row that are not padding.
+        """
+        if not self.has_scale:
+            return jnp.zeros(0, jnp.float32)
+        if self.bits == 1:
+            return _divided(reduced_magnitudes(jnp.add, x), counts.astype(np.float32))
+        return _divided(reduced_magnitudes(jnp.maximum, x), np.float32(_LARGEST.get(self.bits, 1)))
+
+    def encode(self, x: jax.Array, s: jax.Array) -> jax.Array:
+        """Return the codes of float32 values, uint32 of the same shape.
+
+        Args:
+          x: the values.
+          s: the scale of each value, of a shape that broadcasts to that of x; ignored without.
+        """
+        if self.bits == 32:
+            return lax.bitcast_convert_type(x, jnp.uint32)
+        if self.bits == 16:
+            return to_upper_half(x) >> np.uint32(16)
+        negative = (x < 0).astype(jnp.uint32)
+        if self.bits == 1:
+            return negative
+        if self.bits == 2:
+            # Two thirds are halfway between s/3 and s.
+            is_large = (jnp.abs(x) > s * np.float32(2 / 3)).astype(jnp.uint32)
+            return 2 * negative + is_large
+        quotient = jnp.rint(_divided(x, jnp.where(s > 0, s, 1.0)))
+        code = lax.bitcast_convert_type(quotient.astype(jnp.int32), jnp.uint32)
+        return code & np.uint32((1 << self.bits) - 1)
+
+    def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
+        """Return the float32 values that the codes stand for, with the scales of `encode`."""
+        if self.bits == 32:
+            return lax.bitcast_convert_type(codes, jnp.float32)
+        if self.bits == 16:
+            return from_upper_half(codes << np.uint32(16))
+        if self.bits == 1:
+            return jnp.where(codes == 0, s, -s)
+        if self.bits == 2:
+            size = jnp.where(codes & 1 == 1, s, _divided(s, np.float32(3)))
+            return jnp.where(codes >= 2, -size, size)
+        unused = np.uint32(32 - self.bits)
+        signed = lax.bitcast_convert_type(codes << unused, jnp.int32) >> unused.astype(np.int32)
+        return signed.astype(jnp.float32) * s
+
+
+FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
+
+
+def scaled(bits: int) -> ValueFormat:
+    """Return the format of so many bits with a scale per row; 8, 4, 2 or 1."""
+    return ValueFormat(bits, True)

@@ -1,0 +1,85 @@
+"""The compressors of `exchange` in NumPy, with a full sort, and their bytes.
+
+Each takes one leaf and returns what is sent of it, computed in the dtype of the leaf: whether a
+number is rounded up or down at a tie is decided in float32.
+"""
+
+import math
+
+import numpy as np
+
+DEPTH = {"float32": 32, "bfloat16": 16, "int8": 8, "int2": 2}
+
+
+def chunks(n, chunk):
+    """Yield the slice of each chunk."""
+    length = n if chunk is None else min(chunk, n)
+    for start in range(0, n, length):
+        yield slice(start, min(start + length, n))
+
+
+def rounded(x, kind):
+    """Return values as they come out of a packet; those of one chunk."""
+    number = x.dtype.type
+    if kind == "float32":
+        return x
+    if kind == "bfloat16":
+        mantissa, exponent = np.frexp(x)
+        return np.ldexp(np.rint(mantissa * 256) / 256, exponent).astype(x.dtype)
+    if kind in ("int8", 8, 4):
+        s = np.abs(x).max() / number(7 if kind == 4 else 127)
+        return s * np.rint(x / s) if s else 0 * x
+    if kind in ("int2", 2):
+        s = np.abs(x).max()
+        is_large = np.abs(np.abs(x) - s) < np.abs(np.abs(x) - s / number(3))
+        return np.where(x < 0, -1, 1).astype(x.dtype) * np.where(is_large, s, s / number(3))
+    s = number(np.abs(x).mean(dtype=np.float64))
+    return np.where(x < 0, -s, s)
+
+
+def top_k(x, density, chunk=4096, values="float32"):
+    sent = np.zeros(x.size, x.dtype)
+    flat = x.reshape(-1)
+    for part in chunks(x.size, chunk):
+        k = max(1, round(density * (part.stop - part.start)))
+        chosen = part.start + np.sort(np.argsort(-np.abs(flat[part]), kind="stable")[:k])
+        sent[chosen] = rounded(flat[chosen], values)
+    return sent.reshape(x.shape)
+
+
+def quantize(x, bits, chunk=4096):
+    flat = x.reshape(-1)
+    return np.concatenate([rounded(flat[part], bits) for part in chunks(x.size, chunk)]).reshape(
+        x.shape
+    )
+
+
+def top_k_bytes(shape, density, chunk=4096, values="float32"):
+    n = math.prod(shape)
+    parts = [part.stop - part.start for part in chunks(n, chunk)]
+    index = math.ceil(math.log2(max(parts)))
+    bits = sum(max(1, round(density * m)) for m in parts) * (index + DEPTH[values])
+    return 4 * math.ceil(bits / 32) + (4 * len(parts) if DEPTH[values] < 16 else 0)
+
+
+def quantize_bytes(shape, bits, chunk=4096):
+    n = math.prod(shape)
+    return 4 * math.ceil(n * bits / 32) + 4 * len(list(chunks(n, chunk)))
+
+
+def power_sgd(xs, q):
+    """Return what each worker sends of its matrix, the next Q̄, and the mean of what is sent.
+
+    xs: (workers, m, n); q: (n, r).
+    """
+    p, _ = np.linalg.qr(np.mean([x @ q for x in xs], axis=0))
+    own = [x.T @ p for x in xs]
+    q = np.mean(own, axis=0)
+    return np.stack([p @ o.T for o in own]), q, p @ q.T
+
+
+def clipped(sent):
+    """Return what each worker sent, (workers, …), scaled to the median norm where it is longer."""
+    norms = np.sqrt(np.sum(sent.reshape(len(sent), -1) ** 2, axis=1))
+    factors = np.minimum(1, np.median(norms) / np.maximum(norms, 1e-300))
+    return sent * factors.reshape(-1, *[1] * (sent.ndim - 1))
