@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import registry
 from test_wire import collectives
 
 import optfn
@@ -32,7 +33,16 @@ def num_bytes(tree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("row", table("An optimizer"), ids=lambda row: row[0])
+OPTIMIZERS, WRAPPERS = table("An optimizer"), table("An optimizer", 1)
+
+
+def test_every_optimizer_has_a_row():
+    calls = [code(row[0])[0] for row in OPTIMIZERS]
+    names = {entry.name for entry in registry.OPTIMIZERS.values()}
+    assert {re.match(r"optfn\.(\w+)", call).group(1) for call in calls} == names
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS + WRAPPERS, ids=lambda row: row[0])
 def test_bytes_of_state(row):
     tx = eval(code(row[0])[0])
     state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((SIZE,), "float32")})
@@ -58,6 +68,11 @@ def compiled(tx, params, **options):
     return step, state, step.compiled.lower(state, x).compile()
 
 
+def held(tree) -> int:
+    """Return the bytes on one device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
 def sent(program) -> float:
     """Return the bytes that each worker sends, in a ring."""
     factor = {
@@ -74,12 +89,13 @@ def test_bytes_on_the_link(row):
     options = eval(f"dict({', '.join(options)})")
     params = {"w": np.zeros((256, 256), np.float32)}
     tx = eval(call, vars(optfn) | vars(optfn.distributed))
-    _, _, program = compiled(tx, params, **options)
+    _, state, program = compiled(tx, params, **options)
+    assert held(state.opt_state) / params["w"].size == close(float(row[1]), rel=0.02)
     found = sent(program) / params["w"].size / options.get("local_steps", 1)
-    assert found == close(float(row[1]), rel=0.2)
+    assert found == close(float(row[2]), rel=0.2)
     terms = {"N": N, "H": options.get("local_steps", 1), "d": 256}
-    formula = row[2].replace("−", "-").replace("·", "*").replace("2(", "2*(")
-    assert eval(formula, terms) == close(float(row[1]), rel=0.01)
+    formula = row[3].replace("−", "-").replace("·", "*").replace("2(", "2*(")
+    assert eval(formula, terms) == close(float(row[2]), rel=0.01)
 
 
 @pytest.mark.optimized
@@ -94,8 +110,7 @@ def test_bytes_of_a_way_of_splitting(row):
     assert found == close([float(x) for x in row[1:4]], rel=0.02)
     if not scanned:  # tests/test_sharded_step.py has the compiled loop over layers
         _, state, program = compiled(tx, params, shard=shard)
-        held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
-        assert sum(held) / w.size == close(found[0] + found[1], rel=0.2)
+        assert held(state) / w.size == close(found[0] + found[1], rel=0.2)
         assert sent(program) / w.size == close(found[2], rel=0.2)
 
 
