@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression test lint bench bench-check clean
+.PHONY: demo demo-compression test lint bench bench-check docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -26,6 +26,13 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
+# Strict: a warning, a link to nowhere or a page outside the navigation ends it.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "optfn needs Python 3.11 or newer; PYTHON=$(PYTHON) is $$($(PYTHON) --version)"; exit 1; }
@@ -40,4 +47,4 @@ bench-check: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.check
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache demo-out bench-out
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache demo-out bench-out dist site

@@ -1,0 +1,35 @@
+"""How docstrings become Markdown: doctests in fences, lists as lists, `> 0` is no quotation."""
+
+import re
+
+import griffe
+
+DOCTEST = re.compile(r"^>>> (?:.+\n?)+", re.MULTILINE)
+QUOTATION = re.compile(r"^( *\w+: )>", re.MULTILINE)
+# A paragraph of "name: what it is", perhaps below a line such as "The arguments of f:".
+FIELDS = re.compile(
+    r"(?:(?<=\n\n)|\A)((?:[A-Z].*:\n)?)((?:( {0,2})[a-z]\w*: .+\n(?:\3 +.+\n)*){2,})(?=\n)"
+)
+SECTIONS = ("Args:\n", "Returns:\n", "Raises:\n")  # mkdocstrings makes tables of these
+NUMBERS = re.compile(r"^(?! *\d\. )(.+\n)(?= *1\. )", re.MULTILINE)
+
+
+def listed(fields: re.Match[str]) -> str:
+    """Return a list in Markdown of lines "name: what it is"."""
+    head, lines, indent = fields.groups()
+    if head in SECTIONS:
+        return fields.group()
+    items = re.sub(rf"^{indent}([a-z]\w*): ", r"* `\1`: ", lines, flags=re.MULTILINE)
+    return f"{head}\n{items}"
+
+
+class Readable(griffe.Extension):
+    """Rewrite each docstring before mkdocstrings parses it."""
+
+    def on_object(self, *, obj, **kwargs):
+        """Rewrite the docstring of one object."""
+        if obj.docstring:
+            text = FIELDS.sub(listed, f"{obj.docstring.value}\n\n")
+            text = DOCTEST.sub(lambda m: f"```pycon\n{m.group().rstrip()}\n```\n", text)
+            text = NUMBERS.sub(r"\1\n", text)
+            obj.docstring.value = QUOTATION.sub(r"\1\\>", text).rstrip()

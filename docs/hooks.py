@@ -1,0 +1,37 @@
+"""What MkDocs does not do by itself: pages from outside docs/, and links between all of them."""
+
+import posixpath
+import re
+
+from mkdocs.structure.files import File
+
+# Where pages outside docs/ stand on the site.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+SOURCES = {place: source for source, place in PAGES.items()}
+LINK = re.compile(r"\]\(([\w./-]+\.md)(?=[#)])")
+
+
+def on_files(files, config):
+    """Add the pages from outside docs/."""
+    for source, place in PAGES.items():
+        with open(source, encoding="utf-8") as file:
+            files.append(File.generated(config, place, content=file.read()))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Turn links that hold in the repository into links that hold on the site."""
+    place = page.file.src_uri
+    folder = posixpath.dirname(SOURCES.get(place, f"docs/{place}"))
+
+    def moved(link):
+        target = posixpath.normpath(posixpath.join(folder, link.group(1)))
+        target = PAGES.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}"
+
+    return LINK.sub(moved, markdown)

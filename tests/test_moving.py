@@ -1,0 +1,76 @@
+"""The rows of docs/moving/torch.md that say "the same", where torch is installed."""
+
+import jax
+import numpy as np
+import pytest
+
+import optfn
+from optfn import schedules
+
+torch = pytest.importorskip("torch")
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(5, 4)).astype(np.float32), "b": np.ones(4, np.float32)}
+GRADS = [
+    jax.tree.map(lambda x: RNG.normal(size=x.shape).astype(np.float32), PARAMS) for _ in range(9)
+]
+EPS = 1e-2  # large, so that its place shows
+RMSPROP = optfn.chain(
+    optfn.scale_by_decayed_adagrad(decay=0.99, eps=EPS),
+    optfn.scale_by_momentum(0.9),
+    optfn.scale_by_learning_rate(0.1),
+)
+CASES = {
+    "SGD": (
+        optfn.momentum(0.1, 0.9, nesterov=True, regularization=optfn.l2_decay(0.1)),
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "Adam": (
+        optfn.adam(0.1, eps=EPS, eps_hat=False, regularization=optfn.l2_decay(0.1)),
+        {"eps": EPS, "weight_decay": 0.1},
+    ),
+    "AdamW": (optfn.adamw(0.1, eps=EPS, weight_decay=0.1), {"eps": EPS, "weight_decay": 0.1}),
+    "Adagrad": (optfn.adagrad(0.1, eps=EPS), {"eps": EPS}),
+    "Adadelta": (optfn.adadelta(0.1, rho=0.9, eps=EPS), {"rho": 0.9, "eps": EPS}),
+    "RMSprop": (RMSPROP, {"alpha": 0.99, "eps": EPS, "momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_optimizers_make_the_steps_of_torch(name):
+    tx, options = CASES[name]
+    ours, state = PARAMS, tx.init(PARAMS)
+    theirs = {k: torch.nn.Parameter(torch.tensor(x)) for k, x in PARAMS.items()}
+    optimizer = getattr(torch.optim, name)(theirs.values(), lr=0.1, **options)
+    for grads in GRADS:
+        updates, state = tx.update(grads, state, ours)
+        ours = optfn.apply_updates(ours, updates)
+        for k, g in grads.items():
+            theirs[k].grad = torch.tensor(g)
+        optimizer.step()
+    for k in PARAMS:
+        np.testing.assert_allclose(ours[k], theirs[k].detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "name", "options"),
+    [
+        (schedules.step_decay(0.1, 10, 0.5), "StepLR", {"step_size": 10, "gamma": 0.5}),
+        (schedules.multi_step(0.1, [5, 20]), "MultiStepLR", {"milestones": [5, 20]}),
+        (schedules.exponential(0.1, 1, 0.9), "ExponentialLR", {"gamma": 0.9}),
+        (schedules.cosine(0.1, 1, 40), "CosineAnnealingLR", {"T_max": 40}),
+        (schedules.polynomial(0.1, 20, 0.0, 2.0), "PolynomialLR", {"total_iters": 20, "power": 2}),
+        (
+            schedules.linear_warmup(0.1, 10, 0.05, 0.1),
+            "LinearLR",
+            {"start_factor": 0.5, "total_iters": 10},
+        ),
+    ],
+)
+def test_schedules_are_those_of_torch(ours, name, options):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **options)
+    for i in range(30):
+        assert float(ours(i)) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-4)
+        optimizer.step()
+        scheduler.step()
