@@ -16,6 +16,7 @@ import optfn
 from benchmarks import __main__ as suite
 from benchmarks import (
     check,
+    exchange,
     first_call,
     fused_adam,
     measure,
@@ -231,6 +232,34 @@ def test_published_ratios_are_of_scripts_of_the_suite():
         assert entry["about"].keys() == ABOUT
         assert all(x > 0 for row in entry["rows"].values() for x in row.values())
     assert {"adam", "lamb", "ftrl"} <= published["update"]["rows"].keys()
+
+
+def test_exchange(monkeypatch, tmp_path, capsys):
+    """Rows of the schemes, with bytes of the formulas; a picture."""
+    file, picture = tmp_path / "rows.json", tmp_path / "front.png"
+    words = ["exchange", "--toy", "--json", str(file), "--picture", str(picture)]
+    monkeypatch.setattr(sys, "argv", words)
+    exchange.main()
+    dense, signs = json.loads(file.read_text())["rows"]
+    assert dense["bytes"] == pytest.approx(6.0)  # 2·3/4·4
+    assert 3 / 8 < signs["bytes"] < 1.5  # a bit for each of most parameters, from three others
+    assert dense["percent"] == [0.0] and len(signs["curves"][0]) == 8
+    assert picture.stat().st_size > 10_000
+    assert len(capsys.readouterr().out.splitlines()) >= 6
+
+
+def test_bytes_of_the_schemes():
+    """Of a leaf of 2²⁰ parameters on four workers, by hand."""
+    params = {"w": np.zeros((1024, 1024), np.float32)}
+    want = {
+        "adamw, quantize(1)": 3 * (1 / 8 + 4 / 4096),
+        "momentum, top_k(0.05)": 3 * 205 / 4096 * (4 + 12 / 8),
+        "lamb, H=20": 6 / 20,
+        "DGC masked, 1%": 3 * 8 * 0.01,
+        "adamw, power_sgd(4)": 1.5 * 4 * 4 * 2048 / 2**20,
+    }
+    for name, sent in want.items():
+        assert exchange.ROWS[name].bytes_sent(params) == pytest.approx(sent, rel=1e-3)
 
 
 def test_trees_are_the_models():

@@ -103,10 +103,13 @@ def test_a_round_is_the_references(outer, expected):
     assert step.compiled._cache_size() == 1
 
 
-@pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
-def test_one_worker_alone_makes_ordinary_steps(entry):
+@pytest.mark.parametrize(
+    "name",
+    ["lars", "asgd_batches", "rmsprop_centered", "adamw_int8", "adam_clip_l2", "ftrl", "lamb"],
+)
+def test_one_worker_alone_makes_ordinary_steps(name):
     mesh = data_mesh(1)
-    tx = entry.make()
+    tx = registry.OPTIMIZERS[name].make()
     ordinary = optfn.make_train_step(loss_fn, tx, mesh=mesh)
     state = ordinary.init(PARAMS)
     for x in X[:2]:

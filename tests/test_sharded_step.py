@@ -79,9 +79,9 @@ ALL = {name: entry.make for name, entry in registry.OPTIMIZERS.items()} | WRAPPE
 
 
 # Of the optimizers, which differ in nothing that the layout could touch, a few with each layout.
-FEW = ("lars", "adamw_int8", "ftrl", "adamw_lazy_exact")
+FEW = ("lars", "adamw_int8", "ftrl", "averages", "accumulate", "attributes", "optax.adafactor")
 CASES = [(name, "state") for name in ALL]
-CASES += [(name, shard) for name in (*FEW, *WRAPPED) for shard in ("params", "specs")]
+CASES += [(name, shard) for name in FEW for shard in ("params", "specs")]
 
 
 @functools.cache
@@ -306,14 +306,13 @@ def test_model_state_keys_aux_and_what_optax_asks_for():
 
     options = {"model_state": True, "has_aux": True, "rng": 3, "mesh": data_mesh(N)}
     runs = []
-    for shard in (None, "state", "params"):
+    for shard in (None, "params"):
         step = optfn.make_train_step(loss, optax.lbfgs(), shard=shard, **options)
         state = step.init(PARAMS, jnp.zeros(()))
         for x in X:
             state, metrics = step(state, x)
         runs.append((state.model_state, metrics["loss"], metrics["aux"]["noise"]))
-    for found in runs[1:]:
-        np.testing.assert_allclose(found, runs[0], rtol=1e-3)
+    np.testing.assert_allclose(runs[1], runs[0], rtol=1e-3)
 
 
 def test_a_value_and_grad_of_ones_own_sees_whole_params():

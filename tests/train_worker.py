@@ -5,8 +5,8 @@
 It trains on a loopback mesh, one device per process, writes a checkpoint into DIRECTORY/ID every
 second step, and prints a hash of its replica of the parameters at the end. With "dies", the last
 process leaves without a word after the step 4. With "exchange" it compresses by `exchange` instead
-of Deep Gradient Compression. With "state", "params" or "tables", these are sharded, and the last
-line has the parameters themselves.
+of Deep Gradient Compression. With "sharded" it trains three times: with the state, the params and a
+table spread over the processes; the last lines have the parameters of each.
 """
 
 import hashlib
@@ -83,14 +83,14 @@ def train_sharded(kind, directory):
     for batch in batches:
         state, metrics = step(state, batch)
     mu = state.opt_state[1].mu["w"].addressable_shards[0].data.shape
-    shared = directory.parent / "shared"
+    shared = directory.parent / kind
     optfn.save_checkpoint(shared, state)
     found, _ = optfn.restore_checkpoint(
         shared, step.init({"w": np.ones((20, 30), np.float32), "b": np.ones(30, np.float32)})
     )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a.addressable_data(0), b.addressable_data(0))
-    path = optfn.save_checkpoint(directory, state, sharded=False)
+    path = optfn.save_checkpoint(directory / kind, state, sharded=False)
     with np.load(path) as file:
         params = {k: file[f"train/params/{k}"].tolist() for k in ("w", "b")}
     print(json.dumps({"loss": float(metrics["loss"]), "mu": mu, **params}), flush=True)
@@ -112,8 +112,9 @@ def main():
         f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10
     )
     directory = Path(sys.argv[5]) / str(process)
-    if sys.argv[-1] in ("state", "params", "tables"):
-        train_sharded(sys.argv[-1], directory)
+    if sys.argv[-1] == "sharded":
+        for kind in ("state", "params", "tables"):
+            train_sharded(kind, directory)
     else:
         words = {"dies": "dies" in sys.argv, "by_exchange": "exchange" in sys.argv}
         train(process, processes, steps, directory, **words)
