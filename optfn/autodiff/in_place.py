@@ -87,7 +87,8 @@ def _variant(left: jax.Array, values: PyTree) -> PyTree:
     """Return `values` behind a barrier that the counter of the loop passes too.
 
     So nothing is invariant in the loop, and XLA computes nothing before it. There is one barrier
-    for each set of mesh axes over which values vary, because all results of a barrier vary alike.
+    for each set of mesh axes over which values vary, since all results of a barrier vary over the
+    same axes.
     """
     leaves, structure = jax.tree.flatten(values)
     groups: dict[Any, list[int]] = {}

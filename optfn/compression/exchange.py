@@ -314,7 +314,7 @@ def _compress(
 ) -> _CompressedLeaves:
     """Accumulate and send; where an update is not finite, give zeros and keep the state.
 
-    All workers decide alike, so that collectives may stand in branches. Everything changes in
+    All workers decide the same, so that collectives may stand in branches. Everything changes in
     place: residuals have the size of the model.
     """
     axis_name = options.axis_name

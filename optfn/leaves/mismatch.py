@@ -130,6 +130,11 @@ def is_float0(x: Leaf) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
+def no_gradient(shape: tuple[int, ...]) -> np.ndarray:
+    """Return the gradient of integers of this shape as JAX gives it, a float0."""
+    return np.zeros(shape, jax.dtypes.float0)
+
+
 def is_known_zero(x: Leaf) -> bool:
     """Tell whether `x` is a NumPy array of integer zeros, as from `numerics.integer_zeros`."""
     return (

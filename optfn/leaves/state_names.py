@@ -1,7 +1,7 @@
 """Names for the parts of an optimizer's state, which stay the same when a chain changes."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +13,20 @@ from optfn.leaves.types import OptState, PyTree
 def is_state(x: object) -> bool:
     """Tell whether `x` is the state of a transform: a NamedTuple of a type named …State."""
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
+
+
+def with_owners(
+    parts: Iterable[tuple[str, Any]], paths: Iterable[str]
+) -> Iterator[tuple[str | None, Any]]:
+    """Yield leaves of a state with the path of the parameter that each belongs to.
+
+    That is the longest of `paths` that its name ends with; None for counters and rates. Where the
+    only parameter has no path, all arrays that are not scalars belong to it.
+    """
+    longest_first = sorted(paths, key=len, reverse=True)
+    for name, leaf in parts:
+        ends = (p for p in longest_first if name.endswith(f"/{p}") or (p == "" and leaf.shape))
+        yield next(ends, None), leaf
 
 
 def main_part(state: OptState) -> OptState:

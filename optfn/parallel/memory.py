@@ -13,7 +13,7 @@ from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree
 from optfn.parallel import sharding as shards
-from optfn.parallel.mesh import AxisName, axes
+from optfn.parallel.mesh import AxisName, axes, restricted
 from optfn.parallel.placement import num_workers, specs_of
 from optfn.parallel.sharding import Kind, Sharding, is_spec
 
@@ -79,12 +79,13 @@ def plan_memory(
     leaves = jax.tree.leaves(params)
     of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in layout[:2])
     columns = leaves, of_params, of_grads, tree.stacked_axes(params)
+    others = set(mesh.axis_names) - set(axes(data_axis))
     sent, gradients = 0.0, 0
     for p, spec, grad_spec, stacked in zip(*columns, strict=True):
         if tree.is_inexact(p):
             gathers = 2 if stacked else 1
             sent += _sent(p, spec, grad_spec, mesh, data_axis, gathers)
-            gradients += _bytes(p, _without(grad_spec, data_axis), mesh)
+            gradients += _bytes(p, restricted(grad_spec, others), mesh)
     return MemoryPlan(
         _bytes(params, layout[0], mesh), _bytes(state, layout[2], mesh), gradients, round(sent)
     )
@@ -92,12 +93,6 @@ def plan_memory(
 
 def _times(x: Leaf, workers: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((workers * x.shape[0], *x.shape[1:]), x.dtype)
-
-
-def _without(spec: P, data_axis: AxisName) -> P:
-    """Return a spec without the axes of the workers."""
-    kept = (tuple(a for a in axes(entry) if a not in axes(data_axis)) for entry in spec)
-    return P(*(entry or None for entry in kept))
 
 
 def _bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
@@ -122,10 +117,11 @@ def _sent(p: Leaf, spec: P, grad_spec: P, mesh: Mesh, data_axis: AxisName, gathe
       gathers: how often it is gathered if it is sharded.
     """
     workers = num_workers(mesh, data_axis)
-    once = (workers - 1) / workers * _bytes(p, _without(grad_spec, data_axis), mesh)
+    others = set(mesh.axis_names) - set(axes(data_axis))
+    once = (workers - 1) / workers * _bytes(p, restricted(grad_spec, others), mesh)
 
     def is_divided(spec: P) -> bool:
-        return spec != _without(spec, data_axis)
+        return any(restricted(spec, axes(data_axis)))
 
     if not is_divided(grad_spec):
         return 2 * once

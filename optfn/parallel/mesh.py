@@ -1,6 +1,6 @@
 """Mesh axes: their sizes, arrays that vary over them, means over workers, a mesh for data."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -22,6 +22,12 @@ def axes(axis_name: AxisName) -> tuple[Any, ...]:
     if axis_name is None:
         return ()
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
+    """Return the part of a PartitionSpec that speaks of these axes."""
+    kept = [tuple(a for a in axes(entry) if a in names) for entry in spec]
+    return PartitionSpec(*(entry or None for entry in kept))
 
 
 def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> AxisName:

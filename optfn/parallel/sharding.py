@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -22,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import state_names, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
-from optfn.parallel.mesh import AxisName, axes
+from optfn.parallel.mesh import AxisName, axes, restricted
 from optfn.parallel.per_worker import PerWorker, exchanges, nodes_of
+from optfn.parallel.placement import num_workers
 
 # "state", "params", or PartitionSpecs of params by patterns of paths.
 Kind: TypeAlias = str | Mapping[str, P]
@@ -83,7 +83,7 @@ class Sharding(NamedTuple):
     @property
     def workers(self) -> int:
         """The number of workers: the product of the sizes of the data axes."""
-        return int(np.prod([self.mesh.shape[a] for a in axes(self.data_axis)], dtype=np.int64))
+        return num_workers(self.mesh, self.data_axis)
 
     def of_params(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params."""
@@ -148,18 +148,17 @@ class Sharding(NamedTuple):
         leaves = tree.flatten(params)[0]
         pairs: list[tuple[Leaf, P]] = list(zip(leaves, specs, strict=True))
         by_path = dict(zip(tree.paths(params), pairs, strict=True))
-        longest_first = sorted(by_path, key=len, reverse=True)
 
-        def spec_of(name: str, x: Leaf) -> P:
-            for path in longest_first:
-                if not path or name.endswith(f"/{path}"):
-                    p, spec = by_path[path]
-                    if jnp.shape(p) == jnp.shape(x):
-                        return spec
-                    return self._divided(x) if any(map(self._has_data, spec)) else P()
-            return P()
+        def spec_of(path: str | None, x: Leaf) -> P:
+            if path is None:
+                return P()
+            p, spec = by_path[path]
+            if jnp.shape(p) == jnp.shape(x):
+                return spec
+            return self._divided(x) if any(map(self._has_data, spec)) else P()
 
-        found = [spec_of(name, x) for name, x in state_names.named_parts(state)]
+        owned = state_names.with_owners(state_names.named_parts(state), by_path)
+        found = [spec_of(path, x) for path, x in owned]
         return jax.tree.unflatten(jax.tree.structure(state), found)
 
     def place(self, specs: PyTree) -> PyTree:
@@ -171,8 +170,7 @@ class Sharding(NamedTuple):
 
     def on_workers(self, spec: P) -> P:
         """Return the part of a spec that speaks of the data axes, which `shard_map` binds."""
-        kept = [tuple(a for a in axes(entry) if a in axes(self.data_axis)) for entry in spec]
-        return P(*(entry or None for entry in kept))
+        return restricted(spec, axes(self.data_axis))
 
     def _dimension(self, spec: P) -> int | None:
         """Return the dimension along which the workers share an array; None if each has it all."""
@@ -277,7 +275,7 @@ def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
     if len(spec) > len(shape):
         raise ValueError(f"shard: {spec} has more entries than leaf {path!r} of shape {shape} axes")
     for dimension, entry in enumerate(spec):
-        count = int(np.prod([mesh.shape[axis] for axis in axes(entry)], dtype=np.int64))
+        count = num_workers(mesh, axes(entry))
         if shape[dimension] % count:
             raise ValueError(
                 f"shard: dimension {dimension} of leaf {path!r}, of shape {shape}, must be "

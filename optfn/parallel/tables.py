@@ -21,6 +21,7 @@ from optfn.leaves import rows as local_rows
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf, LeafKind
 from optfn.parallel.mesh import AxisName, axes
+from optfn.parallel.placement import num_workers
 
 
 class Owners(NamedTuple):
@@ -36,7 +37,7 @@ class Owners(NamedTuple):
     @property
     def workers(self) -> int:
         """The number of workers."""
-        return int(np.prod([self.mesh.shape[a] for a in axes(self.data_axis)], dtype=np.int64))
+        return num_workers(self.mesh, self.data_axis)
 
     def num_rows(self, part: Leaf) -> int:
         """Return the number of rows of the table of which a worker keeps `part`."""

@@ -53,9 +53,9 @@ def on_each_device(
         be that of one stage.
       mesh: as the pipeline's.
       spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
-        PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for unlike ones, which
-        lie on every device. What `PipelineParams` says is shared lies on every device in any case,
-        and so does what is kept for it.
+        PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for heterogeneous
+        ones, which lie on every device. What `PipelineParams` says is shared lies on every device
+        in any case, and so does what is kept for it.
       data_axis: the axis of the workers, `axis_name` of `tx`.
 
     State: that of `tx`. Per-worker parts are flat arrays over the data axis and those of `spec`;

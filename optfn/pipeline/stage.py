@@ -23,6 +23,7 @@ from optfn.autodiff.equations import (
     with_split_scans,
 )
 from optfn.autodiff.pullback import Key, StageFn, pullback
+from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
 
 # The inexact leaves of a gradient or a cotangent.
@@ -143,10 +144,7 @@ class _ResidualProgram:
             y, pull = pullback(fn, weights, x, key)
             self.y_structure = jax.tree.structure(y)
             leaves, self.pull_structure = jax.tree.flatten(pull)
-            self.key_impls = [
-                jax.random.key_impl(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else None
-                for a in leaves
-            ]
+            self.key_impls = [jax.random.key_impl(a) if tree.is_key(a) else None for a in leaves]
             # The stash holds numbers: a random key among the residuals is saved as its bits.
             pairs = zip(leaves, self.key_impls, strict=True)
             return y, [jax.random.key_data(a) if impl else a for a, impl in pairs]

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.autodiff.pullback import inexact_leaves
-from optfn.leaves import tree
+from optfn.leaves import mismatch, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
-from optfn.parallel.mesh import axes
+from optfn.parallel.mesh import axes, restricted
+from optfn.parallel.placement import num_workers
 from optfn.parallel.sharding import Sharding, is_spec
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
@@ -57,8 +57,7 @@ class StagePlacement:
             return arrays
 
         def reshard(spec: P, part: PyTree) -> PyTree:
-            kept = (tuple(a for a in axes(entry) if a in explicit) for entry in spec)
-            placement = NamedSharding(self.mesh, P(*(entry or None for entry in kept)))
+            placement = NamedSharding(self.mesh, restricted(spec, explicit))
             return jax.sharding.reshard(part, placement)
 
         return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
@@ -89,7 +88,7 @@ class StagePlacement:
         if len(spec) > len(shape):
             raise ValueError(f"param_specs: {spec} at {path!r} has more entries than {shape}")
         for size, entry in zip(shape, spec, strict=False):
-            devices = int(np.prod([self.mesh.shape[axis] for axis in axes(entry)]))
+            devices = num_workers(self.mesh, axes(entry))
             if size % devices:
                 raise ValueError(
                     f"param_specs: {spec} at {path!r} divides {size} of a stage's shape {shape} "
@@ -234,6 +233,6 @@ class StagePlacement:
         def gradient_of(x: Leaf) -> Leaf:
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 return next(remaining)
-            return np.zeros((*workers, *x.shape), jax.dtypes.float0)
+            return mismatch.no_gradient((*workers, *x.shape))
 
         return jax.tree.unflatten(structure, [gradient_of(x) for x in leaves])

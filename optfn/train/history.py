@@ -89,9 +89,9 @@ class Evaluator:
         return self.patience is not None and self.bad >= self.patience
 
     def has_seen(self, n: int) -> bool:
-        """Tell whether the state after step n has been evaluated, or there is nothing to do."""
-        steps = self.history.arrays().get("evaluation_step", np.zeros(0))
-        return self.function is None or bool(steps.size and steps[-1] == n)
+        """Tell whether this run has evaluated the state after step n, or there is nothing to do."""
+        found = self.history.evaluations
+        return self.function is None or bool(found and found[-1]["evaluation_step"] == n)
 
     def __call__(self, n: int, state: TrainState) -> dict[str, float]:
         """Evaluate the state after step n; return the numbers by their names in the history."""

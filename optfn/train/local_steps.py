@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
 from optfn import core, numerics
 from optfn.autodiff.dependence import depends
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, declares
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel.mesh import AxisName, axes
@@ -137,7 +136,7 @@ def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
 
 
 def _like_gradient(p: Leaf) -> Leaf:
-    return 1.0 * p if tree.is_inexact(p) else _no_gradient(p)
+    return 1.0 * p if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
 
 
 def _check_inner(
@@ -200,13 +199,9 @@ def _scan(
 def _drift(start: Leaf, end: Leaf) -> Leaf:
     """Return start − end in float32 or wider; an integer leaf has none."""
     if not tree.is_inexact(start):
-        return _no_gradient(start)
+        return mismatch.no_gradient(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
-
-
-def _no_gradient(p: Leaf) -> np.ndarray:
-    return np.zeros(p.shape, jax.dtypes.float0)
 
 
 def _all_finite(drift: Updates, axis_name: AxisName) -> jax.Array:

@@ -126,7 +126,7 @@ def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
                 f"{who}: the new model_state has {a.dtype}{list(a.shape)} at {path!r}, the old one "
-                f"{b.dtype}{list(b.shape)}; they must be alike"
+                f"{b.dtype}{list(b.shape)}; they must agree"
             )
 
 
@@ -274,7 +274,11 @@ def of_workers(make: Callable[[Whole], Objective], sharding: Sharding, params: P
             grad_specs,
         )
         values, grads = run(value_and_grad, (P(), out_specs), params, *arguments)
-        return values, jax.tree.map(lambda p, g: _no_gradient(p) if g is None else g, params, grads)
+
+        def filled(p: Leaf, g: Leaf) -> Leaf:
+            return mismatch.no_gradient(jnp.shape(p)) if g is None else g
+
+        return values, jax.tree.map(filled, params, grads)
 
     return Objective(functools.partial(run, value, P()), whole_value_and_grad)
 
@@ -282,10 +286,6 @@ def of_workers(make: Callable[[Whole], Objective], sharding: Sharding, params: P
 def _own_keys(keys: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """Return keys that are different on each worker."""
     return [jax.random.fold_in(key, lax.axis_index(axis_name)) for key in keys]
-
-
-def _no_gradient(p: Leaf) -> np.ndarray:
-    return np.zeros(jnp.shape(p), jax.dtypes.float0)
 
 
 def value_fn(
@@ -310,7 +310,7 @@ def value_fn(
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
         def scaled(g: Leaf) -> Leaf:
             if not tree.is_inexact(g):
-                return _no_gradient(g)
+                return mismatch.no_gradient(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
         return (tree.map_arrays(scaled, leafwise.densify(grads)),)

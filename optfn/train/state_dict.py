@@ -325,12 +325,9 @@ def _bytes(leaf: Leaf) -> int:
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     """Return the bytes of state that belong to the parameter of each path."""
     kept = dict.fromkeys(names, 0)
-    longest_first = sorted(kept, key=len, reverse=True)
-    for part, leaf in named_leaves(state):
-        for name in longest_first:
-            if part.endswith(f"/{name}") or (name == "" and leaf.shape):
-                kept[name] += _bytes(leaf)
-                break
+    for name, leaf in state_names.with_owners(named_leaves(state), names):
+        if name is not None:
+            kept[name] += _bytes(leaf)
     return kept
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
-from optfn.leaves import mismatch
+from optfn.leaves import mismatch, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
@@ -495,7 +495,7 @@ def _comparing(step: StepFn, every: int, sharding: Sharding) -> StepFn:
             lambda params: jnp.asarray(False),
             new.params,
         )
-        # With the step before and after, since nobody else remembers when they agreed.
+        # With the step, which the error names.
         return new, metrics | {"replicas_differ": differ, "step": new.step}
 
     return compared
@@ -566,7 +566,7 @@ def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Arr
         return None
     if rng is True or checks.is_host_number(rng):
         rng = jax.random.key(0 if rng is True else checks.count("rng", rng, low=0))
-    if not isinstance(rng, jax.Array) or not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    if not isinstance(rng, jax.Array) or not tree.is_key(rng):
         raise TypeError(
             "rng must be True, a seed or a key from jax.random.key; "
             f"got {rng!r} of type {type(rng).__name__}"
@@ -579,15 +579,14 @@ def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Arr
     return key_of
 
 
-def _barrier(tree: PyTree) -> PyTree:
+def _barrier(values: PyTree) -> PyTree:
     """Keep XLA from mixing the update with the loss that reads the same parameters.
 
     Where it does, it keeps a copy of the parameters.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [x for x in leaves if x.dtype != jax.dtypes.float0]
-    kept = iter(jax.lax.optimization_barrier(arrays))
-    whole = [x if x.dtype == jax.dtypes.float0 else next(kept) for x in leaves]
+    leaves, structure = jax.tree.flatten(values)
+    kept = iter(lax.optimization_barrier([x for x in leaves if not mismatch.is_float0(x)]))
+    whole = [x if mismatch.is_float0(x) else next(kept) for x in leaves]
     return jax.tree.unflatten(structure, whole)
 
 
