@@ -45,7 +45,8 @@ def on_one_worker(tx: Any) -> Any:
             found.append(jax.tree.flatten(tx.update(updates, state, params, **extra)))
             return [x for x in found[0][0] if not isinstance(x, np.ndarray)]
 
-        arrays = iter(jax.vmap(of_worker, axis_name="data")(jnp.zeros(1)))
+        mapped = jax.vmap(of_worker, axis_name="data")
+        arrays = iter(jax.jit(mapped)(jnp.zeros(1)))  # as in the step of a mesh
         leaves, structure = found[0]
         # The zero of an integer leaf is a NumPy array, by which it is known.
         leaves = [x if isinstance(x, np.ndarray) else next(arrays)[0] for x in leaves]

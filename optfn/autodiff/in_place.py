@@ -33,12 +33,23 @@ def when(
       *reads: trees of arrays that the functions read, all integers among them. They may close over
         others, such as a hyper-parameter that is differentiated.
     """
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((due, carry, reads))):
+        return _run(fns, carry, reads) if due else carry  # eager: there is no loop to compile
     converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
     closed = tuple(fn for fn, _ in converted)
     return _when(closed, due, carry, reads, [constants for _, constants in converted])
 
 
 Fns: TypeAlias = tuple[Callable[..., Any], ...]
+
+
+def _run(
+    fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree, owns: PyTree = None
+) -> PyTree:
+    """Return the carry after each of `fns`; `owns` are what each has of constants."""
+    for fn, own in zip(fns, owns or [()] * len(fns), strict=True):
+        carry = tuple(fn(*carry, *reads, *own))
+    return carry
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -65,16 +76,11 @@ def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
     directions = jax.tree.leaves(tangents[1:], is_leaf=_is_zero)
     varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
 
-    def run(carry: PyTree, reads: PyTree, constants: PyTree) -> PyTree:
-        for fn, own in zip(fns, constants, strict=True):
-            carry = tuple(fn(*carry, *reads, *own))
-        return carry
-
     def plain(*values: jax.Array) -> PyTree:
         # What does not vary is a constant: the root of an accumulator that is 0 has no derivative.
         given = dict(zip(varied, values, strict=True))
         rest = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
-        return jax.lax.cond(due, lambda: run(*rest), lambda: rest[0])
+        return jax.lax.cond(due, lambda: _run(fns, *rest), lambda: rest[0])
 
     return jax.jvp(plain, [leaves[i] for i in varied], [directions[i] for i in varied])
 
