@@ -255,6 +255,13 @@ EXCHANGES: dict[str, Entry] = {
 }
 ALL = EVERYTHING | EXCHANGES
 
+# What differs as a program, without the transforms that are a link of one of these optimizers.
+_ALONE = (
+    "clip_by_value", "clip_by_norm", "scale_by_learning_rate_schedule", "scale_by_trust_ratio",
+    "reduce_on_plateau",
+)  # fmt: skip
+PROGRAMS = OPTIMIZERS | {name: TRANSFORMS[name] for name in _ALONE} | WRAPPERS | EXCHANGES
+
 
 def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
     """Return pytest parameters (entry, kind): each entry with the next kind, to go round once."""

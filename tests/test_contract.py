@@ -15,6 +15,7 @@ import registry
 import optfn
 
 EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
+PROGRAMS = pytest.mark.parametrize("entry", registry.PROGRAMS.values(), ids=registry.PROGRAMS)
 OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
 COMPLEX = [k for k, e in registry.ALL.items() if e.complex_leaves]
 NOT_COMPLEX = [k for k in registry.ALL if k not in COMPLEX]
@@ -66,7 +67,7 @@ def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
 
 
 @pytest.mark.optimized
-@EVERYTHING
+@PROGRAMS
 def test_jit_equals_eager_and_scan(entry):
     """Three steps: eager, and jitted inside one lax.scan."""
 
@@ -91,7 +92,7 @@ def test_jit_equals_eager_and_scan(entry):
         close(jax.tree.map(lambda x, k=k: x[k], scanned_updates), all_updates[k])
 
 
-@EVERYTHING
+@PROGRAMS
 def test_vmap_equals_one_by_one(entry):
     """init and update map over a leading axis."""
     tx = entry.make()
@@ -102,9 +103,8 @@ def test_vmap_equals_one_by_one(entry):
         return updated(entry, tx, g, tx.init(p), p)[0]
 
     updates = jax.jit(jax.vmap(first))(stack(*grads), stack(*params))
-    one_by_one = jax.jit(first)
     for k in range(2):
-        alone = one_by_one(grads[k], params[k])
+        alone = first(grads[k], params[k])  # its operations are compiled already
         one = jax.tree.map(lambda x, k=k: x[k], updates)
         chex.assert_trees_all_close(one, alone, rtol=2e-6, atol=1e-6)
 

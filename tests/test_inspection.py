@@ -65,7 +65,7 @@ def test_another_order_of_donated_arguments_is_found():
         optfn.assert_in_place(step, *args)
 
 
-@pytest.mark.parametrize("name", registry.ALL)
+@pytest.mark.parametrize("name", registry.PROGRAMS)
 def test_equal_leaves_are_treated_as_any(name):
     """Under jit they share one traced rule; the results are those of unlike leaves, one by one."""
     entry = registry.ALL[name]
@@ -78,14 +78,17 @@ def test_equal_leaves_are_treated_as_any(name):
     params, grads = random(), [random(0.1 * (k + 1)) for k in range(2)]
     tx = entry.make()
 
-    def steps(params, grads):
-        state = tx.init(params)
-        for g in grads:
-            updates, state = tx.update(g, state, params, **dict(entry.extra))
-            params = optax.apply_updates(params, updates)
-        return params, state
+    def one(params, state, g):
+        updates, state = tx.update(g, state, params, **dict(entry.extra))
+        return optax.apply_updates(params, updates), state
 
-    found, want = jax.jit(steps)(params, grads), steps(params, grads)
+    def after(step):
+        new, state = params, tx.init(params)
+        for g in grads:
+            new, state = step(new, state, g)
+        return new, state
+
+    found, want = after(jax.jit(one)), after(one)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         tolerance = {"rtol": 0.1, "atol": 0.05} if entry.quantized else {"rtol": 2e-5, "atol": 1e-6}
         np.testing.assert_allclose(

@@ -95,8 +95,7 @@ def assert_close(got, want):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(("explicit", "nesterov"), [(False, True), (True, False)])
 def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
     """Losses, params and the residuals of each worker's stages, through the full ramp."""
     tx, mesh = compressing(nesterov), mesh_of(explicit)

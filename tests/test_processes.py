@@ -57,7 +57,7 @@ def replicas(results):
     return [re.search(r"replica (\w+) workers (\d+)", out).groups() for _, out, _ in results]
 
 
-@pytest.mark.parametrize(("processes", "words"), [(2, ()), (4, ()), (3, ("exchange",))])
+@pytest.mark.parametrize(("processes", "words"), [(4, ()), (3, ("exchange",))])
 def test_replicas_are_the_same_bits(tmp_path, processes, words):
     """Through gloo: after dense phase and ramp, and with compressors of both kinds."""
     found = replicas(launch(tmp_path, processes, 8, *words))

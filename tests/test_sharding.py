@@ -33,13 +33,18 @@ def steps(entry, tx, params, state, gradients):
     return params, state
 
 
+@functools.cache
 def expected(entry):
     tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))
     gradients = [jax.tree.map(jnp.asarray, arrays(k)) for k in (1, 2)]
     return steps(entry, tx, params, tx.init(params), gradients)
 
 
-@pytest.mark.parametrize(("entry", "kind"), registry.in_turn("auto", "explicit"))
+# Exchanges have axes and states of their own, which tests/test_exchange.py is about.
+PROGRAMS = {k: v for k, v in registry.PROGRAMS.items() if k in registry.EVERYTHING}
+
+
+@pytest.mark.parametrize(("entry", "kind"), registry.in_turn("auto", "explicit", entries=PROGRAMS))
 def test_sharded_parameters(entry, kind):
     """jit over sharded arrays: state is sharded as its parameters, results as on one device."""
     on = mesh(kind)
@@ -59,7 +64,7 @@ def test_sharded_parameters(entry, kind):
     chex.assert_trees_all_close(jax.device_get(new), expected(entry)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("entry", "check_vma"), registry.in_turn(True, False))
+@pytest.mark.parametrize(("entry", "check_vma"), registry.in_turn(True, False, entries=PROGRAMS))
 def test_replicated_in_shard_map(entry, check_vma):
     """Parameters, state and (averaged) gradients are replicated; so is what comes out."""
     tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))
