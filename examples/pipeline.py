@@ -16,8 +16,6 @@ several processes of this host share the mesh, as those of several hosts would.
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/pipeline.py
 
 import optfn
-from examples import text, transformer
+from examples import processes, text, transformer
 from optfn.distributed import on_each_device, pipeline_value_and_grad, plan
 
 STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 48
@@ -197,39 +195,16 @@ def compare(schedule: str, steps: int, dgc: bool, quiet: bool) -> None:
         )
 
 
-def start_processes(count: int) -> int:
-    """Run this program as several processes that share the mesh; return the worst exit status."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    flags = f"--xla_force_host_platform_device_count={STAGES * WORKERS // count}"
-    command = [sys.executable, *sys.orig_argv[1:], "--address", address, "--process"]
-    started = [
-        subprocess.Popen([*command, str(i)], env=os.environ | {"XLA_FLAGS": flags})
-        for i in range(count)
-    ]
-    try:
-        return max(abs(p.wait()) for p in started)
-    finally:
-        for p in started:
-            p.kill()
-
-
 def main() -> None:
     """Print the schedule and the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--schedule", choices=("1f1b", "gpipe", "zb"), default="1f1b")
     parser.add_argument("--dgc", action="store_true")
-    parser.add_argument("--processes", type=int, choices=(1, 2, 4, 8), default=1)
+    processes.add_argument(parser, 1, 2, 4, 8)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
-    parser.add_argument("--address", help=argparse.SUPPRESS)  # of one of several processes
-    parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.processes > 1 and options.address is None:
-        sys.exit(start_processes(options.processes))
-    if options.address is not None:
-        jax.distributed.initialize(options.address, options.processes, options.process)
+    processes.join(options, STAGES * WORKERS)
     if options.process == 0:
         schedule = plan(STAGES, MICROBATCHES, schedule=options.schedule)
         print(schedule)

@@ -3,18 +3,20 @@
 And the extra arguments of the update that transforms of optax ask for.
 """
 
+import sys
+from pathlib import Path
+
 import chex
-import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
-from sklearn.datasets import load_digits
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
+from examples.digits import __main__ as digits
 from optfn.distributed import data_mesh, on_each_device, pipeline_value_and_grad
 
 RNG = np.random.default_rng(0)
@@ -161,125 +163,13 @@ def test_a_model_state_that_the_step_does_not_expect():
         optfn.make_train_step(loss_fn, optfn.sgd(1.0), model_state=True).init(jnp.zeros(3))
 
 
-# A ResNet of one block on 8 × 8 digits, in four libraries: params, model state, forward pass.
-
-
-class LinenNet(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        def norm(y):
-            return linen.BatchNorm(use_running_average=False, momentum=0.9)(y)
-
-        x = linen.relu(norm(linen.Conv(8, (3, 3), strides=2)(x)))
-        y = norm(linen.Conv(8, (3, 3))(linen.relu(norm(linen.Conv(8, (3, 3))(x)))))
-        return linen.Dense(10)(linen.relu(x + y).mean((1, 2)))
-
-
-def linen_net(x):
-    net = LinenNet()
-    variables = net.init(jax.random.key(0), x)
-
-    def forward(params, stats, x):
-        logits, new = net.apply(
-            {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"]
-        )
-        return logits, new["batch_stats"]
-
-    return variables["params"], variables["batch_stats"], forward
-
-
-class NnxNet(nnx.Module):
-    def __init__(self, rngs):
-        def conv(inputs, strides=1):
-            return nnx.Conv(inputs, 8, (3, 3), strides=strides, rngs=rngs)
-
-        self.convs = nnx.List([conv(1, 2), conv(8), conv(8)])
-        self.norms = nnx.List([nnx.BatchNorm(8, momentum=0.9, rngs=rngs) for _ in range(3)])
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.head = nnx.Linear(8, 10, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.norms[0](self.convs[0](x)))
-        y = nnx.relu(self.norms[1](self.convs[1](x)))
-        y = self.norms[2](self.convs[2](y))
-        return self.head(self.dropout(nnx.relu(x + y).mean((1, 2))))
-
-
-def nnx_net(x):
-    graph, params, rest = nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)
-
-    def forward(params, rest, x):
-        net = nnx.merge(graph, params, rest)
-        logits = net(x)
-        return logits, nnx.split(net, nnx.Param, ...)[2]
-
-    return params, rest, forward
-
-
-class EquinoxNet(eqx.Module):
-    convs: list
-    norms: list
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jax.random.split(key, 4)
-        self.convs = [
-            eqx.nn.Conv2d(1 if k == 0 else 8, 8, 3, stride=2 if k == 0 else 1, padding=1, key=key)
-            for k, key in enumerate(keys[:3])
-        ]
-        self.norms = [eqx.nn.BatchNorm(8, "batch", momentum=0.9, mode="batch") for _ in range(3)]
-        self.head = eqx.nn.Linear(8, 10, key=keys[3])
-
-    def __call__(self, x, state):
-        x, state = self.norms[0](self.convs[0](jnp.moveaxis(x, -1, 0)), state)
-        y, state = self.norms[1](self.convs[1](jax.nn.relu(x)), state)
-        y, state = self.norms[2](self.convs[2](jax.nn.relu(y)), state)
-        return self.head(jax.nn.relu(x + y).mean((1, 2))), state
-
-
-def equinox_net(x):
-    net, state = eqx.nn.make_with_state(EquinoxNet)(jax.random.key(0))
-    params, static = eqx.partition(net, eqx.is_inexact_array)
-
-    def forward(params, state, x):
-        net = eqx.combine(params, static)
-        return jax.vmap(net, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
-
-    return params, state, forward
-
-
-def haiku_net(x):
-    def net(x):
-        def conv_norm(x, stride=1):
-            x = hk.Conv2D(8, 3, stride=stride)(x)
-            return hk.BatchNorm(True, True, 0.9)(x, is_training=True)
-
-        x = jax.nn.relu(conv_norm(x, 2))
-        y = conv_norm(jax.nn.relu(conv_norm(x)))
-        return hk.Linear(10)(jax.nn.relu(x + y).mean((1, 2)))
-
-    model = hk.transform_with_state(net)
-    params, state = model.init(jax.random.key(0), x)
-    return params, state, lambda params, state, x: model.apply(params, state, None, x)
-
-
-@pytest.mark.parametrize("make", [linen_net, nnx_net, equinox_net, haiku_net])
-def test_a_resnet_with_batch_norm_learns_digits(make):
-    digits = load_digits()
-    images = (digits.images[:256, :, :, None] / 16.0).astype(np.float32)
-    params, stats, forward = make(images[:2])
-
-    def loss(params, stats, batch):
-        logits, stats = forward(params, stats, batch["image"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return losses.mean(), stats
-
-    order = np.random.default_rng(1).integers(0, 256, (40, 64))
-    batches = [{"image": images[i], "label": digits.target[i]} for i in order]
-    state, history = optfn.minimize(
-        loss, optfn.adam(0.01), params, batches, model_state=stats, progress=False
-    )
+@pytest.mark.parametrize("library", digits.LIBRARIES)
+def test_a_resnet_with_batch_norm_learns_digits(library):
+    """The net of each library in examples/digits, trained by the example."""
+    state, history = digits.train(library, 60, progress=False)
     assert history["loss"][-5:].mean() < 0.5 * history["loss"][:5].mean()
+    assert history["evaluation"][-1] > 0.55 > history["evaluation"][0]
+    _, stats, _ = digits.net(library)(np.zeros((2, 8, 8, 1), np.float32))
     moved = [
         not np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(stats), jax.tree.leaves(state.model_state), strict=True)
