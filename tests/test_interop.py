@@ -4,6 +4,7 @@ import functools
 
 import chex
 import equinox as eqx
+import grain
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -256,3 +257,23 @@ def test_attributes_on_the_trees_of_every_library():
         np.testing.assert_array_equal(by_ndim[2], -0.5)
         with pytest.raises(ValueError, match=f"'{weight}'"):
             optfn.sgd(1.0, param_attrs={"nothing": optfn.ParamAttr()}).init(params)
+
+
+def test_batches_of_a_grain_dataset():
+    """`minimize` takes a dataset of grain as it takes any iterable."""
+    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    examples = [{"x": row, "y": row.sum()} for row in x]
+    data = grain.MapDataset.source(examples).shuffle(seed=0).repeat(4).batch(16)
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+    train = functools.partial(optfn.minimize, loss_fn, optfn.sgd(0.1), jnp.zeros(3), progress=False)
+    state, history = train(data.to_iter_dataset())
+    w, losses = np.zeros(3), []
+    for k in range(16):
+        error = data[k]["x"] @ w - data[k]["y"]
+        losses.append(np.mean(error**2))
+        w = w - 0.1 * 2 / 16 * data[k]["x"].T @ error
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(state.params, w, rtol=1e-4)
