@@ -16,7 +16,7 @@ and subnormal numbers are not flushed to zero.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import jax
@@ -126,6 +126,10 @@ class PaddedRows:
         per_row = jnp.sum(per_row, axis=1, dtype=jnp.int32)
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
 
+    def num_set(self, words: jax.Array) -> jax.Array:
+        """Return the number of entries of each array that a packed mask has."""
+        return self.totals(_count(words).reshape(-1, _ROW // 32))
+
 
 def _join(arrays: Sequence[jax.Array], sizes: np.ndarray) -> jax.Array:
     """Concatenate the arrays, each padded with zeros to its size."""
@@ -166,17 +170,24 @@ def top_k_mask(m: jax.Array, kth: jax.Array, k: jax.Array, rows: PaddedRows) -> 
 
     Args:
       m: magnitudes as rows, padding −1.
-      kth: the k-th largest of each array. Where it is smaller, so that more than k entries exceed
-        it, all of these are selected.
+      kth: the k-th largest of each array.
       k: int32, one per array, ≥ 1.
       rows: the layout of the arrays.
     """
     kth = kth[rows.owner][:, None]
     above, equal = pack_bits((m > kth).reshape(-1)), pack_bits((m == kth).reshape(-1))
+    return filled_up(above, equal, k, rows)
+
+
+def filled_up(above: jax.Array, equal: jax.Array, k: jax.Array, rows: PaddedRows) -> jax.Array:
+    """Return the packed mask `above` with the first of `equal`, up to k entries of each array.
+
+    Where `above` alone has more than k, all of these are selected.
+    """
     count = _count(equal)
     ends = jnp.cumsum(count)
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[rows.starts[1:] // 32 - 1]])
-    last = before + k - rows.totals(_count(above).reshape(-1, _ROW // 32))
+    last = before + k - rows.num_set(above)
     wanted = jnp.repeat(last[rows.owner], _ROW // 32) - (ends - count)
     return above | first_bits(equal, jnp.maximum(wanted, 0))
 
@@ -242,22 +253,40 @@ def candidates(
     ]
     sampled = search.samples.magnitudes(samples)
     bounds = kth_largest(sampled, rank, search.samples)
-    bound_of = slices.split(bounds, [1] * len(arrays))
-    reached = [magnitude(x) >= bound for x, bound in zip(arrays, bound_of, strict=True)]
-    words = jnp.concatenate([pack_bits(mask, _ROW) for mask in reached])
-    count = search.rows.totals(_count(words).reshape(-1, _ROW // 32))
+    rows = search.rows
+    words = _packed_where(jnp.greater_equal, arrays, bounds)
+    count = rows.num_set(words)
+
+    def bisected(arrays: Sequence[jax.Array], words: jax.Array, above: jax.Array) -> jax.Array:
+        m = rows.magnitudes(arrays)
+        return top_k_mask(m, kth_largest(m, k, rows), k, rows)
 
     def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
-        del words
-        m, rows = search.rows.magnitudes(arrays), search.rows
-        above = rows.totals(m > bounds[rows.owner][:, None])
+        above = _packed_where(jnp.greater, arrays, bounds)
         # Where many entries equal the bound and fewer than k exceed it, it is the k-th largest.
-        known = (count >= k) & ((count <= max_candidates) | (above < k))
-        kth = lax.cond(jnp.all(known), lambda m: bounds, lambda m: kth_largest(m, k, rows), m)
-        return top_k_mask(m, kth, k, rows)
+        known = (count >= k) & ((count <= max_candidates) | (rows.num_set(above) < k))
+        return lax.cond(
+            jnp.all(known),
+            lambda arrays, words, above: filled_up(above, words & ~above, k, rows),
+            bisected,
+            arrays,
+            words,
+            above,
+        )
 
     accepted = jnp.all((count >= k) & (count <= max_candidates))
     return lax.cond(accepted, lambda arrays, words: words, exact, list(arrays), words)
+
+
+def _packed_where(
+    compare: Callable[[jax.Array, jax.Array], jax.Array],
+    arrays: Sequence[jax.Array],
+    bounds: jax.Array,
+) -> jax.Array:
+    """Return the packed mask of the magnitudes that compare so with the bound of their array."""
+    bound_of = slices.split(bounds, [1] * len(arrays))
+    masks = [compare(magnitude(x), bound) for x, bound in zip(arrays, bound_of, strict=True)]
+    return jnp.concatenate([pack_bits(mask, _ROW) for mask in masks])
 
 
 def extract(
