@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression test lint bench bench-check docs docs-serve clean
+.PHONY: demo demo-compression gallery test lint bench bench-check docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
 
 demo-compression: $(VENV)/.demo
 	$(BIN)/python -m examples.compression
+
+gallery: $(VENV)/.bench
+	$(BIN)/python -m examples.gallery
 
 # First what stands on the programs as XLA optimizes them, then the rest, which is compiled quickly.
 # As many workers as cores and memory allow: tests/conftest.py. Where TESTS has nothing of one kind,

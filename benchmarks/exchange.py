@@ -192,11 +192,8 @@ def run(options: argparse.Namespace) -> list[measure.Row]:
     return found
 
 
-def draw(path: Path, rows: list[measure.Row]) -> None:
+def panels_of(rows: list[measure.Row]) -> Any:
     """Draw the held-out loss of each row against its bytes, a panel for each optimizer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     inners = list(dict.fromkeys(row["inner"] for row in rows))
@@ -214,7 +211,15 @@ def draw(path: Path, rows: list[measure.Row]) -> None:
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("bits per byte, held out")
-    figure.savefig(path, dpi=130)
+    return figure
+
+
+def draw(path: Path, rows: list[measure.Row]) -> None:
+    """Save the picture of `panels_of`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    panels_of(rows).savefig(path, dpi=130)
 
 
 def main() -> None:

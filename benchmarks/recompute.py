@@ -163,42 +163,28 @@ def _line(row: measure.Row, none: measure.Row) -> str:
     )
 
 
+def curve(rows: list[measure.Row], model: str = "") -> Any:
+    """Draw FLOPs against memory, and return the figure.
+
+    Memory is temporaries, or residuals where the compiler undoes recomputation.
+    """
+    size = "temporaries" if is_effective() else "residuals"
+    costs = {row["recomputed"]: (row[size], row["flops"]) for row in rows}
+    budgets = [costs.pop(name) for name in list(costs) if name.startswith("budget")]
+    ax = optfn.plot.recompute(costs, budgets)
+    ax.set(
+        title="Gradient with recomputation" + (f": {model}" if model else ""),
+        xlabel=f"{size}, {ax.get_xlabel()}",
+    )
+    return ax.figure
+
+
 def draw(rows: list[measure.Row], file: str, model: str = "") -> None:
-    """Save the curve of FLOPs against memory: temporaries, or residuals if those do not shrink."""
+    """Save the picture of `curve`."""
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    size = "temporaries" if is_effective() else "residuals"
-    axes = plt.subplots(figsize=(7, 4.5), layout="tight")[1]
-
-    def at(row: measure.Row) -> tuple[float, float]:
-        return row[size] / 2**20, row["flops"] / rows[0]["flops"]
-
-    budgets = sorted(at(row) for row in rows if row["recomputed"].startswith("budget"))
-    axes.plot(*zip(*budgets, strict=True), "o-", label="byte budgets")
-    named: dict[tuple[float, float], dict[str, tuple[float, float]]] = {}
-    most = max(at(row)[0] for row in rows)
-    for row in rows:
-        if not row["recomputed"].startswith("budget"):
-            x, y = at(row)
-            named.setdefault((round(x, 1), round(y, 2)), {})[row["recomputed"]] = x, y
-            axes.plot(x, y, "s", color="C1")
-    for names in named.values():  # points that coincide share a label
-        x, y = next(iter(names.values()))
-        right = x > 0.6 * most
-        place = {"xytext": (-7 if right else 7, 0), "ha": "right" if right else "left"}
-        axes.annotate(", ".join(names), (x, y), textcoords="offset points", va="center", **place)
-    axes.set(
-        title="Gradient with recomputation" + (f": {model}" if model else ""),
-        xlabel=f"{size}, MiB",
-        ylabel="FLOPs, × nothing recomputed",
-        xlim=(0, 1.05 * most),
-    )
-    axes.margins(y=0.1)
-    axes.legend(loc="lower left")
-    axes.figure.savefig(file, dpi=120)
+    curve(rows, model).savefig(file, dpi=120)
 
 
 def main() -> None:

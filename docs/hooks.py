@@ -13,7 +13,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 SOURCES = {place: source for source, place in PAGES.items()}
-LINK = re.compile(r"\]\(([\w./-]+\.md)(?=[#)])")
+LINK = re.compile(r"\]\(([\w./-]+\.(?:md|png))(?=[#)])")
 
 
 def on_files(files, config):

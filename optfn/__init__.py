@@ -21,10 +21,10 @@ meets it; `optfn.core` is the protocol. `optfn.transforms` are the parts, `optfn
 around them, `optfn.optimizers` the chains, `optfn.schedules` rates as functions of the step.
 `optfn.sparse` gives gradients of tables as rows, `optfn.autodiff` recomputes; `optfn.parallel`,
 `optfn.compression` and `optfn.pipeline` are several devices, with `optfn.distributed` as their
-public names; `optfn.train` is the step, the loop and what reads the state.
+public names; `optfn.plot` draws; `optfn.train` is the step, the loop and what reads the state.
 """
 
-from optfn import distributed, schedules, sparse
+from optfn import distributed, plot, schedules, sparse
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
 from optfn.core import apply_updates, chain
@@ -112,6 +112,7 @@ __all__ = [
     "model_average",
     "momentum",
     "pack",
+    "plot",
     "recompute",
     "record_metrics",
     "restore_checkpoint",

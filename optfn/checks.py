@@ -4,8 +4,11 @@ The values of Python and NumPy numbers are checked when the optimizer is made. A
 traced, so only its shape and dtype are checked; its value never decides a branch.
 """
 
+import importlib
 import math
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import jax
@@ -119,3 +122,24 @@ def choice(name: str, value: T, options: Sequence[T]) -> T:
         allowed = ", ".join(map(repr, options))
         raise ValueError(f"{name} must be one of {allowed}; got {value!r}")
     return value
+
+
+def path(name: str, value: object) -> Path:
+    """Return `value`, the path of a file."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise TypeError(f"{name} must be a path; got {value!r} of type {type(value).__name__}")
+    return Path(value)
+
+
+def optional_module(name: str, extra: str) -> Any:
+    """Return a module of a package that `extra` of optfn brings, if it is installed.
+
+    Raises:
+      ImportError: it is not; the error names the extra.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f'{name.partition(".")[0]} is not installed: pip install "optfn[{extra}]"'
+        ) from error

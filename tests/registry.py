@@ -291,6 +291,7 @@ OTHER_NAMES = {
     "metrics",
     "minimize",
     "pack",
+    "plot",
     "recompute",
     "restore_checkpoint",
     "save_checkpoint",

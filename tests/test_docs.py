@@ -148,8 +148,19 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
 
 
+def test_pictures_are_there_and_small():
+    """Each picture that a page shows, and no others; under 100 kB, so that pages load quickly."""
+    shown = set()
+    for path in PAGES.values():
+        for target in re.findall(r"!\[[^\]]+\]\(([\w./-]+)\)", path.read_text()):
+            shown.add((path.parent / target).resolve())
+    files = {path.resolve() for path in (DOCS / "pictures").iterdir()}
+    assert shown == files
+    assert all(path.stat().st_size < 100_000 for path in files)
+
+
 def test_the_reference_has_every_public_name_once():
-    modules = (optfn, optfn.schedules, optfn.sparse, optfn.distributed)
+    modules = (optfn, optfn.schedules, optfn.sparse, optfn.distributed, optfn.plot)
     names = [f"{module.__name__}.{name}" for module in modules for name in module.__all__]
     names = set(names) - {module.__name__ for module in modules}
     pages = (path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))

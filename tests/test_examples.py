@@ -10,7 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from examples import demo, text, transformer, words
+import registry
+from PIL import Image
+
+import optfn
+from examples import demo, gallery, text, transformer, words
 
 
 def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
@@ -29,6 +33,33 @@ def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
     assert "step 3 loss" in out.err  # it went on from step 2
     assert "held-out bits per byte" in out.out
     assert "embed/table" in out.out
+
+
+def test_the_gallery_has_every_optimizer_and_schedule():
+    assert gallery.OPTIMIZERS.keys() == {entry.name for entry in registry.OPTIMIZERS.values()}
+    drawn = {name.split(",")[0] for name in gallery.SCHEDULES}
+    assert drawn == set(optfn.schedules.__all__) - {"reduce_on_plateau"}  # depends on a metric
+
+
+def test_the_gallery_is_drawn(monkeypatch, tmp_path):
+    """The path has the best rate of those that stay in the picture; files are small pictures."""
+    saddle = gallery.SURFACES["saddle"]._replace(steps=5, noise=0.0)
+    monkeypatch.setitem(gallery.SURFACES, "saddle", saddle)
+    monkeypatch.setattr(gallery, "OPTIMIZERS", {"sgd": optfn.sgd})
+    monkeypatch.setattr(gallery, "RATES", np.array([0.01, 0.2, 10.0]))
+    path, rate = gallery.paths(saddle, optfn.sgd)
+    w = np.array(saddle.start)
+    for point in path[1:]:
+        w = w - 0.2 * np.array([w[0] ** 3 - w[0], 4 * w[1]])
+        np.testing.assert_allclose(point, w, rtol=1e-4)
+    assert rate == 0.2
+    names = ["paths_saddle", "dgc_ramp"]
+    monkeypatch.setattr(sys, "argv", ["gallery", "--out", str(tmp_path), "--only", *names])
+    gallery.main()
+    assert {file.stem for file in tmp_path.iterdir()} == {*names}
+    for file in tmp_path.iterdir():
+        with Image.open(file) as picture:
+            assert picture.width >= 800 and len(picture.getcolors()) > 2
 
 
 def test_the_text_is_split_by_file_and_compressed():

@@ -186,7 +186,7 @@ PROGRAM = """
 
     state, history = optfn.minimize(
         lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optfn.sgd(0.1), jnp.zeros(3), batches(),
-        checkpoint=sys.argv[1], evaluate=lambda w: 7.0, steps=1000,
+        checkpoint=sys.argv[1], evaluate=lambda w: 7.0, steps=1000, report=sys.argv[2],
     )
     print("state", int(state.step), len(history["loss"]), history["evaluation"].tolist())
     print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
@@ -196,7 +196,7 @@ PROGRAM = """
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_the_run_with_what_there_is(name, tmp_path):
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), tmp_path, tmp_path / "run.html"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -212,6 +212,8 @@ def test_a_signal_ends_the_run_with_what_there_is(name, tmp_path):
     assert usual == "True"
     assert f"stopped by {name} after step {words[1]}" in errors
     assert (tmp_path / f"step_{int(words[1]):09d}.npz").exists()
+    report = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert f"<td>stopped by {name} after step {words[1]}</td>" in report
 
 
 class Terminal(io.StringIO):

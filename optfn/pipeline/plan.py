@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("1f1b", "gpipe", "zb")
 
+# How each kind of work is drawn.
+_DRAWN = {
+    "F": ("forward", "tab:blue"),
+    "B": ("backward", "tab:orange"),
+    "W": ("gradient of weights", "tab:green"),
+}
+
 # Positions in an order of work: a number, or an array of them.
 IndexT = TypeVar("IndexT", int, jax.Array)
 
@@ -192,11 +199,12 @@ class Plan:
         """Draw the schedule with matplotlib, on `axes` or on new ones, and return the axes.
 
         A backward is twice as wide as a forward, unless its weight gradient is scheduled apart.
+        Numbers are those of the microbatches; a later chunk of layers on a device is paler.
         """
         if axes is None:
-            import matplotlib.pyplot as plt
-
-            axes = plt.subplots(figsize=(10, 0.5 + 0.4 * self.num_stages), layout="tight")[1]
+            pyplot = checks.optional_module("matplotlib.pyplot", "plot")
+            size = (8, 1.1 + 0.3 * self.num_stages)
+            axes = pyplot.subplots(figsize=size, layout="constrained")[1]
         widths = {"F": 1, "B": 1 if self.splits_backward else 2, "W": 1}
         left, end = {}, 0
         for phase in self.phases:
@@ -204,15 +212,23 @@ class Plan:
                 for work in phase.work:
                     left[tick, work] = end
                     end += widths[work]
-        colors = {"F": "tab:blue", "B": "tab:orange", "W": "tab:green"}
         for cell in self.cells():
             x, width = left[cell.tick, cell.work], widths[cell.work]
-            # Later chunks are paler.
-            alpha = 0.9 - 0.6 * cell.chunk / self.virtual_stages
-            color = colors[cell.work]
-            axes.barh(cell.stage, width, left=x, color=color, alpha=alpha, edgecolor="white")
-            axes.text(x + width / 2, cell.stage, str(cell.microbatch), ha="center", va="center")
-        axes.set(xlabel="time, in forwards", ylabel="stage", yticks=range(self.num_stages))
+            alpha = 0.8 - 0.5 * cell.chunk / self.virtual_stages
+            label, color = _DRAWN[cell.work]
+            axes.barh(
+                cell.stage, width, left=x, color=color, alpha=alpha, edgecolor="white",
+                label=label if cell.stage == cell.microbatch == cell.chunk == 0 else None,
+            )  # fmt: skip
+            axes.text(
+                x + width / 2, cell.stage, str(cell.microbatch),
+                ha="center", va="center", fontsize="x-small",
+            )  # fmt: skip
+        forwards = "forwards of a chunk" if self.virtual_stages > 1 else "forwards"
+        axes.set(xlabel=f"time, in {forwards}", ylabel="stage", yticks=range(self.num_stages))
+        axes.spines.top.set_visible(False)
+        axes.spines.right.set_visible(False)
+        axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
         axes.invert_yaxis()
         return axes
 

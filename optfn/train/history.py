@@ -1,4 +1,4 @@
-"""What a run leaves behind: its history, evaluations, and a log of JSON lines."""
+"""What a run leaves behind: its history, evaluations, and a log of each step."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -15,9 +15,10 @@ from optfn import checks
 from optfn.leaves.packed import unpack
 from optfn.leaves.types import PyTree
 from optfn.train.state import TrainState
+from optfn.wrappers.metrics import RECORDED
 
 # What the history keeps of each step.
-PER_STEP = ("loss", "learning_rate")
+PER_STEP = ("loss", "learning_rate", *RECORDED)
 
 
 class History:
@@ -34,13 +35,25 @@ class History:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return an array for each metric, with what a run before this one left first."""
-        new = _columns(jax.device_get(self.steps)) | _columns(self.evaluations)
-        both = {k: [x[k] for x in (self.earlier, new) if k in x] for k in self.earlier | new}
-        return {k: np.concatenate(parts) for k, parts in both.items()}
+        evaluations = {k: x for k, x in self.earlier.items() if k.startswith("evaluation")}
+        per_step = {k: x for k, x in self.earlier.items() if k not in evaluations}
+        return _joined(per_step, _columns(jax.device_get(self.steps))) | _joined(
+            evaluations, _columns(self.evaluations)
+        )
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return {k: np.array([row[k] for row in rows]) for k in (rows or [{}])[0]}
+
+
+def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return columns one below the other, NaN where only one of the two tables has a column."""
+    tables = [table for table in (first, then) if table]
+    missing = [np.full(len(next(iter(table.values()))), np.nan, np.float32) for table in tables]
+    return {
+        k: np.concatenate([table.get(k, nan) for table, nan in zip(tables, missing, strict=True)])
+        for k in first | then
+    }
 
 
 class Evaluator:
@@ -130,23 +143,42 @@ def _real(key: str, value: Any) -> float:
     return float(value)
 
 
-class RunLog:
-    """Metrics as lines of JSON, one object a step, written while the run goes on.
+@runtime_checkable
+class SummaryWriter(Protocol):
+    """What writes files for TensorBoard: torch's and tensorboardX's classes of this name."""
 
-    A line is written when the device has computed it, at the latest at the end, so that writing
-    waits for nothing. NaN and infinities, which JSON does not have, are null.
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number of a step."""
+
+    def flush(self) -> object:
+        """Write what is in memory to the disk."""
+
+
+class RunLog:
+    """Metrics of each step, written while the run goes on.
+
+    They are written when the device has computed them, at the latest at the end, so that writing
+    waits for nothing.
+
+    Args:
+      log: a path, a SummaryWriter, or None for no log.
+      done: how many steps were made before; a file keeps its lines up to there.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, done: int) -> None:
+    def __init__(self, log: str | os.PathLike[str] | SummaryWriter | None, done: int) -> None:
         self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
-        self.file = None if path is None else _opened(path, done)
+        self.sink: _Lines | _Scalars | None = None
+        if isinstance(log, SummaryWriter):
+            self.sink = _Scalars(log)
+        elif log is not None:
+            self.sink = _Lines(_log_path(log), done)
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any]) -> None:
         """Add the metrics of step n; those of a step that is there already are added to it."""
-        if self.file is None:
+        if self.sink is None:
             return
         if self.waiting and self.waiting[-1][0] == n:
             self.waiting[-1][1].update(metrics)
@@ -156,31 +188,58 @@ class RunLog:
         self.waiting.append((n, dict(metrics)))
 
     def _write(self, n: int, metrics: dict[str, Any]) -> None:
-        assert self.file is not None
-        numbers = {"step": n} | scalars(metrics)
+        assert self.sink is not None
+        self.sink.write(n, scalars(metrics))
+
+    def __exit__(self, *error: Any) -> None:
+        if self.sink is not None:
+            for n, metrics in self.waiting:
+                self._write(n, metrics)
+            self.sink.close()
+
+
+class _Lines:
+    """A file of JSON, one object a step. NaN and infinities, which JSON does not have, are null."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if done and path.exists():
+            kept = [line for line in path.read_text().splitlines() if _is_earlier(line, done)]
+        self.file = path.open("w")
+        self.file.writelines(f"{line}\n" for line in kept)
+
+    def write(self, n: int, numbers: dict[str, float]) -> None:
+        numbers = {"step": n} | numbers
         finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
         self.file.write(json.dumps(finite) + "\n")
         self.file.flush()
 
-    def __exit__(self, *error: Any) -> None:
-        if self.file is not None:
-            for n, metrics in self.waiting:
-                self._write(n, metrics)
-            self.file.close()
+    def close(self) -> None:
+        self.file.close()
 
 
-def _opened(path: str | os.PathLike[str], done: int) -> Any:
-    """Return a log to write to, with the lines up to step `done` that it holds already."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"log must be a path; got {path!r} of type {type(path).__name__}")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = []
-    if done and path.exists():
-        kept = [line for line in path.read_text().splitlines() if _is_earlier(line, done)]
-    file = path.open("w")
-    file.writelines(f"{line}\n" for line in kept)
-    return file
+class _Scalars:
+    """Scalars of TensorBoard. The writer stays open: it is the caller's."""
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        self.writer = writer
+
+    def write(self, n: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, n)
+
+    def close(self) -> None:
+        self.writer.flush()
+
+
+def _log_path(log: object) -> Path:
+    if not isinstance(log, str | os.PathLike):
+        raise TypeError(
+            f"log must be a path; got {log!r} of type {type(log).__name__}, which is no "
+            "SummaryWriter either: it lacks add_scalar or flush"
+        )
+    return Path(log)
 
 
 def _is_earlier(line: str, done: int) -> bool:

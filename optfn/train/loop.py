@@ -1,4 +1,4 @@
-"""The whole training loop: fluid's minimize, with evaluation, a progress bar and checkpoints."""
+"""The whole training loop: fluid's minimize, with evaluation, logs and checkpoints."""
 
 import contextlib
 import itertools
@@ -22,8 +22,9 @@ from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
-from optfn.train.history import Evaluator, History, RunLog, as_numbers
+from optfn.train.history import Evaluator, History, RunLog, SummaryWriter, as_numbers
 from optfn.train.progress import Progress
+from optfn.train.run_report import RunReport
 from optfn.train.sharded_checkpoint import wait as finish_saving
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, make_train_step
@@ -57,7 +58,8 @@ def minimize(
     patience: int | None = None,
     keep_best: bool = False,
     callback: Callable[[int, TrainState, dict[str, Any]], bool | None] | None = None,
-    log: str | os.PathLike[str] | None = None,
+    log: str | os.PathLike[str] | SummaryWriter | None = None,
+    report: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
@@ -88,8 +90,13 @@ def minimize(
       callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
         the run. The next step overwrites the state: copy what is to be kept of it. Reading the
         metrics waits for the step.
-      log: a file for the metrics, one JSON object a line, written while the run goes on; a run that
-        resumes goes on with it.
+      log: where the metrics of each step go while the run goes on: a path, for a file with one JSON
+        object a line, with which a run that resumes goes on; or what has
+        `add_scalar(name, value, step)` and `flush()`, such as the SummaryWriter of tensorboardX or
+        torch, for TensorBoard.
+      report: a file of HTML with the curves of the run, a table of its numbers, what the optimizer
+        keeps, versions and devices; see `optfn.plot.report`. It is written about once a minute and
+        at the end, also where an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
         the batches that were used, so pass the same ones, and ends bit for bit as if it had not
         been stopped.
@@ -101,8 +108,10 @@ def minimize(
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
-      "learning_rate", with one entry per batch; "evaluation", or "evaluation/<key>" for each number
-      of a dict, with one entry per evaluation, and "evaluation_step", the steps before it.
+      "learning_rate", with one entry per batch, and where `record_metrics` is in tx the norms and
+      the clip factor that it records (without local steps); "evaluation", or "evaluation/<key>" for
+      each number of a dict, with one entry per evaluation, and "evaluation_step", the steps before
+      it. Where only a part of the run, before or after a restart, has a number, the rest is NaN.
 
     Raises:
       ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.
@@ -134,9 +143,11 @@ def minimize(
     best.restore(state)
     n = done = int(state.step)
     stopped = False
+    layout = {} if shard is None else {"mesh": mesh, "shard": shard, "data_axis": data_axis}
     with (
-        Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as report,
+        Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as bar,
         RunLog(log, done) as lines,
+        RunReport(report, history, tx, params, local_steps, **layout) as page,
         _interruptible() as interrupted,
     ):
         rounds = None if steps is None else steps // local_steps
@@ -147,27 +158,35 @@ def minimize(
             if evaluator.is_due(n, local_steps):
                 metrics |= evaluator(n, state)
                 best.consider(state)
-            report(n, metrics, batch)
+            bar(n, metrics, batch)
             lines(n, metrics)
+            page()
             stopped = callback is not None and callback(n, state, as_numbers(metrics)) is True
             stopped |= bool(interrupted) or evaluator.gave_up
             saver.save_if_due(n, state, history)
             if stopped:
                 break
         step.check()
-        if not stopped and (not n or (steps is not None and n < steps)):
-            raise ValueError(
-                f"batches gave {n // local_steps} batches; {steps or 'at least 1'} steps were asked"
-                f" for, {local_steps} for each batch"
-            )
+        if not stopped:
+            _check_batches(n, steps, local_steps)
         if n > done and not evaluator.has_seen(n):
             lines(n, evaluator(n, state))
             best.consider(state)
         saver.save(n, state, history)
         finish_saving()
         if interrupted:
-            report.say(f"stopped by {interrupted[0]} after step {n}")
+            page.end = f"stopped by {interrupted[0]} after step {n}"
+            bar.say(page.end)
     return best.choose(state), history.arrays()
+
+
+def _check_batches(n: int, steps: int | None, local_steps: int) -> None:
+    """Raise if the batches ended before `steps`, or before the first."""
+    if n < (steps or 1):
+        raise ValueError(
+            f"batches gave {n // local_steps} batches; {steps or 'at least 1'} steps were asked"
+            f" for, {local_steps} for each batch"
+        )
 
 
 def _check_arguments(

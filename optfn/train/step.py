@@ -46,6 +46,8 @@ from optfn.train.objective import (
 )
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.transforms.learning_rate import get_learning_rate
+from optfn.wrappers.metrics import RECORDED
+from optfn.wrappers.metrics import metrics as recorded_metrics
 from optfn.wrappers.nonfinite import SkipNonfiniteState
 
 
@@ -292,7 +294,9 @@ def make_train_step(
     Returns:
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
       gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
-      `skip_nonfinite` in tx also ["gave_up"], which makes the next call raise.
+      `record_metrics` in tx and without local steps also ["grad_norm"], ["update_norm"],
+      ["param_norm"] and ["clip_factor"]; with `skip_nonfinite` ["gave_up"], which makes the next
+      call raise.
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
@@ -591,7 +595,7 @@ def _barrier(values: PyTree) -> PyTree:
 
 
 def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return what a state has to tell the host: its rate, and whether a guard gave up."""
+    """Return what a state has to tell the host: its rate, norms, and whether a guard gave up."""
 
     def guard(x: Any) -> bool:
         return isinstance(x, SkipNonfiniteState)
@@ -602,4 +606,7 @@ def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
         metrics["gave_up"] = functools.reduce(jnp.logical_or, flags)
     with contextlib.suppress(ValueError):  # no rate, or several
         metrics["learning_rate"] = get_learning_rate(opt_state)
+    with contextlib.suppress(ValueError):  # no recorder, or several
+        recorded = recorded_metrics(opt_state)
+        metrics |= {name: recorded[name] for name in RECORDED}
     return metrics

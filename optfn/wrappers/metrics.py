@@ -28,6 +28,10 @@ class RecordMetricsState(NamedTuple):
     inner_state: OptState
 
 
+# What a training step reports of the state beside the learning rate.
+RECORDED = RecordMetricsState._fields[:4]
+
+
 @core.named
 def record_metrics(
     tx: optax.GradientTransformation, *, axis_name: AxisName = None

@@ -1,0 +1,83 @@
+"""What all pictures share: axes, checked or new, and curves of any length."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from optfn import checks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+T = TypeVar("T")
+
+# Curves of more points than this are drawn as means of as many intervals, and a band around them.
+MAX_POINTS = 500
+
+
+def on_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes":
+    """Return `ax`, or the axes of a new figure, without the frame's upper and right lines.
+
+    Args:
+      ax: axes of matplotlib, or None.
+      size: width and height of a new figure in inches.
+    """
+    if ax is None:
+        pyplot = checks.optional_module("matplotlib.pyplot", "plot")
+        ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+    elif not hasattr(ax, "plot"):
+        raise TypeError(f"ax must be axes of matplotlib; got {ax!r} of type {type(ax).__name__}")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.25)
+    ax.set_axisbelow(True)
+    return ax
+
+
+def by_name(argument: str, values: Mapping[str, T], kind: type[T] | None = None) -> dict[str, T]:
+    """Return `values` as a dict, if it is a mapping from names, with something in it.
+
+    Args:
+      argument: the name of the argument, for errors.
+      values: what was passed.
+      kind: the class that the values must be of; None for any.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"{argument} must be a mapping from names; "
+            f"got {values!r} of type {type(values).__name__}"
+        )
+    if not values:
+        raise ValueError(f"{argument} must not be empty")
+    for name, value in values.items():
+        if kind is not None and not isinstance(value, kind):
+            raise TypeError(
+                f"{argument}[{name!r}] must be a {kind.__name__}; "
+                f"got {value!r} of type {type(value).__name__}"
+            )
+    return {str(name): value for name, value in values.items()}
+
+
+def curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
+    """Draw a curve; a long one as the means of intervals, with a band from least to greatest.
+
+    What is not finite is left out: a point, or the intervals that have one.
+    """
+    y = np.where(np.isfinite(y), y, np.nan).astype(np.float64)
+    if len(y) > MAX_POINTS:
+        edges = np.linspace(0, len(y), MAX_POINTS + 1).astype(int)
+        starts, counts = edges[:-1], np.diff(edges)
+        x, mean = (np.add.reduceat(values, starts) / counts for values in (x, y))
+        (line,) = ax.plot(x, mean, label=label, **style)
+        low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
+        ax.fill_between(x, low, high, alpha=0.25, linewidth=0, color=line.get_color())
+    else:
+        ax.plot(x, y, label=label, **({"marker": "."} if len(y) == 1 else {}) | style)
+
+
+def scale(ax: "Axes", *curves: np.ndarray) -> None:
+    """Make the y axis logarithmic where all numbers are positive and span a factor above 100."""
+    values = np.concatenate([np.ravel(y) for y in curves])
+    values = values[np.isfinite(values)]
+    if values.size and values.min() > 0 and values.max() > 100 * values.min():
+        ax.set_yscale("log")

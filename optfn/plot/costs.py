@@ -1,0 +1,133 @@
+"""Pictures of what a way of training costs: bytes on a device, recomputation, idle stages."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optfn.parallel.memory import MemoryPlan
+from optfn.pipeline.plan import Plan
+from optfn.plot.axes import by_name, on_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axes":
+    """Draw the bytes on each device by part, a bar for each way of splitting a model.
+
+    The bytes that a device sends in a step stand beside its bar.
+
+    Args:
+      plans: what `optfn.distributed.plan_memory` returns, by name.
+      ax: where to draw; None for a new figure.
+    """
+    named = by_name("plans", plans, MemoryPlan)
+    ax = on_axes(ax, (7, 1.2 + 0.5 * len(named)))
+    factor, unit = _unit(max(sum(plan[:3]) for plan in named.values()))
+    end = np.zeros(len(named))
+    for i, part in enumerate(MemoryPlan._fields[:3]):
+        sizes = np.array([plan[i] for plan in named.values()]) / factor
+        ax.barh(list(named), sizes, left=end, label=part)
+        end = end + sizes
+    for y, (x, plan) in enumerate(zip(end, named.values(), strict=True)):
+        sent_factor, sent_unit = _unit(plan.sent)
+        text = f" {plan.sent / sent_factor:.3g} {sent_unit} sent a step"
+        ax.text(x, y, text, va="center", fontsize="small")
+    ax.set(xlabel=f"{unit} on each device", xlim=(0, 1.35 * end.max() or 1))
+    ax.grid(visible=False, axis="y")
+    ax.invert_yaxis()
+    ax.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    return ax
+
+
+def _unit(size: float) -> tuple[float, str]:
+    """Return the power of 1,000 in which a number of bytes is read best, and its name."""
+    power = min(int(np.log10(max(size, 1)) // 3), len(_UNITS) - 1)
+    return 1000.0**power, _UNITS[power]
+
+
+def recompute(
+    costs: Mapping[str, tuple[float, float]],
+    budgets: Sequence[tuple[float, float]] = (),
+    *,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw memory against FLOPs, for ways of recomputing the same gradient.
+
+    Args:
+      costs: (bytes, FLOPs) by name, such as `compiled.memory_analysis().temp_size_in_bytes` and
+        `compiled.cost_analysis()["flops"]`. FLOPs are drawn as multiples of the first one's, which
+        should be the gradient without recomputation.
+      budgets: (bytes, FLOPs) of gradients by `recompute(..., memory_budget=)`, joined by a line.
+      ax: where to draw; None for a new figure.
+    """
+    named = {k: _pair(f"costs[{k!r}]", pair) for k, pair in by_name("costs", costs).items()}
+    line = [_pair(f"budgets[{i}]", pair) for i, pair in enumerate(budgets)]
+    ax = on_axes(ax, (7, 4))
+    once = next(iter(named.values()))[1]
+    largest = max(x for x, _ in [*named.values(), *line])
+    factor, unit = _unit(largest)
+    if line:
+        xs, ys = np.array(sorted(line)).T
+        ax.plot(xs / factor, ys / once, "o-", label="byte budgets")
+        ax.legend(frameon=False)
+    ax.plot(*(np.array([*named.values()]) / (factor, once)).T, "s", color="C1")
+    for text, x, y in _labels(named, line, largest):
+        offset, side = (-7, "right") if x > largest / 2 else (7, "left")
+        ax.annotate(
+            text,
+            (x / factor, y / once),
+            xytext=(offset, 0),
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            fontsize="small",
+        )
+    ax.set(xlabel=unit, ylabel="FLOPs, × without recomputation", xlim=(0, 1.05 * largest / factor))
+    ax.margins(y=0.1)
+    return ax
+
+
+def _pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
+    if np.shape(pair) != (2,) or not np.all(np.asarray(pair) > 0):
+        raise ValueError(f"{name} must be (bytes, FLOPs), both > 0; got {pair!r}")
+    size, flops = pair
+    return float(size), float(flops)
+
+
+def _labels(
+    named: Mapping[str, tuple[float, float]], line: Sequence[tuple[float, float]], largest: float
+) -> list[tuple[str, float, float]]:
+    """Return the labels as (names, bytes, FLOPs).
+
+    Points side by side, whose labels would overlap, share one that names them from left to right,
+    at the one on the side of the text.
+    """
+    heights = [y for _, y in [*named.values(), *line]]
+    near = 0.15 * largest, 0.05 * (max(heights) - min(heights))
+    groups: list[list[tuple[float, float, str]]] = []
+    for x, y, name in sorted((x, y, name) for name, (x, y) in named.items()):
+        for group in groups:
+            if x - group[-1][0] <= near[0] and abs(y - group[-1][1]) <= near[1]:
+                group.append((x, y, name))
+                break
+        else:
+            groups.append([(x, y, name)])
+    ends = [group[0] if group[-1][0] > largest / 2 else group[-1] for group in groups]
+    names = [", ".join(name for _, _, name in group) for group in groups]
+    return [(text, x, y) for text, (x, y, _) in zip(names, ends, strict=True)]
+
+
+def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":
+    """Draw what each stage of a pipeline does at each time.
+
+    Args:
+      plan: what `optfn.distributed.plan` returns; `plan.draw` is the same.
+      ax: where to draw; None for a new figure.
+    """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan; got {plan!r} of type {type(plan).__name__}")
+    return plan.draw(ax)

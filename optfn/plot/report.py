@@ -1,0 +1,185 @@
+"""The report of a run: one HTML file that needs nothing else, neither a network nor scripts."""
+
+import io
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from optfn import checks
+from optfn.plot.run import RunHistory, checked
+from optfn.plot.run import history as draw_history
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The colour of text and lines in the picture. It becomes CSS's `currentColor`, which is dark on a
+# light page and light on a dark one.
+_INK = "#010203"
+_INK_OF = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse } th, td { padding: .2rem .8rem .2rem 0; text-align: left }
+th { font-weight: 600; vertical-align: top } thead th, td.number { text-align: right }
+thead th:first-child { text-align: left }
+td.number { font-variant-numeric: tabular-nums } tr { border-bottom: 1px solid #8884 }
+pre { overflow: auto; max-height: 30rem; font-size: .8rem } svg { width: 100%; height: auto }
+"""
+
+# A browser that reads this requests nothing, whatever the names in the page are.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def report(
+    history: RunHistory,
+    path: str | os.PathLike[str],
+    *,
+    title: str = "Training run",
+    about: Mapping[str, object] | None = None,
+    summary: str = "",
+    local_steps: int = 1,
+) -> Path:
+    """Write what a run was as one HTML file, and return its path.
+
+    It has the curves that `history` draws, a table of the first, least, greatest and last number of
+    each, what the optimizer keeps for each parameter, versions and devices. Everything is in the
+    file, so that it can be sent or kept; it takes the colours of a light or a dark page.
+    `minimize(..., report=path)` writes it while the run goes on.
+
+    Args:
+      history: as `minimize` returns it.
+      path: the file. It is replaced only when the new one is complete.
+      title: the heading.
+      about: further facts, such as the hyper-parameters, by name.
+      summary: the text of `optfn.summary(tx, params)`.
+      local_steps: as for `minimize`: how many steps an entry of the history stands for.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+      TypeError, ValueError: the history is not one.
+    """
+    series = checked(history)
+    if not isinstance(about, Mapping | None):
+        raise TypeError(
+            f"about must be a mapping from names; got {about!r} of type {type(about).__name__}"
+        )
+    facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"} | dict(about or {})
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _facts(facts),
+        "<h2>Curves</h2>",
+        _svg(series, local_steps),
+        "<h2>Numbers</h2>",
+        _table(_HEAD, _rows(series, local_steps)),
+    ]
+    if summary:
+        body += ["<h2>State of the optimizer</h2>", f"<pre>{escape(summary)}</pre>"]
+    body += ["<h2>Environment</h2>", _facts(environment())]
+    return _write(checks.path("path", path), _page(title, body))
+
+
+def environment() -> dict[str, str]:
+    """Return versions and devices by name."""
+    import optfn
+
+    devices = Counter(device.device_kind for device in jax.devices())
+    return {
+        "devices": ", ".join(f"{n} × {kind}" for kind, n in devices.items()),
+        "processes": str(jax.process_count()),
+        "optfn": optfn.__version__,
+        **{name: version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _page(title: str, body: Iterable[str]) -> str:
+    head = (
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_STYLE}</style>",
+    )
+    parts = ["<!DOCTYPE html>", '<html lang="en">', "<head>", *head, "</head>", "<body>", *body]
+    return "\n".join([*parts, "</body>", "</html>", ""])
+
+
+def _facts(facts: Mapping[str, object]) -> str:
+    rows = (
+        f'<tr><th scope="row">{escape(str(name))}</th><td>{escape(str(value))}</td></tr>'
+        for name, value in facts.items()
+    )
+    return "\n".join(["<table>", *rows, "</table>"])
+
+
+_HEAD = ("", "first", "least", "at step", "greatest", "at step", "last", "not finite")
+
+
+def _rows(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
+    """Return the rows of the table of numbers: a row for each array of the history."""
+    rows = []
+    for name, values in sorted(series.items(), key=lambda item: item[0] != "loss"):
+        if name == "evaluation_step" or not values.size:
+            continue
+        entries = local_steps * np.arange(1, values.size + 1)
+        steps = series["evaluation_step"] if name.startswith("evaluation") else entries
+        finite = np.flatnonzero(np.isfinite(values))
+        extremes = ["–"] * 4
+        if finite.size:
+            of_finite = values[finite]
+            at = finite[of_finite.argmin()], finite[of_finite.argmax()]
+            extremes = [text for i in at for text in (_number(values[i]), f"{steps[i]:,}")]
+        bad = f"{values.size - finite.size:,}"
+        rows.append((name, _number(values[0]), *extremes, _number(values[-1]), bad))
+    return rows
+
+
+def _number(x: float) -> str:
+    return f"{x:.6g}"
+
+
+def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    lines = ["<table>", f"<thead><tr>{titles}</tr></thead>", "<tbody>"]
+    for name, *cells in rows:
+        numbers = "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
+        lines.append(f'<tr><th scope="row">{escape(name)}</th>{numbers}</tr>')
+    return "\n".join([*lines, "</tbody>", "</table>"])
+
+
+def _svg(series: RunHistory, local_steps: int) -> str:
+    """Return the curves as an SVG element without a background."""
+    matplotlib = checks.optional_module("matplotlib", "plot")
+    with matplotlib.rc_context(dict.fromkeys(_INK_OF, _INK) | {"svg.fonttype": "none"}):
+        figure: Figure = checks.optional_module("matplotlib.figure", "plot").Figure(
+            figsize=(8, 1), layout="constrained"
+        )
+        draw_history(series, local_steps=local_steps, figure=figure)
+        figure.set_figheight(0.5 + 1.9 * len(figure.axes))
+        text = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+    svg = re.sub(r".*?(?=<svg )", "", text.getvalue(), count=1, flags=re.DOTALL)
+    return svg.replace(_INK, "currentColor").strip()
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+    return path

@@ -1,0 +1,161 @@
+"""Pictures of a run: the history that `minimize` returns."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from optfn import checks
+from optfn.plot.axes import by_name, curve, on_axes, scale
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What `minimize` returns beside the state: arrays by name.
+RunHistory: TypeAlias = Mapping[str, np.ndarray]
+
+NORMS = {"grad_norm": "gradient", "update_norm": "update", "param_norm": "parameters"}
+# The evaluations that are drawn with the losses of the training batches.
+_OF_LOSS = ("evaluation", "evaluation/loss")
+
+
+def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
+    """Draw the loss of each training batch, and the evaluations of the loss.
+
+    The y axis is logarithmic where the losses are positive and span a factor above 100.
+
+    Args:
+      history: as `minimize` returns it. Evaluations are drawn here if `evaluate` gave a number, or
+        one under the key "loss".
+      local_steps: as for `minimize`: how many steps an entry of the history stands for.
+      ax: where to draw; None for a new figure.
+    """
+    series = checked(history)
+    ax = on_axes(ax)
+    curve(ax, *_per_step(series, "loss", local_steps), "training batch")
+    found = [name for name in _OF_LOSS if name in series]
+    for name in found:
+        ax.plot(*_evaluation(series, name), "o-", markersize=4, label="evaluation")
+    scale(ax, *(series[name] for name in ("loss", *found)))
+    ax.set(xlabel="step", ylabel="loss")
+    if found:
+        ax.legend(frameon=False)
+    return ax
+
+
+def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
+    """Draw the learning rate of each step.
+
+    Args:
+      history: as `minimize` returns it, with "learning_rate".
+      local_steps: as for `minimize`.
+      ax: where to draw; None for a new figure.
+    """
+    series = checked(history, "learning_rate")
+    ax = on_axes(ax)
+    curve(ax, *_per_step(series, "learning_rate", local_steps), "learning rate")
+    ax.set(xlabel="step", ylabel="learning rate")
+    return ax
+
+
+def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
+    """Draw the global norms of gradient, update and parameters, on a logarithmic axis.
+
+    Args:
+      history: as `minimize` returns it where `record_metrics` is around the optimizer.
+      local_steps: as for `minimize`.
+      ax: where to draw; None for a new figure.
+    """
+    series = checked(history, "grad_norm")
+    ax = on_axes(ax)
+    for name, label in NORMS.items():
+        if name in series:
+            steps, norm = _per_step(series, name, local_steps)
+            curve(ax, steps, np.where(norm > 0, norm, np.nan), label)
+    ax.set(xlabel="step", ylabel="norm", yscale="log")
+    ax.legend(frameon=False, ncols=3)
+    return ax
+
+
+def history(
+    history: RunHistory, *, local_steps: int = 1, figure: "Figure | None" = None
+) -> "Figure":
+    """Draw all that a history has, one panel below the other, and return the figure.
+
+    Losses with their evaluations, the learning rate, norms and clip factor where they are
+    recorded, and a panel for each other number that `evaluate` gave.
+
+    Args:
+      history: as `minimize` returns it.
+      local_steps: as for `minimize`.
+      figure: an empty figure of matplotlib; None for a new one.
+    """
+    panels = _panels(checked(history), checks.count("local_steps", local_steps))
+    if figure is None:
+        pyplot = checks.optional_module("matplotlib.pyplot", "plot")
+        figure = pyplot.figure(figsize=(7, 1 + 1.9 * len(panels)), layout="constrained")
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for draw, ax in zip(panels, rows, strict=True):
+        draw(ax=ax)
+    for ax in rows[:-1]:
+        ax.set(xlabel="")
+    return figure
+
+
+def _panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]:
+    """Return functions of `ax` that draw what there is."""
+    draws = {"loss": losses, "learning_rate": learning_rate, "grad_norm": norms}
+    panels: list[Callable[..., Axes]] = [
+        partial(draw, series, local_steps=local_steps)
+        for name, draw in draws.items()
+        if name in series
+    ]
+    if "clip_factor" in series and np.any(series["clip_factor"] != 1):
+        panels.append(partial(_clip_factor, series, local_steps))
+    others = [name for name in series if name.startswith("evaluation/") and name not in _OF_LOSS]
+    return panels + [partial(_other_evaluation, series, name) for name in others]
+
+
+def _clip_factor(series: RunHistory, local_steps: int, ax: "Axes") -> "Axes":
+    curve(on_axes(ax), *_per_step(series, "clip_factor", local_steps), "clip factor")
+    ax.set(xlabel="step", ylabel="clip factor", ylim=(0, 1.05))
+    return ax
+
+
+def _other_evaluation(series: RunHistory, name: str, ax: "Axes") -> "Axes":
+    on_axes(ax).plot(*_evaluation(series, name), "o-", markersize=4)
+    ax.set(xlabel="step", ylabel=name.removeprefix("evaluation/"))
+    return ax
+
+
+def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
+    """Return a history with its arrays as NumPy's; it must have "loss" and what is `needed`."""
+    series = {name: np.asarray(x) for name, x in by_name("history", history).items()}
+    for name in ("loss", *needed):
+        if name not in series:
+            have = ", ".join(series)
+            recorded = "; record_metrics records it" if name in NORMS else ""
+            raise ValueError(f"history must have {name!r}; it has {have}{recorded}")
+    for name, x in series.items():
+        length = len(series["loss"])
+        steps = series.get("evaluation_step", np.zeros(0))
+        expected = len(steps) if name.startswith("evaluation") else length
+        if x.shape != (expected,):
+            raise ValueError(
+                f"history[{name!r}] must have one number for each "
+                f"{'evaluation' if name.startswith('evaluation') else 'loss'}, "
+                f"shape ({expected},); got shape {x.shape}"
+            )
+    return series
+
+
+def _per_step(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps after which the numbers of a name hold, and the numbers."""
+    y = series[name]
+    return checks.count("local_steps", local_steps) * np.arange(1, len(y) + 1), y
+
+
+def _evaluation(series: RunHistory, name: str) -> tuple[np.ndarray, np.ndarray]:
+    return series["evaluation_step"], series[name]

@@ -1,0 +1,230 @@
+"""Pictures: the numbers that are drawn are those that were given; matplotlib is optional."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+
+from optfn import plot, schedules
+from optfn.distributed import MemoryPlan, plan
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot
+
+STEPS = np.arange(1, 41)
+HISTORY = {
+    "loss": 100 / STEPS**2.0,
+    "learning_rate": np.full(40, 0.1),
+    "grad_norm": 1.0 / STEPS,
+    "update_norm": 0.1 / STEPS,
+    "param_norm": STEPS - 1.0,
+    "clip_factor": np.minimum(1, STEPS / 10),
+    "evaluation_step": np.array([20, 40]),
+    "evaluation/loss": np.array([2.0, 1.0]),
+    "evaluation/accuracy": np.array([0.5, 0.75]),
+}
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    pyplot.close("all")
+
+
+def drawn(ax) -> dict[str, np.ndarray]:
+    """Return the points (n, 2) of each line by its label."""
+    return {line.get_label(): np.stack(line.get_data(), axis=1) for line in ax.lines}
+
+
+def test_losses_and_evaluations_of_the_loss():
+    ax = plot.losses(HISTORY)
+    lines = drawn(ax)
+    np.testing.assert_array_equal(lines["training batch"], np.c_[STEPS, HISTORY["loss"]])
+    np.testing.assert_array_equal(lines["evaluation"], [[20, 2.0], [40, 1.0]])
+    assert ax.get_yscale() == "log"  # from 100 to 1/16
+    assert plot.losses({"loss": [2.0, 1.0]}).get_yscale() == "linear"
+    assert plot.losses({"loss": [1e3, 1.0, 0.0]}).get_yscale() == "linear"
+
+
+def test_rounds_of_local_steps_stand_at_their_last_step():
+    ax = pyplot.figure().subplots()
+    assert plot.learning_rate(HISTORY, local_steps=3, ax=ax) is ax
+    np.testing.assert_array_equal(drawn(ax)["learning rate"][:, 0], 3 * STEPS)
+
+
+def test_long_curves_are_means_in_bands():
+    """Each of 500 points is the mean of its interval, inside a band from least to greatest."""
+    losses = np.random.default_rng(0).normal(size=1500)
+    losses[7], losses[30] = np.nan, np.inf
+    ax = plot.losses({"loss": losses})
+    points = drawn(ax)["training batch"]
+    assert len(points) == 500
+    for i, (x, y) in enumerate(points):
+        interval = losses[3 * i : 3 * i + 3]
+        assert x == 3 * i + 2
+        if np.isfinite(interval).all():
+            assert y == pytest.approx(interval.mean())
+        else:
+            assert np.isnan(y) and i in (2, 10)
+    band = np.concatenate([path.vertices for path in ax.collections[0].get_paths()])
+    assert band[:, 1].min() == losses[np.isfinite(losses)].min()
+    assert band[:, 1].max() == losses[np.isfinite(losses)].max()
+
+
+def test_a_history_has_a_panel_for_each_kind_of_number():
+    figure = plot.history(HISTORY)
+    labels = [ax.get_ylabel() for ax in figure.axes]
+    assert labels == ["loss", "learning rate", "norm", "clip factor", "accuracy"]
+    norms = drawn(figure.axes[2])
+    np.testing.assert_array_equal(norms["gradient"][:, 1], HISTORY["grad_norm"])
+    assert np.isnan(norms["parameters"][0, 1])  # a logarithmic axis has no zero
+    np.testing.assert_array_equal(norms["parameters"][1:, 1], HISTORY["param_norm"][1:])
+    assert [len(ax.lines[0].get_xdata()) for ax in figure.axes] == [40, 40, 40, 40, 2]
+    assert len(plot.history({"loss": [1.0]}).axes) == 1
+
+
+def test_schedules_at_their_steps():
+    cosine = schedules.cosine(0.1, 10, 5)
+    lines = drawn(plot.schedules({"a": cosine, "b": lambda step: 0.5}, 50))
+    np.testing.assert_array_equal(lines["a"][:, 0], np.arange(50))
+    rates = [0.05 * (np.cos(np.pi * (i // 10) / 5) + 1) for i in range(50)]
+    np.testing.assert_allclose(lines["a"][:, 1], rates, rtol=1e-5)
+    assert set(lines["b"][:, 1]) == {0.5}
+    assert list(drawn(plot.schedules([cosine], 5))) == ["cosine(0.1, 10, 5)"]
+    points = drawn(plot.schedules(cosine, 100_000))["cosine(0.1, 10, 5)"]
+    assert len(points) == 2000 and points[-1, 0] == 99_999
+
+
+def test_the_ramp_is_that_of_the_rule():
+    """The equation of `deep_gradient_compression`, step by step."""
+    sparsity = (0.75, 0.9, 0.99)
+    ax = plot.dgc_ramp(10, 7, sparsity)
+    expected = [
+        100.0 if step < 10 else 100 * (1 - sparsity[min((step - 10) * 3 // 7, 2)])
+        for step in range(10 + 7 + 8)
+    ]
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), expected)
+    assert [text.get_text() for text in ax.texts] == ["100 %", "25 %", "10 %", "1 %"]
+    assert len(plot.dgc_ramp(0, steps=5).lines[0].get_ydata()) == 5
+
+
+def test_memory_has_a_bar_for_each_part():
+    plans = {"whole": MemoryPlan(4000, 8000, 4000, 7000), "spread": MemoryPlan(500, 1000, 4000, 0)}
+    ax = plot.memory(plans)
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == list(MemoryPlan._fields[:3])
+    for k, bars in enumerate(ax.containers):
+        widths = [bar.get_width() for bar in bars]
+        np.testing.assert_allclose(widths, [plans[name][k] / 1e3 for name in plans])
+    assert [bar.get_x() for bar in ax.containers[2]] == [12.0, 1.5]
+    assert ax.get_xlabel() == "kB on each device"
+    texts = [text.get_text().strip() for text in ax.texts]
+    assert texts == ["7 kB sent a step", "0 B sent a step"]
+
+
+def test_recomputation_as_points_and_budgets_as_a_line():
+    costs = {"nothing": (8e6, 2e9), "each": (2e6, 3e9), "names": (1.9e6, 3.01e9)}
+    ax = plot.recompute(costs, budgets=[(4e6, 2.5e9), (3e6, 2.8e9)])
+    budgets, points = (line.get_xydata() for line in ax.lines)
+    np.testing.assert_allclose(budgets, [[3, 1.4], [4, 1.25]])
+    np.testing.assert_allclose(points, [[8, 1], [2, 1.5], [1.9, 1.505]])
+    assert {text.get_text() for text in ax.texts} == {"nothing", "names, each"}
+
+
+def test_a_timetable_has_a_bar_for_each_cell():
+    theory = plan(2, 3, schedule="zb")
+    ax = plot.timetable(theory)
+    bars = {(bar.get_x(), round(bar.get_y() + bar.get_height() / 2)) for bar in ax.patches}
+    assert len(bars) == len(list(theory.cells())) == 18
+    assert max(bar.get_x() + bar.get_width() for bar in ax.patches) == theory.units
+    assert len(ax.get_legend().get_texts()) == 3
+
+
+GOOD = {
+    "learning_rate": (HISTORY,),
+    "losses": (HISTORY,),
+    "memory": ({"a": MemoryPlan(1, 1, 1, 1)},),
+    "norms": (HISTORY,),
+    "recompute": ({"a": (1, 1)},),
+    "schedules": (schedules.noam(1, 1), 5),
+    "dgc_ramp": (1,),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_no_axes_is_an_error_that_says_so(name):
+    with pytest.raises(TypeError, match="ax must be axes of matplotlib; got 3"):
+        getattr(plot, name)(*GOOD[name], ax=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "words"),
+    [
+        ("losses", ([1.0],), TypeError, "history must be a mapping from names; got"),
+        ("losses", ({},), ValueError, "history must not be empty"),
+        ("losses", ({"cost": [1.0]},), ValueError, "must have 'loss'; it has cost"),
+        ("losses", ({"loss": [[1.0]]},), ValueError, r"history\['loss'\] must have one number"),
+        ("norms", ({"loss": [1.0]},), ValueError, "'grad_norm'; it has loss; record_metrics"),
+        ("learning_rate", ({"loss": [1.0]},), ValueError, "must have 'learning_rate'"),
+        (
+            "history",
+            ({"loss": [1.0], "evaluation": [1.0]},),
+            ValueError,
+            r"each evaluation, shape \(0,\); got shape \(1,\)",
+        ),
+        ("schedules", (0.1, 5), TypeError, "schedules must be a mapping from names; got 0.1"),
+        ("schedules", ({"a": 0.1}, 5), TypeError, r"schedules\['a'\] must be a function of the"),
+        ("schedules", ({"a": lambda i: jnp.ones(2)}, 5), ValueError, r"give a scalar.*\(2,\)"),
+        ("schedules", (schedules.noam(1, 1), 0), ValueError, "steps must be >= 1; got 0"),
+        ("dgc_ramp", (-1,), ValueError, "rampup_begin_step must be >= 0"),
+        ("dgc_ramp", (0, 1, (2.0,)), ValueError, "sparsity must be"),
+        ("memory", ({"a": (1, 2, 3, 4)},), TypeError, r"plans\['a'\] must be a MemoryPlan"),
+        ("recompute", ({"a": (1, 0)},), ValueError, r"costs\['a'\] must be \(bytes, FLOPs\)"),
+        ("recompute", ({"a": (1, 1)}, [3]), ValueError, r"budgets\[0\] must be \(bytes, FLOPs"),
+        ("timetable", ("1f1b",), TypeError, "plan must be a Plan; got '1f1b'"),
+    ],
+)
+def test_bad_arguments(name, arguments, error, words):
+    with pytest.raises(error, match=words):
+        getattr(plot, name)(*arguments)
+
+
+PROGRAM = """
+import sys
+import jax.numpy as jnp
+import optfn
+assert "matplotlib" not in sys.modules
+sys.modules["matplotlib"] = None  # not installed
+
+def batches():
+    raise AssertionError("a step was made")
+    yield
+
+for call in (
+    lambda: optfn.plot.losses({"loss": [1.0]}),
+    lambda: optfn.distributed.plan(2, 2).draw(),
+    lambda: optfn.minimize(
+        lambda w, x: w, optfn.sgd(0.1), jnp.zeros(()), batches(), report=sys.argv[1]
+    ),
+):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_matplotlib_is_optional(tmp_path):
+    """It is not imported with optfn; where it is missing, the error names the extra, at once."""
+    path = tmp_path / "run.html"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(path)], capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
+    assert (
+        done.stdout.splitlines() == ['matplotlib is not installed: pip install "optfn[plot]"'] * 3
+    )
+    assert not path.exists()

@@ -1,0 +1,277 @@
+"""The report of a run, and its log for TensorBoard: the numbers are those of the history."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optfn
+from optfn import plot
+
+X = np.random.default_rng(0).normal(size=(12, 8, 3)).astype(np.float32)
+TARGET = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["<w>"] - batch @ TARGET) ** 2)
+
+
+def run(batches=X, tx=None, **options):
+    tx = tx or optfn.record_metrics(optfn.sgd(0.1))
+    return optfn.minimize(loss_fn, tx, {"<w>": jnp.zeros(3)}, batches, progress=False, **options)
+
+
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """Reads a page: its tables as rows of cells, its text, its attributes; tags must nest."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.values, self.words = [], [], [], []
+        self.rows = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.ids += [value for name, value in attrs if name == "id"]
+        self.values += [value for name, value in attrs if not name.startswith("xmlns")]
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if {"td", "th"} & {*self.open}:
+            self.rows[-1][-1] += data
+
+
+def read(path):
+    page = Page(path.read_text(encoding="utf-8"))
+    return page, {row[0]: row[1:] for row in page.rows}
+
+
+def test_the_numbers_of_the_report_are_those_of_the_history(tmp_path):
+    path = tmp_path / "out" / "run.html"
+    values = iter([3.0, 0.5, 2.0])
+    _, history = run(evaluate=lambda p: {"a&b": next(values)}, evaluate_every=5, report=path)
+    page, facts = read(path)
+    for name, column in history.items():
+        if name == "evaluation_step":
+            assert name not in facts
+            continue
+        steps = history["evaluation_step"] if name.startswith("evaluation") else 1 + np.arange(12)
+        least, greatest = int(np.argmin(column)), int(np.argmax(column))
+        first, low, low_at, high, high_at, last, bad = facts[name]
+        quoted = [column[0], column[least], column[greatest], column[-1]]
+        np.testing.assert_allclose([float(x) for x in (first, low, high, last)], quoted, rtol=1e-5)
+        assert [low_at, high_at, bad] == [str(steps[least]), str(steps[greatest]), "0"]
+    assert facts["evaluation/a&b"][1:3] == ["0.5", "10"]
+    assert facts["steps"] == ["12"] and facts["ended"] == ["after its last step"]
+    assert facts["optimizer"] == ["record_metrics(sgd(0.1))"]
+    assert facts["jax"] == [jax.__version__] and facts["optax"] == [optax.__version__]
+    assert facts["optfn"] == [optfn.__version__] and facts["devices"] == ["8 × cpu"]
+    assert "<w>" in "".join(page.words)  # of the summary
+
+
+def test_the_report_is_one_valid_file(tmp_path):
+    """Tags nest, ids are there once, names are escaped, and nothing is asked of a network."""
+    history = {
+        "loss": np.array([1.0, np.nan, 0.5]),
+        "evaluation_step": [2],
+        "evaluation/<b>": [1.0],
+    }
+    about = {"<i>": "<script>alert(1)</script>"}
+    path = plot.report(
+        history, tmp_path / "run.html", title="a < b", about=about, summary="</pre>", local_steps=2
+    )
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>\n") and text.count("<!DOCTYPE") == 1
+    page, facts = read(path)
+    assert len(page.ids) == len(set(page.ids)) > 10
+    assert facts["<i>"] == ["<script>alert(1)</script>"] and "<script" not in text
+    assert facts["loss"] == ["1", "0.5", "6", "1", "2", "0.5", "1"]
+    assert "default-src 'none'; style-src 'unsafe-inline'" in page.values
+    assert not re.findall(r"(?:src|href|url\()\W*(?:\w+:)?//|@import", text)
+    links = [value for value in page.values if value and value.startswith("#")]
+    assert links and {link[1:] for link in links} <= {*page.ids}
+
+
+def test_norms_are_in_the_history():
+    """Those of SGD, in NumPy; NaN for the steps before a restart without them."""
+    _, history = run(steps=6)
+    w, found = np.zeros(3), []
+    for x in X[:6].astype(np.float64):
+        grad = 2 / len(x) * x.T @ (x @ (w - TARGET))
+        found.append([np.linalg.norm(grad), 0.1 * np.linalg.norm(grad), np.linalg.norm(w), 1.0])
+        w = w - 0.1 * grad
+    names = ["grad_norm", "update_norm", "param_norm", "clip_factor"]
+    np.testing.assert_allclose(np.stack([history[k] for k in names], 1), found, rtol=1e-4)
+
+
+def test_a_run_that_records_more_after_a_restart(tmp_path):
+    run(steps=3, tx=optfn.sgd(0.1), checkpoint=tmp_path)
+    plain, recording = optfn.sgd(0.1), optfn.record_metrics(optfn.sgd(0.1))
+    state, earlier = optfn.restore_checkpoint(
+        tmp_path, optfn.make_train_step(loss_fn, plain).init({"<w>": jnp.zeros(3)})
+    )
+    opt_state = recording.init(state.params)._replace(inner_state=state.opt_state)
+    optfn.save_checkpoint(tmp_path / "more", state._replace(opt_state=opt_state), earlier)
+    _, history = run(steps=5, tx=recording, checkpoint=tmp_path / "more")
+    assert len(history["loss"]) == 5
+    np.testing.assert_array_equal(np.isnan(history["grad_norm"]), [True] * 3 + [False] * 2)
+
+
+def failing():
+    yield from X[:4]
+    raise RuntimeError("power cut")
+
+
+def test_the_report_of_a_run_that_fails_or_is_stopped(tmp_path):
+    path = tmp_path / "run.html"
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(failing(), report=path)
+    _, facts = read(path)
+    assert facts["steps"] == ["4"] and facts["ended"] == ["by RuntimeError: power cut"]
+    run(report=path, callback=lambda n, state, metrics: n == 7)
+    assert read(path)[1]["steps"] == ["7"]
+    with pytest.raises(ValueError, match="batches gave 0"):
+        run([], report=tmp_path / "none.html")
+    assert not (tmp_path / "none.html").exists()
+
+
+def test_the_report_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("optfn.train.run_report._SECONDS_BETWEEN", 0.0)
+    path, seen = tmp_path / "run.html", []
+    run(steps=2, report=path, callback=lambda *_: seen.append(read(path)[1]))
+    assert [facts["steps"] + facts["ended"] for facts in seen] == [
+        ["1", "not yet"],
+        ["2", "not yet"],
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.html"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: run(report=3), TypeError, "report must be a path; got 3"),
+        (lambda: plot.report([1.0], "x"), TypeError, "history must be a mapping"),
+        (lambda: plot.report({"loss": [1.0]}, 3), TypeError, "path must be a path; got 3"),
+        (lambda: plot.report({"loss": [1.0]}, "x", about=3), TypeError, "about must be a mapping"),
+        (lambda: run(log=object()), TypeError, "no SummaryWriter either: it lacks add_scalar"),
+    ],
+)
+def test_bad_arguments(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium or google-chrome on the path")
+def test_a_browser_shows_the_report_and_asks_for_nothing_else(tmp_path):
+    history = {"loss": np.array([4.0, 2.0, 1.0]), "learning_rate": np.full(3, 0.125)}
+    # Were it taken for HTML, the browser would ask for it.
+    about = {"name": '<img src="http://elsewhere.example/x.png">'}
+    path = plot.report(history, tmp_path / "run.html", about=about)
+    requests = tmp_path / "requests.json"
+    done = subprocess.run(
+        [
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *("--disable-background-networking", "--disable-component-update"),
+            "--host-resolver-rules=MAP * ~NOTFOUND",  # what the browser asks for by itself
+            *(f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={requests}"),
+            path.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    shown = Page(done.stdout)
+    facts = {row[0]: row[1:] for row in shown.rows}
+    assert facts["loss"] == ["4", "1", "3", "4", "1", "1", "0"]
+    assert facts["name"] == [about["name"]]
+    labels = {word.strip() for word in shown.words}
+    assert {"loss", "learning rate", "step", "0.125"} <= labels
+    asked = set(re.findall(r'"url":"(\w+://[^"]*)"', requests.read_text()))
+    assert not [url for url in asked if "elsewhere" in url], asked
+
+
+class Writer:
+    """What minimize needs of a SummaryWriter."""
+
+    def __init__(self):
+        self.scalars, self.flushed = [], 0
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def flush(self):
+        self.flushed += 1
+
+
+def test_scalars_go_to_a_writer():
+    writer = Writer()
+    _, history = run(steps=4, log=writer, evaluate=lambda p: 7.0, evaluate_every=2)
+    by_name = {name: [] for name, _, _ in writer.scalars}
+    for name, value, step in writer.scalars:
+        by_name[name].append((step, value))
+    assert by_name.pop("evaluation") == [(2, 7.0), (4, 7.0)]
+    assert by_name.keys() == history.keys() - {"evaluation", "evaluation_step"}
+    for name, points in by_name.items():
+        assert points == [(n + 1, x) for n, x in enumerate(history[name].tolist())]
+    assert writer.flushed == 1
+
+
+def records(path):
+    """Yield the records of a file of TensorBoard: length, its checksum, data, their checksum."""
+    data = path.read_bytes()
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        yield data[12 : 12 + length]
+        data = data[16 + length :]
+
+
+def test_tensorboard_reads_the_scalars(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
+    from tensorboardX.proto.event_pb2 import Event
+
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        _, history = run(steps=3, log=writer)
+    (path,) = tmp_path.iterdir()
+    events = [Event.FromString(record) for record in records(path)]
+    losses = [
+        (event.step, value.simple_value)
+        for event in events
+        for value in event.summary.value
+        if value.tag == "loss"
+    ]
+    assert losses == [(n + 1, x) for n, x in enumerate(history["loss"].tolist())]
+
+
+def test_a_log_of_lines_has_the_norms_too(tmp_path):
+    path = tmp_path / "run.jsonl"
+    _, history = run(steps=2, log=path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["grad_norm"] for line in lines] == history["grad_norm"].tolist()
