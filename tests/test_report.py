@@ -142,33 +142,27 @@ def test_a_run_that_records_more_after_a_restart(tmp_path):
     np.testing.assert_array_equal(np.isnan(history["grad_norm"]), [True] * 3 + [False] * 2)
 
 
-def failing():
-    yield from X[:4]
-    raise RuntimeError("power cut")
-
-
-def test_the_report_of_a_run_that_fails_or_is_stopped(tmp_path):
-    path = tmp_path / "run.html"
-    with pytest.raises(RuntimeError, match="power cut"):
-        run(failing(), report=path)
-    _, facts = read(path)
-    assert facts["steps"] == ["4"] and facts["ended"] == ["by RuntimeError: power cut"]
-    run(report=path, callback=lambda n, state, metrics: n == 7)
-    assert read(path)[1]["steps"] == ["7"]
-    with pytest.raises(ValueError, match="batches gave 0"):
-        run([], report=tmp_path / "none.html")
-    assert not (tmp_path / "none.html").exists()
-
-
-def test_the_report_is_written_while_the_run_goes_on(tmp_path, monkeypatch):
+def test_the_report_of_a_run_that_goes_on_and_then_fails(tmp_path, monkeypatch):
     monkeypatch.setattr("optfn.train.run_report._SECONDS_BETWEEN", 0.0)
     path, seen = tmp_path / "run.html", []
-    run(steps=2, report=path, callback=lambda *_: seen.append(read(path)[1]))
-    assert [facts["steps"] + facts["ended"] for facts in seen] == [
-        ["1", "not yet"],
-        ["2", "not yet"],
-    ]
+
+    def failing():
+        yield X[0]
+        seen.append(read(path)[1])
+        raise RuntimeError("power cut")
+
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(failing(), report=path)
+    seen.append(read(path)[1])
+    assert [facts["steps"] for facts in seen] == [["1"], ["1"]]
+    assert [facts["ended"] for facts in seen] == [["not yet"], ["by RuntimeError: power cut"]]
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.html"]
+
+
+def test_a_run_without_a_step_has_no_report(tmp_path):
+    with pytest.raises(ValueError, match="batches gave 0"):
+        run([], report=tmp_path / "run.html")
+    assert not (tmp_path / "run.html").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ the first of them is called.
 """
 
 from optfn.plot.costs import memory, recompute, timetable
+from optfn.plot.page import report
 from optfn.plot.rates import dgc_ramp, schedules
-from optfn.plot.report import report
 from optfn.plot.run import history, learning_rate, losses, norms
 
 __all__ = [

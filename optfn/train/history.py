@@ -37,9 +37,11 @@ class History:
         """Return an array for each metric, with what a run before this one left first."""
         evaluations = {k: x for k, x in self.earlier.items() if k.startswith("evaluation")}
         per_step = {k: x for k, x in self.earlier.items() if k not in evaluations}
-        return _joined(per_step, _columns(jax.device_get(self.steps))) | _joined(
-            evaluations, _columns(self.evaluations)
-        )
+        per_step = _joined(per_step, _columns(jax.device_get(self.steps)))
+        # Reading a number from the device takes long, so that each is read once.
+        self.earlier |= per_step
+        self.steps.clear()
+        return per_step | _joined(evaluations, _columns(self.evaluations))
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import optax
 
 from optfn import checks
 from optfn.leaves.types import Params
-from optfn.plot.report import report
+from optfn.plot.page import report
 from optfn.train.history import History
 from optfn.train.state_dict import summary
 
