@@ -193,24 +193,31 @@ def run(options: argparse.Namespace) -> list[measure.Row]:
 
 
 def panels_of(rows: list[measure.Row]) -> Any:
-    """Draw the held-out loss of each row against its bytes, a panel for each optimizer."""
+    """Draw the held-out loss of each row against its bytes, a panel for each optimizer.
+
+    At the width of a page, so that labels stay readable.
+    """
     import matplotlib.pyplot as plt
 
     inners = list(dict.fromkeys(row["inner"] for row in rows))
     figure, panels = plt.subplots(
-        1, len(inners), figsize=(5.5 * len(inners), 5), layout="constrained", squeeze=False
+        len(inners),
+        figsize=(8, 3.6 * len(inners)),
+        sharex=True,
+        layout="constrained",
+        squeeze=False,
     )
-    for panel, inner in zip(panels[0], inners, strict=True):
+    for panel, inner in zip(panels[:, 0], inners, strict=True):
         for row in (row for row in rows if row["inner"] == inner):
             mean, spread = np.mean(row["bits"]), np.std(row["bits"])
             panel.errorbar(row["bytes"], mean, spread, marker="o", capsize=3)
             label = row["scheme"].removeprefix(f"{inner}, ")
-            panel.annotate(label, (row["bytes"], mean), fontsize=7, xytext=(4, 4),
+            panel.annotate(label, (row["bytes"], mean), fontsize=8, xytext=(5, 3),
                            textcoords="offset points")  # fmt: skip
-        panel.set(title=inner, xlabel="bytes sent a parameter and step", xscale="log")
+        panel.set(title=inner, ylabel="bits per byte, held out", xscale="log")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("bits per byte, held out")
+    panels[-1, 0].set_xlabel("bytes sent a parameter and step")
     return figure
 
 

@@ -74,7 +74,7 @@ def read(path):
 def test_the_numbers_of_the_report_are_those_of_the_history(tmp_path):
     path = tmp_path / "out" / "run.html"
     values = iter([3.0, 0.5, 2.0])
-    _, history = run(evaluate=lambda p: {"a&b": next(values)}, evaluate_every=5, report=path)
+    _, history = run(evaluate=lambda p: {"a&$^$": next(values)}, evaluate_every=5, report=path)
     page, facts = read(path)
     for name, column in history.items():
         if name == "evaluation_step":
@@ -86,7 +86,7 @@ def test_the_numbers_of_the_report_are_those_of_the_history(tmp_path):
         quoted = [column[0], column[least], column[greatest], column[-1]]
         np.testing.assert_allclose([float(x) for x in (first, low, high, last)], quoted, rtol=1e-5)
         assert [low_at, high_at, bad] == [str(steps[least]), str(steps[greatest]), "0"]
-    assert facts["evaluation/a&b"][1:3] == ["0.5", "10"]
+    assert facts["evaluation/a&$^$"][1:3] == ["0.5", "10"]
     assert facts["steps"] == ["12"] and facts["ended"] == ["after its last step"]
     assert facts["optimizer"] == ["record_metrics(sgd(0.1))"]
     assert facts["jax"] == [jax.__version__] and facts["optax"] == [optax.__version__]

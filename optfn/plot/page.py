@@ -163,7 +163,8 @@ def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
 def _svg(series: RunHistory, local_steps: int) -> str:
     """Return the curves as an SVG element without a background."""
     matplotlib = checks.optional_module("matplotlib", "plot")
-    with matplotlib.rc_context(dict.fromkeys(_INK_OF, _INK) | {"svg.fonttype": "none"}):
+    settings = dict.fromkeys(_INK_OF, _INK) | {"svg.fonttype": "none", "text.usetex": False}
+    with matplotlib.rc_context(settings):
         figure: Figure = checks.optional_module("matplotlib.figure", "plot").Figure(
             figsize=(8, 1), layout="constrained"
         )

@@ -126,7 +126,8 @@ def _clip_factor(series: RunHistory, local_steps: int, ax: "Axes") -> "Axes":
 
 def _other_evaluation(series: RunHistory, name: str, ax: "Axes") -> "Axes":
     on_axes(ax).plot(*_evaluation(series, name), "o-", markersize=4)
-    ax.set(xlabel="step", ylabel=name.removeprefix("evaluation/"))
+    ax.set_xlabel("step")
+    ax.set_ylabel(name.removeprefix("evaluation/"), parse_math=False)  # names may have a $
     return ax
 
 
