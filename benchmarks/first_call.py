@@ -1,10 +1,12 @@
 """How long is the wait before the first step of a model of many leaves?
 
     python -m benchmarks.first_call [--leaves 2000] [--size 1000] [--rounds 3] [--no-compile]
+        [--options]
 
 Adam on equal leaves, with optfn and with optax: seconds to trace, to lower and to compile the step
 (params, state, gradients) -> (params, state), in interleaved rounds; nothing is cached between
-them. Then the learning rate is changed, and the compiled programs are counted.
+them. Then the learning rate is changed, and the compiled programs are counted. With --options what
+is compared is what XLA's own options make of compiling optfn's step, in seconds of CPU.
 """
 
 import argparse
@@ -26,19 +28,55 @@ SIDES = {
 }
 
 
-def first_call(tx: Any, leaves: int, size: int, compiles: bool) -> dict[str, float]:
-    """Return the seconds of each part."""
+# XLA inlines calls, so that each leaf has code of its own; it cannot compile a call graph in which
+# they share it (disabling the pass "flatten-call-graph" is an error).
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "no expensive passes of LLVM": {"xla_llvm_disable_expensive_passes": True},
+    "code in one part": {"xla_cpu_parallel_codegen_split_count": 1},
+    "level 1 of optimization": {"xla_backend_optimization_level": 1},
+    "level 0 of optimization": {"xla_backend_optimization_level": 0},
+    "calls are not inlined": {"xla_disable_hlo_passes": "call-inliner,inline"},
+    "no fusion": {"xla_disable_hlo_passes": "fusion"},
+}
+
+
+def jitted_step(tx: Any, leaves: int, size: int) -> tuple[Any, tuple[Any, ...]]:
+    """Return the step (params, state, gradients) -> (params, state), and shapes of arguments."""
     params = {f"w{k}": jax.ShapeDtypeStruct((size,), jnp.float32) for k in range(leaves)}
-    state = jax.eval_shape(tx.init, params)
 
     def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
+    return jax.jit(step, donate_argnums=(0, 1)), (params, jax.eval_shape(tx.init, params), params)
+
+
+def run_options(leaves: int, size: int, rounds: int) -> list[measure.Row]:
+    """Print and return the CPU seconds of compiling with each option, medians."""
+    jitted, args = jitted_step(SIDES["optfn"](), leaves, size)
+    lowered = jitted.lower(*args)
+    found: dict[str, list[float]] = {name: [] for name in OPTIONS}
+    for _ in range(rounds):
+        for name, options in OPTIONS.items():
+            start = time.process_time()
+            lowered.compile(compiler_options=options)
+            found[name].append(time.process_time() - start)
+    rows: list[measure.Row] = []
+    for name, seconds in found.items():
+        median = statistics.median(seconds)
+        ratio = statistics.median(found["none"]) / median
+        print(f"| {name} | {median:.2f} ({min(seconds):.2f}) | {ratio:.2f} |", flush=True)
+        rows.append({"option": name, "cpu_s": median, "ratio": ratio})
+    return rows
+
+
+def first_call(tx: Any, leaves: int, size: int, compiles: bool) -> dict[str, float]:
+    """Return the seconds of each part."""
+    jitted, args = jitted_step(tx, leaves, size)
     jax.clear_caches()
-    jitted = jax.jit(step, donate_argnums=(0, 1))
     times = [time.perf_counter()]
-    traced = jitted.trace(params, state, params)
+    traced = jitted.trace(*args)
     times.append(time.perf_counter())
     lowered = traced.lower()
     times.append(time.perf_counter())
@@ -94,7 +132,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--options", action="store_true", help="compare options of the compiler")
     options = measure.parse(parser, leaves=3, size=5, rounds=1)
+    if options.options:
+        head = "| option | CPU s (min) | none/option |\n|---|---|---|"
+        sizes = options.leaves, options.size, options.rounds
+        measure.report(options, head, lambda: run_options(*sizes))
+        return
     head = "| seconds | optfn | optax | optax/optfn |\n|---|---|---|---|"
     measure.report(
         options,
