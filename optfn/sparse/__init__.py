@@ -1,6 +1,7 @@
-"""Row-sparse gradients of embedding tables."""
+"""Row-sparse gradients of embedding tables, and hashing into them."""
 
 from optfn.leaves.rows import Rows
 from optfn.sparse.gradient import Table, densify, value_and_grad
+from optfn.sparse.hashing import hash_ids
 
-__all__ = ["Rows", "Table", "densify", "value_and_grad"]
+__all__ = ["Rows", "Table", "densify", "hash_ids", "value_and_grad"]
