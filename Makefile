@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression gallery test lint bench bench-check docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test lint bench bench-check docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
 
 demo-compression: $(VENV)/.demo
 	$(BIN)/python -m examples.compression
+
+demo-recommender: $(VENV)/.demo
+	$(BIN)/python -m examples.recommender
 
 gallery: $(VENV)/.bench
 	$(BIN)/python -m examples.gallery

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from sklearn.metrics import roc_auc_score
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -14,7 +15,7 @@ import registry
 from PIL import Image
 
 import optfn
-from examples import demo, gallery, text, transformer, words
+from examples import demo, gallery, recommender, text, transformer, words
 
 
 def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
@@ -107,3 +108,33 @@ def test_the_notebook_runs(monkeypatch, capsys):
             exec(compile("".join(cell["source"]), "digits.ipynb", "exec"), names)
     assert names["history"]["evaluation"][-1] > 0.9
     assert "accuracy on held-out digits: 0.9" in capsys.readouterr().out
+
+
+def test_the_recommender_learns_on_sharded_tables(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["recommender", "--toy", "--steps", "30", "--l1", "3e-3"])
+    recommender.main()
+    lines = capsys.readouterr().out.splitlines()
+    scores = {line[:24].strip(): line[24:].split() for line in lines if "model  " in line}
+    initial, trained, best = (float(auc) for auc, _ in scores.values())
+    assert list(scores) == ["initial model", "trained model", "generating model"]
+    assert 0.4 < initial < 0.6 and initial + 0.15 < trained < best < 0.95
+    shares = [int(line.split()[-1][:-1]) for line in lines if line.endswith("%")]
+    assert len(shares) == 3 and 0 < shares[0] < min(shares[1:])  # what has no effect becomes 0
+    total, part = (float(x.split()[0]) for x in lines[-2].split(":")[1].split(","))
+    assert part < 1.1 * total / 8
+
+
+def test_auc_is_the_area_under_the_roc_curve():
+    rng = np.random.default_rng(0)
+    score, clicked = np.round(rng.normal(size=500), 1), rng.integers(0, 2, 500)  # with ties
+    assert recommender.auc(score, clicked) == pytest.approx(roc_auc_score(clicked, score))
+    assert recommender.log_loss(np.zeros(2), np.array([0, 1])) == pytest.approx(np.log(2))
+
+
+def test_the_probability_of_a_click_is_that_of_the_log():
+    """The clicks have the frequencies that their log-odds say; ids are those of ranks."""
+    log = recommender.Log(recommender.Sizes(users=50, items=20), seed=0)
+    batch, score = log.sample(20_000, np.random.default_rng(0))
+    p = 1 / (1 + np.exp(-score))
+    assert abs(np.sum(batch["clicked"] - p)) < 4 * np.sqrt(np.sum(p * (1 - p)))
+    assert len(np.unique(batch["embed"][:, 0])) == 50
