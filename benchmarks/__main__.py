@@ -53,6 +53,9 @@ SUITE = {
     "compression_link": Script("compression_link", ("--rounds", "5")),
     "pipeline": Script("pipeline"),
     "recompute": Script("recompute"),
+    "sharding": Script("sharding"),
+    "tables": Script("tables"),
+    "checkpoints": Script("checkpoints"),
 }
 
 

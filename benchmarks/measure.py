@@ -7,11 +7,12 @@ interleaved rounds, A B A B …, in one process, and reported as median and mini
 import argparse
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -75,6 +76,17 @@ def interleaved(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, T
     return {name: Timing(statistics.median(s), min(s)) for name, s in seconds.items()}
 
 
+def cpu_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Return the median CPU time of each call over interleaved rounds, without the first."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds + 1):
+        for call, times in zip(calls, seconds, strict=True):
+            start = time.process_time()
+            jax.block_until_ready(call())
+            times.append(time.process_time() - start)
+    return [statistics.median(times[1:]) for times in seconds]
+
+
 class Machine:
     """The bandwidth of memory, by the two simplest passes over arrays that exist already.
 
@@ -109,6 +121,12 @@ class Machine:
             "copy": 8 * self.elements / times["copy"].minimum,
             "in place": 12 * self.elements / times["in place"].minimum,
         }
+
+    def conditions(self, times: dict[str, Timing]) -> str:
+        """Return a line for below a table: the bandwidths, and how busy the machine is."""
+        found = self.bandwidth(times)
+        speeds = ", ".join(f"{name} {x / 1e9:.1f} GB/s" for name, x in found.items())
+        return f"\nbandwidth: {speeds}; load average {os.getloadavg()[0]:.1f}"
 
     def floor(self, num_bytes: float, times: dict[str, Timing]) -> float:
         """Return the least seconds in which an update in place could move so many bytes."""

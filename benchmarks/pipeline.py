@@ -15,8 +15,6 @@ forward runs twice, 4/3 of that. Threads that spin while they wait for another d
 
 import argparse
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,17 +132,6 @@ def gradients(form: Form, size: Size, m: int) -> tuple[Any, Callable[[], Any], C
     return compiled, lambda: compiled(*placed), lambda: unpipelined(*alone)
 
 
-def cpu_seconds(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Return the median CPU time of each call over interleaved rounds, without the first."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 1):
-        for call, times in zip(calls, seconds, strict=True):
-            start = time.process_time()
-            jax.block_until_ready(call())
-            times.append(time.process_time() - start)
-    return [statistics.median(times[1:]) for times in seconds]
-
-
 def run(
     size: Size, microbatches: Sequence[int], forms: Sequence[Form], rounds: int = 7
 ) -> list[measure.Row]:
@@ -154,7 +141,7 @@ def run(
         for m in microbatches:
             timetable = plan(STAGES, m, form.virtual_stages, form.schedule)
             compiled, *calls = gradients(form, size, m)
-            pipelined, unpipelined = cpu_seconds(calls, rounds)
+            pipelined, unpipelined = measure.cpu_seconds(calls, rounds)
             rows.append(
                 {
                     "form": str(form),

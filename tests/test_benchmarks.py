@@ -9,6 +9,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -16,6 +17,7 @@ import optfn
 from benchmarks import __main__ as suite
 from benchmarks import (
     check,
+    checkpoints,
     exchange,
     first_call,
     fused_adam,
@@ -27,9 +29,13 @@ from benchmarks import (
     recompute,
     rows,
     selection,
+    sharding,
+    tables,
     update,
+    wire,
 )
 from optfn.autodiff.budget import is_effective
+from optfn.distributed import data_mesh
 
 ROOT = Path(__file__).parent.parent
 ABOUT = {"device", "jax", "optax", "commit"}
@@ -152,6 +158,49 @@ def test_pipeline(toy):
     gpipe, more, flat, flat_too = (row["temporaries"] for row in found)
     assert more > 1.5 * gpipe and flat_too <= 1.02 * flat < gpipe
     assert [row["ticks"] for row in found] == [22, 38, 14, 22]
+
+
+def test_tables(toy):
+    """In each round ids and rows of the lookup, ids and gradients, of 16 ids for an owner."""
+    whole, spread = toy(tables, "tables")
+    assert whole["cpu_ratio"] == 1 and spread["ideal"] == whole["ideal"] < 2 * 32 * 8 * 4
+    assert spread["bytes"] < whole["bytes"] / 7
+    ids = tables.IDS["Zipf"](np.random.default_rng(0), 1024, 256)
+    counts = [np.bincount(np.unique(part) // 128) for part in np.split(ids, 8)]
+    rounds = -(-max(map(max, counts)) // 16)  # 4 of 32 ids and 4·√4, in eights
+    words = 8 * 16 * (1 + 8 + 1 + 8)
+    assert spread["sent"] == pytest.approx(7 / 8 * 4 * words * rounds, rel=0.01, abs=200)
+
+
+def test_sharding(toy):
+    found = toy(sharding, "sharding")
+    assert [row["shard"] for row in found] == ["None", "state", "params"] * 2
+    for row in found:
+        assert row["bytes"] == pytest.approx(row["ideal_bytes"], rel=0.01)
+        assert row["sent"] == pytest.approx(row["ideal_sent"], rel=0.01)  # loops and all
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+def test_checkpoints(toy):
+    file, parts = toy(checkpoints, "checkpoints")
+    assert file["checkpoint"] == "one file" and parts["checkpoint"] == "parts"
+    assert 0.99e6 < file["bytes"] < 1.01e6 < 1.1 * file["written"] and parts["written"] > 0.5e6
+    assert 0 < parts["blocking_share"] < 1
+
+
+def test_loops_count_as_often_as_they_run():
+    def total(x, n):
+        def body(_, x):
+            return jax.lax.psum(x, "data") / 8
+
+        return jax.lax.fori_loop(0, n, body, jax.lax.fori_loop(0, 5, body, x))
+
+    specs = (PartitionSpec("data"), PartitionSpec())
+    run = jax.shard_map(
+        total, mesh=data_mesh(8), in_specs=specs, out_specs=specs[0], check_vma=False
+    )
+    compiled = jax.jit(run).lower(np.ones(32, np.float32), np.int32(3)).compile()
+    assert wire.bytes_sent(compiled, 8, rounds=3) == 2 * 7 / 8 * 16 * (5 + 3)
 
 
 def test_recompute(toy, tmp_path):

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import data_mesh, init_state
@@ -192,3 +194,12 @@ def test_a_checksum_depends_on_every_element_and_its_place_not_on_the_layout(x):
         {np.asarray(jax.random.key_data(v) if "key" in str(v.dtype) else v).tobytes() for v in x}
     )
     assert len(seen) >= min(swapped, len(x))
+
+
+@pytest.mark.optimized
+def test_a_checksum_takes_no_memory():
+    x = jax.ShapeDtypeStruct(
+        (512, 512), jnp.float32, sharding=NamedSharding(data_mesh(8), P("data"))
+    )
+    compiled = jax.jit(fingerprint).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1000 < 4 * 512 * 512 / 8

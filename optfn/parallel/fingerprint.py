@@ -33,12 +33,19 @@ def fingerprint(x: jax.Array) -> jax.Array:
         position += count * np.uint32(stride % 2**32)
         stride *= words.shape[axis]
     seeded = words ^ (position * _GOLDEN + _GOLDEN)
-    sums = []
+    mixed = []
     for multiplier in _MULTIPLIERS:
-        mixed = (seeded ^ (seeded >> 16)) * multiplier
-        mixed = (mixed ^ (mixed >> 13)) * _GOLDEN
-        sums.append(jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32))
-    return jnp.stack(sums)
+        m = (seeded ^ (seeded >> 16)) * multiplier
+        m = (m ^ (m >> 13)) * _GOLDEN
+        mixed.append(m ^ (m >> 16))
+    # One reduction with two results. XLA on CPU writes what goes into two reductions to memory
+    # first: twice the size of x, and ten times as long.
+    zeros = (np.uint32(0), np.uint32(0))
+    return jnp.stack(lax.reduce(tuple(mixed), zeros, _add_pairs, tuple(range(words.ndim))))
+
+
+def _add_pairs(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return a[0] + b[0], a[1] + b[1]
 
 
 def _words(x: jax.Array) -> jax.Array:
