@@ -89,6 +89,12 @@ def paths(tree: PyTree) -> list[str]:
     return found
 
 
+def array_paths(tree: PyTree) -> list[str]:
+    """Return the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
+    pairs = zip(paths(tree), flatten(tree)[0], strict=True)
+    return [path for path, leaf in pairs if not is_masked(leaf)]
+
+
 def is_transparent(x: object) -> bool:
     """Tell whether `x` is a node that adds no word to paths: a NamedTuple of one field."""
     return getattr(type(x), "transparent", False) is True

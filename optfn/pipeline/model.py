@@ -203,7 +203,10 @@ def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
         if returned != needed:
             raise ValueError(f"stage_fn takes {needed} and returns {returned}: {hint}")
         for name, a, b in zip(
-            tree.paths(activation), jax.tree.leaves(activation), jax.tree.leaves(y), strict=False
+            tree.array_paths(activation),
+            jax.tree.leaves(activation),
+            jax.tree.leaves(y),
+            strict=True,
         ):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise ValueError(

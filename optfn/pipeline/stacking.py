@@ -90,8 +90,8 @@ def stack_stages(
 def _check_homogeneous(first: Params, other: Params, i: int) -> None:
     hint = "pass stages that differ to the pipeline as a list of functions and a list of params"
     tree.check_same_structure("stack_stages", f"params[{i}]", other, "params[0]", first)
-    leaves = zip(tree.paths(first), jax.tree.leaves(first), jax.tree.leaves(other), strict=False)
-    for name, a, b in leaves:
+    columns = tree.array_paths(first), jax.tree.leaves(first), jax.tree.leaves(other)
+    for name, a, b in zip(*columns, strict=True):
         if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
             raise ValueError(
                 f"params[{i}]: leaf {name!r} is {jnp.result_type(b)}{list(jnp.shape(b))}, that of "

@@ -28,6 +28,7 @@ class StagePlacement:
       a leading axis. Otherwise None.
     data_axis: the data axis, if there is one.
     param_specs: how the leaves of a stage lie along further axes; None for whole.
+    marks: how many `Stacked` were around the params: one for each leading axis.
     """
 
     mesh: Mesh
@@ -36,6 +37,7 @@ class StagePlacement:
     worker_axis: str | None
     data_axis: str | None = None
     param_specs: PyTree = None
+    marks: int = 0
 
     @property
     def leading_axes(self) -> tuple[str, ...]:
@@ -77,7 +79,7 @@ class StagePlacement:
             )
         front = 2 if self._is_folded(stages) else 1
         for path, x, spec in zip(
-            tree.paths(stages), jax.tree.leaves(stages), self._leaf_specs(), strict=True
+            tree.array_paths(stages), jax.tree.leaves(stages), self._leaf_specs(), strict=True
         ):  # fmt: skip
             self._check_fit(path, x.shape[front:], spec)
         return jax.tree.map(
@@ -177,14 +179,15 @@ class StagePlacement:
 
     def _is_folded(self, stages: Params) -> bool:
         v, p = self.plan.virtual_stages, self.plan.num_stages
-        leaves = jax.tree.leaves(stages)
-        return v > 1 and any(x.shape[:1] != (v * p,) for x in leaves)
+        # On one device (v, 1, …) begins as (v·p, …) does.
+        unlike = (x.shape[:1] != (v * p,) for x in jax.tree.leaves(stages))
+        return v > 1 and (self.marks > 1 or any(unlike))
 
     def _check_stacked(self, stages: Params) -> None:
         v, p = self.plan.virtual_stages, self.plan.num_stages
         leaves = jax.tree.leaves(stages)
         folded = self._is_folded(stages)
-        for name, x in zip(tree.paths(stages), leaves, strict=False):
+        for name, x in zip(tree.array_paths(stages), leaves, strict=True):
             if x.shape[:2] != (v, p) if folded else x.shape[:1] != (v * p,):
                 raise ValueError(
                     f"params: leaf {name!r} of shape {x.shape} must have the {v * p} stages in "

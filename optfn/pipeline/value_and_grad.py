@@ -224,7 +224,7 @@ def _check_specs(
     if not homogeneous:
         raise ValueError("param_specs needs one stage_fn for all stages; got a list of functions")
     for path, spec in zip(
-        tree.paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
+        tree.array_paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
     ):  # fmt: skip
         if not is_spec(spec):
             raise TypeError(
@@ -283,7 +283,7 @@ class _Pipeline:
         stages, shared = params if has_shared else (params, None)
         stages, marks = unmarked(stages)
         self._check_keywords(has_shared, rng is not None)
-        placement = self.placement
+        placement = dataclasses.replace(self.placement, marks=marks)
         stage_weights = placement.fold(stages) if self.homogeneous else placement.ravel(stages)
         # Shapes alone: the sharding of the arrays outside has no meaning inside of shard_map.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)

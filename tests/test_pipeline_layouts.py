@@ -1,0 +1,83 @@
+"""A state of one layout of a pipeline goes on in another: stages, virtual stages, workers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import optfn
+from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
+
+RNG = np.random.default_rng(0)
+STAGES, WIDTH = 4, 8
+X, Y = (RNG.normal(size=(16, WIDTH)).astype(np.float32) for _ in range(2))
+PARAMS = [{"w": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32)} for _ in range(STAGES)]
+
+
+def stage(params, x):
+    return x + jnp.tanh(x @ params["w"])
+
+
+def loss_fn(y, target):
+    return jnp.mean((y - target) ** 2)
+
+
+def optimizer():
+    return optfn.chain(
+        optfn.lamb(0.01, grad_clip=optfn.clip_by_global_norm(0.5)),
+        optfn.exponential_moving_average(0.9),
+    )
+
+
+def pipeline(devices, virtual, workers):
+    """Return the step of a layout, and a state whose params are those of no training."""
+    mesh = Mesh(
+        np.array(jax.devices()[: devices * workers]).reshape(devices, workers), ("stage", "data")
+    )
+    value_and_grad = pipeline_value_and_grad(
+        stage, loss_fn, mesh=mesh, num_microbatches=4, virtual_stages=virtual, data_axis="data"
+    )
+    step = optfn.make_train_step(None, optimizer(), value_and_grad=value_and_grad)
+    return step, step.init(stack_stages(PARAMS, virtual_stages=virtual, mesh=mesh))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The state dict after three steps of 2 stages × 2 workers, and what one device comes to."""
+    alone = optfn.make_train_step(
+        lambda params, batch: loss_fn(stage_after_stage(params.layers, batch[0]), batch[1]),
+        optimizer(),
+    )
+    want = alone.init(stack_stages(PARAMS))
+    losses = []
+    for _ in range(6):
+        want, metrics = alone(want, (X, Y))
+        losses.append(float(metrics["loss"]))
+    step, state = pipeline(2, 2, 2)
+    for _ in range(3):
+        state, _ = step(state, (X, Y))
+    return optfn.state_dict(state), want.params, losses
+
+
+def stage_after_stage(params, x):
+    for s in range(STAGES):
+        x = stage(jax.tree.map(lambda w, s=s: w[s], params), x)
+    return x
+
+
+@pytest.mark.parametrize("layout", [(1, 4, 4), (4, 1, 2)], ids=str)
+def test_training_goes_on_in_another_layout(layout, trained):
+    """Stage r·p + d is [r, d] of (v, p): the order of stages is that of memory in each layout."""
+    saved, params, losses = trained
+    step, state = pipeline(*layout)
+    shapes = {name: np.shape(x) for name, x in optfn.state_dict(state).items()}
+    state = optfn.load_state_dict(state, {k: np.reshape(x, shapes[k]) for k, x in saved.items()})
+    for k in range(3, 6):
+        state, metrics = step(state, (X, Y))
+        np.testing.assert_allclose(metrics["loss"], losses[k], rtol=3e-6)
+    found = unstack_stages(state.params, virtual_stages=layout[1])
+    for a, b in zip(found, unstack_stages(params), strict=True):
+        np.testing.assert_allclose(a["w"], b["w"], rtol=1e-5, atol=1e-6)
+    here = state.params["w"].addressable_shards[0].data
+    assert here.size == STAGES // layout[0] * WIDTH**2
