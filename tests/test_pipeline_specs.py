@@ -1,6 +1,5 @@
 """A pipeline whose weights are divided over further axes, tensor parallel or data."""
 
-import functools
 import re
 
 import chex
@@ -148,8 +147,91 @@ def test_specs_that_do_not_fit_params():
     narrow = {"in": params["in"][..., :3], "out": params["out"][:, :3], "scale": params["scale"]}
     with pytest.raises(ValueError, match=r"divides 3 of a stage's shape \(8, 3\) over 2 devices"):
         make(mesh_of())(narrow, X, Y)
-    with pytest.raises(ValueError, match="param_specs needs one stage_fn"):
-        pipeline_value_and_grad(
-            [functools.partial(divided_stage)] * 2, loss_fn, mesh=mesh_of(), num_microbatches=4,
-            param_specs=SPECS,
-        )  # fmt: skip
+
+
+# Heterogeneous stages: a list of functions, of other shapes and other leaves.
+
+WIDE = 12
+UNLIKE = [
+    {"in": RNG.normal(size=(WIDTH, HIDDEN)), "out": RNG.normal(size=(HIDDEN, WIDE))},
+    {"up": RNG.normal(size=(WIDE, WIDTH)), "bias": RNG.normal(size=WIDTH), "step": 3},
+]
+UNLIKE = jax.tree.map(lambda x: np.asarray(x, np.float32) * np.float32(0.3), UNLIKE)
+UNLIKE[1]["step"] = np.int32(3)
+UNLIKE_SPECS = [
+    {"in": P("data", "model"), "out": P("model")},
+    {"up": P(None, ("model", "data")), "bias": P("model"), "step": P()},
+]
+
+
+def first(params, x):
+    return sum_over(jnp.tanh(copy_to(x, "model") @ params["in"]) @ params["out"], "model")
+
+
+def second(params, x):
+    part = jnp.tanh(copy_to(x, "model") @ params["up"] + params["bias"])
+    own = jax.lax.axis_index("model") * part.shape[-1]
+    whole = jnp.zeros((*part.shape[:-1], WIDTH), part.dtype)
+    whole = jax.lax.dynamic_update_slice_in_dim(whole, part, own, part.ndim - 1)
+    return sum_over(whole, "model")
+
+
+def unlike_on_one_device(params, batch):
+    (a, b), (x, target) = params, batch
+    return loss_fn(jnp.tanh(jnp.tanh(x @ a["in"]) @ a["out"] @ b["up"] + b["bias"]), target)
+
+
+def placed_list(mesh):
+    pairs = zip(UNLIKE, UNLIKE_SPECS, strict=True)
+    return [
+        {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in params.items()}
+        for params, specs in pairs
+    ]
+
+
+def make_unlike(mesh, specs=UNLIKE_SPECS, **options):
+    return pipeline_value_and_grad(
+        [first, second], loss_fn, mesh=mesh, num_microbatches=4, data_axis="data",
+        param_specs=specs, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "explicit"), [("1f1b", False), ("zb", True)])
+def test_heterogeneous_stages_keep_their_axes(schedule, explicit):
+    mesh = mesh_of(explicit)
+    loss, grads = make_unlike(mesh, schedule=schedule)(placed_list(mesh), X, Y)
+    gradient = jax.value_and_grad(unlike_on_one_device, allow_int=True)
+    want, expected = gradient(UNLIKE, (X, Y))
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    for found, right, specs in zip(grads, expected, UNLIKE_SPECS, strict=True):
+        assert found.keys() == right.keys()
+        for name in found.keys() - {"step"}:
+            np.testing.assert_allclose(found[name], right[name], rtol=1e-4, atol=1e-6)
+            assert found[name].sharding.is_equivalent_to(
+                NamedSharding(mesh, specs[name]), right[name].ndim
+            )
+
+
+def test_heterogeneous_stages_train_as_one_device():
+    mesh = mesh_of()
+    tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(0.5))
+    step = optfn.make_train_step(None, tx, value_and_grad=make_unlike(mesh))
+    alone = optfn.make_train_step(unlike_on_one_device, tx)
+    state, want = step.init(placed_list(mesh)), alone.init(UNLIKE)
+    for _ in range(5):
+        state, metrics = step(state, (X, Y))
+        want, expected = alone(want, (X, Y))
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=3e-6)
+    matrices = [x for x in jax.tree.leaves(state) if x.shape == (WIDTH, HIDDEN)]
+    assert len(matrices) == 3  # a weight and its moments
+    for x in matrices:
+        assert x.addressable_shards[0].data.shape == (WIDTH // 2, HIDDEN // 2)
+    assert step.compiled._cache_size() == 1
+
+
+def test_specs_that_do_not_fit_a_list():
+    with pytest.raises(ValueError, match="param_specs must be a tree like the params"):
+        make_unlike(mesh_of(), UNLIKE_SPECS[:1])(UNLIKE, X, Y)
+    specs = [UNLIKE_SPECS[0], UNLIKE_SPECS[1] | {"bias": P("model", "data")}]
+    with pytest.raises(ValueError, match=r"at '1/bias' has more entries than \(8,\)"):
+        make_unlike(mesh_of(), specs)(UNLIKE, X, Y)

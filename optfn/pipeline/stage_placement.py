@@ -1,6 +1,12 @@
-"""Placement of the stages' params on the mesh, and gradients in the structure of the params."""
+"""Placement of the stages' params on the mesh, and gradients in the structure of the params.
+
+The engine takes the weights of all stages as arrays (v, p, …), p along the axis of the stages:
+chunk r of device d is stage r·p + d. `StackedStages` are the params of homogeneous stages, which
+lie so; `ListedStages` those of heterogeneous ones, ravelled into buffers.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,16 +24,18 @@ from optfn.parallel.placement import num_workers
 from optfn.parallel.sharding import Sharding, is_spec
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
+from optfn.pipeline.stage import Leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class StagePlacement:
-    """Placement of leaves (v, p, …), p along `axis_name`: chunk r of device d is stage r·p + d.
+    """What both forms have in common.
 
     worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
       a leading axis. Otherwise None.
     data_axis: the data axis, if there is one.
-    param_specs: how the leaves of a stage lie along further axes; None for whole.
+    param_specs: how the leaves of a stage, or of each stage, lie along further axes; None for
+      whole.
     marks: how many `Stacked` were around the params: one for each leading axis.
     """
 
@@ -64,10 +72,8 @@ class StagePlacement:
 
         return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
 
-    def stage_specs(self, stages: Params) -> PyTree:
-        """Return how the folded leaves (v, p, …) lie, as a tree or one PartitionSpec."""
-        if self.param_specs is None:
-            return P(None, self.axis_name)
+    def check_specs(self, stages: Params, front: int) -> None:
+        """Raise unless `param_specs` fits params whose leaves have `front` leading axes."""
         structures: list[Any] = [
             jax.tree.structure(x, is_leaf=is_spec) for x in (self.param_specs, stages)
         ]
@@ -77,14 +83,10 @@ class StagePlacement:
                 f"paths are {tree.listed(tree.paths(self.param_specs))}, those of params "
                 f"{tree.listed(tree.paths(stages))}"
             )
-        front = 2 if self._is_folded(stages) else 1
         for path, x, spec in zip(
             tree.array_paths(stages), jax.tree.leaves(stages), self._leaf_specs(), strict=True
         ):  # fmt: skip
             self._check_fit(path, x.shape[front:], spec)
-        return jax.tree.map(
-            lambda spec: P(None, self.axis_name, *spec), self.param_specs, is_leaf=is_spec
-        )
 
     def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
         if len(spec) > len(shape):
@@ -100,13 +102,48 @@ class StagePlacement:
     def _leaf_specs(self) -> list[P]:
         return jax.tree.leaves(self.param_specs, is_leaf=is_spec)
 
+    @staticmethod
+    def _of_inexact(params: Params, specs: PyTree) -> list[P]:
+        """Return the PartitionSpecs of the leaves that have gradients."""
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+        return [spec for x, spec in pairs if tree.is_inexact(x)]
+
+    def gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
+        """Return the gradients of inexact leaves as a tree like `params`, with float0 elsewhere."""
+        workers = [self.mesh.shape[axis] for axis in self.leading_axes]
+        leaves, structure = jax.tree.flatten(params)
+        remaining = iter(gradients)
+
+        def gradient_of(x: Leaf) -> Leaf:
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                return next(remaining)
+            return mismatch.no_gradient((*workers, *x.shape))
+
+        return jax.tree.unflatten(structure, [gradient_of(x) for x in leaves])
+
+
+class StackedStages(StagePlacement):
+    """Homogeneous stages: stacked params."""
+
+    def shapes(self, stages: Params) -> PyTree:
+        """Return the shapes of the params; the sharding outside of shard_map means nothing."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)
+
+    def weight_specs(self, stages: Params) -> PyTree:
+        """Return how the weights (v, p, …) lie, as a tree or one PartitionSpec."""
+        if self.param_specs is None:
+            return P(None, self.axis_name)
+        self.check_specs(stages, 2 if self._is_folded(stages) else 1)
+        return jax.tree.map(
+            lambda spec: P(None, self.axis_name, *spec), self.param_specs, is_leaf=is_spec
+        )
+
     def gradient_specs(self, stages: Params) -> PyTree:
         """Return how the gradients of the inexact leaves lie, as a list or one PartitionSpec."""
         front = (*self.leading_axes, None, self.axis_name)
         if self.param_specs is None:
             return P(*front)
-        pairs = zip(jax.tree.leaves(stages), self._leaf_specs(), strict=True)
-        return [P(*front, *spec) for x, spec in pairs if tree.is_inexact(x)]
+        return [P(*front, *spec) for spec in self._of_inexact(stages, self.param_specs)]
 
     def whole_along_data(self, weights: Params) -> Params:
         """Return a device's weights (v, …), those divided over the data axis gathered."""
@@ -131,10 +168,8 @@ class StagePlacement:
         """
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
-        pairs = zip(jax.tree.leaves(weights), self._leaf_specs(), strict=True)
-        specs = [spec for x, spec in pairs if tree.is_inexact(x)]
         owners = Sharding(None, self.mesh, self.data_axis)
-        dimensions = map(self._data_dimension, specs)
+        dimensions = map(self._data_dimension, self._of_inexact(weights, self.param_specs))
         return [
             lax.pmean(g, self.data_axis) if d is None else owners.mean_part(g, d)
             for g, d in zip(gradients, dimensions, strict=True)
@@ -144,17 +179,7 @@ class StagePlacement:
         """Return which axis of a leaf (v, …) is divided over the data axis."""
         return next((1 + d for d, e in enumerate(spec) if self.data_axis in axes(e)), None)
 
-    def replicate_stages(self, arrays: PyTree, spec: P) -> PyTree:
-        """Return `arrays` sharded by `spec`, all stages on every device, in one collective at most.
-
-        Without the constraint the partitioner splits them further and moves the pieces one by one.
-        """
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.lax.with_sharding_constraint(self.along_explicit_axes(arrays, spec), sharding)
-
-    # Homogeneous stages: stacked params.
-
-    def fold(self, stages: Params) -> Params:
+    def weights(self, stages: Params) -> Params:
         """Return the leaves of stacked params as (v, p, …)."""
         self._check_stacked(stages)
         if self._is_folded(stages):
@@ -165,7 +190,7 @@ class StagePlacement:
         stages = self.along_explicit_axes(stages, P())
         return jax.tree.map(lambda x: x.reshape(v, p, *x.shape[1:]), stages)
 
-    def unfold(self, stages: Params, gradients: list[jax.Array]) -> Updates:
+    def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
         """Return gradients ([workers,] v, p, …) in the structure and shapes of `stages`."""
         axis = len(self.leading_axes)
         if self._is_folded(stages):
@@ -195,10 +220,16 @@ class StagePlacement:
                     "stack_stages makes it so"
                 )
 
-    # Heterogeneous stages: a list of params.
 
-    def ravel(self, stages: Params) -> buffers.Buffers:
-        """Return the params of heterogeneous stages as buffers (v, p, longest), one per dtype."""
+class ListedStages(StagePlacement):
+    """Heterogeneous stages: a list of params, as buffers (v, p, longest), one per dtype.
+
+    Where leaves are divided over further axes, each device has a buffer of its parts, and a whole
+    buffer is those of all devices, one after the other.
+    """
+
+    def weights(self, stages: Params) -> buffers.Buffers:
+        """Return the params as buffers."""
         v, p = self.plan.virtual_stages, self.plan.num_stages
         if not isinstance(stages, list | tuple):
             raise TypeError(
@@ -207,35 +238,103 @@ class StagePlacement:
             )
         if len(stages) != v * p:
             raise ValueError(f"params: {len(stages)} stages for {v * p} functions of stage_fn")
-        stages = self.along_explicit_axes(stages, P())
-        lengths = buffers.lengths_for(stages)
-        rows = [buffers.ravel(params, lengths) for params in stages]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows)
-        return self.replicate_stages(stacked, P())
+        if self.param_specs is not None:
+            self.check_specs(stages, 0)
+        lengths = buffers.lengths_for(self.shapes(stages))
 
-    def unravel(self, stages: Params, gradients: list[jax.Array]) -> Updates:
+        def ravel(stages: Params) -> buffers.Buffers:
+            rows = [buffers.ravel(params, lengths) for params in stages]
+            stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(v, p, -1), *rows)
+            device = lax.axis_index(self.axis_name)
+            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, device, 1), stacked)
+
+        return self._on_parts(ravel, self._part_specs(stages), self.weight_specs(stages), stages)
+
+    def shapes(self, stages: Params) -> PyTree:
+        """Return the shapes of the parts that stage functions see."""
+
+        def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
+            entries = (*spec, *[None] * (len(x.shape) - len(spec)))
+            shape = [
+                n // num_workers(self.mesh, axes(e)) for n, e in zip(x.shape, entries, strict=True)
+            ]
+            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+        return jax.tree.map(part, stages, self._part_specs(stages))
+
+    def weight_specs(self, stages: Params) -> P:
+        """Return how the buffers lie."""
+        return P(None, self.axis_name, self._further_axes or None)
+
+    def gradient_specs(self, stages: Params) -> P:
+        """Return how the buffers of the gradients lie."""
+        return P(*self.leading_axes, *self.weight_specs(stages))
+
+    def whole_along_data(self, weights: Params) -> Params:
+        """Return a device's weights: what is divided over the data axis came whole."""
+        return weights
+
+    def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
+        """Return the means over the data axis of a device's gradients."""
+        return list(lax.pmean(gradients, self.data_axis))
+
+    def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
         """Return gradients from buffers ([workers,] v, p, longest), structured like `stages`."""
-        p, leading_axes = self.plan.num_stages, self.leading_axes
-        names = buffers.inexact_lengths(buffers.lengths_for(stages))
-        replicated = self.replicate_stages(gradients, P(*leading_axes))
-        by_dtype = dict(zip(names, replicated, strict=True))
-        trees = []
-        for s, params in enumerate(stages):
-            row = {name: x[..., s // p, s % p, :] for name, x in by_dtype.items()}
-            unravel = partial(buffers.unravel, like=inexact_leaves(params))
-            leaves = jax.vmap(unravel)(row) if leading_axes else unravel(row)
-            trees.append(self.gradient_tree(params, leaves))
-        return type(stages)(trees)
+        p, front = self.plan.num_stages, len(self.leading_axes)
+        shapes = [inexact_leaves(params) for params in self.shapes(stages)]
+        names = buffers.inexact_lengths(buffers.lengths_for(self.shapes(stages)))
 
-    def gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
-        """Return the gradients of inexact leaves as a tree like `params`, with float0 elsewhere."""
-        workers = [self.mesh.shape[axis] for axis in self.leading_axes]
-        leaves, structure = jax.tree.flatten(params)
-        remaining = iter(gradients)
+        def unravel(gradients: list[jax.Array]) -> list[Leaves]:
+            # All stages on every device, in one collective for a dtype.
+            whole = lax.all_gather(gradients, self.axis_name, axis=front + 1, tiled=True)
+            by_dtype = dict(zip(names, whole, strict=True))
+            trees = []
+            for s, like in enumerate(shapes):
+                row = {name: x[..., s // p, s % p, :] for name, x in by_dtype.items()}
+                of_worker = partial(buffers.unravel, like=like)
+                trees.append(jax.vmap(of_worker)(row) if front else of_worker(row))
+            return trees
 
-        def gradient_of(x: Leaf) -> Leaf:
-            if jnp.issubdtype(x.dtype, jnp.inexact):
-                return next(remaining)
-            return mismatch.no_gradient((*workers, *x.shape))
+        def specs_of(specs: PyTree) -> list[list[P]]:
+            pairs = zip(stages, specs, strict=True)
+            return [
+                [P(*self.leading_axes, *spec) for spec in self._of_inexact(*pair)] for pair in pairs
+            ]
 
-        return jax.tree.unflatten(structure, [gradient_of(x) for x in leaves])
+        parts = specs_of(self._part_specs(stages))
+        found = self._on_parts(unravel, self.gradient_specs(stages), parts, gradients)
+        placed = jax.tree.map(self._placed, found, specs_of(self._specs(stages)))
+        return type(stages)(map(self.gradient_tree, stages, placed))
+
+    @property
+    def _further_axes(self) -> tuple[str, ...]:
+        """The axes, besides that of the data, over which leaves are divided."""
+        names = {name for spec in self._leaf_specs() for entry in spec for name in axes(entry)}
+        return tuple(a for a in self.mesh.axis_names if a in names - {self.data_axis})
+
+    def _specs(self, stages: Params) -> PyTree:
+        """Return how the leaves lie, as a tree like `stages`."""
+        if self.param_specs is None:
+            return jax.tree.map(lambda x: P(), stages)
+        return self.param_specs
+
+    def _part_specs(self, stages: Params) -> PyTree:
+        """Return how the parts lie that stage functions see, whole along the data axis."""
+        return jax.tree.map(
+            lambda spec: restricted(spec, self._further_axes), self._specs(stages), is_leaf=is_spec
+        )
+
+    def _on_parts(
+        self, fn: Callable[[Any], Any], in_specs: PyTree, out_specs: PyTree, arrays: PyTree
+    ) -> Any:
+        """Run `fn` on each device's part of the arrays."""
+        run = jax.shard_map(
+            fn, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
+        )
+        return run(self.along_explicit_axes(arrays, in_specs))
+
+    def _placed(self, x: jax.Array, spec: P) -> jax.Array:
+        x = self.along_explicit_axes(x, spec)
+        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+        rest = restricted(spec, {name for name, kind in types if kind != AxisType.Explicit})
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, rest))

@@ -35,7 +35,7 @@ from optfn.pipeline.model import (
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, marked, unmarked
 from optfn.pipeline.stage import Leaves
-from optfn.pipeline.stage_placement import StagePlacement
+from optfn.pipeline.stage_placement import ListedStages, StackedStages
 
 # (params, x) -> x, with keywords `shared` and `rng` if it has parameters of these names
 StageFunction: TypeAlias = Callable[..., PyTree]
@@ -101,11 +101,11 @@ def pipeline_value_and_grad(
       grad_reduce: "mean" averages the gradients over the data axis; None returns the gradients of
         each worker, with the workers as a new leading axis, sharded over `data_axis`: for an
         optimizer that does its own communication. The loss is the mean in both cases.
-      param_specs: for one `stage_fn`, a tree like the params of a stage, of PartitionSpecs over
-        further axes of the mesh: weights and gradients lie so, and `stage_fn` sees the part of its
-        device, which it uses by `copy_to` and `sum_over`. What is divided over `data_axis` is
-        gathered once before the ticks, and its gradient goes to its owners after them. None divides
-        nothing.
+      param_specs: a tree like the params of a stage, of PartitionSpecs over further axes of the
+        mesh; a list of them for a list of functions. Weights and gradients lie so, and `stage_fn`
+        sees the part of its device, which it uses by `copy_to` and `sum_over`. What is divided over
+        `data_axis` is gathered once before the ticks, and its gradient goes to its owners after
+        them (with a list of functions by an all-reduce). None divides nothing.
 
     The arguments of f:
       params: the result of `stack_stages`, leaves (p·v, …) or (v, p, …); for a list of functions
@@ -122,9 +122,9 @@ def pipeline_value_and_grad(
     in float32 or wider. Integer leaves get float0.
 
     Memory per device: the weights, their gradients, and the stash: min(m·v, 2v·p − 1) microbatches,
-    with gpipe m·v of them. With a list of functions, weights take p·v times their largest member on
-    every device, and stash and activations the size of the largest: the price of running
-    heterogeneous stages as one program.
+    with gpipe m·v of them. With a list of functions, weights take p·v times the largest member (of
+    the parts, with `param_specs`) on every device, and stash and activations the size of the
+    largest: the price of running heterogeneous stages as one program.
 
     Raises, when it is made or when it is traced, naming the argument:
       ValueError: an axis that the mesh does not have, a number of stages that does not fit it, a
@@ -154,7 +154,7 @@ def pipeline_value_and_grad(
     checks.choice("grad_reduce", grad_reduce, _REDUCTIONS)
 
     if param_specs is not None:
-        _check_specs(param_specs, homogeneous, mesh, axis_name, data_axis, grad_reduce)
+        _check_specs(param_specs, mesh, axis_name, data_axis, grad_reduce)
 
     pipeline = _Pipeline(
         stage_fns,
@@ -214,15 +214,12 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
 
 def _check_specs(
     specs: PyTree,
-    homogeneous: bool,
     mesh: Mesh,
     axis_name: str,
     data_axis: str | None,
     grad_reduce: str | None,
 ) -> None:
     """Raise for `param_specs` that the pipeline cannot have."""
-    if not homogeneous:
-        raise ValueError("param_specs needs one stage_fn for all stages; got a list of functions")
     for path, spec in zip(
         tree.array_paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
     ):  # fmt: skip
@@ -267,10 +264,11 @@ class _Pipeline:
         return 1 if self.data_axis is None else self.mesh.shape[self.data_axis]
 
     @property
-    def placement(self) -> StagePlacement:
+    def placement(self) -> StackedStages | ListedStages:
         """The placement of params and gradients."""
         worker_axis = self.data_axis if self.grad_reduce is None else None
-        return StagePlacement(
+        form = StackedStages if self.homogeneous else ListedStages
+        return form(
             self.mesh, self.axis_name, self.plan, worker_axis, self.data_axis, self.param_specs
         )
 
@@ -284,15 +282,13 @@ class _Pipeline:
         stages, marks = unmarked(stages)
         self._check_keywords(has_shared, rng is not None)
         placement = dataclasses.replace(self.placement, marks=marks)
-        stage_weights = placement.fold(stages) if self.homogeneous else placement.ravel(stages)
-        # Shapes alone: the sharding of the arrays outside has no meaning inside of shard_map.
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)
+        stage_weights = placement.weights(stages)
         by_worker = P(self.data_axis)
         arguments = (stage_weights, shared, inputs, targets, rng)
-        specs = (placement.stage_specs(stages), P(), by_worker, by_worker, P())
+        specs = (placement.weight_specs(stages), P(), by_worker, by_worker, P())
         leading_axes = placement.leading_axes
         run = jax.shard_map(
-            partial(self._run_on_device, shapes),
+            partial(self._run_on_device, placement.shapes(stages)),
             mesh=self.mesh,
             in_specs=specs,
             out_specs=(P(), (placement.gradient_specs(stages), P(*leading_axes))),
@@ -303,8 +299,7 @@ class _Pipeline:
         loss, (stage_gradients, shared_gradients) = run(
             *map(placement.along_explicit_axes, arguments, specs)
         )
-        restore = placement.unfold if self.homogeneous else placement.unravel
-        grads = marked(restore(stages, stage_gradients), marks)
+        grads = marked(placement.gradients(stages, stage_gradients), marks)
         if has_shared:
             grads = PipelineParams(grads, placement.gradient_tree(shared, shared_gradients))
         return loss, grads
@@ -318,7 +313,7 @@ class _Pipeline:
         targets: PyTree,
         rng: Key,
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
-        """Run the pipeline on one device; `shapes` are those of the params of all stages."""
+        """Run the pipeline on one device; `shapes` are those of the params, its parts of a list."""
         m = self.plan.num_microbatches
 
         def split(x: jax.Array) -> jax.Array:
