@@ -130,6 +130,27 @@ def test_int8_moments_are_bit_identical_given_equal_gradients():
         chex.assert_trees_all_equal(jax.device_get(found[1]), jax.device_get(want[1]))
 
 
+def test_codes_of_stacked_layers_stay_where_they_are():
+    """Divided along the second axis: scales go to their blocks and back, codes stay."""
+    tx, mesh = optfn.adam(0.01, moment_dtype="int8"), data_mesh(N)
+    params = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
+    grads = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
+    sharding = Sharding({"w": P(None, "data")}, mesh, "data")
+    specs = sharding.of_state(jax.eval_shape(tx.init, params), params)
+    state = jax.device_put(tx.init(params), sharding.place(specs))
+    placed = jax.device_put(grads, NamedSharding(mesh, P(None, "data")))
+    update = jax.jit(tx.update, out_shardings=(placed["w"].sharding, sharding.place(specs)))
+    text = update.lower(placed, state).compile().as_text()
+    assert not re.findall(r"= \(?[su]8\S* (?:all-|collective-)", text)
+    moved = re.findall(r"= f32\[([\d,]+)\]\S* (?:all-|collective-)", text)
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
+    assert max(sizes) <= 3 * 16 * 512 // 256
+    chex.assert_trees_all_equal(
+        jax.device_get(update(placed, state)[1]),
+        jax.device_get(jax.jit(tx.update)(grads, tx.init(params))[1]),
+    )
+
+
 def big():
     return {
         "embed": np.ones((256, 64), np.float32),

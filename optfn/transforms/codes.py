@@ -82,26 +82,43 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
+def _row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of an array with one block in each row; `shape` where its size has none.
+
+    The first axis stays, where blocks divide the last: an array of stacked layers that is divided
+    over devices along its second axis is divided along that of the rows.
+    """
+    *lead, length = shape or (1,)
+    if lead and length % BLOCK == 0:
+        return (lead[0], math.prod(lead[1:]) * length // BLOCK, BLOCK)
+    size = math.prod(shape)
+    return shape if size % BLOCK else (size // BLOCK, BLOCK)
+
+
 def as_rows(x: jax.Array) -> jax.Array:
     """Return x with one block in each row, where its size allows, else x itself.
 
     The functions here take arrays of any shape. In this one a row has one scale, and XLA on CPU
     computes it several times as fast.
     """
-    return x if x.size % BLOCK else x.reshape(-1, BLOCK)
+    return x.reshape(_row_shape(x.shape))
 
 
 def block_max(x: jax.Array) -> jax.Array:
     """Return the largest element of each block of x ≥ 0, shape (num_blocks,)."""
     n = num_blocks(x.size)
-    flat = jnp.pad(x.reshape(-1), (0, n * BLOCK - x.size))
-    return jnp.max(flat.reshape(n, BLOCK), axis=1)
+    rows = as_rows(x)
+    if x.size % BLOCK:
+        rows = jnp.pad(x.reshape(-1), (0, n * BLOCK - x.size)).reshape(n, BLOCK)
+    return jnp.max(rows, axis=-1).reshape(n)
 
 
 def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the scale of each element of an array of `shape`."""
-    each = jnp.broadcast_to(scale[:, None], (scale.size, BLOCK)).reshape(-1)
-    return each[: math.prod(shape)].reshape(shape)
+    size = math.prod(shape)
+    rows = (scale.size, BLOCK) if size % BLOCK else _row_shape(shape)
+    each = jnp.broadcast_to(scale.reshape(*rows[:-1], 1), rows)
+    return each.reshape(-1)[:size].reshape(shape) if size % BLOCK else each.reshape(shape)
 
 
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
