@@ -26,10 +26,13 @@ def loss_fn(params, x):
 
 
 def damaged(state, mesh, device):
-    """Return the state with one bit of w flipped on one device, under the same sharding."""
+    """Return the state with one bit of w flipped on one device, under the same sharding.
+
+    It is not the last one, which the rounding of an update may make equal again.
+    """
     w = np.asarray(state.params["w"])
     flipped = w.copy()
-    flipped.view(np.uint32)[3] ^= 1
+    flipped.view(np.uint32)[3] ^= 1 << 12
     parts = [
         jax.device_put(flipped if k == device else w, d) for k, d in enumerate(mesh.devices.flat)
     ]
