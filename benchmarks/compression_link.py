@@ -3,27 +3,19 @@
     python -m benchmarks.compression_link [--workers 2 4] [--mbits 1000 100] [--rounds 9]
         [--size 10000000]
 
-N processes in N network namespaces, joined by veth pairs and a bridge, each link shaped to a rate
-in both directions. A step is the update alone, gradients given: an all-reduce and momentum, or
-`dgc_momentum` at sparsity 99.9 %. Rounds are interleaved; the time of a round is that of its
-slowest worker. Bytes are those that the kernel counted on a worker's link; the floor is the time
-that the bytes that must be sent take at the link's rate. The script needs root and Linux's ip, tc
-and unshare; all that it creates is in namespaces of its own, and disappears with them.
+N processes in N network namespaces on shaped links, see `network`. A step is the update alone,
+gradients given: an all-reduce and momentum, or `dgc_momentum` at sparsity 99.9 %. Rounds are
+interleaved; the time of a round is that of its slowest worker. Bytes are those that the kernel
+counted on a worker's link; the floor is the time that the bytes that must be sent take at the
+link's rate.
 """
 
 import argparse
-import contextlib
 import json
-import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,12 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import optfn
-from benchmarks import measure
+from benchmarks import measure, network
 from optfn.distributed import PacketFormat, data_mesh
 
 SPARSITY = 0.999
 SIDES = ("dense", "float32", "bfloat16")
-PORT = 9311  # any: nothing else runs in the namespaces
 HEAD = (
     "| N | Mbit/s | step | ms (min) | speed-up over dense (min) | bytes sent a worker | theory "
     "| over theory | dense bytes/bytes | floor ms | ms/floor |\n"
@@ -44,90 +35,12 @@ HEAD = (
 )
 
 
-def _refused(why: str) -> measure.Refused:
-    return measure.Refused(f"no network namespaces can be made here, which it needs: {why}")
-
-
-def _do(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise _refused(f"{' '.join(words)}: {said or f'exit status {done.returncode}'}")
-
-
-@contextlib.contextmanager
-def network(workers: int, mbits: int) -> Iterator[list[str]]:
-    """Make the namespaces and yield those of the workers; worker i has the address 10.77.0.i+1.
-
-    The bridge has a namespace too, so that removing namespaces removes everything.
-    """
-    missing = [tool for tool in ("ip", "tc", "unshare", "mount") if shutil.which(tool) is None]
-    if missing:
-        raise _refused(f"no {missing[0]} on the path")
-    hub, *spaces = names = [f"dgc{os.getpid()}-{i}" for i in range(workers + 1)]
-    try:
-        for name in names:
-            _do("ip", "netns", "add", name)
-            _do("ip", "-n", name, "link", "set", "lo", "up")
-        _do("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
-        _do("ip", "-n", hub, "link", "set", "bridge", "up")
-        for i, name in enumerate(spaces):
-            port = f"port{i}"
-            end = ("type", "veth", "peer", "name", "eth0", "netns", name)
-            _do("ip", "-n", hub, "link", "add", port, *end)
-            _do("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
-            _do("ip", "-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
-            _do("ip", "-n", name, "link", "set", "eth0", "up")
-            _shape(hub, port, mbits)  # to the worker
-            _shape(name, "eth0", mbits)  # from it
-        yield spaces
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-
-
-def _shape(namespace: str, device: str, mbits: int) -> None:
-    """Limit what a device sends."""
-    tc = ("tc", "-n", namespace)
-    _do(*tc, "qdisc", "add", "dev", device, "root", "handle", "1:", "htb", "default", "1")
-    rate = ("htb", "rate", f"{mbits}mbit")
-    _do(*tc, "class", "add", "dev", device, "parent", "1:", "classid", "1:1", *rate)
-
-
 def measured(workers: int, mbits: int, rounds: int, n: int) -> dict[str, dict[str, list[float]]]:
     """Return for each side the seconds of each round, and the bytes that a worker sent in it."""
-    with network(workers, mbits) as spaces, tempfile.TemporaryDirectory() as directory:
-        # gloo listens on the address of the host's name: each worker has a name and a hosts file.
-        hosts = Path(directory) / "hosts"
-        lines = ["127.0.0.1 localhost", *(f"10.77.0.{i + 1} w{i}" for i in range(workers))]
-        hosts.write_text("\n".join(lines) + "\n")
-        enter = f'mount --bind {hosts} /etc/hosts && hostname w$0 && exec "$@"'
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        environment.pop("XLA_FLAGS", None)
-        program = [sys.executable, "-m", "benchmarks.compression_link"]
-        program += ["--rounds", str(rounds), "--size", str(n)]
-        started = []
-        try:
-            for i, space in enumerate(spaces):
-                inside = ["ip", "netns", "exec", space, "unshare", "-mu", "sh", "-c", enter, str(i)]
-                started.append(
-                    subprocess.Popen(
-                        [*inside, *program, "--worker", str(i), str(workers)],
-                        env=environment,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-            found = [p.communicate(timeout=600) for p in started]
-        finally:
-            for p in started:
-                p.kill()
-                p.wait()
-    for p, (_, error) in zip(started, found, strict=True):
-        if p.returncode:
-            raise RuntimeError(f"a worker stopped with status {p.returncode}:\n{error[-2000:]}")
-    return _merged([json.loads(out.splitlines()[-1]) for out, _ in found])
+    arguments = ["--rounds", str(rounds), "--size", str(n)]
+    with network.network(workers, mbits) as net:
+        each = network.run_workers(net, "benchmarks.compression_link", arguments, timeout=600)
+    return _merged(each)
 
 
 def _merged(each: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str, list[float]]]:
@@ -149,7 +62,7 @@ def work(index: int, workers: int, rounds: int, n: int) -> None:
     """Run one worker, inside its namespace; print what it measured as JSON."""
     from jax.experimental import multihost_utils
 
-    jax.distributed.initialize(f"10.77.0.1:{PORT}", workers, index)
+    network.join(index, workers)
     mesh = data_mesh()
     own = np.random.default_rng(index).standard_normal(n, np.float32)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
@@ -172,34 +85,15 @@ def work(index: int, workers: int, rounds: int, n: int) -> None:
     for round_number in range(rounds + 1):
         for side in SIDES:
             multihost_utils.sync_global_devices("start")
-            sent, start = _sent_bytes(), time.perf_counter()
+            sent, start = network.sent_bytes(), time.perf_counter()
             states[side], _ = jax.block_until_ready(steps[side](states[side], grads))
             seconds = time.perf_counter() - start
-            in_all = _all_sent()
+            in_all = network.all_sent()
             if round_number:  # the first compiles
                 found[side]["seconds"].append(seconds)
                 found[side]["bytes"].append(in_all - sent)
     print(json.dumps(found), flush=True)
     jax.distributed.shutdown()
-
-
-def _sent_bytes() -> int:
-    """Return the bytes sent that the kernel counted on the link of this namespace."""
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    (link,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
-    return int(link[8])
-
-
-def _all_sent() -> int:
-    """Return the same, when nothing more is being sent.
-
-    A worker may have received all it needs while its own packets still wait for the link.
-    """
-    before, now = -1, _sent_bytes()
-    while now != before:
-        time.sleep(0.02)
-        before, now = now, _sent_bytes()
-    return now
 
 
 def theory(side: str, workers: int, n: int) -> float:

@@ -284,22 +284,26 @@ def test_published_ratios_are_of_scripts_of_the_suite():
 
 
 def test_exchange(monkeypatch, tmp_path, capsys):
-    """Rows of the schemes, with bytes of the formulas; a picture."""
-    file, picture = tmp_path / "rows.json", tmp_path / "front.png"
-    words = ["exchange", "--toy", "--json", str(file), "--picture", str(picture)]
-    monkeypatch.setattr(sys, "argv", words)
+    """Runs with the bytes of the formulas; one that the file has is not repeated."""
+    file = tmp_path / "runs.json"
+    monkeypatch.setattr(sys, "argv", ["exchange", "--toy", "--json", str(file)])
     exchange.main()
     dense, signs = json.loads(file.read_text())["rows"]
     assert dense["bytes"] == pytest.approx(6.0)  # 2·3/4·4
     assert 3 / 8 < signs["bytes"] < 1.5  # a bit for each of most parameters, from three others
-    assert dense["percent"] == [0.0] and len(signs["curves"][0]) == 8
-    assert picture.stat().st_size > 10_000
-    assert len(capsys.readouterr().out.splitlines()) >= 6
+    assert len(signs["training"]) == len(signs["held_out"]) == 8
+    assert len(capsys.readouterr().out.splitlines()) == 6
+    dense["bits"] = 1.0
+    file.write_text(json.dumps({"rows": [dense]}))
+    monkeypatch.setattr(exchange, "trained", lambda name, setting, seeds: [signs] * len(seeds))
+    exchange.main()
+    assert json.loads(file.read_text())["rows"] == [dense, signs]
 
 
 def test_bytes_of_the_schemes():
     """Of a leaf of 2²⁰ parameters on four workers, by hand."""
     params = {"w": np.zeros((1024, 1024), np.float32)}
+    embedding = {"embed": {"table": np.zeros((1024, 1024), np.float32)}}
     want = {
         "adamw, quantize(1)": 3 * (1 / 8 + 4 / 4096),
         "momentum, top_k(0.05)": 3 * 205 / 4096 * (4 + 12 / 8),
@@ -309,6 +313,8 @@ def test_bytes_of_the_schemes():
     }
     for name, sent in want.items():
         assert exchange.ROWS[name].bytes_sent(params) == pytest.approx(sent, rel=1e-3)
+    mixed = exchange.ROWS["adamw, quantize(1), embedding dense"]
+    assert mixed.bytes_sent(embedding | params) == pytest.approx((6 + 3 / 8) / 2, rel=1e-2)
 
 
 def test_trees_are_the_models():

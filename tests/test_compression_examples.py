@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
-from benchmarks import compression_accuracy, compression_link, measure
+from benchmarks import compression_accuracy, compression_link, measure, network
 from examples import compression, text, transformer
 
 ROOT = Path(__file__).parent.parent
@@ -37,12 +38,12 @@ def test_the_link_benchmark_at_toy_size(capsys):
         pytest.skip(f"no network namespaces here: {why}")
     assert dense["theory"] <= dense["bytes"] < 1.1 * dense["theory"]
     assert narrow["theory"] < wide["theory"] <= wide["bytes"] < dense["bytes"] / 20
-    assert f"dgc{compression_link.os.getpid()}-" not in namespaces()
+    assert f"dgc{os.getpid()}-" not in namespaces()
     assert capsys.readouterr().out.count("|") == 3 * 12
 
 
 def test_the_link_benchmark_says_what_it_lacks(monkeypatch, capsys):
-    monkeypatch.setattr(compression_link.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     monkeypatch.setattr(sys, "argv", ["compression_link"])
     with pytest.raises(SystemExit) as stopped:
         compression_link.main()
@@ -74,19 +75,23 @@ def test_simulated_workers_follow_dense_momentum():
 def test_the_example_trains_and_draws(monkeypatch, tmp_path, capsys):
     small = transformer.Config(width=8, heads=2, blocks=1, hidden=16, length=8, recent=2)
     monkeypatch.setattr(compression, "CONFIG", small)
+    monkeypatch.setattr(compression, "SPARSITY", (0.5, 0.9))
     training = np.arange(3000, dtype=np.uint8)
     monkeypatch.setattr(text, "standard_library", lambda: (training, training))
-    monkeypatch.setattr(sys, "argv", ["compression", "--steps", "2", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["compression", "--steps", "5", "--out", str(tmp_path)])
     compression.main()
     out = capsys.readouterr().out.splitlines()
     assert f"picture: {tmp_path / 'compression.png'}" in out
     assert (tmp_path / "compression.png").read_bytes().startswith(b"\x89PNG")
-    assert sum(line.startswith(("dense momentum", "dgc_momentum")) for line in out) == 2
+    rows = [line for line in out if line.startswith(tuple(compression.schemes(5)))]
+    assert len(rows) == 4 and rows[0].startswith("dense momentum")
 
 
 def test_the_bytes_of_the_ramp_fall():
     key = jax.random.key(0)
     params = jax.eval_shape(lambda: transformer.init(key, compression.CONFIG))
-    sent = compression.bytes_sent(params, 10, 5)
+    state = jax.eval_shape(compression.schemes(25)["dgc_momentum"]["tx"].init, params)
+    traffic = state[0].exchanged.traffic
+    sent = np.array([traffic.bytes_sent(jnp.int32(n), jnp.int32(4)) for n in range(10)])
     assert (np.diff(sent) <= 0).all()
     assert (sent[4:] == sent[4]).all() and sent[0] > 50 * sent[4]

@@ -39,10 +39,11 @@ class Compressor(Protocol):
     A packet is a tree of arrays, of the same shapes in each step. State is a tree of arrays too, ()
     for none; it is taken to be the same on all workers, but for what is in a `PerWorker`.
 
-    Four more things are optional. `accepts(shape) -> bool`: other leaves are exchanged densely.
+    Five more things are optional. `accepts(shape) -> bool`: other leaves are exchanged densely.
     `encode_all(xs, states)`: the results of `encode` for several leaves, where that is cheaper.
     `add_to(total, packet, scale)`: total + scale·decode(packet), where that is cheaper in place.
-    `mean_of_sent`: a function as `gathering.mean_by_all_gather`, which is the default.
+    `mean_of_sent`: a function as `gathering.mean_by_all_gather`, which is the default; with
+    `is_reduced = True` packets go through all-reduces in it.
     """
 
     def init(self, shape: tuple[int, ...]) -> PyTree:

@@ -5,6 +5,7 @@ encodes them, `dgc_phases` puts these together for the compressed leaves of a st
 `deep_gradient_compression` here is the transform.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -17,13 +18,21 @@ from jax import lax
 from optfn import checks, core, numerics
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients
-from optfn.compression.dgc_phases import Arrays, CompressedLeaves, Options, update_compressed
+from optfn.compression.dgc_phases import (
+    Arrays,
+    CompressedLeaves,
+    Options,
+    packet_formats,
+    update_compressed,
+)
 from optfn.compression.packets import VALUE_DTYPES
+from optfn.compression.residual import ramp_step
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates, declares
 from optfn.parallel import mesh
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged
+from optfn.parallel.traffic import all_reduce_bytes
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 
@@ -187,7 +196,46 @@ def _init(options: Options, params: Params) -> DeepGradientCompressionState:
         PerWorker(tree.map_arrays(flat, params)),
         PerWorker(tree.map_arrays(flat, params)),
         options.regularization.init(params),
-        exchanged(params),
+        exchanged(params, _traffic(options, params)),
+    )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class DgcTraffic:
+    """What a worker sends in a step, in bytes.
+
+    rampup_begin_step, rampup_step: as in `deep_gradient_compression`.
+    packets: one worker's packet in each ramp step.
+    large, small: the leaves that are compressed, and those that are not.
+    """
+
+    rampup_begin_step: int
+    rampup_step: int
+    packets: tuple[int, ...]
+    large: int
+    small: int
+
+    def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
+        """Return the bytes that a worker sends; packets only where whole leaves take more."""
+        begin = self.rampup_begin_step
+        i = ramp_step(exchange, begin, self.rampup_step, len(self.packets))
+        gathered = (num_workers - 1) * jnp.asarray(self.packets, jnp.float32)[i]
+        large = all_reduce_bytes(self.large, num_workers)
+        large = jnp.where(exchange < begin, large, jnp.minimum(gathered, large))
+        return large + all_reduce_bytes(self.small, num_workers)
+
+
+def _traffic(options: Options, params: Params) -> DgcTraffic:
+    leaves = [p for p in tree.flatten(params)[0] if not tree.is_masked(p)]
+    large = [p for p in leaves if options.compresses(p)]
+    small = [p for p in leaves if not options.compresses(p)]
+    return DgcTraffic(
+        options.rampup_begin_step,
+        options.rampup_step,
+        tuple(packet.num_bytes for packet in packet_formats(options, [p.size for p in large])),
+        sum(p.size * 4 for p in large),
+        sum(p.size * p.dtype.itemsize for p in small),
     )
 
 

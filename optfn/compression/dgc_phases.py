@@ -73,6 +73,16 @@ class PhaseResult(NamedTuple):
     residual: Arrays
 
 
+def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]:
+    """Return the packet format of each ramp step, for compressed leaves of these sizes."""
+
+    def of_sparsity(sparsity: float) -> PacketFormat:
+        k = tuple(residual.num_sent(n, sparsity) for n in sizes)
+        return PacketFormat(tuple(sizes), k, options.wire)
+
+    return list(map(of_sparsity, options.sparsity))
+
+
 @dataclasses.dataclass(frozen=True)
 class Ramp:
     """The packets of each ramp step, and the form of the directions; static.
@@ -92,14 +102,7 @@ class Ramp:
     @cached_property
     def formats(self) -> list[PacketFormat]:
         """The packet format of each ramp step."""
-        return [
-            PacketFormat(
-                self.sizes,
-                tuple(residual.num_sent(n, sparsity) for n in self.sizes),
-                self.options.wire,
-            )
-            for sparsity in self.options.sparsity
-        ]
+        return packet_formats(self.options, self.sizes)
 
     @cached_property
     def gives_rows(self) -> bool:

@@ -29,6 +29,7 @@ from optfn.parallel import mesh
 from optfn.parallel.data_parallel import mean_over_workers
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged
+from optfn.parallel.traffic import all_reduce_bytes
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
 
@@ -169,8 +170,9 @@ def _freezing(
     without = attributed("exchange", tx, trained)
 
     def init(params: Params) -> Any:
-        mark = exchanged(packed.unpack(leafwise.inexact(params)))
-        return without.init(params)._replace(exchanged=mark)
+        state = without.init(params)
+        whole = packed.unpack(leafwise.inexact(params))
+        return state._replace(exchanged=exchanged(whole, state.exchanged.traffic))
 
     return core.Transform(init, without.update)
 
@@ -204,8 +206,45 @@ def _init(options: _Options, params: Params) -> ExchangeState:
         jnp.ones((), jnp.int32),
         PerWorker(structure.unflatten(residuals)),
         structure.unflatten(states),
-        exchanged(params),
+        exchanged(params, _traffic(options, pairs)),
     )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class ExchangeTraffic:
+    """What a worker sends in an exchange, in bytes of one worker's packets.
+
+    gathered, reduced: what goes through the all-gather, and through all-reduces.
+    dense: what an all-reduce of all leaves takes, in the first `warmup_steps` exchanges.
+    """
+
+    gathered: int
+    reduced: int
+    dense: int
+    warmup_steps: int
+
+    def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
+        """Return the bytes that a worker sends."""
+        packets = (num_workers - 1) * self.gathered + all_reduce_bytes(self.reduced, num_workers)
+        dense = all_reduce_bytes(self.dense, num_workers)
+        return jnp.where(exchange < self.warmup_steps, dense, packets)
+
+
+def _traffic(options: _Options, pairs: Sequence[tuple[Compressor | None, Leaf]]) -> ExchangeTraffic:
+    """Return what a worker sends of leaves with these compressors."""
+    dense = [0 if tree.is_masked(p) else p.size * p.dtype.itemsize for _, p in pairs]
+    sizes = zip(pairs, dense, strict=True)
+    reduced = sum(size for (compressor, _), size in sizes if compressor is None)
+    gathered = 0
+    for compressor, p in pairs:
+        if compressor is not None and getattr(compressor, "is_reduced", False):
+            reduced += compressor.num_bytes(p.shape)
+        elif compressor is not None:
+            gathered += compressor.num_bytes(p.shape)
+        if compressor is not None and options.peer_clip:
+            gathered += 4
+    return ExchangeTraffic(gathered, reduced, sum(dense), options.warmup_steps)
 
 
 def _update(

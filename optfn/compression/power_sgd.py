@@ -64,6 +64,7 @@ class PowerSgd(ShownAsCall):
     rank: int
 
     mean_of_sent = staticmethod(mean_by_all_reduce)
+    is_reduced = True
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Tell whether a leaf has two axes or more; others are exchanged densely."""

@@ -5,7 +5,8 @@ and everything else (placement, checkpoints, rescaling, guards, accumulation, th
 asks the state:
 
 * which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
-* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves;
+* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves,
+  and may say how many bytes that takes (`optfn.parallel.traffic`);
 * whether its updates may be row-sparse: its state type has `passes_rows = True`, and `update` takes
   `row_updates=True`.
 
@@ -52,16 +53,21 @@ class ExchangedLeaf(NamedTuple):
 class Exchanged(NamedTuple):
     """The leaves whose gradients a transform takes from each worker, and exchanges by itself.
 
-    A tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each array. It
-    holds no array.
+    leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each
+      array.
+    traffic: what says how many bytes a worker sends, see `optfn.parallel.traffic`; () where nothing
+      is known.
+
+    It holds no array.
     """
 
     leaves: PyTree
+    traffic: Any = ()
 
 
-def exchanged(params: Params) -> Exchanged:
+def exchanged(params: Params, traffic: Any = ()) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
-    return Exchanged(tree.map_arrays(lambda p: ExchangedLeaf(), params))
+    return Exchanged(tree.map_arrays(lambda p: ExchangedLeaf(), params), traffic)
 
 
 def _is(kind: type) -> Callable[[Any], bool]:

@@ -17,6 +17,7 @@ from optfn.autodiff.dependence import depends
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, declares
 from optfn.parallel import data_parallel as parallel
+from optfn.parallel import traffic
 from optfn.parallel.mesh import AxisName, axes
 from optfn.parallel.per_worker import PerWorker, exchanges
 from optfn.train.state import StepFn, TrainState
@@ -79,6 +80,7 @@ class LocalSteps(NamedTuple):
             finite = _all_finite(drift, axis_name)
             metrics = _mean_of_metrics(metrics, axis_name)
             params, outer = self._exchange(drift, state, finite, metrics["loss"], axis_name)
+            metrics |= traffic.metrics(drift, state.opt_state.outer, outer, axis_name)
             # A worker that has gone astray would do so again: its optimizer starts anew.
             fresh = self.tx.init(params)
             astray = ~leafwise.all_finite(drift)

@@ -54,7 +54,7 @@ class Progress:
         self.speed.add(num_examples(batch))
         if self.bar is not None:
             if self.bar.update(self.per_call):
-                self.bar.set_postfix_str(words(metrics) + self.speed.words(), refresh=False)
+                self.bar.set_postfix_str(self._words(metrics), refresh=False)
         elif n == self.done + self.per_call or n // self.every > (n - self.per_call) // self.every:
             self._line()
 
@@ -68,12 +68,16 @@ class Progress:
     def _line(self) -> None:
         if self.last is not None and self.last[0] != self.printed:
             self.printed, metrics = self.last
-            print(f"step {self.printed} {words(metrics)}", file=self.file, flush=True)
+            text = words(metrics, self.per_call)
+            print(f"step {self.printed} {text}", file=self.file, flush=True)
+
+    def _words(self, metrics: dict[str, Any]) -> str:
+        return words(metrics, self.per_call) + self.speed.words()
 
     def __exit__(self, *error: Any) -> None:
         if self.bar is not None:
             if self.last is not None:
-                self.bar.set_postfix_str(words(self.last[1]) + self.speed.words(), refresh=False)
+                self.bar.set_postfix_str(self._words(self.last[1]), refresh=False)
             self.bar.close()
         else:
             self._line()
@@ -102,15 +106,26 @@ def num_examples(batch: Batch) -> int | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def words(metrics: dict[str, Any]) -> str:
-    """Return metrics as a person reads them: "loss 0.043120 rate 0.001"."""
+def words(metrics: dict[str, Any], steps: int = 1) -> str:
+    """Return the metrics of so many steps as a person reads them: "loss 0.043120 rate 0.001"."""
     text = f"loss {number(metrics['loss'])}"
     if "learning_rate" in metrics:
         text += f" rate {float(metrics['learning_rate']):.3g}"
+    if "bytes_sent" in metrics:
+        text += f" sent {size(float(metrics['bytes_sent']) / steps)}/step"
     for key in metrics:
         if key.startswith("evaluation"):
             text += f" {key.removeprefix('evaluation/')} {number(metrics[key])}"
     return text
+
+
+def size(x: float) -> str:
+    """Return a number of bytes with three significant digits: "1.23 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if x < 999.5:
+            return f"{x:.3g} {unit}"
+        x /= 1000
+    return f"{x:.3g} GB"
 
 
 def number(x: Any) -> str:

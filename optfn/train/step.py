@@ -27,6 +27,7 @@ from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import mesh as meshes
 from optfn.parallel import sharding as shards
+from optfn.parallel import traffic
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
@@ -294,9 +295,15 @@ def make_train_step(
     Returns:
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
       gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
+<<<<<<< HEAD
       `record_metrics` in tx and without local steps also ["grad_norm"], ["update_norm"],
       ["param_norm"] and ["clip_factor"]; with `skip_nonfinite` ["gave_up"], which makes the next
       call raise.
+=======
+      `skip_nonfinite` in tx also ["gave_up"], which makes the next call raise. Where tx exchanges
+      by itself, and with local steps, ["bytes_sent"] is what a worker sent in this call, by the
+      formulas of the compressors.
+>>>>>>> 7d69c09 (Bytes that a worker sends as a metric; benchmarks of what exchanging costs that can be continued; four ways in the compression demo)
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
@@ -469,9 +476,10 @@ def _step(
         values, grads = objective.value_and_grad(state.params, *arguments)
         loss, aux = parallel.mean_over_workers((values.loss, values.aux), axis_name)
         grads, extra = parallel.for_optimizer(grads, state.opt_state, axis_name)
+        exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
         # What an optimizer that exchanges by itself does not see.
-        mean = parallel.mean_over_workers(grads, axis_name) if extra else grads
+        mean = parallel.mean_over_workers(grads, axis_name) if exchanges_itself else grads
         extra |= {"value": loss, "grad": mean}
         extra["value_fn"] = value_fn(objective, axis_name, *arguments)
         if may_give_rows(state.opt_state):
@@ -481,6 +489,8 @@ def _step(
         model_state = parallel.mean_or_first(values.model_state, axis_name)
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
+        if exchanges_itself:
+            metrics |= traffic.metrics(grads, state.opt_state, opt_state, axis_name)
         new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
         return new_state, metrics
 
