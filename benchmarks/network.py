@@ -125,6 +125,7 @@ def run_workers(net: Network, module: str, arguments: list[str], timeout: float)
         finally:
             for p in started:
                 p.kill()
+            for p in started:
                 p.wait()
     for p, (_, error) in zip(started, found, strict=True):
         if p.returncode:

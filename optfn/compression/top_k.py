@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 
 from optfn import checks
-from optfn.compression import bits, chunks
+from optfn.compression import bits, chunks, selection
 from optfn.compression.chunks import Chunks
 from optfn.compression.compressors import ShownAsCall, shown
 from optfn.compression.values import BFLOAT16, FLOAT32, ValueFormat, scaled
+from optfn.leaves import slices
 from optfn.leaves.types import PyTree
 
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": scaled(8), "int2": scaled(2)}
@@ -39,20 +40,30 @@ class TopK(ShownAsCall):
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[jax.Array, PyTree]]:
-        """Return packets and states of several leaves, whose chunks are searched together."""
-        if self.chunk is None:  # they differ in length
-            return [self.encode(x, state) for x, state in zip(xs, states, strict=True)]
+        """Return packets and states of several leaves, which are searched together."""
         return self._encode(xs, states)
 
     def _encode(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[jax.Array, PyTree]]:
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
-        layouts = chunks.chunks_of([x.size for x in flat], self.chunk)
-        k = [layout.num_selected(self.density) for layout in layouts]
-        indices = chunks.top_k(flat, layouts, k)
+        indices = self._whole_leaves(flat) if self.chunk is None else self._chunks(flat)
         packets = [self._packet(x, index) for x, index in zip(flat, indices, strict=True)]
         return list(zip(packets, states, strict=True))
+
+    def _chunks(self, flat: list[jax.Array]) -> list[jax.Array]:
+        """Return the indices to send of each chunk of each leaf, (chunks, k)."""
+        layouts = chunks.chunks_of([x.size for x in flat], self.chunk)
+        return chunks.top_k(flat, layouts, [c.num_selected(self.density) for c in layouts])
+
+    def _whole_leaves(self, flat: list[jax.Array]) -> list[jax.Array]:
+        """Return the indices to send of each leaf, (1, k)."""
+        search = selection.Search(tuple(x.size for x in flat))
+        k = [int(_Leaf.of(self, x.size).count) for x in flat]
+        rank, most = search.rank(k), search.max_candidates(k)
+        words = selection.candidates(flat, jnp.asarray(k, jnp.int32), rank, most, search)
+        _, index = selection.extract(flat, words, k, most)
+        return [part[None] for part in slices.split(index, k)]
 
     @partial(jax.jit, static_argnums=0)
     def _packet(self, x: jax.Array, index: jax.Array) -> jax.Array:

@@ -1,0 +1,244 @@
+"""Which way of exchanging is best for its bytes, and for its seconds on a link?
+
+    python -m benchmarks.front [--runs benchmarks/exchange.json] [--links benchmarks/links.json]
+        [--picture FILE]
+
+Reads what `exchange` and `exchange_link` have measured, prints the tables and draws the pictures. A
+scheme is on the front if none that sends fewer bytes has a lower loss. Seconds to a loss are the
+steps to it, by the curve of the held-out loss, times the time of a step on the link; the loss is
+that of dense adamw at its end, and 2 %.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import measure
+
+HERE = Path(__file__).parent
+SLACK = 1.02  # of the loss that is waited for
+
+
+class Scheme(NamedTuple):
+    """The runs of a scheme with so many steps.
+
+    percent: how far the loss of each seed is above that of the dense step with the same optimizer.
+    """
+
+    name: str
+    inner: str
+    steps: int
+    packet: float
+    sent: float
+    bits: list[float]
+    percent: list[float]
+    curve: np.ndarray  # (points, 2): steps, held-out loss, the mean over seeds
+
+    @property
+    def label(self) -> str:
+        """What a picture calls it."""
+        times = "" if self.steps == BASE_STEPS else f", {self.steps / BASE_STEPS:g} × the steps"
+        return self.name.removeprefix(f"{self.inner}, ") + times
+
+
+BASE_STEPS = 1600
+
+
+def schemes(runs: Sequence[measure.Row], width: int) -> list[Scheme]:
+    """Return the schemes that were trained with a model of this width."""
+    runs = [run for run in runs if run["width"] == width]
+    dense = {
+        (run["inner"], run["rate"], run["seed"]): run["bits"]
+        for run in runs
+        if run["scheme"] == f"{run['inner']}, dense" and run["steps"] == BASE_STEPS
+    }
+    best = {
+        inner: min(
+            (bits, rate) for (i, rate, seed), bits in dense.items() if (i, seed) == (inner, 0)
+        )[1]
+        for inner in {i for i, _, _ in dense}
+    }
+    groups: dict[tuple[str, int], list[measure.Row]] = {}
+    for run in runs:
+        if run["inner"] in best and run["rate"] == best[run["inner"]]:
+            groups.setdefault((run["scheme"], run["steps"]), []).append(run)
+    return [_scheme(group, dense) for group in groups.values()]
+
+
+def _scheme(group: list[measure.Row], dense: dict[tuple[str, float, int], float]) -> Scheme:
+    first = group[0]
+    keys = [(run["inner"], run["rate"], run["seed"]) for run in group]
+    return Scheme(
+        first["scheme"],
+        first["inner"],
+        first["steps"],
+        first["packet"],
+        first["bytes"],
+        [run["bits"] for run in group],
+        [
+            100 * (run["bits"] / dense[key] - 1)
+            for run, key in zip(group, keys, strict=True)
+            if key in dense
+        ],
+        np.mean([run["held_out"] for run in group], axis=0),
+    )
+
+
+def front(found: Sequence[Scheme]) -> list[Scheme]:
+    """Return those than which no other has both fewer bytes and a lower loss, by bytes."""
+    best: list[Scheme] = []
+    for scheme in sorted(found, key=lambda s: (s.packet, np.mean(s.bits))):
+        if not best or np.mean(scheme.bits) < np.mean(best[-1].bits):
+            best.append(scheme)
+    return best
+
+
+def steps_to(curve: np.ndarray, loss: float) -> float:
+    """Return the steps after which a curve first is at `loss`, between its points; inf if never."""
+    steps, losses = curve.T
+    below = np.flatnonzero(losses <= loss)
+    if not below.size:
+        return float("inf")
+    i = int(below[0])
+    if i == 0:
+        return float(steps[0])
+    part = (losses[i - 1] - loss) / (losses[i - 1] - losses[i])
+    return float(steps[i - 1] + part * (steps[i] - steps[i - 1]))
+
+
+def table(found: Sequence[Scheme]) -> str:
+    """Return what each scheme costs, by optimizer and bytes; the front in bold."""
+    lines = [
+        "| optimizer | scheme | B a parameter and step | sent by one of 4 | bits per byte "
+        "| from dense | seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for inner in dict.fromkeys(s.inner for s in found):
+        of_inner = [s for s in found if s.inner == inner]
+        best = front([s for s in of_inner if s.steps == BASE_STEPS])
+        for s in sorted(of_inner, key=lambda s: -s.packet):
+            mark = "**" if s in best else ""
+            spread = f" ± {np.std(s.bits):.3f}" if len(s.bits) > 1 else ""
+            lines.append(
+                f"| {inner} | {mark}{s.label}{mark} | {s.packet:.4f} | {s.sent:.4f} "
+                f"| {np.mean(s.bits):.3f}{spread} | {np.mean(s.percent):+.1f} % | {len(s.bits)} |"
+            )
+    return "\n".join(lines)
+
+
+def seconds(found: Sequence[Scheme], links: Sequence[measure.Row]) -> list[measure.Row]:
+    """Return the seconds to dense adamw's loss and 2 %, for each scheme on each link."""
+    (dense,) = (s for s in found if s.name == "adamw, dense" and s.steps == BASE_STEPS)
+    loss = SLACK * float(dense.curve[-1, 1])
+    rows: list[measure.Row] = []
+    for link in links:
+        for s in (s for s in found if s.name == link["scheme"]):
+            took = steps_to(s.curve, loss)
+            rows.append(
+                {"scheme": s, "mbits": link["mbits"], "steps": took, "ms": link["ms"],
+                 "seconds": took * link["ms"] / 1e3}
+            )  # fmt: skip
+    base = {row["mbits"]: row["seconds"] for row in rows if row["scheme"] is dense}
+    return [row | {"faster": base[row["mbits"]] / row["seconds"]} for row in rows]
+
+
+def seconds_table(rows: Sequence[measure.Row]) -> str:
+    """Return the table of `seconds`, a line for each scheme and link."""
+    lines = [
+        "| Mbit/s | scheme | steps to the loss | ms a step | s | times as fast as dense |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        is_never = not np.isfinite(row["seconds"])
+        took = "never | " if is_never else f"{row['steps']:,.0f} | "
+        then = "- | -" if is_never else f"{row['seconds']:.0f} | {row['faster']:.1f}"
+        link = row["mbits"] or "not limited"
+        lines.append(f"| {link} | {row['scheme'].label} | {took}{row['ms']:.1f} | {then} |")
+    return "\n".join(lines)
+
+
+def draw_bytes(path: Path, found: Sequence[Scheme]) -> None:
+    """Draw the loss of each scheme against its bytes; the front is a line with names."""
+    plt = _pyplot()
+    inners = list(dict.fromkeys(s.inner for s in found))
+    figure, panels = plt.subplots(
+        1, len(inners), figsize=(6 * len(inners), 4.8), layout="constrained", squeeze=False
+    )
+    for panel, inner in zip(panels[0], inners, strict=True):
+        of_inner = [s for s in found if s.inner == inner and s.steps == BASE_STEPS]
+        panel.plot(
+            [s.packet for s in of_inner], [np.mean(s.percent) for s in of_inner], "o",
+            color="0.7", label="others",
+        )  # fmt: skip
+        best = front(of_inner)
+        panel.plot(
+            [s.packet for s in best], [np.mean(s.percent) for s in best], "o-", label="front"
+        )
+        for s in best:
+            where = {"xytext": (5, 5), "textcoords": "offset points", "fontsize": 8}
+            panel.annotate(s.label, (s.packet, np.mean(s.percent)), **where)
+        panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
+        top = min(25.0, max(np.mean(s.percent) for s in of_inner) + 1)
+        panel.set(title=inner, xlabel="bytes of a packet, for a parameter and step", xscale="log",
+                  ylim=(-2, top))  # fmt: skip
+        _plain(panel)
+    panels[0][0].set_ylabel("held-out loss above dense, %")
+    figure.savefig(path, dpi=120)
+
+
+def draw_seconds(path: Path, rows: Sequence[measure.Row]) -> None:
+    """Draw the held-out loss against seconds, a panel for each link."""
+    plt = _pyplot()
+    links = list(dict.fromkeys(row["mbits"] for row in rows if row["mbits"]))
+    figure, panels = plt.subplots(
+        1, len(links), figsize=(4.6 * len(links), 4.4), layout="constrained", squeeze=False,
+        sharey=True,
+    )  # fmt: skip
+    for panel, link in zip(panels[0], links, strict=True):
+        for row in (row for row in rows if row["mbits"] == link):
+            steps, losses = row["scheme"].curve.T
+            panel.plot(steps * row["ms"] / 1e3, losses, label=row["scheme"].label)
+        panel.set(title=f"{link:,} Mbit/s", xlabel="seconds", xscale="log")
+        _plain(panel)
+    panels[0][0].set(ylabel="held-out bits per byte")
+    panels[0][-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _pyplot():  # type: ignore[no-untyped-def]
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _plain(panel) -> None:  # type: ignore[no-untyped-def]
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    """Print the tables and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=HERE / "exchange.json")
+    parser.add_argument("--links", type=Path, default=HERE / "links.json")
+    parser.add_argument("--width", type=int, default=32, help="of the model")
+    parser.add_argument("--picture", type=Path, metavar="FOLDER", help="where to draw")
+    options = parser.parse_args()
+    found = schemes(json.loads(options.runs.read_text())["rows"], options.width)
+    print(table(found), end="\n\n")
+    rows = seconds(found, json.loads(options.links.read_text())["rows"])
+    print(seconds_table(rows))
+    if options.picture:
+        draw_bytes(options.picture / "loss-bytes.png", found)
+        draw_seconds(options.picture / "loss-seconds.png", rows)
+
+
+if __name__ == "__main__":
+    main()
