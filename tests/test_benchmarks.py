@@ -20,6 +20,7 @@ from benchmarks import (
     checkpoints,
     exchange,
     first_call,
+    front,
     fused_adam,
     measure,
     moments,
@@ -315,6 +316,52 @@ def test_bytes_of_the_schemes():
         assert exchange.ROWS[name].bytes_sent(params) == pytest.approx(sent, rel=1e-3)
     mixed = exchange.ROWS["adamw, quantize(1), embedding dense"]
     assert mixed.bytes_sent(embedding | params) == pytest.approx((6 + 3 / 8) / 2, rel=1e-2)
+
+
+def run_of(scheme, packet, bits, seed=0, **others):
+    """Return a run as the file of `exchange` has it, whose curve falls by 1 from the first step."""
+    held_out = [[1, bits + 1], [1600, bits]]
+    return {
+        "scheme": f"adamw, {scheme}", "inner": "adamw", "rate": 0.1, "width": 32, "steps": 1600,
+        "packet": packet, "bytes": 3 * packet, "bits": bits, "seed": seed, "held_out": held_out,
+    } | others  # fmt: skip
+
+
+def test_the_front(tmp_path):
+    """What is on it, how far it is from dense, and the seconds to dense adamw's loss and 2 %."""
+    runs = [
+        run_of("dense", 4.0, 2.0),
+        run_of("dense", 4.0, 2.1, rate=0.2),  # not the best rate
+        run_of("quantize(4)", 0.5, 2.02),
+        run_of("quantize(4)", 0.5, 2.2, seed=1),
+        run_of("quantize(2)", 0.25, 2.3),
+        run_of("top_k(0.1)", 0.45, 2.03),
+        run_of("top_k(0.1)", 0.45, 1.9, width=96),
+        run_of("top_k(0.1)", 0.45, 1.8, rate=0.2),
+        run_of("dense", 4.0, 1.9, seed=1),
+    ]
+    found = front.schemes(runs, 32)
+    assert [s.name.removeprefix("adamw, ") for s in front.front(found)] == [
+        *("quantize(2)", "top_k(0.1)", "dense")
+    ]
+    (four,) = (s for s in found if s.name == "adamw, quantize(4)")
+    np.testing.assert_allclose(four.percent, [1.0, 100 * (2.2 / 1.9 - 1)])
+    links = [
+        {"scheme": f"adamw, {name}", "mbits": mbits, "ms": ms}
+        for mbits in (0, 10)
+        for name, ms in (("dense", 100.0), ("top_k(0.1)", 50.0), ("quantize(2)", 10.0))
+    ]
+    # Dense adamw is at 1.95 on the mean over seeds; 1.02·1.95 is 0.96 of the way for it.
+    rows = front.seconds(found, links)
+    steps = {row["scheme"].name: row["steps"] for row in rows}
+    assert steps["adamw, dense"] == pytest.approx(1 + 1599 * (1 - 0.02 * 1.95))
+    assert steps["adamw, quantize(2)"] == float("inf")
+    assert front.steps_to(np.array([[5, 2.0], [9, 1.0]]), 2.5) == 5
+    assert " **top_k(0.1)** | 0.4500 | 1.3500 | 2.030 | +1.5 % | 1 |" in front.table(found)
+    assert "| 10 | quantize(2) | never | 10.0 | - | - |" in front.seconds_table(rows)
+    front.draw_bytes(tmp_path / "bytes.png", found)
+    front.draw_seconds(tmp_path / "seconds.png", rows)
+    assert all((tmp_path / f"{x}.png").stat().st_size > 10_000 for x in ("bytes", "seconds"))
 
 
 def test_trees_are_the_models():
