@@ -23,6 +23,11 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
+def accumulated_bytes(x: jax.Array) -> int:
+    """Return the bytes of an array in the dtype in which it is computed with."""
+    return x.size * accumulator_dtype(x.dtype).itemsize
+
+
 def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of |x| for x of `dtype`."""
     return jnp.finfo(dtype).dtype

@@ -63,6 +63,13 @@ def test_deep_gradient_compression():
     np.testing.assert_allclose(sent, [dense, dense, dense, packets, packets])
 
 
+def test_leaves_of_bfloat16_are_sent_in_float32():
+    params = {"head": PARAMS["head"].astype(jnp.bfloat16), "bias": PARAMS["bias"]}
+    traffic = exchange({"bias": quantize(8)}, min_size=1).init(params).exchanged.traffic
+    sent = float(traffic.bytes_sent(jnp.int32(0), jnp.int32(4)))
+    assert sent == ring(4 * HEAD) + 3 * (BIAS + 4)
+
+
 def test_nothing_is_said_where_it_is_not_known():
     """exchange(None) does not count its exchanges; an optimizer that does not exchange is quiet."""
     for tx in (optfn.chain(exchange(None), optfn.sgd(0.1)), optfn.sgd(0.1)):

@@ -234,8 +234,8 @@ def _traffic(options: Options, params: Params) -> DgcTraffic:
         options.rampup_begin_step,
         options.rampup_step,
         tuple(packet.num_bytes for packet in packet_formats(options, [p.size for p in large])),
-        sum(p.size * 4 for p in large),
-        sum(p.size * p.dtype.itemsize for p in small),
+        sum(map(numerics.accumulated_bytes, large)),
+        sum(map(numerics.accumulated_bytes, small)),
     )
 
 

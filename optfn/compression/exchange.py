@@ -233,15 +233,15 @@ class ExchangeTraffic:
 
 def _traffic(options: _Options, pairs: Sequence[tuple[Compressor | None, Leaf]]) -> ExchangeTraffic:
     """Return what a worker sends of leaves with these compressors."""
-    dense = [0 if tree.is_masked(p) else p.size * p.dtype.itemsize for _, p in pairs]
+    dense = [0 if tree.is_masked(p) else numerics.accumulated_bytes(p) for _, p in pairs]
     sizes = zip(pairs, dense, strict=True)
     reduced = sum(size for (compressor, _), size in sizes if compressor is None)
     gathered = 0
     for compressor, p in pairs:
         if compressor is not None and getattr(compressor, "is_reduced", False):
-            reduced += compressor.num_bytes(p.shape)
+            reduced += int(compressor.num_bytes(p.shape))
         elif compressor is not None:
-            gathered += compressor.num_bytes(p.shape)
+            gathered += int(compressor.num_bytes(p.shape))
         if compressor is not None and options.peer_clip:
             gathered += 4
     return ExchangeTraffic(gathered, reduced, sum(dense), options.warmup_steps)
