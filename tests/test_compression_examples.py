@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
-from benchmarks import compression_accuracy, compression_link, measure, network
+from benchmarks import compression_accuracy, compression_link, exchange_link, measure, network
 from examples import compression, text, transformer
 
 ROOT = Path(__file__).parent.parent
@@ -42,11 +42,12 @@ def test_the_link_benchmark_at_toy_size(capsys):
     assert capsys.readouterr().out.count("|") == 3 * 12
 
 
-def test_the_link_benchmark_says_what_it_lacks(monkeypatch, capsys):
+@pytest.mark.parametrize("script", [compression_link, exchange_link], ids=lambda m: m.__name__)
+def test_the_link_benchmark_says_what_it_lacks(monkeypatch, capsys, script):
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     monkeypatch.setattr(sys, "argv", ["compression_link"])
     with pytest.raises(SystemExit) as stopped:
-        compression_link.main()
+        script.main()
     assert stopped.value.code == measure.CANNOT_RUN
     assert "no network namespaces" in (said := capsys.readouterr().err)
     assert said.endswith("no ip on the path\n")
