@@ -115,7 +115,7 @@ HEAD = (
 def run(options: argparse.Namespace) -> list[measure.Row]:
     """Train what the file does not have yet; print it, and write the file after each run."""
     setting = Setting(*(getattr(options, name) for name in Setting._fields))
-    found = _read(options.json)
+    found, about = _read(options.json), measure.where()
     done = {(_setting_of(r), r["scheme"], r["seed"]) for r in found}
     for name in chosen(options.rows):
         seeds = [s for s in range(options.seeds) if (setting, name, s) not in done]
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> list[measure.Row]:
                 flush=True,
             )
             if options.json:
-                Path(options.json).write_text(json.dumps({"rows": found}))
+                _write(Path(options.json), about, found)
     return found
 
 
@@ -146,6 +146,12 @@ def _read(file: str | None) -> list[measure.Row]:
     return list(json.loads(Path(file).read_text())["rows"])
 
 
+def _write(file: Path, about: dict[str, str], found: list[measure.Row]) -> None:
+    """Write the runs, one a line."""
+    rows = ",\n".join(map(json.dumps, found))
+    file.write_text(f'{{"about": {json.dumps(about)},\n"rows": [\n{rows}\n]}}\n')
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -162,7 +168,8 @@ def main() -> None:
         parser, steps=8, seeds=1, width=16,
         rows=["momentum, dense", "momentum, quantize(1)"],
     )  # fmt: skip
-    measure.report(options, HEAD, lambda: run(options))
+    printed = argparse.Namespace(**vars(options) | {"json": None})  # `run` writes the file
+    measure.report(printed, HEAD, lambda: run(options))
 
 
 if __name__ == "__main__":

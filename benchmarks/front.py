@@ -191,8 +191,9 @@ def draw_bytes(path: Path, found: Sequence[Scheme]) -> None:
 
 
 def draw_seconds(path: Path, rows: Sequence[measure.Row]) -> None:
-    """Draw the held-out loss against seconds, a panel for each link."""
+    """Draw the held-out loss of what comes to dense adamw's, a panel for each link."""
     plt = _pyplot()
+    rows = [row for row in rows if np.isfinite(row["seconds"])]
     links = list(dict.fromkeys(row["mbits"] for row in rows if row["mbits"]))
     figure, panels = plt.subplots(
         1, len(links), figsize=(4.6 * len(links), 4.4), layout="constrained", squeeze=False,
@@ -202,10 +203,10 @@ def draw_seconds(path: Path, rows: Sequence[measure.Row]) -> None:
         for row in (row for row in rows if row["mbits"] == link):
             steps, losses = row["scheme"].curve.T
             panel.plot(steps * row["ms"] / 1e3, losses, label=row["scheme"].label)
-        panel.set(title=f"{link:,} Mbit/s", xlabel="seconds", xscale="log")
+        panel.set(title=f"{link:,} Mbit/s", xlabel="seconds", xscale="log", ylim=(1.6, 3.5))
         _plain(panel)
     panels[0][0].set(ylabel="held-out bits per byte")
-    panels[0][-1].legend(frameon=False, fontsize=8)
+    panels[0][0].legend(frameon=False, fontsize=8, loc="lower left")
     figure.savefig(path, dpi=120)
 
 

@@ -139,7 +139,9 @@ def draw(path: Path, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
             steps, sent / 1e3, drawstyle="steps-post", label=f"{name}: {sent.sum() / 1e6:,.0f} MB"
         )
     above.set(ylabel="bits per byte, training")
+    most = max(sent.max() for _, sent in curves.values())
     below.set(xlabel="step", ylabel="kB sent by a worker, per step", yscale="log")
+    below.set_ylim(top=50 * most / 1e3)  # the names stand above the lines
     above.set_title("Four workers: all of the gradient, and three ways of sending less", loc="left")
     for axes in (above, below):
         axes.grid(alpha=0.25)
