@@ -1,25 +1,24 @@
 """Which way of exchanging is best for its bytes, and for its seconds on a link?
 
     python -m benchmarks.front [--runs benchmarks/exchange.json] [--links benchmarks/links.json]
-        [--picture FILE]
 
-Reads what `exchange` and `exchange_link` have measured, prints the tables and draws the pictures. A
-scheme is on the front if none that sends fewer bytes has a lower loss. Seconds to a loss are the
-steps to it, by the curve of the held-out loss, times the time of a step on the link; the loss is
-that of dense adamw at its end, and 2 %.
+Reads what `exchange` and `exchange_link` have measured, and prints the tables; `make gallery` draws
+the pictures. A scheme is on the front if none that sends fewer bytes has a lower loss. Seconds to a
+loss are the steps to it, by the curve of the held-out loss, times the time of a step on the link;
+the loss is that of dense adamw at its end, and 2 %.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import measure
 
-HERE = Path(__file__).parent
+RUNS, LINKS = (Path(__file__).parent / name for name in ("exchange.json", "links.json"))
 SLACK = 1.02  # of the loss that is waited for
 
 
@@ -161,14 +160,19 @@ def seconds_table(rows: Sequence[measure.Row]) -> str:
     return "\n".join(lines)
 
 
-def draw_bytes(path: Path, found: Sequence[Scheme]) -> None:
+def draw_bytes(found: Sequence[Scheme]) -> Any:
     """Draw the loss of each scheme against its bytes; the front is a line with names."""
-    plt = _pyplot()
+    import matplotlib.pyplot as plt
+
     inners = list(dict.fromkeys(s.inner for s in found))
     figure, panels = plt.subplots(
-        1, len(inners), figsize=(6 * len(inners), 4.8), layout="constrained", squeeze=False
+        len(inners),
+        figsize=(8, 3.6 * len(inners)),
+        layout="constrained",
+        squeeze=False,
+        sharex=True,
     )
-    for panel, inner in zip(panels[0], inners, strict=True):
+    for panel, inner in zip(panels[:, 0], inners, strict=True):
         of_inner = [s for s in found if s.inner == inner and s.steps == BASE_STEPS]
         panel.plot(
             [s.packet for s in of_inner], [np.mean(s.percent) for s in of_inner], "o",
@@ -178,67 +182,61 @@ def draw_bytes(path: Path, found: Sequence[Scheme]) -> None:
         panel.plot(
             [s.packet for s in best], [np.mean(s.percent) for s in best], "o-", label="front"
         )
-        for s in best:
-            where = {"xytext": (5, 5), "textcoords": "offset points", "fontsize": 8}
+        for i, s in enumerate(best):
+            above_or_below = (5, -12 if i % 2 else 5)
+            where = {"xytext": above_or_below, "textcoords": "offset points", "fontsize": 8}
             panel.annotate(s.label, (s.packet, np.mean(s.percent)), **where)
         panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
         top = min(25.0, max(np.mean(s.percent) for s in of_inner) + 1)
-        panel.set(title=inner, xlabel="bytes of a packet, for a parameter and step", xscale="log",
+        panel.set(title=inner, ylabel="held-out loss above dense, %", xscale="log",
                   ylim=(-2, top))  # fmt: skip
         _plain(panel)
-    panels[0][0].set_ylabel("held-out loss above dense, %")
-    figure.savefig(path, dpi=120)
+    panels[-1, 0].set_xlabel("bytes of a packet, for a parameter and step")
+    return figure
 
 
-def draw_seconds(path: Path, rows: Sequence[measure.Row]) -> None:
+def draw_seconds(rows: Sequence[measure.Row]) -> Any:
     """Draw the held-out loss of what comes to dense adamw's, a panel for each link."""
-    plt = _pyplot()
+    import matplotlib.pyplot as plt
+
     rows = [row for row in rows if np.isfinite(row["seconds"])]
     links = list(dict.fromkeys(row["mbits"] for row in rows if row["mbits"]))
     figure, panels = plt.subplots(
-        1, len(links), figsize=(4.6 * len(links), 4.4), layout="constrained", squeeze=False,
+        1, len(links), figsize=(8, 3.8), layout="constrained", squeeze=False,
         sharey=True,
     )  # fmt: skip
     for panel, link in zip(panels[0], links, strict=True):
         for row in (row for row in rows if row["mbits"] == link):
             steps, losses = row["scheme"].curve.T
             panel.plot(steps * row["ms"] / 1e3, losses, label=row["scheme"].label)
-        panel.set(title=f"{link:,} Mbit/s", xlabel="seconds", xscale="log", ylim=(1.6, 3.5))
+        panel.set(title=f"{link:,} Mbit/s", xlabel="seconds", xscale="log", ylim=(None, 3.5))
         _plain(panel)
     panels[0][0].set(ylabel="held-out bits per byte")
-    panels[0][0].legend(frameon=False, fontsize=8, loc="lower left")
-    figure.savefig(path, dpi=120)
+    lines = panels[0][0].get_lines()
+    figure.legend(handles=lines, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return figure
 
 
-def _pyplot():  # type: ignore[no-untyped-def]
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _plain(panel) -> None:  # type: ignore[no-untyped-def]
+def _plain(panel: Any) -> None:
     panel.grid(alpha=0.25)
     panel.spines[["top", "right"]].set_visible(False)
 
 
+def read(runs: Path, links: Path, width: int) -> tuple[list[Scheme], list[measure.Row]]:
+    """Return the schemes, and their seconds on links, from the files of both benchmarks."""
+    found = schemes(json.loads(runs.read_text())["rows"], width)
+    return found, seconds(found, json.loads(links.read_text())["rows"])
+
+
 def main() -> None:
-    """Print the tables and draw."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=HERE / "exchange.json")
-    parser.add_argument("--links", type=Path, default=HERE / "links.json")
+    parser.add_argument("--runs", type=Path, default=RUNS)
+    parser.add_argument("--links", type=Path, default=LINKS)
     parser.add_argument("--width", type=int, default=32, help="of the model")
-    parser.add_argument("--picture", type=Path, metavar="FOLDER", help="where to draw")
     options = parser.parse_args()
-    found = schemes(json.loads(options.runs.read_text())["rows"], options.width)
-    print(table(found), end="\n\n")
-    rows = seconds(found, json.loads(options.links.read_text())["rows"])
-    print(seconds_table(rows))
-    if options.picture:
-        draw_bytes(options.picture / "loss-bytes.png", found)
-        draw_seconds(options.picture / "loss-seconds.png", rows)
+    found, rows = read(options.runs, options.links, options.width)
+    print(table(found), seconds_table(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,12 @@
 
 The paths of every optimizer on two surfaces, schedules, the ramp of Deep Gradient Compression,
 timetables of pipelines, memory by way of splitting a model, memory against FLOPs of recomputation,
-and the history of a run. `--exchange FILE` adds loss against bytes, from the rows that
-`python -m benchmarks.exchange --json FILE` wrote.
+the history of a run, and what the files of `benchmarks.exchange` and `exchange_link` have: loss
+against bytes and seconds.
 """
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from jax.sharding import AbstractMesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/gallery.py
 
 import optfn
+from benchmarks import front
 from optfn import schedules
 from optfn.distributed import plan, plan_memory
 
@@ -284,14 +284,9 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "memory": draw_memory,
     "recompute": draw_recompute,
     "run": draw_run,
+    "exchange": lambda: front.draw_bytes(front.read(front.RUNS, front.LINKS, 32)[0]),
+    "links": lambda: front.draw_seconds(front.read(front.RUNS, front.LINKS, 32)[1]),
 }
-
-
-def draw_exchange(file: Path) -> Any:
-    """Draw loss against bytes, from the rows of `benchmarks.exchange`."""
-    from benchmarks import exchange
-
-    return exchange.panels_of(json.loads(file.read_text())["rows"])
 
 
 def save(figure: Any, path: Path) -> None:
@@ -310,14 +305,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
-    parser.add_argument("--exchange", type=Path, metavar="FILE")
     options = parser.parse_args()
     import matplotlib
 
     matplotlib.use("Agg")
     chosen = {name: PICTURES[name] for name in options.only}
-    if options.exchange:
-        chosen["exchange"] = lambda: draw_exchange(options.exchange)
     options.out.mkdir(parents=True, exist_ok=True)
     for name, draw in chosen.items():
         path = options.out / f"{name}.png"

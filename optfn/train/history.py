@@ -18,11 +18,7 @@ from optfn.train.state import TrainState
 from optfn.wrappers.metrics import RECORDED
 
 # What the history keeps of each step.
-<<<<<<< HEAD
-PER_STEP = ("loss", "learning_rate", *RECORDED)
-=======
-PER_STEP = ("loss", "learning_rate", "bytes_sent")
->>>>>>> 7d69c09 (Bytes that a worker sends as a metric; benchmarks of what exchanging costs that can be continued; four ways in the compression demo)
+PER_STEP = ("loss", "learning_rate", "bytes_sent", *RECORDED)
 
 
 class History:

@@ -107,18 +107,12 @@ def minimize(
     steps, and what is due within a round happens at its end.
 
     Returns:
-<<<<<<< HEAD
-      The last TrainState, and the history: NumPy arrays "loss" and, where tx keeps one,
-      "learning_rate", with one entry per batch, and where `record_metrics` is in tx the norms and
-      the clip factor that it records (without local steps); "evaluation", or "evaluation/<key>" for
-      each number of a dict, with one entry per evaluation, and "evaluation_step", the steps before
-      it. Where only a part of the run, before or after a restart, has a number, the rest is NaN.
-=======
       The last TrainState, and the history: NumPy arrays "loss" and, where the step gives them,
-      "learning_rate" and "bytes_sent", with one entry per batch; "evaluation", or
+      "learning_rate" and "bytes_sent", with one entry per batch, and where `record_metrics` is in
+      tx the norms and the clip factor that it records (without local steps); "evaluation", or
       "evaluation/<key>" for each number of a dict, with one entry per evaluation, and
-      "evaluation_step", the steps before it.
->>>>>>> 7d69c09 (Bytes that a worker sends as a metric; benchmarks of what exchanging costs that can be continued; four ways in the compression demo)
+      "evaluation_step", the steps before it. Where only a part of the run, before or after a
+      restart, has a number, the rest is NaN.
 
     Raises:
       ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.

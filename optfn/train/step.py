@@ -295,15 +295,10 @@ def make_train_step(
     Returns:
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
       gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
-<<<<<<< HEAD
       `record_metrics` in tx and without local steps also ["grad_norm"], ["update_norm"],
       ["param_norm"] and ["clip_factor"]; with `skip_nonfinite` ["gave_up"], which makes the next
-      call raise.
-=======
-      `skip_nonfinite` in tx also ["gave_up"], which makes the next call raise. Where tx exchanges
-      by itself, and with local steps, ["bytes_sent"] is what a worker sent in this call, by the
-      formulas of the compressors.
->>>>>>> 7d69c09 (Bytes that a worker sends as a metric; benchmarks of what exchanging costs that can be continued; four ways in the compression demo)
+      call raise. Where tx exchanges by itself, and with local steps, ["bytes_sent"] is what a
+      worker sent in this call, by the formulas of the compressors.
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.
