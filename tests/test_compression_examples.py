@@ -76,7 +76,7 @@ def test_simulated_workers_follow_dense_momentum():
 def test_the_example_trains_and_draws(monkeypatch, tmp_path, capsys):
     small = transformer.Config(width=8, heads=2, blocks=1, hidden=16, length=8, recent=2)
     monkeypatch.setattr(compression, "CONFIG", small)
-    monkeypatch.setattr(compression, "SPARSITY", (0.5, 0.9))
+    monkeypatch.setattr(compression, "SPARSITY", (0.5, 0.99))
     training = np.arange(3000, dtype=np.uint8)
     monkeypatch.setattr(text, "standard_library", lambda: (training, training))
     monkeypatch.setattr(sys, "argv", ["compression", "--steps", "5", "--out", str(tmp_path)])
