@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test lint bench bench-check docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test properties faults soak lint bench bench-check docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -23,6 +23,10 @@ gallery: $(VENV)/.bench
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal -m optimized $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick-compiler $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+
+# Eighteen times as many cases as in the suite, other ones each time.
+properties: $(VENV)/.test
+	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto --quick-compiler tests/test_properties.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -53,4 +57,4 @@ bench-check: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.check
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache demo-out bench-out dist site
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist site
