@@ -3,6 +3,7 @@
 Each is written whole or not at all.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -10,7 +11,6 @@ import re
 import shutil
 import warnings
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from optfn import checks
 from optfn.leaves.tree import is_key
 from optfn.leaves.types import Leaf, PyTree
+from optfn.parallel import processes
 from optfn.parallel.per_worker import has_own_state
 from optfn.parallel.placement import PER_WORKER_KEY, rescale_residuals
 from optfn.train import sharded_checkpoint as parts
@@ -62,6 +63,9 @@ def save_checkpoint(
 
     Returns:
       The path of the file or the directory.
+
+    Raises:
+      OSError: the disk is full or cannot be written; nothing of the new file is left.
     """
     if not hasattr(state, "step") or np.shape(state.step) != ():
         raise TypeError(
@@ -87,15 +91,29 @@ def save_checkpoint(
         f"history/{k}": np.asarray(v) for k, v in (history or {}).items()
     }
     path = directory / f"step_{int(state.step):09d}.npz"
-    unfinished = path.with_suffix(".unfinished")
-    with open(unfinished, "wb") as file:
-        np.savez(file, **arrays)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-    _sync(directory)
+    try:
+        _write(path, arrays)
+    except OSError as error:
+        words = f"cannot save the state ({error.strerror}); earlier files stay"
+        raise OSError(error.errno, words, str(path)) from error
     _remove(checkpoints(directory)[:-keep])
     return path
+
+
+def _write(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write a file whole, or leave nothing of it."""
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        _sync(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _remove(paths: Iterable[Path]) -> None:
@@ -136,7 +154,11 @@ def _directory(directory: object) -> Path:
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in `directory`, the newest last."""
     found = [path for path in _directory(directory).glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("step_")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
 
 
 def load_checkpoint(
@@ -159,7 +181,7 @@ def load_checkpoint(
         return parts.load(Path(path), state, functools.partial(_rescaled, state))
     try:
         arrays = _read(path, state)
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # zipfile raises errors of many kinds where its fields are damaged
         raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
     prefix = "history/"
     names = [name for name in arrays if name.startswith(prefix)]
@@ -232,24 +254,53 @@ def restore_checkpoint(
     """Return the newest intact checkpoint in `directory`; None if there is no checkpoint.
 
     A damaged one is skipped with a warning that names it, and the one before it is read. Files and
-    directories may lie side by side.
+    directories may lie side by side. In a run of several processes all call it, and get the newest
+    step that each of them has.
 
     Args:
       directory: where `save_checkpoint` wrote.
       state: a TrainState of the same run, as a template.
 
     Raises:
-      ValueError: there are checkpoints, and none can be loaded.
+      ValueError: there are checkpoints, and none can be loaded; or one process has some, and
+        another none of these steps.
     """
     parts.wait()
     found = checkpoints(directory)
-    problems = []
-    for path in reversed(found):
+    shared = processes.share_state(state)
+    remaining, problems = found, list[str]()
+    while True:
+        loaded = _newest(remaining, state, problems)
+        step = -1 if loaded is None else int(loaded[0].step)
+        steps = processes.gather([step]) if shared else np.array(step)
+        if np.all(steps == step):
+            break
+        _check_common(steps.ravel())
+        remaining = [path for path in found if _step_of(path) <= np.min(steps)]
+    if found and loaded is None:
+        raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
+    return loaded
+
+
+def _newest(
+    paths: list[Path], state: PyTree, problems: list[str]
+) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    """Return the last one that is intact; what is wrong with those after it goes to `problems`."""
+    for path in reversed(paths):
         try:
             return load_checkpoint(path, state)
         except ValueError as error:
             problems.append(str(error))
-            warnings.warn(f"skipped: {error}", stacklevel=2)
-    if found:
-        raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
+            warnings.warn(f"skipped: {error}", stacklevel=3)
     return None
+
+
+def _check_common(steps: np.ndarray) -> None:
+    if np.min(steps) < 0:
+        held = ", ".join(
+            f"process {i} {f'step {step}' if step >= 0 else 'none'}" for i, step in enumerate(steps)
+        )
+        raise ValueError(
+            f"the processes have no checkpoint in common; the newest that load are: {held}. Copy "
+            "the directory of a process that has one to those that have none"
+        )

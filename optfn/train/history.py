@@ -21,8 +21,12 @@ from optfn.wrappers.metrics import RECORDED
 PER_STEP = ("loss", "learning_rate", "bytes_sent", *RECORDED)
 
 
+# How many steps may have their metrics on the device, until all of them are moved to the host.
+_CHUNK = 1000
+
+
 class History:
-    """The metrics of each step, on the device until they are asked for, and the evaluations."""
+    """The metrics of each step, the last ones on the device, and the evaluations."""
 
     def __init__(self) -> None:
         self.earlier: dict[str, np.ndarray] = {}
@@ -31,17 +35,22 @@ class History:
 
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Add a step."""
+        if len(self.steps) == _CHUNK:
+            self._move_to_host()
         self.steps.append({k: metrics[k] for k in PER_STEP if k in metrics})
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return an array for each metric, with what a run before this one left first."""
+        self._move_to_host()
         evaluations = {k: x for k, x in self.earlier.items() if k.startswith("evaluation")}
         per_step = {k: x for k, x in self.earlier.items() if k not in evaluations}
-        per_step = _joined(per_step, _columns(jax.device_get(self.steps)))
-        # Reading a number from the device takes long, so that each is read once.
-        self.earlier |= per_step
-        self.steps.clear()
         return per_step | _joined(evaluations, _columns(self.evaluations))
+
+    def _move_to_host(self) -> None:
+        """Add the steps to the earlier ones; reading from the device takes long, so once each."""
+        per_step = {k: x for k, x in self.earlier.items() if not k.startswith("evaluation")}
+        self.earlier |= _joined(per_step, _columns(jax.device_get(self.steps)))
+        self.steps.clear()
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:

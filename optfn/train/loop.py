@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from optfn import checks
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
+from optfn.parallel import processes
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
@@ -66,8 +68,9 @@ def minimize(
     """Train: one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
-    its end, and what there is comes back. A second Ctrl-C interrupts at once. (In a run of several
-    processes both act as they do without optfn.)
+    its end, and what there is comes back. A second Ctrl-C interrupts at once. In a run of several
+    processes a signal to any of them ends all after the same step, within some seconds; with JAX's
+    option `jax_enable_preemption_service` off, signals act there as they do without optfn.
 
     Args:
       loss_fn: (params, batch) -> loss, as for `make_train_step`.
@@ -149,7 +152,7 @@ def minimize(
         Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as bar,
         RunLog(log, done) as lines,
         RunReport(report, history, tx, params, local_steps, **layout) as page,
-        _interruptible() as interrupted,
+        _interruptible(mesh) as interrupt,
     ):
         rounds = None if steps is None else steps // local_steps
         for batch in itertools.islice(batches, done // local_steps, rounds):
@@ -163,7 +166,7 @@ def minimize(
             lines(n, metrics)
             page()
             stopped = callback is not None and callback(n, state, as_numbers(metrics)) is True
-            stopped |= bool(interrupted) or evaluator.gave_up
+            stopped |= interrupt.is_due(n // local_steps) or evaluator.gave_up
             saver.save_if_due(n, state, history)
             if stopped:
                 break
@@ -175,8 +178,8 @@ def minimize(
             best.consider(state)
         saver.save(n, state, history)
         finish_saving()
-        if interrupted:
-            page.end = f"stopped by {interrupted[0]} after step {n}"
+        if interrupt.name:
+            page.end = f"stopped by {interrupt.name} after step {n}"
             bar.say(page.end)
     return best.choose(state), history.arrays()
 
@@ -268,26 +271,50 @@ class _Best:
         return last if self.state is None else self.state
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[list[str]]:
-    """Give a list that gets the name of the first SIGINT or SIGTERM; the next one acts as ever.
+class _Interrupt:
+    """Whether a signal ends the run, and which."""
 
-    Signals that the program handles itself stay its own, and so do all in a run of several
-    processes, which have to stop after the same step.
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.name = ""
+        self.of_all_processes = processes.share(mesh) and bool(
+            jax.config.values["jax_enable_preemption_service"]
+        )
+
+    def is_due(self, call: int) -> bool:
+        """Tell whether the run ends after this call of the step, the same in every process."""
+        if self.of_all_processes:
+            if not multihost_utils.reached_preemption_sync_point(call):
+                return False
+            self.name = self.name or "SIGTERM"
+        return bool(self.name)
+
+
+@contextlib.contextmanager
+def _interruptible(mesh: Mesh | None) -> Iterator[_Interrupt]:
+    """Give an object that knows of the first SIGINT or SIGTERM; the next one acts as ever.
+
+    Signals that the program handles itself stay its own. In a run of several processes JAX takes
+    SIGTERM as a notice of preemption, upon which the processes agree on the step to stop after;
+    SIGINT is made one.
     """
-    caught: list[str] = []
+    interrupt = _Interrupt(mesh)
     usual: dict[signal.Signals, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
     }
-    is_main = threading.current_thread() is threading.main_thread()
     ours = [s for s, handler in usual.items() if signal.getsignal(s) == handler]
-    if not is_main or jax.process_count() > 1:
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    elif interrupt.of_all_processes:
+        ours = [signal.SIGINT] if len(ours) == 2 else []
+    elif jax.process_count() > 1:
         ours = []
 
     def catch(number: int, frame: FrameType | None) -> None:
-        caught.append(signal.Signals(number).name)
+        interrupt.name = signal.Signals(number).name
         release()
+        if interrupt.of_all_processes:
+            signal.raise_signal(signal.SIGTERM)
 
     def release() -> None:
         for s in ours:
@@ -296,6 +323,6 @@ def _interruptible() -> Iterator[list[str]]:
     for s in ours:
         signal.signal(s, catch)
     try:
-        yield caught
+        yield interrupt
     finally:
         release()

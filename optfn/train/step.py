@@ -6,7 +6,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from optfn.leaves.types import Batch, LossFn, OptState, Params, PyTree, Updates
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import mesh as meshes
+from optfn.parallel import processes
 from optfn.parallel import sharding as shards
 from optfn.parallel import traffic
 from optfn.parallel.fingerprint import replicas_differ
@@ -70,6 +72,7 @@ class TrainStep:
     _replicas: list[tuple[jax.Array, jax.Array]] = dataclasses.field(
         default_factory=list, repr=False
     )
+    _calls: Iterator[int] = dataclasses.field(default_factory=itertools.count, repr=False)
 
     def __repr__(self) -> str:
         name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
@@ -87,14 +90,19 @@ class TrainStep:
         """Return the state of step 0. It holds copies: the caller's arrays stay valid.
 
         On a mesh, params and state are replicated, except for the parts of the state that are a
-        worker's own; in a run of several processes all give the same params.
+        worker's own. In a run of several processes all give the same params, and are compared.
 
         Args:
           params: what is trained.
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
+
+        Raises:
+          ValueError: processes have other params, or other versions of optfn or JAX.
         """
         mismatch.check_params("TrainStep.init", params, "")
         self._check_model_state(model_state)
+        if processes.share(self.mesh):
+            processes.check_params(params)
         if self.packed:
             params = pack(params)
         if self.mesh is None:
@@ -133,12 +141,16 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the step before.
-          ValueError: `state` has been used up by an earlier call.
+          ValueError: `state` has been used up by an earlier call; or, at the first call, batches of
+            several processes have other structures or shapes.
           TypeError: `state` is not a TrainState, or its params are packed where the step's are not.
         """
         self.check()
         self._check_state(state)
         mesh = self.mesh if self.sharding is None else self.sharding.mesh
+        is_traced = isinstance(state.step, jax.core.Tracer)
+        if processes.share(mesh) and not is_traced and next(self._calls) == 0:
+            processes.check_batch(batch)
         if mesh is not None:
             batch = parallel.split(batch, mesh, self.data_axis, self.local_steps)
         if _is_deleted(state.step):

@@ -1,0 +1,98 @@
+"""What the processes of a run settle among themselves, on the host."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import optfn  # for its version, when it is loaded
+from optfn.leaves import tree
+from optfn.leaves.types import Batch, Leaf, Params, PyTree
+
+
+def share(mesh: Mesh | None) -> bool:
+    """Tell whether a mesh has devices of each of several processes."""
+    if mesh is None or jax.process_count() == 1:
+        return False
+    return _are_of_all(mesh.devices.flat)
+
+
+def share_state(state: PyTree) -> bool:
+    """Tell whether the arrays of a state lie on a mesh of each of several processes."""
+    if jax.process_count() == 1:
+        return False
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    return _are_of_all(device for x in arrays for device in x.sharding.device_set)
+
+
+def _are_of_all(devices: Iterable[Any]) -> bool:
+    return {device.process_index for device in devices} == set(range(jax.process_count()))
+
+
+def gather(values: Sequence[int]) -> np.ndarray:
+    """Return int32 (processes, len(values)): what each process passes. All call it."""
+    gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
+    return np.asarray(gathered).reshape(jax.process_count(), len(values))
+
+
+def check_params(params: Params) -> None:
+    """Raise unless all processes have the same params, bit for bit.
+
+    Leaves that are spread over processes already are compared by shape only.
+
+    Raises:
+      ValueError: in every process, with what differs and the processes where it does; so it is
+        where their versions of optfn or JAX differ.
+    """
+    _check_same("versions", f"optfn {optfn.__version__}, jax {jax.__version__}")
+    _check_same("params", spec_of(params))
+    leaves, names = jax.tree.leaves(params), tree.paths(params)
+    digests = gather([_digest(_content(x)) for x in leaves])
+    for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
+        raise ValueError(
+            f"processes must start from the same params; {names[i]!r} is another one in process "
+            f"{_others(digests[:, [i]])} than in process 0"
+        )
+
+
+def check_batch(batch: Batch) -> None:
+    """Raise a ValueError unless all processes pass batches of the same structure and shapes."""
+    _check_same("batches", spec_of(batch))
+
+
+def spec_of(values: PyTree) -> str:
+    """Return the names, shapes and dtypes of a tree in words."""
+    leaves, structure = jax.tree.flatten(values)
+    if not leaves:
+        return str(structure)
+    words = [f"{np.shape(x)} {getattr(x, 'dtype', type(x).__name__)}" for x in leaves]
+    pairs = zip(tree.paths(values), words, strict=True)
+    return ", ".join(f"{name or 'one array'} {word}" for name, word in pairs)
+
+
+def _check_same(what: str, text: str) -> None:
+    digests = gather([_digest(text.encode())])
+    if np.any(digests != digests[0]):
+        raise ValueError(
+            f"processes must have the same {what}; those of process {_others(digests)} are others "
+            f"than those of process 0. This process, {jax.process_index()}, has {text}"
+        )
+
+
+def _others(digests: np.ndarray) -> str:
+    different = np.flatnonzero(np.any(digests != digests[0], axis=1))
+    return ", ".join(map(str, different))
+
+
+def _content(x: Leaf) -> bytes:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return b""
+    return np.asarray(jax.random.key_data(x) if tree.is_key(x) else x).tobytes()
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:4], "little", signed=True)

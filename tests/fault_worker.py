@@ -1,0 +1,141 @@
+"""One process of the run that `faults` disturbs.
+
+    python fault_worker.py '{"directory": …, "process": 0, "processes": 2, "port": …, …}'
+
+It trains a small model by `minimize`, one device a process, prints each step, and at the end a hash
+of its params. The other options make it the worker that something is wrong with.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optfn
+from optfn.distributed import data_mesh
+
+STEPS = 12
+OPTIONS = {
+    "process": 0,
+    "processes": 1,
+    "address": "127.0.0.1",
+    "port": 0,
+    "steps": STEPS,
+    "pause": 0.0,  # seconds before each batch
+    "save_every": 1,
+    "slow_disk": 0.0,  # seconds for each write to the disk
+    "seed": 0,  # of the params
+    "examples": 8,  # in a batch
+    "bad": [],  # what steps 3, 4, … have in a target of the second of two workers
+    "version": None,  # of optfn
+    "clock": 0.0,  # seconds that Python's clock is ahead
+    "heartbeat": 4,
+}
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch[:, :6] @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["v"] - batch[:, 6:]) ** 2)
+
+
+def optimizer():
+    return optfn.skip_nonfinite(optfn.adamw(0.01, grad_clip=optfn.clip_by_global_norm(1.0)))
+
+
+def params_of(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = {"w": (6, 16), "b": (16,), "v": (16, 2)}
+    return {k: rng.standard_normal(s).astype(np.float32) * 0.3 for k, s in shapes.items()}
+
+
+def batches(examples=8, bad=()):
+    rng = np.random.default_rng(1)
+    found = rng.standard_normal((STEPS, examples, 8)).astype(np.float32)
+    for step, value in enumerate(bad, 2):
+        found[step, -1, -1] = value
+    return found
+
+
+def digest(params):
+    own = hashlib.sha256()
+    for x in jax.tree.leaves(params):
+        own.update(np.asarray(x).tobytes())
+    return own.hexdigest()
+
+
+def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, callback=None):
+    return optfn.minimize(
+        loss_fn,
+        optimizer(),
+        params_of(seed),
+        batches,
+        steps=steps,
+        mesh=mesh,
+        progress=False,
+        checkpoint=directory,
+        save_every=save_every,
+        callback=callback,
+        compare_replicas_every=None if mesh is None else 1,
+    )[0]
+
+
+def disturb(options):
+    if options["version"]:
+        optfn.__version__ = options["version"]
+    if options["clock"]:
+        now = time.time
+        time.time = lambda: now() + options["clock"]
+    if options["slow_disk"]:
+        sync = os.fsync
+
+        def slowly(descriptor):
+            print("saving", flush=True)
+            time.sleep(options["slow_disk"])
+            sync(descriptor)
+
+        os.fsync = slowly
+
+
+def main():
+    options = OPTIONS | json.loads(sys.argv[1])
+    process, processes = options["process"], options["processes"]
+    disturb(options)
+    if processes > 1:
+        jax.distributed.initialize(
+            f"{options['address']}:{options['port']}",
+            processes,
+            process,
+            initialization_timeout=15,
+            heartbeat_timeout_seconds=options["heartbeat"],
+            shutdown_timeout_seconds=15,
+        )
+
+    def paused():
+        for batch in batches(options["examples"], options["bad"]):
+            time.sleep(options["pause"])
+            yield batch
+
+    def callback(step, state, metrics):
+        print("step", step, metrics["loss"], flush=True)
+
+    state = train(
+        data_mesh(),
+        options["directory"],
+        paused(),
+        steps=options["steps"],
+        save_every=options["save_every"],
+        seed=options["seed"],
+        callback=callback,
+    )
+    print("ended", int(state.step), digest(state.params), int(state.opt_state.skipped), flush=True)
+    if processes > 1:
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

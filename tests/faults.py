@@ -1,0 +1,767 @@
+"""What happens to a run that something goes wrong with: a table of faults, tried on real processes.
+
+    make faults            or            python tests/faults.py [--quick] [--only NAME …]
+
+Each fault is a function: it does the damage, and returns what was seen if that is what is promised.
+A run that has not ended in time is a hang, and fails; so do workers that end with different params.
+Faults of links and disks need root, and Linux's ip, tc, unshare and mount; elsewhere they are left
+out with the reason. The exit status is 1 if a fault fails.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import fault_worker
+import jax
+import numpy as np
+
+import optfn
+from optfn.distributed import data_mesh
+from optfn.train.checkpoint import checkpoints
+
+HERE = Path(__file__).parent
+STEPS = fault_worker.STEPS
+BOUND = 60  # seconds in which each run ends; a loaded machine takes some of it to start
+GONE = r"heartbeat timeout|Connection (closed|reset)|was disconnected|Gloo|UNAVAILABLE|DEADLINE"
+
+
+class Wrong(Exception):
+    """A fault ended in another way than promised."""
+
+
+class Skipped(Exception):
+    """The machine lacks what a fault needs."""
+
+
+class Fault(NamedTuple):
+    """A fault: `run` takes an empty directory and returns what was seen."""
+
+    run: Callable[[Path], str]
+    what: str
+    promised: str
+    quick: bool
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(what: str, promised: str, *, quick: bool = False) -> Callable[[Any], Any]:
+    """Add a function to the table."""
+
+    def add(run: Callable[[Path], str]) -> Callable[[Path], str]:
+        FAULTS[run.__name__] = Fault(run, what, promised, quick)
+        return run
+
+    return add
+
+
+def require(holds: object, words: str) -> None:
+    """Raise `Wrong` unless something holds."""
+    if not holds:
+        raise Wrong(words)
+
+
+# Runs
+
+
+class Processes:
+    """The processes of one run, process i with the directory i. All have ended after `with`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        count: int = 2,
+        each: dict[int, dict[str, Any]] | None = None,
+        around: Callable[[int], list[str]] = lambda i: [],
+        **options: Any,
+    ) -> None:
+        self.started = []
+        self.files = []
+        port = {"port": free_port()}
+        for i in range(count):
+            own = {"directory": str(directory / str(i)), "process": i, "processes": count}
+            words = json.dumps(port | own | options | (each or {}).get(i, {}))
+            files = [open(directory / f"{i}.{kind}", "w+") for kind in ("out", "err")]  # noqa: SIM115
+            command = [*around(i), sys.executable, str(HERE / "fault_worker.py"), words]
+            self.files.append(files)
+            self.started.append(
+                subprocess.Popen(command, env=environment(), stdout=files[0], stderr=files[1])
+            )
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+        for file in (file for files in self.files for file in files):
+            file.close()
+
+    def texts(self, i: int) -> tuple[str, str]:
+        """Return what a process has written to stdout and stderr."""
+        found = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in self.files[i]]
+        return found[0], found[1]
+
+    def wait_for(self, i: int, words: str) -> None:
+        """Wait until a process has written some words."""
+        end = time.monotonic() + BOUND
+        while words not in self.texts(i)[0]:
+            require(time.monotonic() < end, f"hang: process {i} never wrote {words!r}")
+            out, error = self.texts(i)
+            ended = self.started[i].poll() is not None and words not in self.texts(i)[0]
+            require(not ended, f"process {i} ended early: {out[-300:]}{error[-1000:]}")
+            time.sleep(0.01)
+
+    def signal(self, i: int, number: signal.Signals) -> None:
+        """Send a signal to a process."""
+        self.started[i].send_signal(number)
+
+    def wait(self, i: int, bound: float = BOUND) -> int:
+        """Return the exit status of a process; one that does not end is a hang."""
+        try:
+            return self.started[i].wait(bound)
+        except subprocess.TimeoutExpired:
+            raise Wrong(f"hang: process {i} still ran after {bound:.0f} s") from None
+
+    def ends(self) -> list[tuple[int, str, int]]:
+        """Return (step, hash of params, skipped steps) of all, which end well."""
+        found = []
+        for i in range(len(self.started)):
+            code = self.wait(i)
+            out, error = self.texts(i)
+            require(code == 0, f"process {i} has status {code}: {error[-1000:]}")
+            words = out.splitlines()[-1].split()
+            found.append((int(words[1]), words[2], int(words[3])))
+        require(len(set(found)) == 1, f"silent difference: {found}")
+        return found
+
+    def fails(self, i: int, pattern: str) -> str:
+        """Return the words of an error that ends a process."""
+        code = self.wait(i)
+        error = self.texts(i)[1]
+        match = re.search(pattern, error)
+        require(code != 0 and match, f"process {i} has status {code}: {error[-1500:]}")
+        assert match is not None
+        return match[0]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a worker: one device on the CPU."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+@functools.cache
+def undisturbed(steps: int = STEPS, bad: tuple[float, ...] = ()) -> str:
+    """Return the hash of params of the run without a fault, on two devices of this process."""
+    batches = fault_worker.batches(bad=bad)
+    return fault_worker.digest(fault_worker.train(data_mesh(2), None, batches, steps=steps).params)
+
+
+def alone(directory: Path | None, **options: Any) -> Any:
+    """Return the state after a run on one device of this process."""
+    return fault_worker.train(None, directory, fault_worker.batches(), **options)
+
+
+def goes_on(directory: Path, count: int = 2, want: str | None = None) -> str:
+    """Start the run again and compare its end with that of an undisturbed one."""
+    want = undisturbed() if want is None else want
+    with Processes(directory, count) as run:
+        found = run.ends()[0]
+    require(found[:2] == (STEPS, want), f"the run that goes on ends at {found}, not {want}")
+    return "goes on bit for bit"
+
+
+def newest(directory: Path) -> int:
+    """Return the step of the newest checkpoint, 0 if there is none."""
+    found = checkpoints(directory)
+    return int(found[-1].stem[5:]) if found else 0
+
+
+# Processes that die
+
+
+def killed(directory: Path, *victims: int, words: str = "step 3", seed: int = 0) -> str:
+    """Kill processes of two at a random moment after some words; start again."""
+    with Processes(directory, pause=0.03, slow_disk=0.03) as run:
+        run.wait_for(victims[0], words)
+        time.sleep(random.Random(seed).uniform(0.0, 0.2))
+        began = time.monotonic()
+        for i in victims:
+            run.signal(i, signal.SIGKILL)
+        seen = [run.fails(i, GONE) for i in {0, 1} - set(victims)]
+        seconds = time.monotonic() - began
+    ended = [f"the other ends after {seconds:.1f} s ({words})" for words in seen]
+    return "; ".join([*ended, goes_on(directory)])
+
+
+BIT_FOR_BIT = "the others end with an error; started again, the run ends bit for bit the same"
+
+
+@fault("kill −9 of a worker", BIT_FOR_BIT, quick=True)
+def kill_worker(directory: Path) -> str:
+    return killed(directory, 1)
+
+
+@fault("kill −9 of the coordinator", BIT_FOR_BIT)
+def kill_coordinator(directory: Path) -> str:
+    return killed(directory, 0)
+
+
+@fault("power cut: kill −9 of all", "started again, the run ends bit for bit the same")
+def kill_all(directory: Path) -> str:
+    return killed(directory, 0, 1)
+
+
+@fault("kill −9 of a worker while it saves, at three random moments", BIT_FOR_BIT)
+def kill_while_saving(directory: Path) -> str:
+    seen = [killed(fresh(directory / str(k)), 1, words="saving", seed=k) for k in range(3)]
+    return seen[-1]
+
+
+def fresh(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+@fault(
+    "kill −9 of a run of one process, at three random moments",
+    "started again, the run ends bit for bit the same",
+)
+def kill_alone(directory: Path) -> str:
+    pick, want = random.Random(0), fault_worker.digest(alone(None).params)
+    for _ in range(3):
+        with Processes(directory, 1, pause=0.03, slow_disk=0.02) as run:
+            run.wait_for(0, f"step {newest(directory / '0') + 1} ")
+            time.sleep(pick.uniform(0.0, 0.1))
+            run.signal(0, signal.SIGKILL)
+            run.wait(0)
+    return goes_on(directory, 1, want)
+
+
+def signalled(directory: Path, number: signal.Signals, *receivers: int, count: int = 2) -> str:
+    """Send a signal to some processes; all end well after one step, with a checkpoint of it."""
+    with Processes(directory, count, pause=0.2, save_every=100) as run:
+        run.wait_for(receivers[0], "step 2 ")
+        for i in receivers:
+            run.signal(i, number)
+        ends = run.ends()
+    step, found, _ = ends[0]
+    want = undisturbed(step) if count > 1 else fault_worker.digest(alone(None, steps=step).params)
+    saved = [newest(directory / str(i)) for i in range(count)]
+    require(2 <= step < STEPS, f"the run ended after step {step}")
+    require(saved == [step] * count, f"checkpoints of steps {saved}, not {step}")
+    require(found == want, "params are not those of that step")
+    return f"all end after step {step}, and save it"
+
+
+ALL_END = "all processes end well after the same step, which is saved"
+
+
+@fault("SIGTERM to one process of two", ALL_END, quick=True)
+def sigterm_one(directory: Path) -> str:
+    return signalled(directory, signal.SIGTERM, 1)
+
+
+@fault("SIGTERM to both processes", ALL_END)
+def sigterm_all(directory: Path) -> str:
+    return signalled(directory, signal.SIGTERM, 0, 1)
+
+
+@fault("SIGINT to one process of two", ALL_END)
+def sigint_one(directory: Path) -> str:
+    return signalled(directory, signal.SIGINT, 0)
+
+
+@fault("SIGINT to both processes, as Ctrl-C sends it", ALL_END)
+def sigint_all(directory: Path) -> str:
+    return signalled(directory, signal.SIGINT, 0, 1)
+
+
+@fault("SIGTERM and SIGINT to a run of one process", "it ends well after the step and saves it")
+def signal_alone(directory: Path) -> str:
+    signalled(fresh(directory / "term"), signal.SIGTERM, 0, count=1)
+    return signalled(fresh(directory / "int"), signal.SIGINT, 0, count=1)
+
+
+def stopped(directory: Path, run: Processes, seconds: float) -> None:
+    """Stop a worker, and continue it after some seconds."""
+    run.wait_for(1, "step 3 ")
+    run.signal(1, signal.SIGSTOP)
+    time.sleep(seconds)
+    run.signal(1, signal.SIGCONT)
+
+
+@fault("a worker stopped for 3 s and continued", "the run ends bit for bit the same")
+def stop_and_continue(directory: Path) -> str:
+    with Processes(directory, pause=0.05, heartbeat=20) as run:
+        stopped(directory, run, 3.0)
+        found = run.ends()[0]
+    require(found[1] == undisturbed(), f"ends at {found}")
+    return "ends bit for bit the same"
+
+
+@fault("a worker stopped for longer than the heartbeat timeout", BIT_FOR_BIT)
+def stop_for_long(directory: Path) -> str:
+    with Processes(directory, pause=0.05) as run:
+        run.wait_for(1, "step 3 ")
+        run.signal(1, signal.SIGSTOP)
+        began = time.monotonic()
+        seen = run.fails(0, GONE)
+        seconds = time.monotonic() - began
+        run.signal(1, signal.SIGCONT)
+        run.fails(1, GONE)
+    return f"the other ends after {seconds:.1f} s ({seen}); {goes_on(directory)}"
+
+
+@fault("a worker that never starts", "the others end with an error within the time to initialize")
+def never_starts(directory: Path) -> str:
+    with Processes(directory, 1, processes=2) as run:
+        return run.fails(0, r"DEADLINE_EXCEEDED[^\n]{0,80}")
+
+
+# Workers that are not like the others
+
+
+def differs(directory: Path, pattern: str, **options: Any) -> str:
+    """Start a run whose worker 1 has options of its own: all end with an error."""
+    with Processes(directory, each={1: options}) as run:
+        seen, _ = (run.fails(i, pattern) for i in range(2))
+    return seen
+
+
+@fault("a worker with other params", "an error in all processes that names the leaf", quick=True)
+def other_params(directory: Path) -> str:
+    return differs(directory, r"same params; '[bvw]' is another one in process 1", seed=1)
+
+
+@fault("a worker with batches of another shape", "an error in all processes before the first step")
+def other_batches(directory: Path) -> str:
+    return differs(directory, r"same batches; those of process 1 are others", examples=12)
+
+
+@fault("a worker with another version of optfn", "an error in all processes before the first step")
+def other_version(directory: Path) -> str:
+    return differs(directory, r"same versions; those of process 1 are others", version="0.0.9")
+
+
+@fault(
+    "NaN, Inf, a huge and a denormal number in the examples of one worker",
+    "skip_nonfinite skips the first three on all workers; params are the same",
+)
+def bad_gradients(directory: Path) -> str:
+    bad = (float("nan"), float("inf"), 3e38, 1e-40)
+    with Processes(directory, bad=bad) as run:
+        step, found, skipped = run.ends()[0]
+    require((step, skipped) == (STEPS, 3), f"{skipped} of {step} steps were skipped")
+    require(found == undisturbed(bad=bad), "params are not those of one process")
+    return "3 steps skipped on all; params the same bits"
+
+
+# Links
+
+
+@contextlib.contextmanager
+def network(count: int = 2) -> Iterator[tuple[list[str], Callable[[int], list[str]]]]:
+    """Join processes by links of their own; yield the namespaces, and what enters the i-th."""
+    spaces = [f"faults{os.getpid()}-{i}" for i in range(count)]
+    hub = f"faults{os.getpid()}-hub"
+    try:
+        for name in (hub, *spaces):
+            do("ip", "netns", "add", name)
+            do("ip", "-n", name, "link", "set", "lo", "up")
+        do("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        do("ip", "-n", hub, "link", "set", "bridge", "up")
+        for i, name in enumerate(spaces):
+            end = ("type", "veth", "peer", "name", "eth0", "netns", name)
+            do("ip", "-n", hub, "link", "add", f"port{i}", *end)
+            do("ip", "-n", hub, "link", "set", f"port{i}", "master", "bridge", "up")
+            do("ip", "-n", name, "address", "add", f"10.78.0.{i + 1}/24", "dev", "eth0")
+            do("ip", "-n", name, "link", "set", "eth0", "up")
+        with tempfile.NamedTemporaryFile("w", suffix=".hosts") as hosts:
+            names = [f"10.78.0.{i + 1} f{i}" for i in range(count)]
+            hosts.write("\n".join(["127.0.0.1 localhost", *names]) + "\n")
+            hosts.flush()
+            script = f'mount --bind {hosts.name} /etc/hosts && hostname f$0 && exec "$@"'
+
+            def enter(i: int) -> list[str]:
+                inside = ["unshare", "-mu", "sh", "-c", script, str(i)]
+                return ["ip", "netns", "exec", spaces[i], *inside]
+
+            yield spaces, enter
+    finally:
+        for name in (hub, *spaces):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def do(*words: str) -> None:
+    """Run a command of the system; without it, or without the right to, the fault is left out."""
+    if shutil.which(words[0]) is None:
+        raise Skipped(f"no {words[0]} on the path")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Skipped(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()}")
+
+
+def linked(directory: Path, enter: Any, **options: Any) -> Processes:
+    """Start two processes in their namespaces."""
+    return Processes(directory, around=enter, address="10.78.0.1", **options)
+
+
+def disturbed_link(directory: Path, *discipline: str) -> str:
+    """Run over links that tc disturbs."""
+    with network() as (spaces, enter):
+        for name in spaces:
+            do("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *discipline)
+        with linked(directory, enter, heartbeat=20) as run:
+            found = run.ends()[0]
+    require(found[1] == undisturbed(), f"ends at {found}")
+    return "ends bit for bit the same"
+
+
+@fault("a link throttled to 1 Mbit/s", "the run ends bit for bit the same")
+def link_throttled(directory: Path) -> str:
+    return disturbed_link(directory, "tbf", "rate", "1mbit", "burst", "4kb", "latency", "400ms")
+
+
+@fault(
+    "a link that loses 5 % of the packets, and reorders 25 % of them within 10 ms",
+    "the run ends bit for bit the same",
+)
+def link_lossy(directory: Path) -> str:
+    words = ("netem", "delay", "10ms", "reorder", "25%", "50%", "loss", "5%")
+    return disturbed_link(directory, *words)
+
+
+@fault("a link that is cut", BIT_FOR_BIT)
+def link_cut(directory: Path) -> str:
+    with network() as (spaces, enter), linked(directory, enter, pause=0.05) as run:
+        run.wait_for(1, "step 3 ")
+        do("ip", "-n", spaces[1], "link", "set", "eth0", "down")
+        began = time.monotonic()
+        seen = [run.fails(i, GONE) for i in range(2)]
+        seconds = time.monotonic() - began
+    return f"both end after {seconds:.1f} s ({seen[0]}); {goes_on(directory)}"
+
+
+@fault("a link that is cut for 2 s", "the run ends bit for bit the same")
+def link_interrupted(directory: Path) -> str:
+    with network() as (spaces, enter), linked(directory, enter, pause=0.1, heartbeat=20) as run:
+        run.wait_for(1, "step 3 ")
+        do("tc", "-n", spaces[1], "qdisc", "add", "dev", "eth0", "root", "netem", "loss", "100%")
+        time.sleep(2.0)
+        do("tc", "-n", spaces[1], "qdisc", "delete", "dev", "eth0", "root")
+        found = run.ends()[0]
+    require(found[1] == undisturbed(), f"ends at {found}")
+    return "ends bit for bit the same"
+
+
+# Disks
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[Path]:
+    """Mount a disk of 200 kB."""
+    disk = fresh(directory / "0")
+    do("mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk))
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def cannot_save(directory: Path, words: str, damage: Any, mend: Any, count: int = 1) -> str:
+    """Damage the disk of process 0 after some steps: it ends by an error, and goes on later."""
+    with small_disk(directory) as disk:
+        with Processes(directory, count, pause=0.1) as run:
+            run.wait_for(0, "step 3 ")
+            damage(disk)
+            seen = run.fails(0, rf"OSError: \[Errno \d+\] cannot save the state \({words}\)")
+            if count > 1:
+                run.fails(1, GONE)
+        before = newest(disk)
+        require(not list(disk.glob("*.unfinished")), "a part of a file was left")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            template = optfn.make_train_step(fault_worker.loss_fn, fault_worker.optimizer())
+            state, _ = optfn.restore_checkpoint(disk, template.init(fault_worker.params_of()))
+        require(int(state.step) == before >= 2, f"the checkpoint before is of {int(state.step)}")
+        mend(disk)
+        want = undisturbed() if count > 1 else fault_worker.digest(alone(None).params)
+        return f"{seen}; {goes_on(directory, count, want)}"
+
+
+def fill(disk: Path) -> None:
+    with contextlib.suppress(OSError), open(disk / "filling", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+
+
+DISK = "an error names the file; the older checkpoint stays whole, and the run goes on from it"
+
+
+@fault("a disk that is full while saving", DISK, quick=True)
+def disk_full(directory: Path) -> str:
+    return cannot_save(directory, "No space left.*", fill, lambda d: (d / "filling").unlink())
+
+
+@fault("the disk of one worker of two is full", DISK + "; the others end as well")
+def disk_full_of_one(directory: Path) -> str:
+    mend = lambda disk: (disk / "filling").unlink()  # noqa: E731
+    return cannot_save(directory, "No space left.*", fill, mend, count=2)
+
+
+@fault("a disk that becomes read-only", DISK)
+def disk_read_only(directory: Path) -> str:
+    def mount(mode: str) -> Callable[[Path], None]:
+        return lambda disk: do("mount", "-o", f"remount,{mode}", str(disk))
+
+    return cannot_save(directory, "Read-only.*", mount("ro"), mount("rw"))
+
+
+# Checkpoints
+
+
+def saved(directory: Path, **options: Any) -> tuple[list[Path], Any]:
+    """Return the checkpoints of a short run, and a template of its state."""
+    alone(directory, steps=4, **options)
+    step = optfn.make_train_step(fault_worker.loss_fn, fault_worker.optimizer())
+    return checkpoints(directory), step.init(fault_worker.params_of())
+
+
+def refused(path: Path, template: Any) -> str:
+    """Return the error with which a file is refused."""
+    try:
+        optfn.load_checkpoint(path, template)
+    except ValueError as error:
+        return str(error).replace(str(path), path.name)
+    raise Wrong(f"{path.name} was loaded")
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+@fault(
+    "the newest checkpoint truncated at 100 places",
+    "it is refused with its name; the one before is loaded",
+    quick=True,
+)
+def truncated(directory: Path) -> str:
+    (before, path), template = saved(directory)
+    content = path.read_bytes()
+    want, _ = optfn.load_checkpoint(before, template)
+    for length in np.linspace(0, len(content) - 1, 100, dtype=int):
+        path.write_bytes(content[:length])
+        refused(path, template)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state, _ = optfn.restore_checkpoint(directory, template)
+    require(same(state, want) and path.name in str(caught[0].message), "another one was loaded")
+    return f"100 refused ({refused(path, template)})"
+
+
+@fault(
+    "one bit of a checkpoint flipped, 300 times",
+    "it is refused, or its arrays are as before",
+    quick=True,
+)
+def flipped(directory: Path) -> str:
+    (_, path), template = saved(directory)
+    content, pick = bytearray(path.read_bytes()), random.Random(0)
+    want, count = optfn.load_checkpoint(path, template)[0], 0
+    for _ in range(300):
+        place, bit = pick.randrange(len(content)), 1 << pick.randrange(8)
+        content[place] ^= bit
+        path.write_bytes(content)
+        content[place] ^= bit
+        try:
+            state, _ = optfn.load_checkpoint(path, template)
+        except ValueError:
+            count += 1
+            continue
+        require(same(state, want), f"a flip at byte {place} changed the state")
+    return f"{count} refused, {300 - count} harmless (in the zip's own fields)"
+
+
+@fault("a checkpoint of a run with another model or optimizer", "it is refused with its leaf")
+def of_another_run(directory: Path) -> str:
+    (_, path), _ = saved(directory)
+    step = optfn.make_train_step(fault_worker.loss_fn, fault_worker.optimizer())
+    params = fault_worker.params_of() | {"w": np.zeros((6, 17), np.float32)}
+    said = refused(path, step.init(params))
+    other = optfn.make_train_step(fault_worker.loss_fn, optfn.momentum(0.1, 0.9))
+    refused(path, other.init(fault_worker.params_of()))
+    return said
+
+
+@fault(
+    "checkpoints of two runs with the same model swapped",
+    "accepted: names, shapes and dtypes are the same, and optfn keeps no name of a run in a file",
+)
+def of_a_twin(directory: Path) -> str:
+    (_, path), template = saved(directory / "one", seed=1)
+    state, _ = optfn.load_checkpoint(path, template)
+    require(int(state.step) == 4, "it was not loaded")
+    return "loaded"
+
+
+@fault("a checkpoint without its format's version, and of a newer format", "it is refused")
+def other_format(directory: Path) -> str:
+    (_, path), template = saved(directory)
+    with np.load(path) as file:
+        arrays = dict(file)
+    version = arrays.pop("version")
+    np.savez(path, **arrays)
+    refused(path, template)
+    np.savez(path, version=version + 1, **arrays)
+    return refused(path, template)
+
+
+@fault("checkpoints of earlier versions (tests/checkpoints)", "they load")
+def older_format(directory: Path) -> str:
+    found = sorted((HERE / "checkpoints").glob("*.npz"))
+    command = ["-m", "pytest", "-q", "-n", "0", "--quick-compiler", "tests/test_earlier_files.py"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=HERE.parent, capture_output=True, text=True, check=False
+    )
+    require(done.returncode == 0, done.stdout[-1000:])
+    return f"{len(found)} files load"
+
+
+@fault("the newest checkpoint of one worker damaged", "all go on from the step that all have")
+def damaged_of_one(directory: Path) -> str:
+    with Processes(directory, steps=6) as run:
+        run.ends()
+    path = checkpoints(directory / "1")[-1]
+    path.write_bytes(path.read_bytes()[:1000])
+    return goes_on(directory)
+
+
+@fault("the checkpoints of one worker lost", "an error in all processes says who has which")
+def lost_of_one(directory: Path) -> str:
+    with Processes(directory, steps=6) as run:
+        run.ends()
+    shutil.rmtree(directory / "1")
+    with Processes(directory) as run:
+        seen, _ = (run.fails(i, r"no checkpoint in common[^.]*") for i in range(2))
+    return seen
+
+
+# Clocks
+
+
+@fault(
+    "clocks apart: a worker whose monotonic clock, and Python's, are a day ahead",
+    "the run ends bit for bit the same",
+)
+def clocks_apart(directory: Path) -> str:
+    ahead = ["unshare", "-T", "--fork", "--kill-child", "--monotonic", "86400"]
+    do(*ahead, "true")
+    each = {1: {"clock": 86400.0}}
+    with Processes(directory, each=each, around=lambda i: ahead if i else []) as run:
+        found = run.ends()[0]
+    require(found[1] == undisturbed(), f"ends at {found}")
+    return "ends bit for bit the same"
+
+
+# The table
+
+
+class Result(NamedTuple):
+    """How a fault ended: "as promised", "WRONG" or "left out"."""
+
+    name: str
+    outcome: str
+    seen: str
+    seconds: float
+
+
+def tried(name: str) -> Result:
+    """Try a fault in an empty directory."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults-") as directory:
+        try:
+            outcome, seen = "as promised", FAULTS[name].run(Path(directory))
+        except Skipped as why:
+            outcome, seen = "left out", str(why)
+        except Wrong as why:
+            outcome, seen = "WRONG", str(why)
+    return Result(name, outcome, " ".join(seen.split()), time.monotonic() - began)
+
+
+def table(results: list[Result]) -> str:
+    """Return the results as a table in Markdown."""
+    lines = ["| fault | promised | result | s | `make faults ONLY=` |", "|---|---|---|---|---|"]
+    for r in results:
+        fault = FAULTS[r.name]
+        seen = f"{r.outcome}: {r.seen}".replace("|", "\\|")
+        lines.append(f"| {fault.what} | {fault.promised} | {seen} | {r.seconds:.0f} | `{r.name}` |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Try the faults that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="those of the test suite")
+    parser.add_argument("--only", nargs="+", choices=FAULTS, metavar="NAME")
+    parser.add_argument("--out", type=Path, help="a file for the table")
+    options = parser.parse_args()
+    # Two devices, as the workers have together.
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    jax.config.update("jax_platforms", "cpu")
+    names = options.only or [k for k, f in FAULTS.items() if f.quick or not options.quick]
+    from tqdm import tqdm
+
+    results = []
+    with tqdm(names, unit="fault", file=sys.stderr) as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            results.append(tried(name))
+    text = table(results)
+    counts = {k: sum(r.outcome == k for r in results) for k in ("as promised", "WRONG", "left out")}
+    hangs = sum("hang:" in r.seen for r in results)
+    silent = sum("silent difference" in r.seen for r in results)
+    minutes = sum(r.seconds for r in results) / 60
+    text += (
+        f"\n\n{len(results)} faults tried: {counts['as promised']} as promised, {counts['WRONG']} "
+        f"wrong, {counts['left out']} left out; {hangs} hangs, {silent} silent differences; "
+        f"{minutes:.1f} minutes\n"
+    )
+    print(text)
+    if options.out:
+        options.out.write_text(text)
+    sys.exit(counts["WRONG"] > 0)
+
+
+if __name__ == "__main__":
+    main()
