@@ -28,6 +28,13 @@ test: $(VENV)/.test
 properties: $(VENV)/.test
 	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto --quick-compiler tests/test_properties.py
 
+# ONLY="sigterm_one disk_full" tries these; links and disks need root, and ip, tc, unshare and mount.
+faults: $(VENV)/.test
+	$(BIN)/python tests/faults.py $(if $(ONLY),--only $(ONLY))
+
+soak: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.soak
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

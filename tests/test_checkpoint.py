@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import optfn
+from optfn.parallel import processes
 
 X = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
 
@@ -172,6 +173,19 @@ def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
     other = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(jnp.zeros(3, jnp.bfloat16))
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="no checkpoint can be loaded"):
         optfn.restore_checkpoint(tmp_path, other)
+
+
+def test_processes_go_on_from_the_step_that_all_have(tmp_path, monkeypatch):
+    """Another process has step 5 only, and then none."""
+    run(tmp_path, steps=10, save_every=5)
+    template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
+    monkeypatch.setattr(processes, "share_state", lambda state: True)
+    monkeypatch.setattr(processes, "gather", lambda values: np.array([values, [5]]))
+    state, _ = optfn.restore_checkpoint(tmp_path, template)
+    assert int(state.step) == 5
+    monkeypatch.setattr(processes, "gather", lambda values: np.array([values, [-1]]))
+    with pytest.raises(ValueError, match="in common; .*: process 0 step 10, process 1 none"):
+        optfn.restore_checkpoint(tmp_path, template)
 
 
 def test_parameters_may_have_any_name(tmp_path):

@@ -83,6 +83,14 @@ def scripted(values):
     return lambda w: next(remaining)
 
 
+def test_metrics_that_have_moved_to_the_host_are_the_same(monkeypatch):
+    _, want = run(steps=10)
+    monkeypatch.setattr("optfn.train.history._CHUNK", 3)
+    _, history = run(steps=10)
+    chex.assert_trees_all_equal(history, want)
+    assert history["loss"].shape == (10,)
+
+
 def test_patience_ends_the_run_and_the_best_state_comes_back():
     values = [3.0, 2.0, 2.5, 2.0, 1.0]
     options = {"evaluate_every": 2, "patience": 2}
