@@ -33,6 +33,7 @@ OPTIONS = {
     "examples": 8,  # in a batch
     "bad": [],  # what steps 3, 4, … have in a target of the second of two workers
     "version": None,  # of optfn
+    "shard": None,  # "state": checkpoints in parts, in one directory
     "clock": 0.0,  # seconds that Python's clock is ahead
     "heartbeat": 4,
 }
@@ -68,7 +69,7 @@ def digest(params):
     return own.hexdigest()
 
 
-def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, callback=None):
+def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, **options):
     return optfn.minimize(
         loss_fn,
         optimizer(),
@@ -79,8 +80,8 @@ def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, callba
         progress=False,
         checkpoint=directory,
         save_every=save_every,
-        callback=callback,
         compare_replicas_every=None if mesh is None else 1,
+        **options,
     )[0]
 
 
@@ -131,6 +132,7 @@ def main():
         save_every=options["save_every"],
         seed=options["seed"],
         callback=callback,
+        shard=options["shard"],
     )
     print("ended", int(state.step), digest(state.params), int(state.opt_state.skipped), flush=True)
     if processes > 1:

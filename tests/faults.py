@@ -247,6 +247,27 @@ def kill_while_saving(directory: Path) -> str:
     return seen[-1]
 
 
+@fault(
+    "kill −9 of a worker while both write a checkpoint in parts (orbax), at three random moments",
+    BIT_FOR_BIT,
+)
+def kill_while_saving_parts(directory: Path) -> str:
+    options = {"shard": "state", "each": {i: {"directory": str(directory / "run")} for i in (0, 1)}}
+    whole = {i: {"directory": str(directory / "whole")} for i in (0, 1)}
+    with Processes(directory, **options | {"each": whole}) as run:
+        want = run.ends()[0]
+    for k in range(3):
+        with Processes(directory, pause=0.1, **options) as run:
+            run.wait_for(1, f"step {newest(directory / 'run') + 2} ")
+            time.sleep(random.Random(k).uniform(0.0, 0.2))
+            run.signal(1, signal.SIGKILL)
+            run.fails(0, GONE)
+    with Processes(directory, **options) as run:
+        found = run.ends()[0]
+    require(found == want, f"the run that goes on ends at {found}, not {want}")
+    return "goes on bit for bit"
+
+
 def fresh(directory: Path) -> Path:
     directory.mkdir()
     return directory

@@ -184,7 +184,7 @@ def test_processes_go_on_from_the_step_that_all_have(tmp_path, monkeypatch):
     state, _ = optfn.restore_checkpoint(tmp_path, template)
     assert int(state.step) == 5
     monkeypatch.setattr(processes, "gather", lambda values: np.array([values, [-1]]))
-    with pytest.raises(ValueError, match="in common; .*: process 0 step 10, process 1 none"):
+    with pytest.raises(ValueError, match=r"in common; .*: process 0 step 10, process 1 none"):
         optfn.restore_checkpoint(tmp_path, template)
 
 

@@ -7,6 +7,7 @@ where it speaks of compiled programs, hyper-parameters are arguments of the prog
 
 import dataclasses
 import functools
+import itertools
 import os
 import random
 import warnings
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conftest import clear_programs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -105,10 +107,13 @@ def cases(count: int) -> Any:
 
 
 def eagerly(test: Any) -> Any:
-    """Decorate a test to run operation by operation."""
+    """Decorate a test to run operation by operation; now and then it drops what was compiled."""
+    count = itertools.count(1)
 
     @functools.wraps(test)
     def run(*args: Any, **options: Any) -> None:
+        if next(count) % 200 == 0:
+            clear_programs()
         with jax.disable_jit():
             test(*args, **options)
 
