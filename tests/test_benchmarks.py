@@ -31,6 +31,7 @@ from benchmarks import (
     rows,
     selection,
     sharding,
+    soak,
     tables,
     update,
     wire,
@@ -371,3 +372,14 @@ def test_trees_are_the_models():
     sizes = {name: sum(int(np.prod(s)) for s in tree.values()) for name, tree in shapes.items()}
     assert len(shapes["resnet50"]) == 161 and round(sizes["resnet50"] / 1e6, 1) == 25.6
     assert len(shapes["gpt2"]) == 148 and round(sizes["gpt2"] / 1e6) == 124
+
+
+def test_a_run_that_grows_is_seen():
+    rows = [
+        {"step": n, "rss": 1e9, "arrays": 10, "objects": 100, "compilations": 3}
+        for n in range(1, 5)
+    ]
+    assert not any(soak.grown(rows).values())
+    rows[3] |= {"rss": 1.02e9, "arrays": 11, "objects": 150, "compilations": 4}
+    want = {"rss": 0.02, "arrays": 0.1, "objects": 0.5, "compilations": 1}
+    assert soak.grown(rows) == pytest.approx(want)

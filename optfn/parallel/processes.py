@@ -42,15 +42,18 @@ def gather(values: Sequence[int]) -> np.ndarray:
 def check_params(params: Params) -> None:
     """Raise unless all processes have the same params, bit for bit.
 
-    Leaves that are spread over processes already are compared by shape only.
+    Leaves that are spread over processes already are compared by shape only, traced ones not.
 
     Raises:
       ValueError: in every process, with what differs and the processes where it does; so it is
         where their versions of optfn or JAX differ.
     """
+    arrays = jax.tree.leaves(params)
+    if not arrays or any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return
     _check_same("versions", f"optfn {optfn.__version__}, jax {jax.__version__}")
     _check_same("params", spec_of(params))
-    leaves, names = jax.tree.leaves(params), tree.paths(params)
+    names, leaves = zip(*_named(params), strict=True)
     digests = gather([_digest(_content(x)) for x in leaves])
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
         raise ValueError(
@@ -66,12 +69,16 @@ def check_batch(batch: Batch) -> None:
 
 def spec_of(values: PyTree) -> str:
     """Return the names, shapes and dtypes of a tree in words."""
-    leaves, structure = jax.tree.flatten(values)
-    if not leaves:
-        return str(structure)
-    words = [f"{np.shape(x)} {getattr(x, 'dtype', type(x).__name__)}" for x in leaves]
-    pairs = zip(tree.paths(values), words, strict=True)
-    return ", ".join(f"{name or 'one array'} {word}" for name, word in pairs)
+    words = [
+        f"{name or 'one array'} {np.shape(x)} {getattr(x, 'dtype', type(x).__name__)}"
+        for name, x in _named(values)
+    ]
+    return ", ".join(words) or "no arrays"
+
+
+def _named(values: PyTree) -> list[tuple[str, Leaf]]:
+    pairs = zip(tree.paths(values), tree.flatten(values)[0], strict=True)
+    return [(name, x) for name, x in pairs if not tree.is_masked(x)]
 
 
 def _check_same(what: str, text: str) -> None:
