@@ -175,17 +175,23 @@ def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
         optfn.restore_checkpoint(tmp_path, other)
 
 
-def test_processes_go_on_from_the_step_that_all_have(tmp_path, monkeypatch):
-    """Another process has step 5 only, and then none."""
-    run(tmp_path, steps=10, save_every=5)
+def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
+    """This one is process 1 of two, with step 5; process 0 has step 10 as a file, or in parts."""
+    run(tmp_path / "0", steps=10, save_every=5)
+    run(tmp_path / "1", steps=5)
+    content = (tmp_path / "0" / "step_000000010.npz").read_bytes()
     template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
+    want, _ = optfn.restore_checkpoint(tmp_path / "0", template)
     monkeypatch.setattr(processes, "share_state", lambda state: True)
-    monkeypatch.setattr(processes, "gather", lambda values: np.array([values, [5]]))
-    state, _ = optfn.restore_checkpoint(tmp_path, template)
-    assert int(state.step) == 5
-    monkeypatch.setattr(processes, "gather", lambda values: np.array([values, [-1]]))
-    with pytest.raises(ValueError, match=r"in common; .*: process 0 step 10, process 1 none"):
-        optfn.restore_checkpoint(tmp_path, template)
+    monkeypatch.setattr(processes, "gather", lambda values: np.array([[10], values]))
+    monkeypatch.setattr(processes, "send", lambda source, mine: b"")
+    with pytest.raises(ValueError, match="0 has a checkpoint of step 10 that is a directory"):
+        optfn.restore_checkpoint(tmp_path / "1", template)
+    monkeypatch.setattr(processes, "send", lambda source, mine: content)
+    for directory in ("1", "lost"):
+        with pytest.warns(UserWarning, match=r"10\.npz is a copy of what process 0 has"):
+            state, _ = optfn.restore_checkpoint(tmp_path / directory, template)
+        chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(want))
 
 
 def test_parameters_may_have_any_name(tmp_path):

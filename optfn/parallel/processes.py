@@ -13,6 +13,9 @@ import optfn  # for its version, when it is loaded
 from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, Params, PyTree
 
+# How many bytes `send` passes at once.
+_PIECE = 1 << 26
+
 
 def share(mesh: Mesh | None) -> bool:
     """Tell whether a mesh has devices of each of several processes."""
@@ -37,6 +40,19 @@ def gather(values: Sequence[int]) -> np.ndarray:
     """Return int32 (processes, len(values)): what each process passes. All call it."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
+
+
+def send(source: int, content: bytes) -> bytes:
+    """Return in every process what the process `source` passes. All call it."""
+    high, low = map(int, gather(divmod(len(content), _PIECE))[source])
+    is_source = jax.process_index() == source
+    pieces = []
+    for i, size in enumerate([_PIECE] * high + [low] * (low > 0)):
+        piece = np.zeros(size, np.uint8)
+        if is_source:
+            piece[:] = np.frombuffer(content, np.uint8, size, i * _PIECE)
+        pieces.append(np.asarray(multihost_utils.broadcast_one_to_all(piece, is_source)).tobytes())
+    return b"".join(pieces)
 
 
 def check_params(params: Params) -> None:

@@ -11,9 +11,9 @@ import re
 import shutil
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -92,7 +92,7 @@ def save_checkpoint(
     }
     path = directory / f"step_{int(state.step):09d}.npz"
     try:
-        _write(path, arrays)
+        _write(path, lambda file: np.savez(file, **arrays))
     except OSError as error:
         words = f"cannot save the state ({error.strerror}); earlier files stay"
         raise OSError(error.errno, words, str(path)) from error
@@ -100,12 +100,12 @@ def save_checkpoint(
     return path
 
 
-def _write(path: Path, arrays: Mapping[str, Any]) -> None:
+def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """Write a file whole, or leave nothing of it."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with open(unfinished, "wb") as file:
-            np.savez(file, **arrays)
+            fill(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -154,11 +154,7 @@ def _directory(directory: object) -> Path:
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in `directory`, the newest last."""
     found = [path for path in _directory(directory).glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
+    return sorted(found, key=lambda path: int(path.stem.removeprefix("step_")))
 
 
 def load_checkpoint(
@@ -255,28 +251,21 @@ def restore_checkpoint(
 
     A damaged one is skipped with a warning that names it, and the one before it is read. Files and
     directories may lie side by side. In a run of several processes all call it, and get the newest
-    step that each of them has.
+    that any of them has: those without it write a copy of its file to their directory.
 
     Args:
       directory: where `save_checkpoint` wrote.
       state: a TrainState of the same run, as a template.
 
     Raises:
-      ValueError: there are checkpoints, and none can be loaded; or one process has some, and
-        another none of these steps.
+      ValueError: there are checkpoints, and none can be loaded.
     """
     parts.wait()
     found = checkpoints(directory)
-    shared = processes.share_state(state)
-    remaining, problems = found, list[str]()
-    while True:
-        loaded = _newest(remaining, state, problems)
-        step = -1 if loaded is None else int(loaded[0].step)
-        steps = processes.gather([step]) if shared else np.array(step)
-        if np.all(steps == step):
-            break
-        _check_common(steps.ravel())
-        remaining = [path for path in found if _step_of(path) <= np.min(steps)]
+    problems: list[str] = []
+    loaded = _newest(found, state, problems)
+    if processes.share_state(state):
+        loaded = _newest_of_all(Path(directory), loaded, state)
     if found and loaded is None:
         raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
     return loaded
@@ -295,12 +284,26 @@ def _newest(
     return None
 
 
-def _check_common(steps: np.ndarray) -> None:
-    if np.min(steps) < 0:
-        held = ", ".join(
-            f"process {i} {f'step {step}' if step >= 0 else 'none'}" for i, step in enumerate(steps)
-        )
+def _newest_of_all(
+    directory: Path, loaded: tuple[PyTree, dict[str, np.ndarray]] | None, state: PyTree
+) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    """Return the newest checkpoint that any process has; the others get a copy of its file."""
+    step = -1 if loaded is None else int(loaded[0].step)
+    steps = processes.gather([step])[:, 0]
+    if np.all(steps == step):
+        return loaded
+    source, newest = int(np.argmax(steps)), int(np.max(steps))
+    path = directory / f"step_{newest:09d}.npz"
+    is_file = step == newest and path.is_file()
+    content = processes.send(source, path.read_bytes() if is_file else b"")
+    if not content:
         raise ValueError(
-            f"the processes have no checkpoint in common; the newest that load are: {held}. Copy "
-            "the directory of a process that has one to those that have none"
+            f"process {source} has a checkpoint of step {newest} that is a directory, which other "
+            "processes do not see: all must name the same one, which they share"
         )
+    if step == newest:
+        return loaded
+    warnings.warn(f"{path} is a copy of what process {source} has", stacklevel=3)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(path, lambda file: file.write(content))
+    return load_checkpoint(path, state)
