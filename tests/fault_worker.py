@@ -35,7 +35,8 @@ OPTIONS = {
     "version": None,  # of optfn
     "shard": None,  # "state": checkpoints in parts, in one directory
     "clock": 0.0,  # seconds that Python's clock is ahead
-    "heartbeat": 4,
+    "heartbeat": 10,
+    "initialization": 60,
 }
 
 
@@ -111,9 +112,9 @@ def main():
             f"{options['address']}:{options['port']}",
             processes,
             process,
-            initialization_timeout=15,
+            initialization_timeout=options["initialization"],
             heartbeat_timeout_seconds=options["heartbeat"],
-            shutdown_timeout_seconds=15,
+            shutdown_timeout_seconds=60,
         )
 
     def paused():
