@@ -206,6 +206,13 @@ def goes_on(directory: Path, count: int = 2, want: str | None = None) -> str:
     return "goes on bit for bit"
 
 
+def ends_the_same(run: Processes) -> str:
+    """Compare the end of a run that was not killed with that of an undisturbed one."""
+    found = run.ends()[0]
+    require(found[:2] == (STEPS, undisturbed()), f"the run ends at {found}")
+    return "ends bit for bit the same"
+
+
 def newest(directory: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none."""
     found = checkpoints(directory)
@@ -339,24 +346,17 @@ def signal_alone(directory: Path) -> str:
     return signalled(fresh(directory / "int"), signal.SIGINT, 0, count=1)
 
 
-def stopped(directory: Path, run: Processes, seconds: float) -> None:
-    """Stop a worker, and continue it after some seconds."""
-    run.wait_for(1, "step 3 ")
-    run.signal(1, signal.SIGSTOP)
-    time.sleep(seconds)
-    run.signal(1, signal.SIGCONT)
-
-
 SAME = "the run ends bit for bit the same"
 
 
 @fault("a worker stopped for 3 s and continued", SAME)
 def stop_and_continue(directory: Path) -> str:
     with Processes(directory, pause=0.05, heartbeat=20) as run:
-        stopped(directory, run, 3.0)
-        found = run.ends()[0]
-    require(found[1] == undisturbed(), f"ends at {found}")
-    return "ends bit for bit the same"
+        run.wait_for(1, "step 3 ")
+        run.signal(1, signal.SIGSTOP)
+        time.sleep(3.0)
+        run.signal(1, signal.SIGCONT)
+        return ends_the_same(run)
 
 
 @fault("a worker stopped for longer than the heartbeat timeout", BIT_FOR_BIT)
@@ -518,9 +518,7 @@ def disturbed_link(directory: Path, *discipline: str) -> str:
         for name in spaces:
             do("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *discipline)
         with linked(directory, enter, heartbeat=20) as run:
-            found = run.ends()[0]
-    require(found[1] == undisturbed(), f"ends at {found}")
-    return "ends bit for bit the same"
+            return ends_the_same(run)
 
 
 @fault("a link throttled to 1 Mbit/s", SAME)
@@ -544,9 +542,7 @@ def link_lossy(directory: Path) -> str:
 def over(directory: Path, enter: Callable[[int], list[str]]) -> str:
     """Run over links, and compare the end with that of an undisturbed run."""
     with linked(directory, enter, heartbeat=20) as run:
-        found = run.ends()[0]
-    require(found[1] == undisturbed(), f"ends at {found}")
-    return "ends bit for bit the same"
+        return ends_the_same(run)
 
 
 @fault("a link that is cut", BIT_FOR_BIT)
@@ -567,9 +563,7 @@ def link_interrupted(directory: Path) -> str:
         do("ip", "-n", spaces[1], "link", "set", "eth0", "down")
         time.sleep(2.0)
         do("ip", "-n", spaces[1], "link", "set", "eth0", "up")
-        found = run.ends()[0]
-    require(found[1] == undisturbed(), f"ends at {found}")
-    return "ends bit for bit the same"
+        return ends_the_same(run)
 
 
 # Disks
@@ -613,18 +607,21 @@ def fill(disk: Path) -> None:
             file.write(bytes(1024))
 
 
+def empty(disk: Path) -> None:
+    (disk / "filling").unlink()
+
+
 DISK = "an error names the file; the older checkpoint stays whole, and the run goes on from it"
 
 
 @fault("a disk that is full while saving", DISK, quick=True)
 def disk_full(directory: Path) -> str:
-    return cannot_save(directory, "No space left.*", fill, lambda d: (d / "filling").unlink())
+    return cannot_save(directory, "No space left.*", fill, empty)
 
 
 @fault("the disk of one worker of two is full", DISK + "; the others end as well")
 def disk_full_of_one(directory: Path) -> str:
-    mend = lambda disk: (disk / "filling").unlink()  # noqa: E731
-    return cannot_save(directory, "No space left.*", fill, mend, count=2)
+    return cannot_save(directory, "No space left.*", fill, empty, count=2)
 
 
 @fault("a disk that becomes read-only", DISK)
@@ -778,9 +775,7 @@ def clocks_apart(directory: Path) -> str:
     do(*ahead, "true")
     each = {1: {"clock": 86400.0}}
     with Processes(directory, each=each, around=lambda i: ahead if i else []) as run:
-        found = run.ends()[0]
-    require(found[1] == undisturbed(), f"ends at {found}")
-    return "ends bit for bit the same"
+        return ends_the_same(run)
 
 
 # The table
