@@ -9,6 +9,7 @@ of its params. The other options make it the worker that something is wrong with
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 
@@ -106,6 +107,7 @@ def disturb(options):
 def main():
     options = OPTIONS | json.loads(sys.argv[1])
     process, processes = options["process"], options["processes"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     disturb(options)
     if processes > 1:
         jax.distributed.initialize(

@@ -303,7 +303,7 @@ def kill_alone(directory: Path) -> str:
 
 def signalled(directory: Path, number: signal.Signals, *receivers: int, count: int = 2) -> str:
     """Send a signal to some processes; all end well after one step, with a checkpoint of it."""
-    with Processes(directory, count, pause=0.2, save_every=100) as run:
+    with Processes(directory, count, pause=0.5, save_every=100) as run:
         run.wait_for(receivers[0], "step 2 ")
         for i in receivers:
             run.signal(i, number)
