@@ -596,3 +596,23 @@ def test_an_optimizer_of_one_transform_need_not_be_a_chain(chained):
     tx, params = descent(0.5, grad_clip=optfn.clip_by_value(1.0)), 3.0
     updates, _ = tx.update(4.0, tx.init(params), params)
     assert float(updates) == -0.5
+
+
+@pytest.mark.parametrize(
+    ("average", "field"),
+    [
+        (lambda: optfn.model_average(1.0), "sum_1"),
+        (lambda: optfn.exponential_moving_average(0.0), "average"),
+    ],
+)
+def test_a_compiled_average_is_of_the_rounded_params(average, field):
+    tx = optfn.chain(optfn.sgd(0.1), average())
+    params = jnp.asarray(np.linspace(0.1, 1.0, 7), jnp.bfloat16)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jnp.cos(params), state, params)
+        return optfn.apply_updates(params, updates), state
+
+    params, state = step(params, tx.init(params))
+    np.testing.assert_array_equal(getattr(state[-1], field), params.astype(jnp.float32))
