@@ -27,9 +27,8 @@ from optfn.leaves.types import Batch, LossFn, OptState, Params, PyTree, Updates
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import mesh as meshes
-from optfn.parallel import processes
+from optfn.parallel import processes, traffic
 from optfn.parallel import sharding as shards
-from optfn.parallel import traffic
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.per_worker import may_give_rows
