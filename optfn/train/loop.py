@@ -181,6 +181,8 @@ def minimize(
         if interrupt.name:
             page.end = f"stopped by {interrupt.name} after step {n}"
             bar.say(page.end)
+        elif stopped:
+            page.end = f"early, after step {n}"
     return best.choose(state), history.arrays()
 
 
