@@ -25,6 +25,13 @@ Scalar: TypeAlias = float | jax.Array
 Schedule: TypeAlias = Callable[[Any], Any]
 
 
+def shown(value: object, most: int = 100) -> str:
+    """Return `value` and its type for an error message, cut after `most` characters."""
+    text = " ".join(repr(value).split())
+    text = text if len(text) <= most else f"{text[:most]}…"
+    return f"{text} of type {type(value).__name__}"
+
+
 def is_host_number(value: object) -> TypeGuard[float]:
     """Tell whether `value` is a Python or NumPy number of shape () (a bool is not)."""
     if isinstance(value, bool | np.bool_):
@@ -67,7 +74,7 @@ def number(
         if jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer):
             return cast("jax.Array", value)  # a NumPy array here is one of JAX's own dtypes
         raise TypeError(f"{name} must be a real number; got an array of dtype {value.dtype}")
-    raise TypeError(f"{name} must be a number; got {value!r} of type {type(value).__name__}")
+    raise TypeError(f"{name} must be a number; got {shown(value)}")
 
 
 def _range(low: float, high: float, low_open: bool, high_open: bool) -> str:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import numerics
+from optfn import checks, numerics
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
@@ -331,7 +331,7 @@ def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
         raise TypeError(
             f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
             "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
-            f"got {tx!r} of type {type(tx).__name__}"
+            f"got {checks.shown(tx)}"
         )
     return tx
 

@@ -114,6 +114,11 @@ CASES = [
     (lambda: optfn.minimize(loss, optfn.sgd(1), W, 3), TypeError, "batches must be an iterable"),
     (lambda: optfn.make_train_step(3, optfn.sgd(0.1)), TypeError, "loss_fn must be a function"),
     (lambda: optfn.make_train_step(abs, 0.1), TypeError, "tx must be a gradient transformation"),
+    (lambda: optfn.make_train_step(abs, [W] * 99), TypeError, "got .{,101} of type list$"),
+    (lambda: optfn.state_dict(optfn.sgd(0.1)), TypeError, r"state_dict takes.*got sgd\(0.1\)"),
+    (lambda: D.scan_layers(W, abs, 1.0), TypeError, "scan_layers: fn must be a function"),
+    (lambda: D.scan_layers(abs, [W, W], 1.0), TypeError, "stacked is a list of 2.*Stacked"),
+    (lambda: step(tables="w", shard_tables=True), ValueError, "shard_tables needs.*mesh"),
 ]
 
 

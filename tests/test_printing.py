@@ -22,6 +22,7 @@ CALLS = [
     "chain(rmsprop(0.1), exponential_moving_average(0.9), model_average(0.5))",
     "record_metrics(master_weights(ftrl(0.1, l1=0.01)))",
     "dgc_momentum(0.1, 0.9, rampup_begin_step=5)",
+    "adam(param_attrs={'.*/b': ParamAttr(regularization=None, need_clip=False), 'w': ParamAttr()})",
 ]
 
 

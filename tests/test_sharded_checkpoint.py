@@ -1,5 +1,7 @@
 """Checkpoints in parts, written in the background: resumed, moved, damaged, carried over."""
 
+import sys
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -203,3 +205,10 @@ def test_a_checksum_takes_no_memory():
     )
     compiled = jax.jit(fingerprint).lower(x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 1000 < 4 * 512 * 512 / 8
+
+
+def test_without_orbax_the_error_names_the_extra(tmp_path, monkeypatch):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r'pip install "optfn\[orbax\]"'):
+        optfn.save_checkpoint(tmp_path, state, sharded=True)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import PyTreeDef
 
+from optfn import checks
 from optfn.leaves.layout import BufferLayout, plain
 from optfn.leaves.types import Leaf, LeafKind, PyTree
 
@@ -234,7 +235,7 @@ def check_pattern(argument: str, pattern: object) -> Pattern | None:
     if not isinstance(pattern, str):
         raise TypeError(
             f"{argument} must be a regular expression of leaf paths or a function path -> bool; "
-            f"got {pattern!r} of type {type(pattern).__name__}"
+            f"got {checks.shown(pattern)}"
         )
     try:
         re.compile(pattern)

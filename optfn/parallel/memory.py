@@ -1,5 +1,6 @@
 """What a way of splitting a model costs: bytes on each device, and bytes sent in a step."""
 
+from itertools import compress
 from typing import NamedTuple, cast
 
 import jax
@@ -14,6 +15,7 @@ from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree
 from optfn.parallel import sharding as shards
 from optfn.parallel.mesh import AxisName, axes, restricted
+from optfn.parallel.per_worker import own_leaves
 from optfn.parallel.placement import num_workers, specs_of
 from optfn.parallel.sharding import Kind, Sharding, is_spec
 
@@ -78,13 +80,15 @@ def plan_memory(
         layout = sharding.of_params(params), sharding.of_gradients(params), of_state
     leaves = jax.tree.leaves(params)
     of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in layout[:2])
-    columns = leaves, of_params, of_grads, tree.stacked_axes(params)
+    present = [not tree.is_masked(x) for x in tree.flatten(params)[0]]
+    facts = tree.stacked_axes(params), own_leaves(state, params)
+    columns = leaves, of_params, of_grads, *(compress(fact, present) for fact in facts)
     others = set(mesh.axis_names) - set(axes(data_axis))
     sent, gradients = 0.0, 0
-    for p, spec, grad_spec, stacked in zip(*columns, strict=True):
+    for p, spec, grad_spec, stacked, is_own in zip(*columns, strict=True):
         if tree.is_inexact(p):
             gathers = 2 if stacked else 1
-            sent += _sent(p, spec, grad_spec, mesh, data_axis, gathers)
+            sent += 0 if is_own else _sent(p, spec, grad_spec, mesh, data_axis, gathers)
             gradients += _bytes(p, restricted(grad_spec, others), mesh)
     return MemoryPlan(
         _bytes(params, layout[0], mesh), _bytes(state, layout[2], mesh), gradients, round(sent)

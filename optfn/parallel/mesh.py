@@ -169,5 +169,6 @@ def check_axis(name: str, axis_name: AxisName) -> None:
         except NameError:
             raise ValueError(
                 f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
-                f"with the axis name {axis!r}, or give make_train_step a mesh with it as data_axis"
+                f"with the axis name {axis!r}, or give make_train_step a mesh with it as "
+                "data_axis; for an axis of another name pass that as axis_name"
             ) from None

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optfn.checks import shown
 from optfn.leaves import state_names, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 from optfn.parallel.mesh import AxisName, axes, restricted
@@ -324,7 +325,17 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
       stacked: params with the layers along the leading axis of each leaf; a leaf of the params
         that the loss is given, as it is (a leaf that is cast before is gathered whole).
       x: what goes through the layers, a tree of arrays.
+
+    Raises:
+      TypeError: `fn` is no function, or `stacked` a list, as of layers that are not stacked.
     """
+    if not callable(fn):
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
+    if isinstance(stacked, list):
+        raise TypeError(
+            f"scan_layers: stacked is a list of {len(stacked)}; put the layers into one tree: "
+            "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
+        )
     known = _shards.get()
     leaves, structure = jax.tree.flatten(_unmarked(stacked))
     shards = [s and s.of_each_layer() for s in map(known.get, map(id, leaves))]

@@ -81,7 +81,7 @@ def stack_stages(
     if len(params) != mesh.shape[axis_name] * v:
         raise ValueError(
             f"params: {len(params)} stages, but axis {axis_name!r} has {mesh.shape[axis_name]} "
-            f"devices of {v} each"
+            f"devices of {v} each; a stage may hold several layers, a device virtual_stages stages"
         )
     spec = PartitionSpec(None, axis_name) if v > 1 else PartitionSpec(axis_name)
     return jax.device_put(stacked, NamedSharding(mesh, spec))

@@ -70,7 +70,7 @@ def save_checkpoint(
     if not hasattr(state, "step") or np.shape(state.step) != ():
         raise TypeError(
             "save_checkpoint: state must be a TrainState, with a scalar step; "
-            f"got {state!r} of type {type(state).__name__}"
+            f"got {checks.shown(state)}"
         )
     if not isinstance(history, Mapping | None):
         raise TypeError(
@@ -174,7 +174,19 @@ def load_checkpoint(
     """
     parts.wait()
     if Path(path).is_dir():
-        return parts.load(Path(path), state, functools.partial(_rescaled, state))
+        mapping, history = parts.load(Path(path), state, functools.partial(_rescaled, state))
+    else:
+        mapping, history = _load_file(path, state)
+    try:
+        return load_state_dict(state, mapping), history
+    except ValueError as error:
+        raise ValueError(f"{path} is not of this run: {error}") from error
+
+
+def _load_file(
+    path: str | os.PathLike[str], state: PyTree
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the arrays in a file by name, as `state_dict` gives them, and the history."""
     try:
         arrays = _read(path, state)
     except Exception as error:  # zipfile raises errors of many kinds where its fields are damaged
@@ -182,7 +194,7 @@ def load_checkpoint(
     prefix = "history/"
     names = [name for name in arrays if name.startswith(prefix)]
     history = {name.removeprefix(prefix): arrays.pop(name) for name in names}
-    return load_state_dict(state, _rescaled(state, arrays)), history
+    return _rescaled(state, arrays), history
 
 
 def _read(path: str | os.PathLike[str], state: PyTree) -> dict[str, np.ndarray]:
@@ -247,7 +259,7 @@ def _local(x: Leaf) -> Leaf:
 def restore_checkpoint(
     directory: str | os.PathLike[str], state: PyTree
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Return the newest intact checkpoint in `directory`; None if there is no checkpoint.
+    """Return the state and the history of the newest intact checkpoint in `directory`, or None.
 
     A damaged one is skipped with a warning that names it, and the one before it is read. Files and
     directories may lie side by side. In a run of several processes all call it, and get the newest

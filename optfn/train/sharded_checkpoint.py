@@ -16,13 +16,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from optfn import checks
 from optfn.leaves.packed import unpack
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import fingerprints
 from optfn.parallel.per_worker import PerWorker
 from optfn.parallel.placement import PER_WORKER_KEY
-from optfn.train.state_dict import VERSION, load_state_dict, named_leaves, per_worker_names
+from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
 
 _ABOUT, _CHECKSUMS, _HISTORY = "about", "checksums", "history/"
 
@@ -50,12 +51,7 @@ def holds_parts(state: PyTree) -> bool:
 @functools.cache
 def _checkpointer() -> Any:
     """Return orbax's checkpointer of this process, which writes one checkpoint at a time."""
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError:
-        raise ImportError(
-            "sharded checkpoints need orbax: pip install 'optfn[orbax]', or pass sharded=False"
-        ) from None
+    ocp = checks.optional_module("orbax.checkpoint", "orbax")
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     atexit.register(checkpointer.close)
     return checkpointer
@@ -86,8 +82,7 @@ def save(
       history: arrays by name.
       then: is called by `wait` when all is written.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = checks.optional_module("orbax.checkpoint", "orbax")
     arrays = {name: _data(x) for name, x in named_leaves(unpack(state)) if x.size}
     about = {
         "version": VERSION,
@@ -109,8 +104,8 @@ def _data(x: Leaf) -> Leaf:
 
 def load(
     path: Path, state: PyTree, convert: Callable[[dict[str, Any]], dict[str, Any]]
-) -> tuple[PyTree, dict[str, np.ndarray]]:
-    """Return the state in a directory, each array where that of `state` lies, and the history.
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the arrays in a directory by name, as `state_dict` gives them, and the history.
 
     Args:
       path: a directory that `save` wrote.
@@ -131,15 +126,14 @@ def load(
     if about[PER_WORKER_KEY]:
         mapping[PER_WORKER_KEY] = np.array(about[PER_WORKER_KEY])
         mapping = convert(mapping)
-    return load_state_dict(state, mapping), history
+    return mapping, history
 
 
 def _read(
     path: Path, templates: Mapping[str, Leaf]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Return what is said about the arrays, the history, and the arrays, checked."""
-    import orbax.checkpoint as ocp
-
+    ocp = checks.optional_module("orbax.checkpoint", "orbax")
     checkpointer = _checkpointer()
     shapes = checkpointer.metadata(path.absolute()).item_metadata.tree
 

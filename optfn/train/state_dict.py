@@ -59,8 +59,14 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
       ones, come as they are.
 
     Raises:
+      TypeError: an optimizer instead of its state.
       ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have.
     """
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise TypeError(
+            "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
+            f"got {checks.shown(opt_state)}"
+        )
     host = unpack(jax.tree.map(_to_host, opt_state))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)

@@ -174,7 +174,7 @@ class TrainStep:
         if not isinstance(state, TrainState):
             raise TypeError(
                 "state must be a TrainState, as init and the step return it; "
-                f"got {state!r} of type {type(state).__name__}"
+                f"got {checks.shown(state)}"
             )
         if is_packed(state.params) != self.packed:
             kinds = ("a tree of params", "packed params")
@@ -337,17 +337,17 @@ def make_train_step(
 
     if checks.flag("packed", packed) and tables is not None:
         raise ValueError("tables with packed=True: the rows of a table are not a part of a buffer")
+    if checks.flag("shard_tables", shard_tables) and (tables is None or mesh is None):
+        raise ValueError("shard_tables needs tables, a pattern of paths, and mesh")
     sharding = _sharding(
         shard,
-        tables if checks.flag("shard_tables", shard_tables) else None,
+        tables if shard_tables else None,
         mesh,
         data_axis,
         packed=packed or None,
         tables=None if shard_tables else tables,
         local_steps=local_steps,
     )
-    if shard_tables and (tables is None or mesh is None):
-        raise ValueError("shard_tables needs tables, a pattern of paths, and mesh")
     local = _local_steps(
         local_steps, extra_tx, outer, mesh=mesh, tables=tables, value_and_grad=value_and_grad
     )

@@ -63,6 +63,14 @@ class ParamAttr:
         if self.regularization is not None and self.regularization is not INHERIT:
             core.check_transform("ParamAttr: regularization", self.regularization)
 
+    def __repr__(self) -> str:
+        given = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return f"ParamAttr({', '.join(given)})"
+
 
 ParamAttrs = Mapping[str, ParamAttr]
 DEFAULT = ParamAttr()
