@@ -103,6 +103,7 @@ CASES = [
     (lambda: step(recompute=3), TypeError, "checkpoints must be a sequence of names; got 3"),
     (lambda: optfn.pack(optfn.pack(W)), TypeError, "packed already"),
     (lambda: step().init({"w": "x"}), TypeError, "parameter 'w' must be a floating-point array"),
+    (lambda: step().init({"w": jnp.arange(3)}), TypeError, "must have a floating-point array"),
     (lambda: step()(None, 1.0), TypeError, "state must be a TrainState.*got None"),
     (lambda: step()(step(packed=True).init(W), 1.0), TypeError, "packed=False.*packed params"),
     (lambda: step(packed=True)(step().init(W), 1.0), TypeError, "packed=True.*a tree of params"),

@@ -96,9 +96,16 @@ class TrainStep:
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
+          TypeError: all params are integers, of which none is trained.
           ValueError: processes have other params, or other versions of optfn or JAX.
         """
         mismatch.check_params("TrainStep.init", params, "")
+        leaves = jax.tree.leaves(params)
+        if leaves and not any(map(tree.is_inexact, leaves)):
+            raise TypeError(
+                "TrainStep.init: params must have a floating-point array, as integers are not "
+                f"trained; got {checks.shown(params)}"
+            )
         self._check_model_state(model_state)
         if processes.share(self.mesh):
             processes.check_params(params)
@@ -337,8 +344,10 @@ def make_train_step(
 
     if checks.flag("packed", packed) and tables is not None:
         raise ValueError("tables with packed=True: the rows of a table are not a part of a buffer")
-    if checks.flag("shard_tables", shard_tables) and (tables is None or mesh is None):
-        raise ValueError("shard_tables needs tables, a pattern of paths, and mesh")
+    if checks.flag("shard_tables", shard_tables) and tables is None:
+        raise ValueError("shard_tables needs tables, a pattern of paths")
+    if shard_tables and mesh is None:
+        raise ValueError("shard_tables needs mesh, over whose devices rows are spread")
     sharding = _sharding(
         shard,
         tables if shard_tables else None,
