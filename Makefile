@@ -1,6 +1,7 @@
 # Each environment is made once and again when pyproject.toml changes.
 PYTHON ?= python3
 VENV ?= .venv
+EXTRA ?= test
 BIN = $(VENV)/bin
 
 .PHONY: demo demo-compression demo-recommender gallery test properties faults soak lint bench bench-check docs docs-serve clean
@@ -19,8 +20,8 @@ gallery: $(VENV)/.bench
 
 # First what stands on the programs as XLA optimizes them, then the rest, which is compiled quickly.
 # As many workers as cores and memory allow: tests/conftest.py. Where TESTS has nothing of one kind,
-# pytest ends with 5.
-test: $(VENV)/.test
+# pytest ends with 5. EXTRA=pytest installs less, for tests that need no other libraries.
+test: $(VENV)/.$(EXTRA)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m optimized $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
 	$(BIN)/python -m pytest -n auto --dist worksteal --quick-compiler $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
 
@@ -56,7 +57,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[$*]"
 	@touch $@
 
 # The ratios of a new run against the published ones, in benchmarks/results.json.
