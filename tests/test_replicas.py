@@ -55,7 +55,7 @@ def test_one_flipped_bit_on_one_device_is_found(options):
     per_call = step.local_steps
     for _ in range(4 // per_call + 1):
         state, metrics = step(state, X)
-    assert set(metrics) == {"loss", "learning_rate", "bytes_sent"}
+    assert {"loss", "learning_rate"} <= set(metrics) <= {"loss", "learning_rate", "bytes_sent"}
     state = damaged(state, mesh, device=2)
     while int(state.step) < 8:
         state, _ = step(state, X)  # not compared, or only after the call
