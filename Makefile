@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test properties faults soak lint bench bench-check docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test nightly properties faults soak lint bench bench-check docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -22,8 +22,13 @@ gallery: $(VENV)/.bench
 # As many workers as cores and memory allow: tests/conftest.py. Where TESTS has nothing of one kind,
 # pytest ends with 5. EXTRA=pytest installs less, for tests that need no other libraries.
 test: $(VENV)/.$(EXTRA)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m optimized $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick-compiler $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+	$(BIN)/python -m pytest -n auto --dist worksteal -m optimized $(OPTIONS) $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+	$(BIN)/python -m pytest -n auto --dist worksteal --quick-compiler $(OPTIONS) $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+
+# All values of the grids of which `make test` runs a part, 5,400 properties, all faults, and a soak.
+nightly:
+	$(MAKE) test OPTIONS=--nightly
+	$(MAKE) properties faults soak
 
 # Eighteen times as many cases as in the suite, other ones each time.
 properties: $(VENV)/.test

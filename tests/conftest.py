@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # twice. Without LLVM's optimizations, and with the older emitters of fusions, one takes 15 to 20 ms
 # of CPU instead of 45 to 90. XLA reads its flags once in a process; one that it does not know ends
 # the process, and the second is gone in jaxlib 0.12.
-QUICK_COMPILER = " --xla_backend_optimization_level=0"
+QUICK_COMPILER = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     QUICK_COMPILER += " --xla_cpu_use_fusion_emitters=false"
 # A compiled program holds 1.5 to 2 MB for as long as a cache of JAX has it. From here on they are
@@ -38,6 +38,10 @@ def pytest_addoption(parser):
         "--quick-compiler",
         action="store_true",
         help="compile without optimizations, and leave out the tests marked as `optimized`",
+    )
+
+    parser.addoption(
+        "--nightly", action="store_true", help="run the tests marked as `nightly` as well"
     )
 
 
@@ -71,11 +75,17 @@ def pytest_configure_node(node):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave the tests of optimized programs to the run with XLA's own settings."""
+    """Leave out what is nightly, and tests of optimized programs unless XLA optimizes them."""
+    if not config.getoption("nightly"):
+        leave_out("nightly", config, items)
     if config.getoption("quick_compiler"):
-        left_out = [item for item in items if item.get_closest_marker("optimized")]
-        items[:] = [item for item in items if not item.get_closest_marker("optimized")]
-        config.hook.pytest_deselected(items=left_out)
+        leave_out("optimized", config, items)
+
+
+def leave_out(mark, config, items):
+    """Take the tests with this mark out of those that run."""
+    config.hook.pytest_deselected(items=[x for x in items if x.get_closest_marker(mark)])
+    items[:] = [x for x in items if not x.get_closest_marker(mark)]
 
 
 # Memory

@@ -100,6 +100,7 @@ def test_moments(toy):
     assert found["float32"]["speed"] == 1
 
 
+@pytest.mark.nightly
 def test_moments_train():
     found = moments.accuracy(
         "digits",
@@ -140,6 +141,7 @@ def test_first_call(toy, capsys):
     assert first_call.programs_after_a_new_rate() == 1
 
 
+@pytest.mark.nightly
 def test_packed(toy):
     found = toy(packed, "packed")
     assert [row["leaves"] for row in found] == [20, 3, 2, 2, 6]
@@ -155,6 +157,7 @@ def test_adam_in_chunks_is_adam(toy):
     assert all(side["ratio"] > 0 and side["temporaries"] < 1 for side in sides)
 
 
+@pytest.mark.nightly
 def test_pipeline(toy):
     found = toy(pipeline, "pipeline")
     gpipe, more, flat, flat_too = (row["temporaries"] for row in found)
@@ -285,6 +288,7 @@ def test_published_ratios_are_of_scripts_of_the_suite():
     assert {"adam", "lamb", "ftrl"} <= published["update"]["rows"].keys()
 
 
+@pytest.mark.nightly
 def test_exchange(monkeypatch, tmp_path, capsys):
     """Runs with the bytes of the formulas; one that the file has is not repeated."""
     file = tmp_path / "runs.json"

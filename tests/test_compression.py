@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import reference_compression as reference
+from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -82,7 +83,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", thinned(OPTIONS))
 def test_follows_the_reference(name):
     """Parameters, u, v and the sets that are sent, of each worker at each step."""
     options = dict(OPTIONS[name])
@@ -139,7 +140,7 @@ def test_before_the_ramp_it_is_momentum():
             )
 
 
-@pytest.mark.parametrize("name", ["plain", "unmasked", "bfloat16", "ramp"])
+@pytest.mark.parametrize("name", thinned(["plain", "unmasked", "ramp", "bfloat16"]))
 def test_row_updates_are_the_dense_ones(name):
     """Rows where there is no ramp, arrays where there is one: params go the same way."""
     options = OPTIONS[name] | ({"rampup_begin_step": 0} if name != "ramp" else {})
@@ -276,7 +277,7 @@ def test_all_ways_to_run_agree():
         np.testing.assert_array_equal(got["n"], params["n"])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", thinned([True, False]))
 def test_several_axes(check_vma):
     """Workers along two axes; and a dense mean inside a host before the exchange across hosts."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))

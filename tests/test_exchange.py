@@ -13,6 +13,7 @@ import optax
 import pytest
 import reference_exchange as reference
 import test_pipeline_step as pipeline_step
+from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from test_pipeline_compression import pipelined
@@ -550,7 +551,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS))
 def test_training_on_a_mesh(name):
     """make_train_step follows the simulation; all devices have the same bits; the loss falls."""
     tx = OPTIMIZERS[name]

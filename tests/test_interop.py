@@ -14,10 +14,12 @@ import pytest
 import registry
 from flax import linen, nnx, serialization
 from flax.training.train_state import TrainState
+from grids import by_entry
 
 import optfn
 
 OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
+SOME = by_entry(registry.OPTIMIZERS)
 
 
 def params_and_grads():
@@ -35,7 +37,7 @@ def run(tx, params, grads, steps=3):
     return params, state
 
 
-@OPTIMIZERS
+@SOME
 def test_masked_and_partition_update_only_their_leaves(entry):
     """A masked optimizer is the optimizer of the subtree; partition joins two of them."""
     params, grads = params_and_grads()
@@ -54,7 +56,7 @@ def test_masked_and_partition_update_only_their_leaves(entry):
         chex.assert_trees_all_equal(new["c"], params["c"])
 
 
-@OPTIMIZERS
+@SOME
 def test_chain_around_and_inside(entry):
     """optax's clip before ours, and optax's transforms as grad_clip and regularization."""
     params, grads = params_and_grads()
@@ -138,7 +140,7 @@ def test_flax_train_state_and_its_checkpoint(entry):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@OPTIMIZERS
+@SOME
 def test_nnx_optimizer(entry):
     """nnx wraps state leaves and drops `value` from paths at update."""
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -111,7 +112,7 @@ GRID += [
 ]
 
 
-@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), GRID)
+@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), thinned(GRID))
 def test_exact_over_the_grid(p, v, m, schedule, stash):
     # Half of the grid on each kind of mesh.
     explicit = (schedule == "gpipe") == (stash == "input")

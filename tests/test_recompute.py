@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import thinned
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -109,7 +110,7 @@ def params_of(form):
     return layers() if "name" in form else [*layers(), {}]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thinned(FORMS))
 def test_gradients_are_bitwise_the_same(form):
     want = jax.jit(jax.value_and_grad(plain))(layers(), X)
     value, gradient = jax.jit(jax.value_and_grad(FORMS[form]()))(params_of(form), X)
@@ -183,7 +184,7 @@ def test_closed_over_values_have_gradients():
     assert_same(*(jax.jit(jax.grad(functools.partial(loss, c)))(2.0) for c in (True, False)))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", thinned(FORMS, first=1))
 def test_under_vmap(form):
     params, xs = params_of(form), jnp.stack([X, 2 * X])
     got = jax.jit(jax.vmap(jax.grad(FORMS[form]()), (None, 0)))(params, xs)[:LAYERS]
@@ -191,7 +192,7 @@ def test_under_vmap(form):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", thinned([True, False]))
 @pytest.mark.parametrize("form", ["all names", "sqrt", "budget"])
 def test_inside_shard_map(form, check):
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))

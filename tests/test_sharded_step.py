@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import registry
+from grids import thinned
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,7 +90,7 @@ def run_alone(name):
     return run(optfn.make_train_step(loss_fn, ALL[name]()))
 
 
-@pytest.mark.parametrize(("name", "shard"), CASES)
+@pytest.mark.parametrize(("name", "shard"), thinned(CASES))
 def test_the_trajectory_is_that_of_one_device(name, shard):
     make, shard = ALL[name], SHARDS[shard]
     alone, losses = run_alone(name)

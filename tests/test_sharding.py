@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import registry
+from grids import thinned
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,7 +45,11 @@ def expected(entry):
 PROGRAMS = {k: v for k, v in registry.PROGRAMS.items() if k in registry.EVERYTHING}
 
 
-@pytest.mark.parametrize(("entry", "kind"), registry.in_turn("auto", "explicit", entries=PROGRAMS))
+AXES = registry.in_turn("auto", "auto", "explicit", "explicit", entries=PROGRAMS)
+CHECKED = registry.in_turn(True, True, False, False, entries=PROGRAMS)
+
+
+@pytest.mark.parametrize(("entry", "kind"), thinned(AXES))
 def test_sharded_parameters(entry, kind):
     """jit over sharded arrays: state is sharded as its parameters, results as on one device."""
     on = mesh(kind)
@@ -64,7 +69,7 @@ def test_sharded_parameters(entry, kind):
     chex.assert_trees_all_close(jax.device_get(new), expected(entry)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("entry", "check_vma"), registry.in_turn(True, False, entries=PROGRAMS))
+@pytest.mark.parametrize(("entry", "check_vma"), thinned(CHECKED, first=1))
 def test_replicated_in_shard_map(entry, check_vma):
     """Parameters, state and (averaged) gradients are replicated; so is what comes out."""
     tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 import registry
 from flax import nnx
+from grids import thinned
 
 import optfn
 
@@ -30,7 +31,7 @@ def trained(entry, dtype=jnp.float32):
     return tx, params, state
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", thinned([jnp.bfloat16, jnp.float32]))
 @EVERYTHING
 def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
     tx, params, state = trained(entry, dtype)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import thinned
 from jax.sharding import PartitionSpec as P
 
 import optfn
@@ -85,7 +86,7 @@ def collectives(text):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", thinned([True, False]))
 @pytest.mark.parametrize(("value_dtype", "entry"), [("float32", 8), ("bfloat16", 4)])
 def test_bytes_on_the_network(value_dtype, entry, check_vma):
     """The compiled sparse step gathers (N − 1)·k·b bytes within 5 %, and nothing dense."""

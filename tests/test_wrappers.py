@@ -8,6 +8,7 @@ import optax
 import pytest
 import references
 import registry
+from grids import by_entry
 
 import optfn
 from optfn.optimizers.assembly import optimizer
@@ -296,7 +297,7 @@ def test_wide_leaves_have_no_master():
 # Accumulation
 
 
-@OPTIMIZERS
+@by_entry(registry.OPTIMIZERS)
 def test_accumulate_is_the_step_of_the_mean_gradient(entry):
     """Every third call steps; the others change neither params nor inner state."""
     tx = optfn.accumulate(entry.make(), 3)
@@ -354,7 +355,7 @@ def test_bad_accumulate():
 # Guard
 
 
-@OPTIMIZERS
+@by_entry(registry.OPTIMIZERS, first=1)
 def test_skip_leaves_params_and_state_bit_identical(entry):
     tx = optfn.skip_nonfinite(entry.make(), max_consecutive=2)
     params = tree(0)
