@@ -16,7 +16,6 @@ from grids import by_entry, thinned
 import optfn
 
 EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
-PROGRAMS = pytest.mark.parametrize("entry", registry.PROGRAMS.values(), ids=registry.PROGRAMS)
 OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
 COMPLEX = [k for k, e in registry.ALL.items() if e.complex_leaves]
 NOT_COMPLEX = [k for k in registry.ALL if k not in COMPLEX]
@@ -93,7 +92,7 @@ def test_jit_equals_eager_and_scan(entry):
         close(jax.tree.map(lambda x, k=k: x[k], scanned_updates), all_updates[k])
 
 
-@PROGRAMS
+@by_entry(registry.PROGRAMS)
 def test_vmap_equals_one_by_one(entry):
     """init and update map over a leading axis."""
     tx = entry.make()
@@ -110,7 +109,7 @@ def test_vmap_equals_one_by_one(entry):
         chex.assert_trees_all_close(one, alone, rtol=2e-6, atol=1e-6)
 
 
-@EVERYTHING
+@by_entry(registry.PROGRAMS, first=1)
 def test_state_and_params_can_be_donated(entry):
     """init gives no buffer twice and none of params', so that both can be donated together."""
     tx, params, grads = entry.make(), tree_of(0), tree_of(10)
@@ -128,7 +127,7 @@ def test_state_and_params_can_be_donated(entry):
     chex.assert_tree_all_finite(params)
 
 
-@EVERYTHING
+@by_entry(registry.ALL)
 def test_without_params_where_the_rule_needs_none(entry):
     """Updates are then in the dtype of the gradient; a rule that needs params says so."""
     tx, grads = entry.make(), tree_of(10, jnp.bfloat16)
@@ -384,7 +383,7 @@ def test_state_of_other_params_is_an_error(name):
         updated(entry, tx, v, state, v)
 
 
-@EVERYTHING
+@by_entry(registry.ALL, first=1)
 def test_hostile_magnitudes_stay_finite(entry):
     """Gradients of ±1e-30 and ±1e30, one and all elements, for five steps: update and params."""
     tx = entry.make()

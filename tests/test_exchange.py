@@ -118,8 +118,11 @@ def with_ties(x):
     return np.where(np.abs(x) > 1, np.rint(2 * x), 0).astype(np.float32)
 
 
+SHAPES = [pytest.param(shape, id=str(shape)) for shape in [(5000,), (64, 64), (7,)]]
+
+
 @pytest.mark.parametrize("name", COMPRESSORS)
-@pytest.mark.parametrize("shape", [(5000,), (64, 64), (7,)])
+@pytest.mark.parametrize("shape", thinned(SHAPES))
 def test_what_is_sent(name, shape):
     """Values and bytes, also with ties, zeros, a last chunk that is shorter, clustered entries."""
     compressor, send = COMPRESSORS[name]
@@ -220,7 +223,7 @@ FOLLOWED = [(name, 1.0) for name in COMPRESSORS if name != "top_k_one_entry"]
 FOLLOWED += [(name, beta) for name in ("top_k", "quantize_1") for beta in (0.5, 0.0)]
 
 
-@pytest.mark.parametrize(("name", "beta"), FOLLOWED)
+@pytest.mark.parametrize(("name", "beta"), thinned(FOLLOWED))
 def test_follows_the_equations(name, beta):
     """Residual and direction of each step, from the residuals before; and nothing is lost."""
     compressor, send = COMPRESSORS[name]
@@ -270,7 +273,9 @@ def test_power_sgd_follows_its_equations():
         np.testing.assert_allclose(direction["v"][3], g["v"].mean(axis=0), atol=1e-6)
 
 
-@pytest.mark.parametrize("compressor", [top_k(0.05, values="int8"), quantize(1), power_sgd(2)])
+@pytest.mark.parametrize(
+    "compressor", thinned([top_k(0.05, values="int8"), quantize(1), power_sgd(2)], every=3)
+)
 def test_where_jax_has_wider_floats(compressor):
     """A float32 leaf is exchanged and kept in float32 then too."""
     tx, results = exchange(compressor), []

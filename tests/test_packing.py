@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import registry
+from grids import thinned
 
 import optfn
 from optfn import sparse
@@ -119,7 +120,7 @@ RULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", thinned(RULES))
 def test_every_rule_is_that_of_the_tree(name):
     entry = registry.ALL[name]
     assert_same(entry.make(), **dict(entry.extra))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -96,7 +97,7 @@ CASES += [(rule, kind) for rule in ("lazy", "lazy exact") for kind in IDS if kin
 
 
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
-@pytest.mark.parametrize(("rule", "kind"), CASES)
+@pytest.mark.parametrize(("rule", "kind"), thinned(CASES))
 def test_it_is_the_unsharded_step(rule, kind):
     want, losses = alone(rule, kind)
     step = sharded(RULES[rule]())
@@ -251,7 +252,7 @@ def compiled(tx, rows, ids=4096, width=64):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("lazy", [True, "exact"])
+@pytest.mark.parametrize("lazy", thinned([True, "exact"]))
 def test_temporaries_and_the_wire_do_not_depend_on_the_number_of_rows(lazy):
     """16M × 64 on 8 devices, 4,096 ids: 4 MB of temporaries, 1.6 times the ideal bytes."""
     tx = optfn.adam(0.01, lazy=lazy, grad_clip=optfn.clip_by_global_norm(1.0))

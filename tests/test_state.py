@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 import registry
 from flax import nnx
-from grids import thinned
+from grids import by_entry, thinned
 
 import optfn
 
@@ -44,7 +44,7 @@ def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@EVERYTHING
+@by_entry(registry.ALL)
 def test_names_are_words_without_positions(entry):
     """Each name is the transform's word, a field, a path; an inserted transform moves none."""
     _, params, state = trained(entry)
