@@ -35,17 +35,12 @@ class TopK(ShownAsCall):
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packet, uint32 (words,): scales, then indices, then values."""
-        return self._encode([x], [state])[0]
+        return self.encode_all([x], [state])[0]
 
     def encode_all(
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[jax.Array, PyTree]]:
         """Return packets and states of several leaves, which are searched together."""
-        return self._encode(xs, states)
-
-    def _encode(
-        self, xs: Sequence[jax.Array], states: Sequence[PyTree]
-    ) -> list[tuple[jax.Array, PyTree]]:
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
         indices = self._whole_leaves(flat) if self.chunk is None else self._chunks(flat)
         packets = [self._packet(x, index) for x, index in zip(flat, indices, strict=True)]

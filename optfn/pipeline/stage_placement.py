@@ -281,8 +281,9 @@ class ListedStages(StagePlacement):
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
         """Return gradients from buffers ([workers,] v, p, longest), structured like `stages`."""
         p, front = self.plan.num_stages, len(self.leading_axes)
-        shapes = [inexact_leaves(params) for params in self.shapes(stages)]
-        names = buffers.inexact_lengths(buffers.lengths_for(self.shapes(stages)))
+        parts = self.shapes(stages)
+        shapes = [inexact_leaves(params) for params in parts]
+        names = buffers.inexact_lengths(buffers.lengths_for(parts))
 
         def unravel(gradients: list[jax.Array]) -> list[Leaves]:
             # All stages on every device, in one collective for a dtype.
@@ -301,8 +302,8 @@ class ListedStages(StagePlacement):
                 [P(*self.leading_axes, *spec) for spec in self._of_inexact(*pair)] for pair in pairs
             ]
 
-        parts = specs_of(self._part_specs(stages))
-        found = self._on_parts(unravel, self.gradient_specs(stages), parts, gradients)
+        out_specs = specs_of(self._part_specs(stages))
+        found = self._on_parts(unravel, self.gradient_specs(stages), out_specs, gradients)
         placed = jax.tree.map(self._placed, found, specs_of(self._specs(stages)))
         return type(stages)(map(self.gradient_tree, stages, placed))
 

@@ -1,7 +1,7 @@
 """Pictures with matplotlib, of runs, rates and costs, and the report of a run.
 
-Each function draws on `ax`, or on a new figure, and returns the axes. matplotlib is imported when
-the first of them is called.
+Each function draws on `ax`, or on a new figure, and returns the axes; `history` has a figure of its
+own, and `report` a file. matplotlib is imported when the first of them is called.
 """
 
 from optfn.plot.costs import memory, recompute, timetable
