@@ -106,9 +106,7 @@ def count(name: str, value: object, *, low: int = 1) -> int:
     """Return `value`, a Python integer ≥ `low`; static, because shapes depend on it."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         hint = " (make it a static argument)" if isinstance(value, jax.Array) else ""
-        raise TypeError(
-            f"{name} must be a Python integer{hint}; got {value!r} of type {type(value).__name__}"
-        )
+        raise TypeError(f"{name} must be a Python integer{hint}; got {shown(value)}")
     if value < low:
         raise ValueError(f"{name} must be >= {low}; got {value}")
     return int(value)
@@ -117,9 +115,7 @@ def count(name: str, value: object, *, low: int = 1) -> int:
 def flag(name: str, value: object) -> bool:
     """Return `value`, a Python bool; static, because the program depends on it."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(
-            f"{name} must be True or False; got {value!r} of type {type(value).__name__}"
-        )
+        raise TypeError(f"{name} must be True or False; got {shown(value)}")
     return bool(value)
 
 
@@ -134,7 +130,7 @@ def choice(name: str, value: T, options: Sequence[T]) -> T:
 def path(name: str, value: object) -> Path:
     """Return `value`, the path of a file."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise TypeError(f"{name} must be a path; got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a path; got {shown(value)}")
     return Path(value)
 
 

@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 
-from optfn import core
+from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
 
@@ -144,7 +144,7 @@ def _check(argument: str, compressor: Any) -> Compressor:
         raise TypeError(
             f"{argument} must be a compressor such as top_k(0.05), with the methods "
             f"{', '.join(_METHODS)}, a mapping from patterns of paths to compressors, or None; got "
-            f"{compressor!r} of type {type(compressor).__name__}"
+            f"{checks.shown(compressor)}"
         )
     return compressor
 

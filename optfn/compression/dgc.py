@@ -164,7 +164,7 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
     if isinstance(sparsity, str) or not isinstance(sparsity, Sequence) or not sparsity:
         raise TypeError(
             "sparsity must be a sequence of numbers, one for each step of the ramp, such as "
-            f"(0.75, 0.999); got {sparsity!r} of type {type(sparsity).__name__}"
+            f"(0.75, 0.999); got {checks.shown(sparsity)}"
         )
     for s in sparsity:
         if not checks.is_host_number(s):

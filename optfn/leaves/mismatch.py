@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optfn import checks
 from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
@@ -27,7 +28,7 @@ def check_params(name: str, params: Params, real_only: str, what: str = "paramet
         if is_complex:
             who = name if name == real_only else f"{name}: {real_only}"
             raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
-        came = f"dtype {x.dtype}" if hasattr(x, "dtype") else f"{x!r} of type {type(x).__name__}"
+        came = f"dtype {x.dtype}" if hasattr(x, "dtype") else checks.shown(x)
         raise TypeError(f"{name}: {leaf} must be a floating-point array; got {came}{_hint(x)}")
 
 

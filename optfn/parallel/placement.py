@@ -156,7 +156,7 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {mesh!r} of type {type(mesh).__name__}"
+            f"got {checks.shown(mesh)}"
         )
     meshes.check_names("axis_name", axis_name, optional=True)
     missing = [axis for axis in meshes.axes(axis_name) if axis not in mesh.shape]

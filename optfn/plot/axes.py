@@ -27,7 +27,7 @@ def on_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes"
         pyplot = checks.optional_module("matplotlib.pyplot", "plot")
         ax = pyplot.subplots(figsize=size, layout="constrained")[1]
     elif not hasattr(ax, "plot"):
-        raise TypeError(f"ax must be axes of matplotlib; got {ax!r} of type {type(ax).__name__}")
+        raise TypeError(f"ax must be axes of matplotlib; got {checks.shown(ax)}")
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25)
     ax.set_axisbelow(True)
@@ -43,17 +43,13 @@ def by_name(argument: str, values: Mapping[str, T], kind: type[T] | None = None)
       kind: the class that the values must be of; None for any.
     """
     if not isinstance(values, Mapping):
-        raise TypeError(
-            f"{argument} must be a mapping from names; "
-            f"got {values!r} of type {type(values).__name__}"
-        )
+        raise TypeError(f"{argument} must be a mapping from names; got {checks.shown(values)}")
     if not values:
         raise ValueError(f"{argument} must not be empty")
     for name, value in values.items():
         if kind is not None and not isinstance(value, kind):
             raise TypeError(
-                f"{argument}[{name!r}] must be a {kind.__name__}; "
-                f"got {value!r} of type {type(value).__name__}"
+                f"{argument}[{name!r}] must be a {kind.__name__}; got {checks.shown(value)}"
             )
     return {str(name): value for name, value in values.items()}
 

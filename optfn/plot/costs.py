@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optfn import checks
 from optfn.parallel.memory import MemoryPlan
 from optfn.pipeline.plan import Plan
 from optfn.plot.axes import by_name, on_axes
@@ -129,5 +130,5 @@ def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":
       ax: where to draw; None for a new figure.
     """
     if not isinstance(plan, Plan):
-        raise TypeError(f"plan must be a Plan; got {plan!r} of type {type(plan).__name__}")
+        raise TypeError(f"plan must be a Plan; got {checks.shown(plan)}")
     return plan.draw(ax)

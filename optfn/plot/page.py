@@ -72,9 +72,7 @@ def report(
     """
     series = checked(history)
     if not isinstance(about, Mapping | None):
-        raise TypeError(
-            f"about must be a mapping from names; got {about!r} of type {type(about).__name__}"
-        )
+        raise TypeError(f"about must be a mapping from names; got {checks.shown(about)}")
     facts = {"written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"} | dict(about or {})
     body = [
         f"<h1>{escape(title)}</h1>",

@@ -54,8 +54,7 @@ def _named(
     for name, schedule in named.items():
         if not callable(schedule):
             raise TypeError(
-                f"schedules[{name!r}] must be a function of the step; "
-                f"got {schedule!r} of type {type(schedule).__name__}"
+                f"schedules[{name!r}] must be a function of the step; got {checks.shown(schedule)}"
             )
     return named
 

@@ -74,8 +74,7 @@ def save_checkpoint(
         )
     if not isinstance(history, Mapping | None):
         raise TypeError(
-            "save_checkpoint: history must give arrays by name; "
-            f"got {history!r} of type {type(history).__name__}"
+            f"save_checkpoint: history must give arrays by name; got {checks.shown(history)}"
         )
     if sharded is not None:
         checks.flag("sharded", sharded)
@@ -145,8 +144,7 @@ def _sync(directory: Path) -> None:
 def _directory(directory: object) -> Path:
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
-            "the directory of checkpoints must be a path; "
-            f"got {directory!r} of type {type(directory).__name__}"
+            f"the directory of checkpoints must be a path; got {checks.shown(directory)}"
         )
     return Path(directory)
 

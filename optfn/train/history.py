@@ -247,7 +247,7 @@ class _Scalars:
 def _log_path(log: object) -> Path:
     if not isinstance(log, str | os.PathLike):
         raise TypeError(
-            f"log must be a path; got {log!r} of type {type(log).__name__}, which is no "
+            f"log must be a path; got {checks.shown(log)}, which is no "
             "SummaryWriter either: it lacks add_scalar or flush"
         )
     return Path(log)

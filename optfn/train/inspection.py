@@ -4,6 +4,7 @@ import math
 import re
 from typing import Any
 
+from optfn import checks
 from optfn.train.step import TrainStep
 
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\((.*)")
@@ -34,7 +35,7 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
     if not hasattr(function, "lower"):
         raise TypeError(
             "step must be a TrainStep or a jitted function, which can be lowered; "
-            f"got {step!r} of type {type(step).__name__}"
+            f"got {checks.shown(step)}"
         )
     compiled = function.lower(*args).compile()
     memory = compiled.memory_analysis()

@@ -208,9 +208,7 @@ def _check_arguments(
             f"between rounds; got {steps}"
         )
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-        raise TypeError(
-            f"batches must be an iterable; got {batches!r} of type {type(batches).__name__}"
-        )
+        raise TypeError(f"batches must be an iterable; got {checks.shown(batches)}")
     if callback is not None and not callable(callback):
         raise TypeError(f"callback must be a function of (step, state, metrics); got {callback!r}")
 

@@ -127,7 +127,7 @@ def load_state_dict(
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
-            f"got {mapping!r} of type {type(mapping).__name__}"
+            f"got {checks.shown(mapping)}"
         )
     checks.flag("strict", strict)
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())

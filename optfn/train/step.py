@@ -582,7 +582,7 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {mesh!r} of type {type(mesh).__name__}"
+            f"got {checks.shown(mesh)}"
         )
     meshes.check_names("data_axis", data_axis)
     if mesh is not None:
@@ -597,8 +597,7 @@ def _keys(rng: Any, axis_name: AxisName | None) -> Callable[[jax.Array], jax.Arr
         rng = jax.random.key(0 if rng is True else checks.count("rng", rng, low=0))
     if not isinstance(rng, jax.Array) or not tree.is_key(rng):
         raise TypeError(
-            "rng must be True, a seed or a key from jax.random.key; "
-            f"got {rng!r} of type {type(rng).__name__}"
+            f"rng must be True, a seed or a key from jax.random.key; got {checks.shown(rng)}"
         )
 
     def key_of(step: jax.Array) -> jax.Array:

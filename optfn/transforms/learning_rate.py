@@ -72,10 +72,7 @@ def advance(
 def _driven(learning_rate: Scalar | Schedule, step: jax.Array) -> jax.Array:
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
     if not (checks.is_host_number(rate) or isinstance(rate, complex | jax.Array | np.ndarray)):
-        raise TypeError(
-            "learning_rate: the schedule must give a number; "
-            f"got {rate!r} of type {type(rate).__name__}"
-        )
+        raise TypeError(f"learning_rate: the schedule must give a number; got {checks.shown(rate)}")
     rate = jnp.asarray(rate)
     if rate.shape != () or jnp.iscomplexobj(rate):
         raise ValueError(

@@ -54,7 +54,7 @@ class ParamAttr:
         if not checks.is_host_number(self.learning_rate):
             raise TypeError(
                 "ParamAttr: learning_rate must be a Python number, a factor of the optimizer's "
-                f"rate; got {self.learning_rate!r} of type {type(self.learning_rate).__name__}"
+                f"rate; got {checks.shown(self.learning_rate)}"
             )
         checks.nonnegative("ParamAttr: learning_rate", self.learning_rate)
         checks.flag("ParamAttr: need_clip", self.need_clip)
@@ -83,7 +83,7 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     if not isinstance(param_attrs, Mapping):
         raise TypeError(
             "param_attrs must be a mapping from a pattern of paths to a ParamAttr; "
-            f"got {param_attrs!r} of type {type(param_attrs).__name__}"
+            f"got {checks.shown(param_attrs)}"
         )
     for pattern, attr in param_attrs.items():
         if not isinstance(pattern, str | re.Pattern):
