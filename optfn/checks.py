@@ -7,8 +7,11 @@ traced, so only its shape and dtype are checked; its value never decides a branc
 import importlib
 import math
 import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import jax
@@ -30,6 +33,18 @@ def shown(value: object, most: int = 100) -> str:
     text = " ".join(repr(value).split())
     text = text if len(text) <= most else f"{text[:most]}…"
     return f"{text} of type {type(value).__name__}"
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called the library, through JAX or not."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _package(frame) in ("optfn", "optax", "jax", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_host_number(value: object) -> TypeGuard[float]:

@@ -144,11 +144,7 @@ def _checked_chain(parts: Sequence[optax.GradientTransformation]) -> Rule:
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if not isinstance(state, tuple | list) or len(state) != len(parts):
-            raise TypeError(
-                f"chain: the state must be a tuple of {len(parts)}, as its init returns; got "
-                f"{_state_text(state)}: it was made by another optimizer"
-            )
+        check_length("chain", state, len(parts))
         return chained.update(updates, state, params, **extra)
 
     return rule(chained.init, update)
@@ -159,6 +155,26 @@ def check_state(name: str, state: OptState, kind: type) -> None:
     if not isinstance(state, kind):
         raise TypeError(
             f"{name}: the state must be a {kind.__name__}, as its init returns; got "
+            f"{_state_text(state)}: it was made by another optimizer"
+        )
+
+
+def check_state_types(name: str, state: OptState, expected: OptState) -> None:
+    """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
+    if type(expected) is not tuple:
+        if hasattr(expected, "_fields"):
+            check_state(name, state, type(expected))
+        return
+    check_length(name, state, len(expected))
+    for part, expected_part in zip(state, expected, strict=True):
+        check_state_types(name, part, expected_part)
+
+
+def check_length(name: str, state: OptState, length: int) -> None:
+    """Raise a TypeError unless `state` is a tuple of the states of so many links."""
+    if not isinstance(state, tuple | list) or len(state) != length:
+        raise TypeError(
+            f"{name}: the state must be a tuple of {length}, as its init returns; got "
             f"{_state_text(state)}: it was made by another optimizer"
         )
 
@@ -202,6 +218,7 @@ def behind_edge(
     ) -> tuple[Updates, OptState]:
         if params is None and needs_params:
             raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        check_state_types(name, state, expected_state())
         updates = _as_arrays(updates)
         if params is None:
             mismatch.check_params(name, updates, real_only, "gradient")
@@ -214,6 +231,8 @@ def behind_edge(
         new, state = rule.update(*clean, **extra)
         return _restored(new, updates, params), state
 
+    # The types do not depend on the params: those of no params are as good as any.
+    expected_state = functools.cache(lambda: jax.eval_shape(rule.init, ()))
     tx = Transform(init, update)
     tx.rule, tx.needs_params, tx.real_only = rule, needs_params, real_only
     return tx

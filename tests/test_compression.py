@@ -303,7 +303,8 @@ def test_several_axes(check_vma):
     def simulated(grads):
         tx = deep_gradient_compression(0.9, sparsity=(0.99,), min_size=1)
         state = stacked(tx.init(params), len(grads))
-        return jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")(grads, state)[0][0]
+        update = jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")
+        return jax.jit(update)(grads, state)[0][0]
 
     direction, state = run(axis_name=("host", "device"))
     np.testing.assert_allclose(direction, simulated(grads), rtol=1e-6, atol=1e-7)
@@ -333,7 +334,8 @@ def test_averaged_gradients_are_refused():
             g = jax.grad(lambda p: jnp.sum(p["w"] * x[0]))(prepare(params))
             return tx.update(g, state, params)[0]
 
-        return jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(params, x)
+        run = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return jax.jit(run)(params, x)
 
     with pytest.raises(ValueError, match=r"'w' is the same on all workers.*pcast.*check_vma=False"):
         run(lambda p: p)

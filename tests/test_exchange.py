@@ -141,6 +141,74 @@ def test_what_is_sent(name, shape):
         assert compressor.init(shape) == ()
 
 
+# The distance of the values that s times a code stands for; s is max|x| over this.
+GRIDS = {8: 127, 4: 7, 2: 1.5, 1: 0.5}
+
+
+@pytest.mark.parametrize("bits", GRIDS)
+def test_stochastic_rounding_is_right_in_the_mean(bits):
+    """Each value is one of the two next to x on the grid, and over 4,000 steps their mean is x."""
+    compressor, steps = quantize(bits, chunk=16, stochastic=True), 4000
+    x = normal((6, 8), 0)
+    x[0, :4] = (0, 0, 0.5, -0.5)
+
+    def step(state, _):
+        packet, state = compressor.encode(x, state)
+        return state, compressor.decode(packet, x.shape)
+
+    state, sent = jax.jit(lambda s: jax.lax.scan(step, s, length=steps))(compressor.init(x.shape))
+    assert state == steps
+    sent = np.asarray(sent, np.float64).reshape(steps, 3, 16)
+    largest = np.abs(x).reshape(3, 16).max(axis=1, keepdims=True).astype(np.float64)
+    gap, chunks = largest / GRIDS[bits], x.reshape(3, 16).astype(np.float64)
+    offset = largest if bits <= 2 else 0  # 1 and 2 bits have no value at 0
+    number = (sent + offset) / gap
+    np.testing.assert_allclose(number, np.rint(number), atol=1e-4)
+    assert np.all(np.abs(sent - chunks) < gap * (1 + 1e-5))
+    assert np.all(np.abs(sent).max(axis=(0, 2)) <= largest[:, 0] * (1 + 1e-6))
+    below = np.floor((chunks + offset) / gap + 1e-9)
+    p = (chunks + offset) / gap - below
+    sigma = gap * np.sqrt(np.maximum(p * (1 - p), 0) / steps)
+    assert np.all(np.abs(sent.mean(axis=0) - chunks) <= 5 * sigma + 1e-5 * gap)
+    # Steps, and entries of one chunk, are independent of each other.
+    noise = (sent - chunks)[:, 0, :4]
+    for a, b in ((noise[1:, 2], noise[:-1, 2]), (noise[:, 2], noise[:, 3])):
+        if np.std(a) > 0 and np.std(b) > 0:
+            assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(steps)
+
+
+def test_stochastic_rounding_differs_between_workers_and_repeats():
+    compressor = quantize(4, stochastic=True)
+    state = compressor.init((1000,))
+    x = np.full(1000, 0.3, np.float32)
+    x[0] = 1
+    packets = [np.asarray(compressor.encode(a, state)[0]) for a in (x, x, x + 1e-6)]
+    np.testing.assert_array_equal(packets[0], packets[1])
+    assert np.any(packets[0] != packets[2])
+
+
+def test_stochastic_rounding_trains_without_residuals():
+    """With the rate 1/t params are a mean over the steps: what is right in the mean converges."""
+    targets, errors = normal((N, 400), 3), {}
+    for stochastic in (True, False):
+        compressor = quantize(2, chunk=100, stochastic=stochastic)
+        tx = optfn.chain(
+            exchange(compressor, error_feedback=0.0, min_size=1),
+            optfn.sgd(lambda t: 1 / (1 + t)),
+        )
+        step = optfn.make_train_step(
+            lambda p, target: 200 * jnp.mean((p["w"] - target) ** 2), tx, mesh=data_mesh(N)
+        )
+        state = step.init({"w": jnp.zeros(400)})
+        for _ in range(300):
+            state, _ = step(state, targets)
+        away = np.asarray(state.params["w"]) - targets.mean(axis=0)
+        errors[stochastic] = np.sqrt(np.mean(away**2))
+    # A worker's rounding has a standard deviation of about 1, half as much in the mean of four.
+    assert errors[True] < 1.5 * 0.5 / np.sqrt(300)
+    assert errors[False] > 4 * errors[True]
+
+
 def test_the_formulas_of_the_bytes():
     """By hand: 4,096 entries in a chunk, 12 bits an index; and whole words a leaf."""
     assert top_k(1 / 64, values="int2").num_bytes((4096,)) == 64 * 14 // 8 + 4
@@ -504,7 +572,7 @@ def test_the_plain_mean_is_the_step_of_today():
     assert not jax.tree.leaves(tx.init(model))
     g = jax.tree.map(lambda p: jnp.ones((N, *p.shape), p.dtype), model)
     text = str(jax.make_jaxpr(jax.vmap(tx.update, axis_name="data"))(g, tx.init(model)))
-    assert "convert_element_type" not in text
+    assert not re.search(r"convert_element_type\[new_dtype=(float|bf)", text)
     direction, _ = simulated(tx)(g, tx.init(model))
     assert direction["h"].dtype == jnp.bfloat16
 
@@ -666,6 +734,7 @@ SENDING = [
     top_k(1 / 64, values="int2"),
     top_k(0.01),
     quantize(1),
+    quantize(4, stochastic=True),
     power_sgd(2),
     Threshold(1.0),
 ]
@@ -832,6 +901,7 @@ CALLS = [
     "exchange(top_k(0.05), error_feedback=0.95)",
     "exchange(top_k(0.015625, chunk=None, values='int2'), min_size=1)",
     "exchange({'table': None, '.*': quantize(1, chunk=512)})",
+    "exchange(quantize(4, stochastic=True), error_feedback=0.0)",
     "chain(exchange(power_sgd(4), warmup_steps=100), adamw(0.001))",
 ]
 
@@ -844,6 +914,7 @@ def test_a_repr_is_the_call(call):
 def test_compressors_are_values():
     assert top_k(0.1) == top_k(0.1, chunk=4096) != top_k(0.2)
     assert len({quantize(1), quantize(1), quantize(bits=1), quantize(2)}) == 2
+    assert quantize(4) != quantize(4, stochastic=True) != quantize(2, stochastic=True)
     assert power_sgd(2) == power_sgd(rank=2)
 
 
@@ -872,6 +943,7 @@ def test_compressors_are_values():
         (lambda: quantize(3), ValueError, "bits must be one of 8, 4, 2, 1; got 3"),
         (lambda: quantize(1.0), TypeError, "bits must be a Python integer"),
         (lambda: quantize(1, chunk=1.5), TypeError, "chunk must be a Python integer"),
+        (lambda: quantize(1, stochastic=1), TypeError, "stochastic must be"),
         (lambda: power_sgd(0), ValueError, "rank must be >= 1; got 0"),
     ],
 )

@@ -184,6 +184,9 @@ PROGRAM = """
     import signal, sys, time
     import jax.numpy as jnp, numpy as np, optfn
 
+    # A shell that starts programs in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def batches():
         for n in range(1000):
             if n == 5:

@@ -212,21 +212,32 @@ def test_a_browser_shows_the_report_and_asks_for_nothing_else(tmp_path):
     assert not [url for url in asked if "elsewhere" in url], asked
 
 
-class Writer:
-    """What minimize needs of a SummaryWriter."""
+class Flushed:
+    """What a SummaryWriter has written."""
 
     def __init__(self):
         self.scalars, self.flushed = [], 0
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
 
     def flush(self):
         self.flushed += 1
 
 
-def test_scalars_go_to_a_writer():
-    writer = Writer()
+class Writer(Flushed):
+    """What minimize needs of the SummaryWriter of torch or tensorboardX."""
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+
+class FlaxWriter(Flushed):
+    """What it needs of flax's."""
+
+    def scalar(self, tag, value, step):
+        self.scalars.append((tag, value, step))
+
+
+@pytest.mark.parametrize("writer", [Writer(), FlaxWriter()], ids=["torch", "flax"])
+def test_scalars_go_to_a_writer(writer):
     _, history = run(steps=4, log=writer, evaluate=lambda p: 7.0, evaluate_every=2)
     by_name = {name: [] for name, _, _ in writer.scalars}
     for name, value, step in writer.scalars:

@@ -275,6 +275,14 @@ def test_summary_counts_every_byte():
     assert rows["total"].split()[-2] == f"{total:,}"
 
 
+def test_summary_shows_what_is_excluded_from_weight_decay():
+    tx = optfn.skip_nonfinite(optfn.adamw(1e-3, weight_decay=0.1, exclude="b|.*/scale"))
+    params = {"b": jnp.ones(2), "norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)}
+    rows = {line.split()[0]: line for line in optfn.summary(tx, params).splitlines()}
+    shown = {name: "no weight decay" in rows[name] for name in ("b", "norm/scale", "w")}
+    assert shown == {"b": True, "norm/scale": True, "w": False}
+
+
 @EVERYTHING
 def test_summary_of_everything(entry):
     params = tree(0) | {"ids": jnp.arange(3)}

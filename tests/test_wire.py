@@ -63,6 +63,18 @@ def test_what_is_sent_dense():
                 assert packet_format.exceeds_all_reduce(workers) == (dense and k <= 60_000)
 
 
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_params_without_a_leaf_to_compress(wire):
+    """All leaves are below min_size: nothing is packed, and the step is that of momentum."""
+    params = {"w": jnp.arange(4.0)}
+    tx = optfn.dgc_momentum(0.5, 0.9, rampup_begin_step=0, wire=wire)
+    grads = {"w": jnp.stack([jnp.ones(4), 3 * jnp.ones(4)])}
+    update = jax.vmap(
+        lambda g: tx.update(g, tx.init(params), params)[0], axis_name="data", out_axes=None
+    )
+    assert update(grads)["w"].tolist() == [-1.0] * 4
+
+
 def test_the_mean_of_what_is_sent():
     packet_format = PacketFormat((5, 3), (2, 1))
     values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)

@@ -209,7 +209,7 @@ def test_the_recorded_norm_has_one_meaning():
     params = stack_stages(blocks(), mesh=mesh)
     _, grads = f(params, batch(0))
     recorded = optfn.record_metrics(on_each_device(tx, mesh, spec=P("stage")))
-    _, state = recorded.update(grads, recorded.init(params), params)
+    _, state = jax.jit(recorded.update)(grads, recorded.init(params), params)
     norms = [
         np.sqrt(
             sum(np.sum(np.square(np.asarray(g[w], np.float64))) for g in jax.tree.leaves(grads))

@@ -617,3 +617,20 @@ def test_a_compiled_average_is_of_the_rounded_params(average, field):
 
     params, state = step(params, tx.init(params))
     np.testing.assert_array_equal(getattr(state[-1], field), params.astype(jnp.float32))
+
+
+def types_of(state):
+    """The types of the states of a chain's links."""
+    return tuple(map(types_of, state)) if type(state) is tuple else type(state)
+
+
+@pytest.mark.parametrize("name", registry.OPTIMIZERS)
+def test_the_state_of_each_other_optimizer_is_an_error(name):
+    params = {"w": jnp.ones(2)}
+    tx = registry.OPTIMIZERS[name].make()
+    own = types_of(jax.eval_shape(tx.init, params))
+    for other in (x.make() for x in registry.OPTIMIZERS.values()):
+        state = jax.eval_shape(other.init, params)
+        if types_of(state) != own:
+            with pytest.raises(TypeError, match=r"the state must be a .*made by another optimizer"):
+                jax.eval_shape(tx.update, params, state, params)

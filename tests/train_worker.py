@@ -1,12 +1,12 @@
 """One process of a distributed run, as `test_processes` starts it.
 
-    python train_worker.py PORT PROCESSES ID STEPS DIRECTORY [WORD]
+    python train_worker.py PORT PROCESSES ID STEPS DIRECTORY WORD...
 
-It trains on a loopback mesh, one device per process, writes a checkpoint into DIRECTORY/ID every
-second step, and prints a hash of its replica of the parameters at the end. With "dies", the last
-process leaves without a word after the step 4. With "exchange" it compresses by `exchange` instead
-of Deep Gradient Compression. With "sharded" it trains three times: with the state, the params and a
-table spread over the processes; the last lines have the parameters of each.
+"dgc" and "exchange" train on a loopback mesh, one device per process, by Deep Gradient Compression
+and with compressors of both kinds. They write a checkpoint into DIRECTORY/ID/WORD every second
+step, and print a hash of their replica of the parameters at the end. With "dies" as well, the last
+process leaves without a word after step 4. "sharded" trains three times: with the state, the params
+and a table spread over the processes; the last lines have the parameters of each.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ def loss_fn(params, batch):
     return jnp.mean((batch[:, :20] @ params["w"] + params["b"] - batch[:, 20:]) ** 2)
 
 
-def optimizer(by_exchange):
-    if by_exchange:
+def optimizer(scheme):
+    if scheme == "exchange":
         choice = {"w": power_sgd(2), "b": top_k(0.3, values="int8")}
         return optfn.chain(exchange(choice, min_size=1, warmup_steps=1), optfn.adamw(0.01))
     return optfn.dgc_momentum(
@@ -36,8 +36,8 @@ def optimizer(by_exchange):
     )
 
 
-def train(process, processes, steps, directory, *, dies=False, by_exchange=False):
-    tx = optimizer(by_exchange)
+def train(scheme, process, processes, steps, directory, dies):
+    tx = optimizer(scheme)
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh())
     state = step.init({"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)})
     state = restored(directory, state, processes)
@@ -111,13 +111,13 @@ def main():
     jax.distributed.initialize(
         f"127.0.0.1:{port}", processes, process, heartbeat_timeout_seconds=10
     )
-    directory = Path(sys.argv[5]) / str(process)
-    if sys.argv[-1] == "sharded":
+    directory, words = Path(sys.argv[5]) / str(process), sys.argv[6:]
+    if words == ["sharded"]:
         for kind in ("state", "params", "tables"):
             train_sharded(kind, directory)
-    else:
-        words = {"dies": "dies" in sys.argv, "by_exchange": "exchange" in sys.argv}
-        train(process, processes, steps, directory, **words)
+    for scheme in ("dgc", "exchange"):
+        if scheme in words:
+            train(scheme, process, processes, steps, directory / scheme, "dies" in words)
     jax.distributed.shutdown()
 
 

@@ -22,20 +22,28 @@ from optfn.leaves import tree
 from optfn.leaves.types import PyTree
 
 
-def recompute_function(fn: Any, names: Sequence[str]) -> Callable[..., Any]:
-    """Return `fn`, with its own signature, cut at the values of these names."""
+def recompute_function(
+    fn: Any, names: Sequence[str], argument: str = "checkpoints"
+) -> Callable[..., Any]:
+    """Return `fn`, with its own signature, cut at the values of these names.
+
+    Args:
+      fn: the function.
+      names: names of values in it.
+      argument: how the user's argument for the names is called in errors.
+    """
     if not callable(fn):
-        raise TypeError(f"fn must be a function with checkpoints; got {fn!r}")
+        raise TypeError(f"fn must be a function with {argument}; got {fn!r}")
     is_sequence = isinstance(names, Iterable) and not isinstance(names, str)
     if not is_sequence or not all(isinstance(name, str) for name in names) or not names:
-        raise TypeError(f"checkpoints must be a sequence of names; got {names!r}")
+        raise TypeError(f"{argument} must be a sequence of names; got {names!r}")
     names = tuple(names)
 
     @functools.wraps(fn)
     def recomputed(*args: PyTree, **kwargs: PyTree) -> PyTree:
         of_arrays, arrays = as_function_of_arrays(fn, args, kwargs)
         program = Equations(of_arrays, arrays)
-        _check_names(program, names)
+        _check_names(program, names, argument)
         *segments, tail = _segments(program, names)
         values = {**program.constants, **dict(zip(program.inputs, arrays, strict=True))}
         run_tail: Callable[..., Any] = partial(_run_segment, program, tail)
@@ -99,12 +107,12 @@ def _name(equation: Equation) -> str | None:
     return equation.params["name"] if equation.primitive.name == "name" else None
 
 
-def _check_names(program: Equations, names: Sequence[str]) -> None:
+def _check_names(program: Equations, names: Sequence[str], argument: str) -> None:
     known = dict.fromkeys(n for n in map(_name, program.equations) if n is not None)
     for name in names:
         if name not in known:
             raise ValueError(
-                f"checkpoints: the function names no value {name!r} (by "
+                f"{argument}: the function names no value {name!r} (by "
                 f"jax.ad_checkpoint.checkpoint_name, outside of loops, branches and custom "
                 f"derivatives); it names {tree.listed(list(known)) or 'none'}"
             )

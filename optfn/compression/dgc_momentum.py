@@ -1,6 +1,5 @@
 """The optimizer dgc_momentum: Deep Gradient Compression and a learning rate."""
 
-import warnings
 from collections.abc import Sequence
 
 import optax
@@ -110,10 +109,8 @@ def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) ->
         return
     last = sparsity[-1]
     if checks.is_host_number(last) and 0 <= last < 1 - _MAX_MASKED_DENSITY:
-        warnings.warn(
+        checks.warn(
             f"dgc_momentum: momentum masking zeroes the velocity of the {1 - last:.2g} of all "
             "entries that each step sends after the ramp, and little momentum remains; pass "
-            f"momentum_masking=False, or a final sparsity of {1 - _MAX_MASKED_DENSITY} or more",
-            UserWarning,
-            stacklevel=4,
+            f"momentum_masking=False, or a final sparsity of {1 - _MAX_MASKED_DENSITY} or more"
         )

@@ -58,7 +58,7 @@ class PacketFormat:
     @cached_property
     def _num_blocks(self) -> np.ndarray:
         """The number of blocks of each leaf."""
-        return -(-np.asarray(self.sizes) // _BLOCK)
+        return -(-np.asarray(self.sizes, np.int64) // _BLOCK)
 
     @cached_property
     def _first_block(self) -> np.ndarray:

@@ -13,6 +13,7 @@ from optfn.compression.chunks import Chunks, chunks_of
 from optfn.compression.compressors import ShownAsCall, shown
 from optfn.compression.values import ValueFormat, scaled
 from optfn.leaves.types import PyTree
+from optfn.transforms.codes import random_bits
 
 BITS = (8, 4, 2, 1)
 
@@ -23,24 +24,28 @@ class Quantize(ShownAsCall):
 
     bits: int
     chunk: int | None
+    stochastic: bool
 
     @property
     def format(self) -> ValueFormat:
         """The encoding of a value."""
-        return scaled(self.bits)
+        return scaled(self.bits, self.stochastic)
 
     def _chunks(self, size: int) -> Chunks:
         return chunks_of([size], self.chunk)[0]
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return (): there is no state."""
-        return ()
+        """Return the number of steps for random bits, uint32; () without."""
+        return jnp.zeros((), jnp.uint32) if self.stochastic else ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packet, uint32 (words,): scales, then codes."""
         chunks, flat = self._chunks(x.size), x.reshape(-1)
         scales = chunks.map(self.format.scales, flat, chunks.lengths)
-        codes = self.format.encode(flat, chunks.spread(scales))
+        noise = None
+        if self.stochastic:
+            noise, state = _noise(flat, state), state + 1
+        codes = self.format.encode(flat, chunks.spread(scales), noise)
         words = packing.pack([codes], [self.bits])
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
@@ -58,27 +63,45 @@ class Quantize(ShownAsCall):
         return 4 * (self._chunks(size).count + packing.num_words([self.bits], [size]))
 
 
+def _noise(x: jax.Array, step: jax.Array) -> jax.Array:
+    """Return 32 random bits for each entry: a hash of its number, of x and of the step.
+
+    The sum of the bits of x tells the leaves and the workers apart.
+    """
+    seed = step + jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
+    return random_bits(x.shape, random_bits((), seed))
+
+
 @shown
-def quantize(bits: int, *, chunk: int | None = 4096) -> Quantize:
+def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -> Quantize:
     """Send every entry in few bits: a compressor for `exchange`.
 
         8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
         2 bits      the nearest of ±s/3 and ±s;  s = max|x|
         1 bit       sign(x)·s, with sign(0) = 1;  s = (∑|x|)/m
 
-    s is one float32 number for each chunk of m entries.
+    s is one float32 number for each chunk of m entries. With `stochastic` x becomes one of the two
+    values next to it, at random, so that its mean is x; with 1 bit these are ±max|x|. What is sent
+    is then right in the mean without error feedback, `exchange(…, error_feedback=0.0)`, and noisy:
+    1 and 2 bits are for entries of one size.
 
     Args:
       bits: 8, 4, 2 or 1.
       chunk: the number of consecutive entries that share a scale, ≥ 1; None for the whole leaf.
         The last chunk of a leaf may be shorter.
+      stochastic: whether to round at random. The random bits are a hash of the step, the entry's
+        number and all bits of the leaf, so that a run can be repeated bit for bit; workers with
+        equal leaves round alike.
 
-    Bytes of a leaf of n entries: n·bits bits in whole 4-byte words, and 4 bytes a chunk. No state.
+    Bytes of a leaf of n entries: n·bits bits in whole 4-byte words, and 4 bytes a chunk. State: 4
+    bytes a leaf if stochastic, else none.
 
-    Source: signSGD with error feedback, Karimireddy et al. 2019, arXiv 1901.09847.
+    Source: signSGD with error feedback, Karimireddy et al. 2019, arXiv 1901.09847; stochastic:
+    QSGD, Alistarh et al. 2017, arXiv 1610.02132, §3.1, with max|x| in the place of the norm.
 
     >>> quantize(1).num_bytes((1024, 1024))
     132096
     """
     width = checks.choice("bits", checks.count("bits", bits), BITS)
-    return Quantize(width, None if chunk is None else checks.count("chunk", chunk))
+    length = None if chunk is None else checks.count("chunk", chunk)
+    return Quantize(width, length, checks.flag("stochastic", stochastic))

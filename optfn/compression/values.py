@@ -8,6 +8,9 @@ scale s per row of them. With m the number of values in a row:
     8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
     2 bits      the nearest of ±s/3 and ±s;  s = max|x|
     1 bit       the sign of x, + for 0, times s;  s = (∑|x|)/m
+
+With noise x becomes one of the two values next to it, each with the probability that makes the mean
+x; with 1 bit these are ±s, s = max|x|.
 """
 
 from typing import NamedTuple
@@ -38,6 +41,7 @@ class ValueFormat(NamedTuple):
 
     bits: int
     has_scale: bool
+    is_stochastic: bool = False
 
     def scales(self, x: jax.Array, counts: np.ndarray) -> jax.Array:
         """Return the scale of each row, (rows,); (0,) where there are none.
@@ -48,17 +52,20 @@ class ValueFormat(NamedTuple):
         """
         if not self.has_scale:
             return jnp.zeros(0, jnp.float32)
-        if self.bits == 1:
+        if self.bits == 1 and not self.is_stochastic:
             return _divided(reduced_magnitudes(jnp.add, x), counts.astype(np.float32))
         return _divided(reduced_magnitudes(jnp.maximum, x), np.float32(_LARGEST.get(self.bits, 1)))
 
-    def encode(self, x: jax.Array, s: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         """Return the codes of float32 values, uint32 of the same shape.
 
         Args:
           x: the values.
           s: the scale of each value, of a shape that broadcasts to that of x; ignored without.
+          noise: 32 random bits for each value, for a stochastic format.
         """
+        if noise is not None:
+            return self._encode_at_random(x, s, noise)
         if self.bits == 32:
             return lax.bitcast_convert_type(x, jnp.uint32)
         if self.bits == 16:
@@ -70,9 +77,23 @@ class ValueFormat(NamedTuple):
             # Two thirds are halfway between s/3 and s.
             is_large = (jnp.abs(x) > s * np.float32(2 / 3)).astype(jnp.uint32)
             return 2 * negative + is_large
-        quotient = jnp.rint(_divided(x, jnp.where(s > 0, s, 1.0)))
+        return self._code_of_integer(jnp.rint(_divided(x, jnp.where(s > 0, s, 1.0))))
+
+    def _code_of_integer(self, quotient: jax.Array) -> jax.Array:
         code = lax.bitcast_convert_type(quotient.astype(jnp.int32), jnp.uint32)
         return code & np.uint32((1 << self.bits) - 1)
+
+    def _encode_at_random(self, x: jax.Array, s: jax.Array, noise: jax.Array) -> jax.Array:
+        quotient = _divided(x, jnp.where(s > 0, s, 1.0))
+        if self.bits > 2:
+            return self._code_of_integer(_rounded_at_random(quotient, noise))
+        # The values in rising order, from −s to s, are at 0, 1, … on this scale.
+        last = 2**self.bits - 1
+        place = jnp.clip((quotient + 1) * np.float32(last / 2), 0, last)
+        place = _rounded_at_random(place, noise).astype(jnp.uint32)
+        if self.bits == 1:
+            return 1 - place
+        return jnp.where(place < 2, 3 - place, place - 2)
 
     def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
         """Return the float32 values that the codes stand for, with the scales of `encode`."""
@@ -90,9 +111,16 @@ class ValueFormat(NamedTuple):
         return signed.astype(jnp.float32) * s
 
 
+def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
+    """Return ⌊x⌋, or one more with the probability x − ⌊x⌋."""
+    below = jnp.floor(x)
+    uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
+    return below + (uniform < x - below)
+
+
 FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
 
 
-def scaled(bits: int) -> ValueFormat:
+def scaled(bits: int, stochastic: bool = False) -> ValueFormat:
     """Return the format of so many bits with a scale per row; 8, 4, 2 or 1."""
-    return ValueFormat(bits, True)
+    return ValueFormat(bits, True, stochastic)

@@ -5,7 +5,6 @@ are elementwise; what they need to know of a tensor, such as its norm, is comput
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn import numerics
+from optfn import checks, numerics
 from optfn.leaves import mismatch, tree
 from optfn.leaves.layout import BufferLayout
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
@@ -165,7 +164,7 @@ def densify(updates: Updates, warning: str = "") -> Updates:
 
     def dense(g: LeafKind) -> jax.Array:
         if warning:
-            warnings.warn(f"{warning}; it costs the whole table", stacklevel=2)
+            checks.warn(f"{warning}; it costs the whole table")
         return g.dense()
 
     return _map_kinds(dense, updates)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Batch, Leaf, OptState, PyTree, Updates
-from optfn.parallel.mesh import AxisName, axes, sharding
+from optfn.parallel.mesh import AxisName, axes, mean_in_one, sharding
 from optfn.parallel.per_worker import exchanges, own_leaves
 from optfn.parallel.placement import num_workers, specs_of
 
@@ -47,6 +47,10 @@ def on_workers(
     return global_step
 
 
+# Up to here an all-reduce costs its messages, not their bytes. A larger one is not worth a copy.
+_SMALL_BYTES = 65536
+
+
 def batch_spec(x: Leaf, data_axis: AxisName) -> P:
     """Return the PartitionSpec of an array of a batch: split along its leading axis, if any."""
     return P(axes(data_axis)) if jnp.ndim(x) else P()
@@ -55,22 +59,31 @@ def batch_spec(x: Leaf, data_axis: AxisName) -> P:
 def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
-    The mean of a row-sparse leaf consists of the rows of all workers. Without axes there is one
-    worker, and `x` comes back.
+    The mean of a row-sparse leaf consists of the rows of all workers. Small leaves share an
+    all-reduce. Without axes there is one worker, and `x` comes back.
     """
     if not axes(axis_name):
         return x
+    leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
+    small = {}
 
-    def reduce(leaf: Leaf) -> Leaf:
+    def reduce(i: int, leaf: Leaf) -> Leaf:
         if isinstance(leaf, Rows):
             return mean_over(leaf, axes(axis_name))
         if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
         leaf = jnp.asarray(leaf)
-        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return (lax.pmean if inexact else lax.psum)(leaf, axes(axis_name))
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return lax.psum(leaf, axes(axis_name))
+        if leaf.nbytes <= _SMALL_BYTES:
+            small[i] = leaf
+            return leaf
+        return lax.pmean(leaf, axes(axis_name))
 
-    return jax.tree.map(reduce, x, is_leaf=tree.is_leaf)
+    means = [reduce(i, leaf) for i, leaf in enumerate(leaves)]
+    for i, mean in zip(small, mean_in_one(list(small.values()), axis_name), strict=True):
+        means[i] = mean
+    return jax.tree.unflatten(structure, means)
 
 
 def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
@@ -92,23 +105,22 @@ def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def for_optimizer(
-    grads: Updates, opt_state: OptState, axis_name: AxisName
-) -> tuple[Updates, dict[str, Any]]:
-    """Return the gradients that the optimizer takes, and extra arguments of its update.
+    grads: Updates, opt_state: OptState, axis_name: AxisName, metrics: PyTree = None
+) -> tuple[Updates, PyTree, dict[str, Any]]:
+    """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
 
-    Leaves that a transform exchanges by itself keep each worker's own gradient; the others are
-    averaged. The extra argument is then the axis name, by which wrappers such as `skip_nonfinite`
-    combine the workers' gradients.
+    Leaves that a transform exchanges by itself keep each worker's own gradient; the others, and the
+    metrics, are averaged. The extra argument is then the axis name, by which wrappers such as
+    `skip_nonfinite` combine the workers' gradients.
     """
     if not axes(axis_name) or not exchanges(opt_state):
-        return mean_over_workers(grads, axis_name), {}
+        return *mean_over_workers((grads, metrics), axis_name), {}
     leaves, structure = tree.flatten(grads)
-    per_worker = own_leaves(opt_state, grads)
-    averaged = [
-        g if is_own else mean_over_workers(g, axis_name)
-        for g, is_own in zip(leaves, per_worker, strict=True)
-    ]
-    return structure.unflatten(averaged), {"axis_name": axis_name}
+    shared = [i for i, is_own in enumerate(own_leaves(opt_state, grads)) if not is_own]
+    means, metrics = mean_over_workers(([leaves[i] for i in shared], metrics), axis_name)
+    for i, mean in zip(shared, means, strict=True):
+        leaves[i] = mean
+    return structure.unflatten(leaves), metrics, {"axis_name": axis_name}
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:

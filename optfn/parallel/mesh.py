@@ -85,10 +85,14 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Return the means over workers, with one all-reduce for all arrays of one dtype."""
+    """Return the means over workers, with one all-reduce for all arrays of one dtype.
+
+    Arrays that vary over other axes too, where JAX tracks that, have one of their own.
+    """
     means: dict[int, jax.Array] = {}
-    for dtype in sorted({x.dtype for x in g}, key=str):
-        numbers = [i for i, x in enumerate(g) if x.dtype == dtype]
+    kinds = [(str(x.dtype), *sorted(map(str, varying_axes(x)))) for x in g]
+    for kind in sorted(set(kinds)):
+        numbers = [i for i, other in enumerate(kinds) if other == kind]
         bucket = lax.pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), axes(axis_name))
         parts = slices.split(bucket, [g[i].size for i in numbers])
         means |= {i: part.reshape(g[i].shape) for i, part in zip(numbers, parts, strict=True)}

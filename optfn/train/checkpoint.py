@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -290,7 +289,7 @@ def _newest(
             return load_checkpoint(path, state)
         except ValueError as error:
             problems.append(str(error))
-            warnings.warn(f"skipped: {error}", stacklevel=3)
+            checks.warn(f"skipped: {error}")
     return None
 
 
@@ -313,7 +312,7 @@ def _newest_of_all(
         )
     if step == newest:
         return loaded
-    warnings.warn(f"{path} is a copy of what process {source} has", stacklevel=3)
+    checks.warn(f"{path} is a copy of what process {source} has")
     directory.mkdir(parents=True, exist_ok=True)
     _write(path, lambda file: file.write(content))
     return load_checkpoint(path, state)

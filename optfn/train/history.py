@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
@@ -165,6 +165,21 @@ class SummaryWriter(Protocol):
         """Write what is in memory to the disk."""
 
 
+@runtime_checkable
+class FlaxSummaryWriter(Protocol):
+    """flax.metrics.tensorboard's class of the same purpose."""
+
+    def scalar(self, tag: str, value: float, step: int) -> object:
+        """Write one number of a step."""
+
+    def flush(self) -> object:
+        """Write what is in memory to the disk."""
+
+
+# Where a run writes its metrics while it goes on: the path of a file of JSON lines, or TensorBoard.
+Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
+
+
 class RunLog:
     """Metrics of each step, written while the run goes on.
 
@@ -172,15 +187,17 @@ class RunLog:
     waits for nothing.
 
     Args:
-      log: a path, a SummaryWriter, or None for no log.
+      log: a path, a SummaryWriter of torch, tensorboardX or flax, or None for no log.
       done: how many steps were made before; a file keeps its lines up to there.
     """
 
-    def __init__(self, log: str | os.PathLike[str] | SummaryWriter | None, done: int) -> None:
+    def __init__(self, log: Log | None, done: int) -> None:
         self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
         self.sink: _Lines | _Scalars | None = None
         if isinstance(log, SummaryWriter):
-            self.sink = _Scalars(log)
+            self.sink = _Scalars(log.add_scalar, log.flush)
+        elif isinstance(log, FlaxSummaryWriter):
+            self.sink = _Scalars(log.scalar, log.flush)
         elif log is not None:
             self.sink = _Lines(_log_path(log), done)
 
@@ -233,22 +250,21 @@ class _Lines:
 class _Scalars:
     """Scalars of TensorBoard. The writer stays open: it is the caller's."""
 
-    def __init__(self, writer: SummaryWriter) -> None:
-        self.writer = writer
+    def __init__(
+        self, add: Callable[[str, float, int], object], flush: Callable[[], object]
+    ) -> None:
+        self.add, self.close = add, flush
 
     def write(self, n: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
-            self.writer.add_scalar(name, value, n)
-
-    def close(self) -> None:
-        self.writer.flush()
+            self.add(name, value, n)
 
 
 def _log_path(log: object) -> Path:
     if not isinstance(log, str | os.PathLike):
         raise TypeError(
             f"log must be a path; got {checks.shown(log)}, which is no "
-            "SummaryWriter either: it lacks add_scalar or flush"
+            "SummaryWriter either: it lacks add_scalar (or flax's scalar) or flush"
         )
     return Path(log)
 

@@ -109,7 +109,7 @@ class LocalSteps(NamedTuple):
     ) -> tuple[Params, OptState]:
         """Return the params after an outer step, and its state; the old ones if not `finite`."""
         before = state.opt_state.outer
-        grads, extra = parallel.for_optimizer(drift, before, axis_name)
+        grads, _, extra = parallel.for_optimizer(drift, before, axis_name)
         updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
         params = core.apply_updates(state.params, updates)
         return jax.tree.map(

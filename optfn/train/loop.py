@@ -24,7 +24,7 @@ from optfn.parallel import processes
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
-from optfn.train.history import Evaluator, History, RunLog, SummaryWriter, as_numbers
+from optfn.train.history import Evaluator, History, Log, RunLog, as_numbers
 from optfn.train.progress import Progress
 from optfn.train.run_report import RunReport
 from optfn.train.sharded_checkpoint import wait as finish_saving
@@ -60,7 +60,7 @@ def minimize(
     patience: int | None = None,
     keep_best: bool = False,
     callback: Callable[[int, TrainState, dict[str, Any]], bool | None] | None = None,
-    log: str | os.PathLike[str] | SummaryWriter | None = None,
+    log: Log | None = None,
     report: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
@@ -94,9 +94,9 @@ def minimize(
         the run. The next step overwrites the state: copy what is to be kept of it. Reading the
         metrics waits for the step.
       log: where the metrics of each step go while the run goes on: a path, for a file with one JSON
-        object a line, with which a run that resumes goes on; or what has
-        `add_scalar(name, value, step)` and `flush()`, such as the SummaryWriter of tensorboardX or
-        torch, for TensorBoard.
+        object a line, with which a run that resumes goes on; or the SummaryWriter of tensorboardX,
+        torch or flax, for TensorBoard: what has `flush()`, and `add_scalar(name, value, step)` or
+        `scalar(name, value, step)`.
       report: a file of HTML with the curves of the run, a table of its numbers, what the optimizer
         keeps, versions and devices; see `optfn.plot.report`. It is written about once a minute and
         at the end, also where an error ends the run. Needs matplotlib.

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn import sparse
-from optfn.autodiff.recompute import recompute as recomputing
+from optfn.autodiff.named_segments import recompute_function
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
@@ -165,7 +165,7 @@ def of_loss(
 
     transform = None
     if recompute is not None:
-        transform = functools.partial(recomputing, checkpoints=recompute)
+        transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
         differentiated = sparse.value_and_grad(
             loss_and_rest, tables, has_aux=True, transform=transform, owners=owners

@@ -272,7 +272,7 @@ def summary(
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
     """
     tx = core.check_transform("summary: tx", tx)
-    attrs = attributes_of(tx, params)
+    attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
     kept = _bytes_by_leaf(state, names)
@@ -284,7 +284,7 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        described = _described(attrs.get(name, DEFAULT), p)
+        described = _described(attrs.get(name, DEFAULT), p, name in without_decay)
         row = (name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per)
         rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
@@ -337,7 +337,17 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     return kept
 
 
-def _described(attr: ParamAttr, p: Leaf) -> str:
+def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
+    """Return the paths that `exclude=` of an optimizer takes from its weight decay."""
+    found = {path for part in getattr(tx, "parts", []) for path in _without_decay(part, params)}
+    if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
+        selected = tree.select(tx.call[2]["exclude"], params, "exclude")
+        paths = zip(tree.names(params), selected, strict=True)
+        found |= {name for leaf in paths for name, flag in zip(*leaf, strict=True) if flag}
+    return found
+
+
+def _described(attr: ParamAttr, p: Leaf, without_decay: bool) -> str:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return "frozen: not floating point"
     if not attr.trainable:
@@ -349,6 +359,8 @@ def _described(attr: ParamAttr, p: Leaf) -> str:
         words.append("no regularization")
     elif attr.regularization is not INHERIT:
         words.append("own regularization")
+    if without_decay:
+        words.append("no weight decay")
     if not attr.need_clip:
         words.append("not clipped")
     if attr.stacked:

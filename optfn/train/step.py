@@ -46,6 +46,7 @@ from optfn.train.objective import (
     of_workers,
     value_fn,
 )
+from optfn.train.order import warn_of_order
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.transforms.learning_rate import get_learning_rate
 from optfn.wrappers.metrics import RECORDED
@@ -98,7 +99,14 @@ class TrainStep:
         Raises:
           TypeError: all params are integers, of which none is trained.
           ValueError: processes have other params, or other versions of optfn or JAX.
+
+        Warns where a link of a chain stands at the wrong place, such as an average before others.
         """
+        state = self._init(params, model_state)
+        warn_of_order(state.opt_state)
+        return state
+
+    def _init(self, params: Params, model_state: PyTree) -> TrainState:
         mismatch.check_params("TrainStep.init", params, "")
         leaves = jax.tree.leaves(params)
         if leaves and not any(map(tree.is_inexact, leaves)):
@@ -489,8 +497,9 @@ def _step(
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
         values, grads = objective.value_and_grad(state.params, *arguments)
-        loss, aux = parallel.mean_over_workers((values.loss, values.aux), axis_name)
-        grads, extra = parallel.for_optimizer(grads, state.opt_state, axis_name)
+        grads, (loss, aux), extra = parallel.for_optimizer(
+            grads, state.opt_state, axis_name, (values.loss, values.aux)
+        )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
         # What an optimizer that exchanges by itself does not see.

@@ -7,6 +7,7 @@ The random bits are a hash of the element's number and a seed, which costs a few
 per element and needs no state.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -44,10 +45,15 @@ SIGNED = Code(top=127, start=(127 - 16) << 3)  # for a magnitude with a sign; do
 UNSIGNED = Code(top=255, start=(127 - 32) << 3)  # for a magnitude alone; down to 2⁻³⁵
 
 
+# Outside of a compiled step each function is one small program, not one for each operation in it.
+_compiled = functools.partial(jax.jit, inline=True)
+
+
 def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
+@functools.partial(_compiled, static_argnums=0)
 def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     """Return 32 random bits for each element of `shape`: a hash of its number and a uint32 seed.
 
@@ -66,6 +72,7 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     return (x ^ (x >> 15)).reshape(shape)
 
 
+@_compiled
 def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
     """Round float32 to bfloat16, away from zero with the probability of the truncated fraction.
 
@@ -104,6 +111,7 @@ def as_rows(x: jax.Array) -> jax.Array:
     return x.reshape(_row_shape(x.shape))
 
 
+@_compiled
 def block_max(x: jax.Array) -> jax.Array:
     """Return the largest element of each block of x ≥ 0, shape (num_blocks,)."""
     n = num_blocks(x.size)
@@ -135,6 +143,7 @@ def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
 
 
+@_compiled
 def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
     """Return int8 codes of float32 x, |x| ≤ scale, whose mean over the noise is x.
 
@@ -147,6 +156,7 @@ def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array
     return jnp.where(x < 0, -k, k).astype(jnp.int8)
 
 
+@_compiled
 def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the float32 values of int8 codes."""
     k = codes.astype(jnp.int32)
@@ -154,6 +164,7 @@ def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(k < 0, -magnitude, magnitude)
 
 
+@_compiled
 def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array:
     """Return uint8 codes of float32 x in [0, scale]; only zero is encoded as zero.
 
@@ -164,6 +175,7 @@ def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Arr
     return jnp.where(x > 0, jnp.maximum(k, 1), 0).astype(jnp.uint8)
 
 
+@_compiled
 def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the float32 values of uint8 codes."""
     return _decode(codes.astype(jnp.uint32), scale, UNSIGNED)

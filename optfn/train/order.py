@@ -1,0 +1,71 @@
+"""Links of a chain that stand where they do not do what they are for.
+
+Nothing fails there, but an average averages other params, a rate counts twice, or what workers have
+exchanged is exchanged once more.
+"""
+
+from collections.abc import Iterator
+
+import jax
+
+from optfn import checks
+from optfn.leaves.types import OptState
+from optfn.parallel.per_worker import Exchanged, nodes_of
+from optfn.transforms import learning_rate as rates
+from optfn.wrappers.averaging import ExponentialMovingAverageState, ModelAverageState
+
+_AVERAGES = ExponentialMovingAverageState, ModelAverageState
+
+
+def warn_of_order(opt_state: OptState) -> None:
+    """Warn of links that stand at the wrong place, as the states of their chains show it."""
+    for links in _chains(opt_state):
+        for message in (*_averages(links), *_rates(links), *_exchanges(links)):
+            checks.warn(message)
+
+
+def _chains(state: OptState) -> Iterator[tuple[OptState, ...]]:
+    """Yield the states of the links of each chain, of those inside wrappers as well."""
+    if not isinstance(state, tuple):
+        return
+    if type(state) is tuple:
+        yield state
+    for part in state:
+        yield from _chains(part)
+
+
+def _averages(links: tuple[OptState, ...]) -> Iterator[str]:
+    are_averages = [isinstance(x, _AVERAGES) for x in links]
+    if True in are_averages and not all(are_averages[are_averages.index(True) :]):
+        yield (
+            "an average stands before other links of its chain: it averages params + updates, "
+            "which are the next params only after the last link; put it last"
+        )
+
+
+def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
+    is_plateau = [isinstance(x, rates.PlateauLearningRateState) for x in map(_rate_of, links)]
+    if True not in is_plateau:
+        return
+    before = nodes_of(rates.LearningRateState, links[: is_plateau.index(True)])
+    for state in before:
+        rate = state.learning_rate
+        if type(state) is rates.LearningRateState and not isinstance(rate, jax.core.Tracer):
+            factor = float(jax.numpy.max(rate))
+            if factor != 1:
+                yield (
+                    "reduce_on_plateau multiplies the updates of an optimizer whose learning rate "
+                    f"is {factor:g} already: give the optimizer rate 1, such as adam(1.0)"
+                )
+
+
+def _rate_of(link: OptState) -> OptState:
+    return getattr(link, "rate", None)
+
+
+def _exchanges(links: tuple[OptState, ...]) -> Iterator[str]:
+    if sum(bool(nodes_of(Exchanged, x)) for x in links) > 1:
+        yield (
+            "a chain holds two transforms that exchange over workers: the second compresses what "
+            "is the same on all workers already; one is enough"
+        )
