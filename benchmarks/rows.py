@@ -9,6 +9,11 @@ interleaved rounds; JAX's sides donate params and state in the order in which th
 place. The dense sides are given the dense gradient; making it is not timed. The floor is the
 time of the bytes that a step must move (the rows of params and state that it touches, read and
 written, and the gradient) at the bandwidth of an addition in place over contiguous memory.
+
+Two more sides say what the distance of the rows costs: lazy Adam's arithmetic on rows that are
+distinct and in order, so that nothing is merged, in three tables, and with the three rows of an
+index side by side in one. Between two rounds the dense sides pass over their tables, so that no
+side finds its rows in a cache.
 """
 
 import argparse
@@ -61,6 +66,42 @@ class Step:
         return self.params
 
 
+class Accesses:
+    """Lazy Adam's reads and writes of distinct rows: of three tables, or of one, side by side."""
+
+    def __init__(self, table: jax.Array, touched: int, side_by_side: bool) -> None:
+        rng = np.random.default_rng(1)
+        chosen = [rng.choice(len(table), touched, replace=False) for _ in range(STEPS)]
+        self.indices = [jnp.asarray(np.sort(i).astype(np.int32)) for i in chosen]
+        self.g = jnp.ones((touched, table.shape[1]))
+        tables = [jnp.copy(table) for _ in range(3)]
+        self.tables: Any = jnp.stack(tables, axis=1) if side_by_side else tables
+
+        def moved(p: Any, m: Any, v: Any, g: Any) -> tuple[Any, Any, Any]:
+            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+        def step(tables: Any, i: Any, g: Any) -> Any:
+            if side_by_side:
+                old = tables.at[i].get(mode="clip")
+                new = moved(*(old[:, k] for k in range(3)), g)
+                return tables.at[i].set(jnp.stack(new, axis=1), mode="drop")
+            new = moved(*(x.at[i].get(mode="clip") for x in tables), g)
+            pairs = zip(tables, new, strict=True)
+            return [x.at[i].set(y, mode="drop") for x, y in pairs]
+
+        self.compiled = (
+            jax.jit(step, donate_argnums=0).lower(self.tables, self.indices[0], self.g).compile()
+        )
+
+    def __call__(self) -> Any:
+        """Make STEPS steps."""
+        for i in self.indices:
+            self.tables = self.compiled(self.tables, i, self.g)
+            jax.block_until_ready(self.tables)
+        return self.tables
+
+
 def torch_steps(table: np.ndarray, gradients: list[tuple[Any, Any]]) -> Callable[[], Any]:
     """Return STEPS steps of torch's SparseAdam, its gradients made once."""
     import torch
@@ -106,6 +147,8 @@ def sides(rows: int, width: int, touched: int) -> dict[str, Any]:
         'optfn adam, "exact"': Step(optfn.adam(1e-3, eps_hat=False, lazy="exact"), params, sparse),
         "optfn sgd": Step(optfn.sgd(1e-3), params, sparse),
         "optfn adagrad": Step(optfn.adagrad(1e-3), params, sparse),
+        "distinct rows of three tables": Accesses(params["table"], touched, False),
+        "the same, side by side": Accesses(params["table"], touched, True),
     }
     if measure.torch_stands_beside():
         found["torch SparseAdam"] = torch_steps(table, gradients)

@@ -124,6 +124,9 @@ def _rows_of(inner: str) -> dict[str, Row]:
     for feedback in (0.95, 0.0):
         for compressor in (top_k(0.05, values="int8"), quantize(1), quantize(4)):
             rows[f"{compressor!r}, feedback {feedback:g}"] = Row(inner, compressor, feedback)
+    for bits in (8, 4, 2):
+        at_random = quantize(bits, stochastic=True)
+        rows[f"{at_random!r}, feedback 0"] = Row(inner, at_random, 0.0)
     for count in (2, 5, 20):
         local = Row(inner, local_steps=count)
         rows[f"H={count}"] = local
