@@ -18,8 +18,6 @@ from optfn.autodiff.costs import costs_of
 from optfn.autodiff.rotor import FunctionCosts, Rotor
 from optfn.distributed import pipeline_value_and_grad, stack_stages
 
-pytestmark = pytest.mark.optimized  # memory, FLOPs and bits of compiled programs
-
 WIDTH, BATCH, LAYERS = 16, 64, 16
 
 
@@ -110,6 +108,7 @@ def params_of(form):
     return layers() if "name" in form else [*layers(), {}]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("form", thinned(FORMS))
 def test_gradients_are_bitwise_the_same(form):
     want = jax.jit(jax.value_and_grad(plain))(layers(), X)
@@ -117,6 +116,7 @@ def test_gradients_are_bitwise_the_same(form):
     assert_same((value, gradient[:LAYERS]), want)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("form", ["all names", "each"])
 def test_a_cut_after_each_layer_saves_a_quarter(form):
     """In the jaxpr with every JAX; in memory where the compiler keeps recomputation."""
@@ -126,12 +126,14 @@ def test_a_cut_after_each_layer_saves_a_quarter(form):
         assert temporaries(f, params, X) <= 0.25 * temporaries(plain, layers(), X)
 
 
+@pytest.mark.optimized
 def test_only_named_values_are_saved():
     """Three values: inputs of segments, the last one also a residual of the square in the loss."""
     f = optfn.recompute(named, checkpoints=("layer_3", "layer_7", "layer_15"))
     assert residual_bytes(f, layers(), X) == 3 * X.nbytes
 
 
+@pytest.mark.optimized
 def test_is_effective_agrees_with_the_compiler():
     fns, params = [layer] * 8, layers()[:8]
     kept = temporaries(plain, params, X)
@@ -141,6 +143,7 @@ def test_is_effective_agrees_with_the_compiler():
     assert is_effective() == (again < 0.9 * kept)
 
 
+@pytest.mark.optimized
 def test_a_value_that_later_segments_read_is_saved():
     """A skip over the cut, an array that is an output, a constant, a jitted function inside."""
     table = np.arange(4.0, dtype=np.float32)
@@ -337,6 +340,7 @@ def heterogeneous_chain():
     return [layer] * len(HETEROGENEOUS) + [mean_square], [*layers(HETEROGENEOUS), {}]
 
 
+@pytest.mark.optimized
 def test_predicted_flops_are_those_of_the_program():
     """2·m·n·k for a product of matrices, over forward and what is run again."""
     costs, y = costs_of(layer, layers()[0], X)
@@ -348,6 +352,7 @@ def test_predicted_flops_are_those_of_the_program():
     assert costs.residual_bytes == 3 * BATCH * 64 * 4
 
 
+@pytest.mark.optimized
 def test_flops_of_loops_and_convolutions():
     def f(w, x):
         y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
@@ -357,6 +362,7 @@ def test_flops_of_loops_and_convolutions():
     assert costs.forward_flops == 2 * (3 * 64) * (2 * 9) + 5 * 2 * (3 * 64) * 8
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_a_budget_is_met(share):
     fns, params = heterogeneous_chain()
@@ -371,6 +377,7 @@ def test_a_budget_is_met(share):
     assert temporaries(f, params, X) <= share * none
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("segments", ["sqrt", "each"])
 def test_a_budget_costs_no_more_than_segments_of_its_memory(segments):
     fns, params = heterogeneous_chain()
@@ -385,6 +392,7 @@ def test_a_budget_costs_no_more_than_segments_of_its_memory(segments):
     assert flops(f, params, X) <= flops(cut, params, X)
 
 
+@pytest.mark.optimized
 def test_a_large_budget_changes_nothing():
     fns, params = heterogeneous_chain()
     f = optfn.recompute(fns, memory_budget=1 << 30)
