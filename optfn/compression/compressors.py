@@ -72,7 +72,7 @@ class ShownAsCall:
         return self.call
 
 
-def shown(factory: Callable[P, C]) -> Callable[P, C]:
+def named(factory: Callable[P, C]) -> Callable[P, C]:
     """Decorate a factory of values so that they show its call."""
 
     @functools.wraps(factory)

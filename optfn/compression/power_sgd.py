@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import checks, numerics
-from optfn.compression.compressors import ShownAsCall, shown
+from optfn.compression.compressors import ShownAsCall, named
 from optfn.compression.gathering import PendingLeaf, SentLeaf, clip_factors
 from optfn.leaves.types import PyTree
 from optfn.parallel import mesh
@@ -105,7 +105,7 @@ class PowerSgd(ShownAsCall):
         return 4 * rank * (m + n)
 
 
-@shown
+@named
 def power_sgd(rank: int) -> PowerSgd:
     """Send a matrix as the product of two thin ones: a compressor for `exchange`.
 

@@ -10,7 +10,7 @@ from jax import lax
 from optfn import checks
 from optfn.compression import bits as packing
 from optfn.compression.chunks import Chunks, chunks_of
-from optfn.compression.compressors import ShownAsCall, shown
+from optfn.compression.compressors import ShownAsCall, named
 from optfn.compression.values import ValueFormat, scaled
 from optfn.leaves.types import PyTree
 from optfn.transforms.codes import random_bits
@@ -72,7 +72,7 @@ def _noise(x: jax.Array, step: jax.Array) -> jax.Array:
     return random_bits(x.shape, random_bits((), seed))
 
 
-@shown
+@named
 def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -> Quantize:
     """Send every entry in few bits: a compressor for `exchange`.
 

@@ -13,7 +13,7 @@ from jax import lax
 from optfn import checks
 from optfn.compression import bits, chunks, selection
 from optfn.compression.chunks import Chunks
-from optfn.compression.compressors import ShownAsCall, shown
+from optfn.compression.compressors import ShownAsCall, named
 from optfn.compression.values import BFLOAT16, FLOAT32, ValueFormat, scaled
 from optfn.leaves import slices
 from optfn.leaves.types import PyTree
@@ -124,7 +124,7 @@ class _Leaf:
         return self.chunks.index_bits, self.format.bits
 
 
-@shown
+@named
 def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") -> TopK:
     """Send the largest entries of each chunk: a compressor for `exchange`.
 
