@@ -205,7 +205,7 @@ def behind_edge(
 
     Raises, at init and update, naming the leaf:
       ValueError: structures or shapes that differ, params that are missing.
-      TypeError: leaves that are not numbers, gradients of the wrong kind.
+      TypeError: leaves that are not numbers, gradients of the wrong kind, the state of another rule.
     """
 
     def init(params: Params) -> OptState:
@@ -231,11 +231,18 @@ def behind_edge(
         new, state = rule.update(*clean, **extra)
         return _restored(new, updates, params), state
 
-    # The types do not depend on the params: those of no params are as good as any.
-    expected_state = functools.cache(lambda: jax.eval_shape(rule.init, ()))
+    expected_state = functools.cache(functools.partial(_state_of_no_params, rule))
     tx = Transform(init, update)
     tx.rule, tx.needs_params, tx.real_only = rule, needs_params, real_only
     return tx
+
+
+def _state_of_no_params(rule: Rule) -> OptState:
+    """Return the state for an empty tree, whose types are those for any; None if there is none."""
+    try:
+        return jax.eval_shape(rule.init, ())
+    except Exception:  # a rule of the user's that needs leaves: its state is not checked
+        return None
 
 
 def _as_arrays(values: PyTree) -> PyTree:

@@ -11,6 +11,7 @@ import registry
 from grids import by_entry
 
 import optfn
+from optfn import core
 from optfn.optimizers.assembly import optimizer
 
 OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
@@ -634,3 +635,20 @@ def test_the_state_of_each_other_optimizer_is_an_error(name):
         if types_of(state) != own:
             with pytest.raises(TypeError, match=r"the state must be a .*made by another optimizer"):
                 jax.eval_shape(tx.update, params, state, params)
+
+
+def test_a_rule_that_needs_leaves():
+    """Its state is not compared with that of an empty tree."""
+
+    @core.transform()
+    def scale_by_largest():
+        def init(params):
+            return {"largest": jnp.max(jnp.stack([jnp.max(p) for p in jax.tree.leaves(params)]))}
+
+        def update(updates, state, params=None, **extra):
+            return jax.tree.map(lambda g: g / state["largest"], updates), state
+
+        return core.rule(init, update)
+
+    params, tx = {"w": jnp.array([1.0, 4.0])}, scale_by_largest()
+    assert tx.update(params, tx.init(params), params)[0]["w"].tolist() == [0.25, 1.0]
