@@ -205,7 +205,7 @@ def behind_edge(
 
     Raises, at init and update, naming the leaf:
       ValueError: structures or shapes that differ, params that are missing.
-      TypeError: leaves that are not numbers, gradients of the wrong kind, the state of another rule.
+      TypeError: leaves that are not numbers, gradients of the wrong kind, another rule's state.
     """
 
     def init(params: Params) -> OptState:
