@@ -88,10 +88,13 @@ def _scheme(group: list[measure.Row], dense: dict[tuple[str, float, int], float]
 
 
 def front(found: Sequence[Scheme]) -> list[Scheme]:
-    """Return those than which no other has both fewer bytes and a lower loss, by bytes."""
+    """Return those than which no other has both fewer bytes and a lower loss, by bytes.
+
+    Losses are compared with the dense ones of the same seeds, since schemes have other seeds.
+    """
     best: list[Scheme] = []
-    for scheme in sorted(found, key=lambda s: (s.packet, np.mean(s.bits))):
-        if not best or np.mean(scheme.bits) < np.mean(best[-1].bits):
+    for scheme in sorted(found, key=lambda s: (s.packet, np.mean(s.percent))):
+        if not best or np.mean(scheme.percent) < np.mean(best[-1].percent):
             best.append(scheme)
     return best
 
@@ -183,9 +186,11 @@ def draw_bytes(found: Sequence[Scheme]) -> Any:
             [s.packet for s in best], [np.mean(s.percent) for s in best], "o-", label="front"
         )
         for i, s in enumerate(best):
-            above_or_below = (5, -12 if i % 2 else 5)
-            where = {"xytext": above_or_below, "textcoords": "offset points", "fontsize": 8}
-            panel.annotate(s.label, (s.packet, np.mean(s.percent)), **where)
+            side = -5 if s.packet > 0.5 else 5  # away from the edge
+            panel.annotate(
+                s.label, (s.packet, np.mean(s.percent)), xytext=(side, -12 if i % 2 else 5),
+                textcoords="offset points", ha="right" if side < 0 else "left", fontsize=8,
+            )  # fmt: skip
         panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
         top = min(25.0, max(np.mean(s.percent) for s in of_inner) + 1)
         panel.set(title=inner, ylabel="held-out loss above dense, %", xscale="log",
