@@ -320,7 +320,7 @@ def signalled(directory: Path, number: signal.Signals, *receivers: int, count: i
 ALL_END = "all processes end well after the same step, which is saved"
 
 
-@fault("SIGTERM to one process of two", ALL_END, quick=True)
+@fault("SIGTERM to one process of two", ALL_END)
 def sigterm_one(directory: Path) -> str:
     return signalled(directory, signal.SIGTERM, 1)
 

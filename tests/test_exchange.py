@@ -221,6 +221,7 @@ def test_the_formulas_of_the_bytes():
     assert power_sgd(4).num_bytes((7,)) == 28
 
 
+@pytest.mark.nightly  # test_selection.py has smaller ones
 def test_the_selection_at_large_sizes():
     """With blocks of several entries, candidates, and the fallback where there are too many."""
     x = normal(40_000, 0)

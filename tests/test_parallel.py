@@ -310,7 +310,8 @@ def test_specs_and_state_for_an_own_shard_map():
     assert optfn.summary(tx, params)
 
 
-@pytest.mark.parametrize("wire", thinned(["bfloat16", "float32"]))
+@pytest.mark.nightly  # its steps are compared with a reference in test_compression.py
+@pytest.mark.parametrize("wire", ["bfloat16", "float32"])
 def test_it_trains_as_dense_momentum_does(wire):
     """Eight workers, a regression that 99 % sparsity learns to the same loss."""
     workers, width = 8, 64

@@ -116,6 +116,7 @@ def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
     assert float(jnp.abs(got.residual.value["in"]).max()) > 1e-3  # something was not sent
 
 
+@pytest.mark.nightly  # stacked stages with shared weights are below
 def test_heterogeneous_stages_that_share_weights_train_as_two_simulated_workers():
     """Weights that the first and last stage share are replicated, as is their state."""
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples import pipeline, text, transformer
 
 
+@pytest.mark.nightly  # its schedules are compared with one device in test_pipeline.py
 def test_the_example_trains_as_one_device(monkeypatch, tmp_path, capsys):
     """What `--dgc` adds is compared in test_pipeline_compression.py."""
     small = transformer.Config(width=8, heads=2, blocks=4, hidden=16, length=8, recent=2)
