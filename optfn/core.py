@@ -153,10 +153,7 @@ def _checked_chain(parts: Sequence[optax.GradientTransformation]) -> Rule:
 def check_state(name: str, state: OptState, kind: type) -> None:
     """Raise a TypeError unless `state` is of the type that the transformation's init returns."""
     if not isinstance(state, kind):
-        raise TypeError(
-            f"{name}: the state must be a {kind.__name__}, as its init returns; got "
-            f"{_state_text(state)}: it was made by another optimizer"
-        )
+        raise _of_another(name, f"a {kind.__name__}", state)
 
 
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
@@ -173,15 +170,16 @@ def check_state_types(name: str, state: OptState, expected: OptState) -> None:
 def check_length(name: str, state: OptState, length: int) -> None:
     """Raise a TypeError unless `state` is a tuple of the states of so many links."""
     if not isinstance(state, tuple | list) or len(state) != length:
-        raise TypeError(
-            f"{name}: the state must be a tuple of {length}, as its init returns; got "
-            f"{_state_text(state)}: it was made by another optimizer"
-        )
+        raise _of_another(name, f"a tuple of {length}", state)
 
 
-def _state_text(state: OptState) -> str:
+def _of_another(name: str, expected: str, state: OptState) -> TypeError:
     kind = type(state).__name__
-    return f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else kind
+    came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else kind
+    return TypeError(
+        f"{name}: the state must be {expected}, as its init returns; got {came}: it was made by "
+        "another optimizer"
+    )
 
 
 def rule_of(tx: optax.GradientTransformation) -> optax.GradientTransformation:

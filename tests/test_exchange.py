@@ -573,7 +573,8 @@ def test_the_plain_mean_is_the_step_of_today():
     assert not jax.tree.leaves(tx.init(model))
     g = jax.tree.map(lambda p: jnp.ones((N, *p.shape), p.dtype), model)
     text = str(jax.make_jaxpr(jax.vmap(tx.update, axis_name="data"))(g, tx.init(model)))
-    assert not re.search(r"convert_element_type\[new_dtype=(float|bf)", text)
+    # Nothing but the conditions of branches, behind which small leaves are taken apart again.
+    assert set(re.findall(r"convert_element_type\[new_dtype=(\w+)", text)) <= {"int32"}
     direction, _ = simulated(tx)(g, tx.init(model))
     assert direction["h"].dtype == jnp.bfloat16
 

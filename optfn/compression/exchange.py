@@ -255,7 +255,6 @@ def _update(
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
     del params, extra
-    core.check_state("exchange", state, ExchangeState)
     whole = packed.unpack(updates)
     check_own_gradients("exchange", whole, options.axis_name)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)

@@ -91,7 +91,7 @@ def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -
         The last chunk of a leaf may be shorter.
       stochastic: whether to round at random. The random bits are a hash of the step, the entry's
         number and all bits of the leaf, so that a run can be repeated bit for bit; workers with
-        equal leaves round alike.
+        equal leaves round in the same way.
 
     Bytes of a leaf of n entries: n·bits bits in whole 4-byte words, and 4 bytes a chunk. State: 4
     bytes a leaf if stochastic, else none.

@@ -65,25 +65,29 @@ def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
     if not axes(axis_name):
         return x
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
-    small = {}
+    small = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_small(leaf)}
 
-    def reduce(i: int, leaf: Leaf) -> Leaf:
+    def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, Rows):
             return mean_over(leaf, axes(axis_name))
         if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
         leaf = jnp.asarray(leaf)
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return lax.psum(leaf, axes(axis_name))
-        if leaf.nbytes <= _SMALL_BYTES:
-            small[i] = leaf
-            return leaf
-        return lax.pmean(leaf, axes(axis_name))
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return (lax.pmean if inexact else lax.psum)(leaf, axes(axis_name))
 
-    means = [reduce(i, leaf) for i, leaf in enumerate(leaves)]
-    for i, mean in zip(small, mean_in_one(list(small.values()), axis_name), strict=True):
-        means[i] = mean
-    return jax.tree.unflatten(structure, means)
+    means = dict(zip(small, mean_in_one(list(small.values()), axis_name), strict=True))
+    found = [means[i] if i in means else reduce(leaf) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, found)
+
+
+def _is_small(leaf: Leaf) -> bool:
+    """Tell whether a leaf is a floating-point array, or number, of few bytes."""
+    return (
+        tree.is_inexact(leaf)
+        and not isinstance(leaf, Rows)
+        and jnp.asarray(leaf).nbytes <= _SMALL_BYTES
+    )
 
 
 def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:

@@ -12,9 +12,7 @@ from optfn import checks
 from optfn.leaves.types import OptState
 from optfn.parallel.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
-from optfn.wrappers.averaging import ExponentialMovingAverageState, ModelAverageState
-
-_AVERAGES = ExponentialMovingAverageState, ModelAverageState
+from optfn.wrappers.averaging import is_average
 
 
 def warn_of_order(opt_state: OptState) -> None:
@@ -35,7 +33,7 @@ def _chains(state: OptState) -> Iterator[tuple[OptState, ...]]:
 
 
 def _averages(links: tuple[OptState, ...]) -> Iterator[str]:
-    are_averages = [isinstance(x, _AVERAGES) for x in links]
+    are_averages = list(map(is_average, links))
     if True in are_averages and not all(are_averages[are_averages.index(True) :]):
         yield (
             "an average stands before other links of its chain: it averages params + updates, "
@@ -48,15 +46,14 @@ def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
     if True not in is_plateau:
         return
     before = nodes_of(rates.LearningRateState, links[: is_plateau.index(True)])
-    for state in before:
-        rate = state.learning_rate
-        if type(state) is rates.LearningRateState and not isinstance(rate, jax.core.Tracer):
-            factor = float(jax.numpy.max(rate))
-            if factor != 1:
-                yield (
-                    "reduce_on_plateau multiplies the updates of an optimizer whose learning rate "
-                    f"is {factor:g} already: give the optimizer rate 1, such as adam(1.0)"
-                )
+    # A schedule in front of it is meant to be multiplied.
+    own = [x.learning_rate for x in before if type(x) is rates.LearningRateState]
+    for rate in (rates.largest(x) for x in own if not isinstance(x, jax.core.Tracer)):
+        if rate != 1:
+            yield (
+                "reduce_on_plateau multiplies the updates of an optimizer whose learning rate is "
+                f"{float(rate):g} already: give the optimizer rate 1, such as adam(1.0)"
+            )
 
 
 def _rate_of(link: OptState) -> OptState:

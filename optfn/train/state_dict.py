@@ -25,11 +25,7 @@ from optfn.parallel.placement import PER_WORKER_KEY, map_state
 from optfn.parallel.sharding import Kind, Sharding
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
-from optfn.wrappers.averaging import (
-    ExponentialMovingAverageState,
-    ModelAverageState,
-    read_average,
-)
+from optfn.wrappers.averaging import is_average, read_average
 
 # The format of `state_dict`. A change of names or meanings raises it.
 VERSION = 1
@@ -220,10 +216,6 @@ def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
     )
 
 
-def _is_average(x: Any) -> bool:
-    return isinstance(x, ExponentialMovingAverageState | ModelAverageState)
-
-
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
     """Return the average of the parameters that a state holds: fluid's apply.
 
@@ -239,8 +231,8 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
     Raises:
       ValueError: there is no average, or several; the error lists them.
     """
-    parts = state_names.named_parts(opt_state, stop=_is_average)
-    found = {part_name: part for part_name, part in parts if _is_average(part)}
+    parts = state_names.named_parts(opt_state, stop=is_average)
+    found = {part_name: part for part_name, part in parts if is_average(part)}
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
         raise ValueError(

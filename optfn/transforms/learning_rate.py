@@ -153,7 +153,7 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
     """
     found = _rates(opt_state, path)
     values: dict[str, jax.Array] = {
-        name: _largest(jax.tree.leaves(rate.learning_rate)[0]) for name, rate in found.items()
+        name: largest(jax.tree.leaves(rate.learning_rate)[0]) for name, rate in found.items()
     }
     first, *others = values.values()
     if any(not _equal(first, other) for other in others):
@@ -214,7 +214,7 @@ def _rates(opt_state: OptState, path: str | None) -> dict[str, LearningRateState
     return chosen
 
 
-def _largest(rate: jax.Array) -> jax.Array:
+def largest(rate: jax.Array) -> jax.Array:
     """Return the largest rate of the workers where each has its own."""
     return jnp.max(rate) if rate.ndim else rate
 

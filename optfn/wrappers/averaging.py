@@ -190,6 +190,11 @@ def model_average(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def is_average(x: object) -> bool:
+    """Tell whether `x` is the state of an average of the parameters."""
+    return isinstance(x, ExponentialMovingAverageState | ModelAverageState)
+
+
 def read_average(state: OptState, params: Params) -> Params:
     """Return the average in `state`, in the structure and dtypes of `params`.
 
