@@ -52,7 +52,7 @@ def sparse_loco(axis_name="data"):
 
     def init(params):
         flat = jax.tree.map(lambda p: jnp.zeros(p.size), params)
-        return SparseLocoState(jnp.int32(1), PerWorker(flat), exchanged(params))
+        return SparseLocoState(jnp.int32(1), PerWorker(flat), exchanged(params, axis_name))
 
     def update(updates, state, params=None, **extra):
         del params, extra

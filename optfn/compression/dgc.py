@@ -193,10 +193,10 @@ def _init(options: Options, params: Params) -> DeepGradientCompressionState:
         core.first_step(),
         jnp.ones((), jnp.int32),
         leafwise.zeros_like(tree.map_arrays(dense, params)),
-        PerWorker(tree.map_arrays(flat, params)),
-        PerWorker(tree.map_arrays(flat, params)),
+        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
+        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
         options.regularization.init(params),
-        exchanged(params, _traffic(options, params)),
+        exchanged(params, options.all_axes, _traffic(options, params)),
     )
 
 
@@ -253,8 +253,7 @@ def _update(
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_own_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
-    axes = mesh.axes(options.axis_name) + mesh.axes(options.reduce_axis_name)
-    nonfinite, step = agree(updates, state.step, axes)
+    nonfinite, step = agree(updates, state.step, options.all_axes)
     g = _local_gradient(options, updates, ~nonfinite & (step >= options.rampup_begin_step))
     g, regularization = options.regularization.update(g, state.regularization, params)
 
@@ -268,8 +267,8 @@ def _update(
         leaves = CompressedLeaves(*columns)
         new = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
         directions = _merged(directions, _filled(large, new.direction))
-        local_velocity = PerWorker(_filled(large, new.local_velocity))
-        residual = PerWorker(_filled(large, new.residual))
+        local_velocity = local_velocity._replace(value=_filled(large, new.local_velocity))
+        residual = residual._replace(value=_filled(large, new.residual))
     return directions, DeepGradientCompressionState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),

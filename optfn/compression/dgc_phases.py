@@ -50,6 +50,11 @@ class Options:
     wire: str
     selection: str
 
+    @property
+    def all_axes(self) -> mesh.Axes:
+        """The axes over which gradients are exchanged or averaged."""
+        return mesh.joined(self.axis_name, self.reduce_axis_name)
+
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
         # NumPy's float64 becomes float32 where JAX has no wider floats.

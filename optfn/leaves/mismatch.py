@@ -63,8 +63,7 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             g.check(f"{name}: the gradient of {leaf!r}")
         if fits and (not tree.is_inexact(p) or g.shape == jnp.shape(p)):
             continue
-        came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
-        came += f" of shape {g.shape}" if hasattr(g, "shape") else ""
+        came = _came(g)
         needed = "is masked"
         if not tree.is_masked(p):
             needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
@@ -76,6 +75,15 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             f"{name}: the gradient of {tree.paths(updates)[i]!r} is {came}; the parameter "
             f"{needed}{hint}"
         )
+
+
+def _came(g: Leaf) -> str:
+    """Return a gradient's kind, dtype and shape as text; None and numbers have none."""
+    if isinstance(g, jax.Array | np.ndarray):
+        return f"an array of shape {g.shape} and dtype {g.dtype}"
+    if not hasattr(g, "shape"):
+        return "None" if g is None else type(g).__name__
+    return f"{type(g).__name__} of shape {g.shape} and dtype {g.dtype}"
 
 
 def state_error(

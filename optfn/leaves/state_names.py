@@ -96,7 +96,7 @@ def named_parts(
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
-            (inner,) = node
+            inner, *_ = node
             yield from walk(inner, prefix, labels)
         elif getattr(type(node), "labels", False):
             for label, child in node._asdict().items():

@@ -5,8 +5,9 @@ and everything else (placement, checkpoints, rescaling, guards, accumulation, th
 asks the state:
 
 * which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
-* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves,
-  and may say how many bytes that takes (`optfn.parallel.traffic`);
+* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves
+  and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
+  other axes of the workers the training step averages the gradients first;
 * whether its updates may be row-sparse: its state type has `passes_rows = True`, and `update` takes
   `row_updates=True`.
 
@@ -17,7 +18,7 @@ type then has `passes_own_gradients = True`. Where gradients come with the worke
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
         residual: PerWorker         # flat arrays (n,) in init; (N·n,) on a mesh
-        exchanged: Exchanged        # exchanged(params) in init
+        exchanged: Exchanged        # exchanged(params, axis_name) in init
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import optax
 
 from optfn.leaves import tree
 from optfn.leaves.types import OptState, Params, PyTree, declares
+from optfn.parallel.mesh import Axes, AxisName, axes, joined
 
 
 @declares(transparent=True)
@@ -36,9 +38,13 @@ class PerWorker(NamedTuple):
 
     On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
     It adds no word to the names of `state_dict`.
+
+    value: a tree of arrays.
+    axes: the mesh axes along which workers differ in it; none means all axes of the workers.
     """
 
     value: PyTree
+    axes: Axes = Axes()
 
     def __getitem__(self, key: Any) -> Any:
         # A tuple's own keys are integers and slices; others are those of the tree.
@@ -55,6 +61,7 @@ class Exchanged(NamedTuple):
 
     leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each
       array.
+    axes: the mesh axes over which it exchanges or averages.
     traffic: what says how many bytes a worker sends, see `optfn.parallel.traffic`; () where nothing
       is known.
 
@@ -62,12 +69,14 @@ class Exchanged(NamedTuple):
     """
 
     leaves: PyTree
+    axes: Axes
     traffic: Any = ()
 
 
-def exchanged(params: Params, traffic: Any = ()) -> Exchanged:
+def exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
-    return Exchanged(tree.map_arrays(lambda p: ExchangedLeaf(), params), traffic)
+    leaves = tree.map_arrays(lambda p: ExchangedLeaf(), params)
+    return Exchanged(leaves, axes(axis_name), traffic)
 
 
 def _is(kind: type) -> Callable[[Any], bool]:
@@ -89,26 +98,29 @@ def has_own_state(state: OptState) -> bool:
     return bool(nodes_of(PerWorker, state))
 
 
-def own_leaves(state: OptState, params: Params) -> list[bool]:
-    """Tell for each leaf of `params` whether a transform in `state` exchanges its gradient itself.
+def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
+    """Return for each leaf of `params` the axes over which a transform in `state` exchanges it.
 
-    The gradients of the others have to be averaged over workers before the transform sees them.
-    Leaves are told by their names, because a wrapper may mask some of them.
+    Over all others gradients have to be averaged before the transform sees them. Leaves are told
+    by their names, because a wrapper may mask some of them.
 
     Raises:
       ValueError: a transform exchanges a leaf that `params` does not have: what stands around it
         has another tree than params, so that nobody knows whose gradient it takes.
     """
-    covered = {name for node in nodes_of(Exchanged, state) for name in _covered(node)}
+    covered: dict[str, Axes] = {}
+    for node in nodes_of(Exchanged, state):
+        for name in _covered(node):
+            covered[name] = joined(covered.get(name), node.axes)
     names_of_leaves = tree.names(params)
-    unknown = sorted(covered.difference(*names_of_leaves))
+    unknown = sorted(set(covered).difference(*names_of_leaves))
     if unknown:
         raise ValueError(
             "a transform that exchanges gradients by itself has other leaves than params, "
             f"{tree.listed(unknown)}: what stands around it, such as optax.flatten, must keep the "
             "tree of params"
         )
-    return [not covered.isdisjoint(names) for names in names_of_leaves]
+    return [joined(*map(covered.get, names)) for names in names_of_leaves]
 
 
 def _is_mark(x: Any) -> bool:

@@ -42,27 +42,28 @@ def _counts_workers(x: PyTree) -> bool:
 
 
 def map_state(
-    per_worker: Callable[[Any], Any],
+    per_worker: Callable[[Any, meshes.Axes], Any],
     shared: Callable[[Any], Any],
     opt_state: OptState,
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[Any, meshes.Axes], Any] | None = None,
 ) -> OptState:
     """Map each array of a state by its kind.
 
     Args:
-      per_worker: the function of per-worker arrays.
+      per_worker: the function of per-worker arrays and the axes along which workers differ.
       shared: the function of all other arrays.
       opt_state: the state of an optimizer, however wrapped.
-      count: the function of the fields `num_workers`; None means `shared`.
+      count: the function of the fields `num_workers` and the same axes; None means `shared`.
     """
 
     def convert(node: PyTree) -> PyTree:
         if _is_per_worker(node):
-            return jax.tree.map(per_worker, node)
+            return jax.tree.map(lambda x: per_worker(x, node.axes), node)
         if count is None or not _counts_workers(node):
             return shared(node)
+        own = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
         fields = {
-            name: jax.tree.map(count, child)
+            name: jax.tree.map(lambda x: count(x, own), child)
             if name == "num_workers"
             else map_state(per_worker, shared, child, count)
             for name, child in node._asdict().items()
@@ -78,8 +79,7 @@ def map_state(
 def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
     check_wrappers("the optimizer", opt_state)
-    sharded = P(meshes.axes(axis_name))
-    return map_state(lambda x: sharded, lambda x: P(), opt_state)
+    return map_state(lambda x, own: P(meshes.axes(own or axis_name)), lambda x: P(), opt_state)
 
 
 def state_specs(
@@ -90,7 +90,7 @@ def state_specs(
     Args:
       tx: an optimizer, however wrapped, with or without per-worker state.
       params: the parameters, arrays or ShapeDtypeStructs.
-      axis_name: the mesh axes over which workers exchange.
+      axis_name: the mesh axes of the workers, for per-worker arrays that do not name their own.
 
     Returns:
       A tree like the state: P(axis_name) for per-worker arrays, P() for all others.
@@ -120,7 +120,7 @@ def init_state(
       tx: an optimizer, however wrapped.
       params: the parameters, arrays on the host or replicated over the mesh.
       mesh: a mesh, such as `data_mesh()`.
-      axis_name: the mesh axes over which workers exchange.
+      axis_name: the mesh axes of the workers, for per-worker arrays that do not name their own.
     """
     return init_on_mesh(core.check_transform("init_state: tx", tx).init, params, mesh, axis_name)
 
@@ -129,14 +129,17 @@ def init_on_mesh(
     init: Callable[[Params], OptState], params: Params, mesh: Mesh, axis_name: AxisName
 ) -> OptState:
     """Return what `init_state` does, for an init function."""
-    workers = num_workers(mesh, axis_name)
+    num_workers(mesh, axis_name)  # the mesh has these axes
+
+    def workers(own: meshes.Axes) -> int:
+        return num_workers(mesh, own or axis_name)
 
     def init_all(params: Params) -> OptState:
         return map_state(
-            lambda x: jnp.tile(x, (workers, *[1] * (x.ndim - 1))),
+            lambda x, own: jnp.tile(x, (workers(own), *[1] * (x.ndim - 1))),
             lambda x: x,
             init(params),
-            lambda x: jnp.full_like(x, workers),
+            lambda x, own: jnp.full_like(x, workers(own)),
         )
 
     shapes = jax.eval_shape(init, params)
@@ -194,10 +197,10 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         raise ValueError("rescale_residuals: the state has no per-worker part")
     old_count = _agreed(_worker_counts(opt_state))
     return map_state(
-        lambda x: _rescaled(np.asarray(x), old_count, count, "a per-worker array"),
+        lambda x, own: _rescaled(np.asarray(x), old_count, count, "a per-worker array"),
         lambda x: x,
         opt_state,
-        lambda x: jnp.full_like(x, count),
+        lambda x, own: jnp.full_like(x, count),
     )
 
 
@@ -228,11 +231,11 @@ def _worker_counts(opt_state: OptState) -> list[Leaf]:
     """Return the fields `num_workers` of a state."""
     counts: list[Leaf] = []
 
-    def collect(x: Leaf) -> Leaf:
+    def collect(x: Leaf, own: meshes.Axes) -> Leaf:
         counts.append(x)
         return x
 
-    map_state(lambda x: x, lambda x: x, opt_state, collect)
+    map_state(lambda x, own: x, lambda x: x, opt_state, collect)
     return counts
 
 

@@ -8,9 +8,9 @@ those of all workers whatever the optimizer.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,16 @@ from jax.sharding import PartitionSpec as P
 from optfn.checks import shown
 from optfn.leaves import state_names, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
-from optfn.parallel.mesh import AxisName, axes, restricted
+from optfn.parallel.mesh import (
+    Axes,
+    AxisName,
+    axes,
+    joined,
+    pmean,
+    reducible,
+    restricted,
+    without,
+)
 from optfn.parallel.per_worker import PerWorker, exchanges, nodes_of
 from optfn.parallel.placement import num_workers
 
@@ -36,12 +45,18 @@ def is_spec(x: object) -> TypeGuard[P]:
     return isinstance(x, P)
 
 
+class Division(NamedTuple):
+    """A dimension of an array, and the axes of the workers that have a part of it each."""
+
+    dimension: int
+    axes: Axes
+
+
 class _Shard(NamedTuple):
     """The part of an array that a worker keeps, and how the whole of it is gathered."""
 
-    whole: jax.Array
     part: jax.Array
-    dimension: int
+    divisions: list[Division]
     sharding: "Sharding"
 
     def of_each_layer(self) -> "_Shard | None":
@@ -49,18 +64,22 @@ class _Shard(NamedTuple):
 
         None where N divides no dimension of a layer.
         """
-        if self.dimension > 0:
+        of_layers, rest = self.divisions[0], self.divisions[1:]
+        if of_layers.dimension > 0:
             return self
-        names, workers = axes(self.sharding.data_axis), self.sharding.workers
-        fitting = [d for d, n in enumerate(self.whole.shape) if d > 0 and n % workers == 0]
+        workers = num_workers(self.sharding.mesh, of_layers.axes)
+        divided = {division.dimension for division in self.divisions}
+        sizes = enumerate(self.part.shape)
+        fitting = [d for d, n in sizes if d not in divided and n % workers == 0]
         if not fitting:
             return None
-        part = lax.all_to_all(self.part, names, fitting[0], 0, tiled=True)
-        return self._replace(part=part, dimension=fitting[0])
+        part = lax.all_to_all(self.part, of_layers.axes, fitting[0], 0, tiled=True)
+        return self._replace(part=part, divisions=[Division(fitting[0], of_layers.axes), *rest])
 
     def layer(self, part: jax.Array) -> jax.Array:
         """Return a whole layer of this worker's part of it."""
-        return self.sharding.gather(part, self.dimension - 1)
+        of_layer = [Division(d - 1, names) for d, names in self.divisions]
+        return self.sharding.gather(part, of_layer)
 
 
 # The parts of the arrays that a loss function sees whole, by their id, while it is traced.
@@ -94,19 +113,17 @@ class Sharding(NamedTuple):
 
     def is_table(self, params: Params) -> PyTree:
         """Tell for each leaf of params whether its rows are sharded."""
-        leaves, structure = tree.flatten(params)
         if self.tables is None:
-            return structure.unflatten([False] * len(leaves))
-        return structure.unflatten([flag for (flag,) in tree.select(self.tables, params, "tables")])
+            return tree.map_arrays(lambda x: False, params)
+        flags = [flag for (flag,) in tree.select(self.tables, params, "tables")]
+        return tree.replace_arrays(params, flags)
 
     def _with_tables(self, specs: PyTree, params: Params) -> PyTree:
         """Return `specs`, with those of tables in their places."""
         rows = P(axes(self.data_axis))
-        for path, x, flag in zip(
-            tree.paths(params), tree.flatten(params)[0], jax.tree.leaves(self.is_table(params)),
-            strict=True,
-        ):  # fmt: skip
-            if flag:
+        flags = tree.flatten(self.is_table(params))[0]
+        for path, x, flag in zip(tree.paths(params), tree.flatten(params)[0], flags, strict=True):
+            if flag is True:
                 _check_fit(path, jnp.shape(x), rows, self.mesh)
         return jax.tree.map(
             lambda spec, flag: rows if flag else spec, specs, self.is_table(params), is_leaf=is_spec
@@ -117,12 +134,11 @@ class Sharding(NamedTuple):
         if self.kind is None:
             specs = jax.tree.map(lambda x: P(), params)
         elif isinstance(self.kind, str):
-            leaves, structure = tree.flatten(params)
-            pairs = zip(leaves, tree.stacked_axes(params), strict=True)
+            pairs = zip(tree.flatten(params)[0], tree.stacked_axes(params), strict=True)
             divided = [
                 self._divided(x, stacked) if tree.is_inexact(x) else P() for x, stacked in pairs
             ]
-            specs = structure.unflatten(divided)
+            specs = tree.replace_arrays(params, divided)
         else:
             specs = _matched(self.kind, params, self.mesh)
         return self._with_tables(specs, params)
@@ -133,8 +149,9 @@ class Sharding(NamedTuple):
         Axes that count stacked layers come last, so that each worker has a part of each layer. A
         leaf without such a dimension lies on every worker.
         """
-        order = [*range(stacked, x.ndim), *range(stacked)]
-        fitting = [d for d in order if x.shape[d] and x.shape[d] % self.workers == 0]
+        shape = jnp.shape(x)
+        order = [*range(stacked, len(shape)), *range(stacked)]
+        fitting = [d for d in order if shape[d] and shape[d] % self.workers == 0]
         if not fitting:
             return P()
         return P(*[None] * fitting[0], axes(self.data_axis))
@@ -142,8 +159,9 @@ class Sharding(NamedTuple):
     def of_state(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the state of an optimizer.
 
-        What has the shape of the parameter that it belongs to lies as its gradient does; other
-        arrays, such as scales of blocks, are divided where N divides them.
+        An array of the shape of the parameter that it belongs to lies as its gradient does, behind
+        leading axes too, such as that of a history; other arrays, such as scales of blocks, are
+        divided where N divides them.
         """
         specs = tree.flatten(self.of_gradients(params))[0]
         leaves = tree.flatten(params)[0]
@@ -154,9 +172,10 @@ class Sharding(NamedTuple):
             if path is None:
                 return P()
             p, spec = by_path[path]
-            if jnp.shape(p) == jnp.shape(x):
-                return spec
-            return self._divided(x) if any(map(self._has_data, spec)) else P()
+            leading = jnp.ndim(x) - jnp.ndim(p)
+            if leading >= 0 and jnp.shape(x)[leading:] == jnp.shape(p):
+                return P(*[None] * leading, *spec) if any(spec) else P()
+            return self._divided(x) if self.divisions(spec) else P()
 
         owned = state_names.with_owners(state_names.named_parts(state), by_path)
         found = [spec_of(path, x) for path, x in owned]
@@ -166,16 +185,14 @@ class Sharding(NamedTuple):
         """Return the NamedShardings of PartitionSpecs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-    def _has_data(self, entry: Any) -> bool:
-        return not set(axes(self.data_axis)).isdisjoint(axes(entry))
-
     def on_workers(self, spec: P) -> P:
         """Return the part of a spec that speaks of the data axes, which `shard_map` binds."""
         return restricted(spec, axes(self.data_axis))
 
-    def _dimension(self, spec: P) -> int | None:
-        """Return the dimension along which the workers share an array; None if each has it all."""
-        return next((d for d, entry in enumerate(spec) if self._has_data(entry)), None)
+    def divisions(self, spec: P) -> list[Division]:
+        """Return the dimensions that the workers share between them, none if each has it all."""
+        entries = enumerate(self.on_workers(spec))
+        return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
 
     @contextlib.contextmanager
     def whole(self, params: Params, specs: PyTree, tables: PyTree) -> Iterator[Params]:
@@ -192,11 +209,11 @@ class Sharding(NamedTuple):
         found: dict[int, _Shard] = {}
 
         def gathered(spec: P, is_table: bool, x: Leaf) -> Leaf:
-            dimension = self._dimension(spec)
-            if dimension is None or is_table:
+            divisions = self.divisions(spec)
+            if not divisions or is_table:
                 return x
-            whole = self.gather(x, dimension)
-            found[id(whole)] = _Shard(whole, x, dimension, self)
+            whole = self.gather(x, divisions)
+            found[id(whole)] = _Shard(x, divisions, self)
             return whole
 
         token = _shards.set(found)
@@ -218,39 +235,45 @@ class Sharding(NamedTuple):
         def reduced(g: Leaf, p: Leaf, spec: P) -> Leaf:
             if isinstance(g, LeafKind) or not tree.is_inexact(g):
                 return g  # rows are at their owners
-            dimension = self._dimension(spec)
-            if dimension is None:
-                return lax.pmean(g, axes(self.data_axis))
-            if jnp.shape(p) == jnp.shape(g) and self.kind != "state":
+            divisions = self.divisions(spec)
+            if divisions and jnp.shape(p) == jnp.shape(g) and self.kind != "state":
                 return g
-            return self.mean_part(g, dimension)
+            return self.mean_part(g, divisions)
 
         return jax.tree.map(reduced, grads, params, specs, is_leaf=tree.is_leaf)
 
-    def gather(self, part: jax.Array, dimension: int) -> jax.Array:
+    def gather(self, part: jax.Array, divisions: Sequence[Division]) -> jax.Array:
         """Return a whole array; its gradient is the worker's part of the mean over workers."""
-
-        names = axes(self.data_axis)
 
         @jax.custom_vjp
         def gather(x: jax.Array) -> jax.Array:
-            whole: jax.Array = lax.all_gather(x, names, axis=dimension, tiled=True)
-            return whole
+            for dimension, names in divisions:
+                x = lax.all_gather(x, names, axis=dimension, tiled=True)
+            return x
 
         def backward(residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            return (self.mean_part(cotangent, dimension),)
+            return (self.mean_part(cotangent, divisions),)
 
         gather.defvjp(lambda x: (gather(x), None), backward)
         return gather(part)
 
-    def mean_part(self, x: jax.Array, dimension: int) -> jax.Array:
-        """Return the worker's part of the mean of an array over workers, by a reduce-scatter."""
-        names = axes(self.data_axis)
+    def mean_part(self, x: jax.Array, divisions: Sequence[Division]) -> jax.Array:
+        """Return the worker's part of the mean of an array over workers, by reduce-scatters."""
+        for dimension, names in divisions:
+            x = self._mean_along(x, dimension, names)
+        rest = without(self.data_axis, joined(*(names for _, names in divisions)))
+        return pmean(x, rest) if rest else x
+
+    def _mean_along(self, x: jax.Array, dimension: int, names: Axes) -> jax.Array:
+        """Return the part of a worker along one dimension of the mean over the axes `names`."""
+        workers = num_workers(self.mesh, names)
         if not self._is_gloo:
-            total: jax.Array = lax.psum_scatter(x, names, scatter_dimension=dimension, tiled=True)
-            return total / self.workers
+            wide = reducible(x)
+            total = lax.psum_scatter(wide, names, scatter_dimension=dimension, tiled=True)
+            mean: jax.Array = (total / workers).astype(x.dtype)
+            return mean
         # Between CPU processes the reduce-scatter is wrong (jax issue 40830).
-        parts = jnp.stack(jnp.split(x, self.workers, dimension))
+        parts = jnp.stack(jnp.split(x, workers, dimension))
         return jnp.mean(lax.all_to_all(parts, names, 0, 0), 0)
 
     @property
@@ -262,14 +285,15 @@ class Sharding(NamedTuple):
 
 def _matched(patterns: Mapping[str, P], params: Params, mesh: Mesh) -> PyTree:
     """Return the specs that patterns give to the leaves of params, checked."""
-    leaves, structure = tree.flatten(params)
+    leaves = tree.flatten(params)[0]
     specs = [P()] * len(leaves)
     for pattern, spec in reversed(list(patterns.items())):
         flags = tree.select(pattern, params, "shard")
         specs = [spec if flag else old for (flag,), old in zip(flags, specs, strict=True)]
     for path, x, spec in zip(tree.paths(params), leaves, specs, strict=True):
-        _check_fit(path, jnp.shape(x), spec, mesh)
-    return structure.unflatten(specs)
+        if not tree.is_masked(x):
+            _check_fit(path, jnp.shape(x), spec, mesh)
+    return tree.replace_arrays(params, specs)
 
 
 def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
@@ -297,7 +321,12 @@ def check(shard: object, mesh: Mesh) -> Kind:
                 raise TypeError(
                     f"shard must map patterns of paths to PartitionSpecs; got {pattern!r}: {spec!r}"
                 )
-            missing = [a for entry in spec for a in axes(entry) if a not in mesh.shape]
+            names = [a for entry in spec for a in axes(entry)]
+            missing = [a for a in names if a not in mesh.shape]
+            if len(set(names)) < len(names):
+                raise ValueError(
+                    f"shard: {spec} for {pattern!r} must name each mesh axis once at most"
+                )
             if missing:
                 raise ValueError(
                     f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
@@ -360,7 +389,7 @@ def _unmarked(stacked: PyTree) -> PyTree:
     def without(x: PyTree) -> PyTree:
         if not is_mark(x):
             return x
-        (inner,) = x
+        inner, *_ = x
         return _unmarked(inner)
 
     return jax.tree.map(without, stacked, is_leaf=is_mark)

@@ -21,7 +21,7 @@ from optfn.leaves import mismatch, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.parallel.mesh import axes, restricted
 from optfn.parallel.placement import num_workers
-from optfn.parallel.sharding import Sharding, is_spec
+from optfn.parallel.sharding import Division, Sharding, is_spec
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
@@ -171,7 +171,7 @@ class StackedStages(StagePlacement):
         owners = Sharding(None, self.mesh, self.data_axis)
         dimensions = map(self._data_dimension, self._of_inexact(weights, self.param_specs))
         return [
-            lax.pmean(g, self.data_axis) if d is None else owners.mean_part(g, d)
+            owners.mean_part(g, [] if d is None else [Division(d, axes(self.data_axis))])
             for g, d in zip(gradients, dimensions, strict=True)
         ]
 

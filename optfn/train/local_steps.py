@@ -212,13 +212,17 @@ def _all_finite(drift: Updates, axis_name: AxisName) -> jax.Array:
     return lax.pmax(bad.astype(jnp.int32), axes(axis_name)) == 0
 
 
+def _of_steps(x: jax.Array) -> jax.Array:
+    """Return the mean over steps of numbers, the sum of integers, the first of keys."""
+    if tree.is_key(x):
+        return x[0]
+    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=parallel.sum_dtype(x))
+
+
 def _mean_of_metrics(metrics: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
     means = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = jax.tree.map(
-        lambda x: jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=x.dtype), means
-    )
-    reduced = parallel.mean_over_workers(reduced, axis_name)
+    reduced = parallel.mean_over_workers(jax.tree.map(_of_steps, means), axis_name)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
         reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axes(axis_name))
     if "gave_up" in metrics:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
+from optfn.checks import shown
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
@@ -86,10 +87,11 @@ class Form:
                 )
             return Values(_loss(who, returned))
         loss, rest = self._pair(who, returned)
-        if not self.has_model_state:
-            return Values(_loss(who, loss), aux=rest)
-        new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
-        _check_model_state(who, new, model_state)
+        new, aux = None, rest
+        if self.has_model_state:
+            new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
+            _check_model_state(who, new, model_state)
+        _check_aux(who, aux)
         return Values(_loss(who, loss), new, aux)
 
     def _pair(self, who: str, returned: Any) -> Any:
@@ -114,6 +116,14 @@ def _loss(who: str, loss: Any) -> jax.Array:
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(f"{who} must return a real number; got dtype {jnp.result_type(loss)}")
     return jnp.asarray(loss)
+
+
+def _check_aux(who: str, aux: PyTree) -> None:
+    """Raise a TypeError unless the leaves of aux are arrays and numbers."""
+    for path, x in zip(tree.array_paths(aux), jax.tree.leaves(aux), strict=True):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
+            at = f" at {path!r}" if path else ""
+            raise TypeError(f"{who}: aux must hold arrays and numbers; got {shown(x)}{at}")
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
@@ -199,6 +209,8 @@ def of_value_and_grad(
         returned, grads = result
         values = form.values("the value of value_and_grad", returned, model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
+        if whole is not contextlib.nullcontext:  # else they may have the workers in front
+            mismatch.check_gradients("value_and_grad", grads, seen)
         return values, jax.tree.map(_as_array, grads)
 
     return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)

@@ -72,7 +72,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 def per_worker_names(opt_state: OptState) -> list[str]:
     """Return the names of the arrays in a state that are a worker's own."""
-    is_own = map_state(lambda x: True, lambda x: False, opt_state)
+    is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
     return sorted(name for name, flag in named_leaves(is_own) if flag)
 
 

@@ -161,6 +161,7 @@ class TrainStep:
         """
         self.check()
         self._check_state(state)
+        _check_batch(batch)
         mesh = self.mesh if self.sharding is None else self.sharding.mesh
         is_traced = isinstance(state.step, jax.core.Tracer)
         if processes.share(mesh) and not is_traced and next(self._calls) == 0:
@@ -222,6 +223,16 @@ class TrainStep:
             raise FloatingPointError(
                 "skip_nonfinite: more gradients in a row than max_consecutive were not finite; the "
                 "last one has gone into the parameters"
+            )
+
+
+def _check_batch(batch: Batch) -> None:
+    """Raise a TypeError for text in a batch, which no device holds."""
+    for i, x in enumerate(jax.tree.leaves(batch)):
+        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
+            path = tree.array_paths(batch)[i]
+            raise TypeError(
+                f"the batch must hold arrays and numbers; leaf {path!r} is {checks.shown(x)}"
             )
 
 

@@ -9,7 +9,7 @@ import optax
 from optfn import core
 from optfn.leaves import leafwise, state_names, tree
 from optfn.leaves.types import OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis, check_names
+from optfn.parallel.mesh import AxisName, axes, check_axis, check_names
 from optfn.parallel.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
@@ -44,7 +44,7 @@ def record_metrics(
       tx: an optimizer of optfn or optax.
       axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
         has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
-        passes them by itself. Around `on_each_device` the norm of the gradient is the same root
+        adds its own by itself. Around `on_each_device` the norm of the gradient is the same root
         mean square over workers.
 
     State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
@@ -69,8 +69,8 @@ def record_metrics(
             )
         core.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        axes = axis_names(axis_name, extra)
-        norms = [_norm(x, axes) for x in (updates, updated, params)]
+        names = axis_names(axis_name, extra)
+        norms = [_norm(x, names) for x in (updates, updated, params)]
         if has_workers_in_front(inner_state):
             norms[0] = norms[0] / jnp.sqrt(float(_num_workers(updates)))
         return updated, RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
@@ -80,7 +80,7 @@ def record_metrics(
 
 def _norm(x: Updates, axis_name: AxisName) -> jax.Array:
     norm = leafwise.global_norm(leafwise.inexact(x)).astype(jnp.float32)
-    if axis_name is None:
+    if not axes(axis_name):
         return norm
     check_axis("record_metrics", axis_name)
     return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axis_name))

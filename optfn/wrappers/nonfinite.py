@@ -9,7 +9,7 @@ import optax
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis, check_names
+from optfn.parallel.mesh import Axes, AxisName, check_axis, check_names, joined
 
 
 @declares(passes_own_gradients=True, passes_rows=True)
@@ -43,7 +43,7 @@ def skip_nonfinite(
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
       axis_name: the mesh axes over which the workers must agree, where each has its own gradient;
-        they must be bound by shard_map, pmap or vmap. `make_train_step` passes them by itself.
+        they must be bound by shard_map, pmap or vmap. `make_train_step` adds its own by itself.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """
@@ -62,7 +62,7 @@ def skip_nonfinite(
         core.check_state("skip_nonfinite", state, SkipNonfiniteState)
         bad = ~leafwise.all_finite(updates)
         axes = axis_names(axis_name, extra)
-        if axes is not None:
+        if axes:
             check_axis("skip_nonfinite", axes)
             bad = jax.lax.pmax(bad.astype(jnp.int32), axes) > 0
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
@@ -87,6 +87,6 @@ def skip_nonfinite(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def axis_names(axis_name: AxisName, extra: dict[str, Any]) -> AxisName:
-    """Return the axis names that a wrapper was made with, else those of the training step."""
-    return extra.get("axis_name") if axis_name is None else axis_name
+def axis_names(axis_name: AxisName, extra: dict[str, Any]) -> Axes:
+    """Return the axes that a wrapper was made with, and those of the training step."""
+    return joined(axis_name, extra.get("axis_name"))
