@@ -82,6 +82,7 @@ OPTIMIZERS: dict[str, Entry] = {
     "adamw_int8": _optimizer("adamw", LR, moment_dtype="int8", needs_params=True, quantized=True),
     "adamax": _optimizer("adamax", LR),
     "ftrl": _optimizer("ftrl", LR, l1=0.01, l2=0.01, needs_params=True),
+    "ftrl_dense_rows": _optimizer("ftrl", LR, l1=0.01, l2=0.01, lazy=False, needs_params=True),
     "lamb": _optimizer("lamb", 0.01, needs_params=True),
     "lamb_corrected": _optimizer("lamb", 0.01, bias_correction=True, needs_params=True),
     "adam_clip_l2": _optimizer(
@@ -170,7 +171,7 @@ WRAPPERS: dict[str, Entry] = {
     ),
     "multi_precision": Entry(
         "ftrl",
-        lambda: optfn.ftrl(LR, multi_precision=True),
+        lambda: optfn.ftrl(LR, lazy=False, multi_precision=True),
         needs_params=True,
         wide_updates=True,
     ),

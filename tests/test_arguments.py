@@ -58,6 +58,7 @@ CASES = [
     (lambda: optfn.ftrl(0.1, l1=-1), ValueError, "l1 must be >= 0"),
     (lambda: optfn.ftrl(0.1, l2=NAN), ValueError, "l2"),
     (lambda: optfn.ftrl(0.1, lr_power=0.5), ValueError, "lr_power must be <= 0"),
+    (lambda: optfn.ftrl(0.1, lazy="exact"), TypeError, "lazy must be True or False; got 'exact'"),
     (lambda: optfn.lamb(0.1, weight_decay="x"), TypeError, "weight_decay"),
     (lambda: optfn.l1_decay(-1.0), ValueError, "coeff must be >= 0"),
     (lambda: optfn.l2_decay([1.0]), TypeError, "coeff must be a number"),
