@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference_schedules
 import registry
 
 import optfn
@@ -85,6 +86,31 @@ def test_schedules_are_given_an_int32_step():
     _, state = tx.update(G, tx.init(P), P)
     assert set(dtypes) == {jnp.dtype(jnp.int32)}
     assert float(optfn.get_learning_rate(state)) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("noam", (64, 10)),
+        ("exponential", (0.1, 10**9, 0.5)),
+        ("natural_exp", (0.1, 10**9, 0.1, True)),
+        ("inverse_time", (0.1, 10, 0.5)),
+        ("polynomial", (0.1, 700, 1e-4, 2.0, True)),
+        ("piecewise", ([3, 5], [0.1, 0.2, 0.3])),
+        ("cosine", (0.1, 3, 7)),
+        ("linear_warmup", (0.1, 10, 0.0, 0.1)),
+        ("step_decay", (0.1, 10**9, 0.5)),
+        ("multi_step", (0.1, [3, 5])),
+        ("lambda_decay", (0.1, lambda i: 1 / (1 + i))),
+    ],
+)
+def test_a_python_step_beyond_int32_gives_the_value_of_the_formula(name, arguments):
+    schedule = getattr(optfn.schedules, name)(*arguments)
+    reference = getattr(reference_schedules, name)(*arguments)
+    for step in (2**31, 2**31 + 5, np.int64(2**40 + 1)):
+        rate = schedule(step)
+        assert rate.dtype == jnp.float32
+        np.testing.assert_allclose(rate, reference(int(step)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)

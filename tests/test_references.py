@@ -449,3 +449,44 @@ def test_plateau_follows_its_reference(options):
     expected = reference_schedules.reduce_on_plateau(metrics, 1.0, decay_rate=0.8, **options)
     assert len(set(expected)) > 2, "the rate has to fall for this to say anything"
     np.testing.assert_allclose(plateau_rates(tx, metrics), expected, rtol=1e-5)
+
+
+# Float64
+
+# How far a rule is off in float64, relative to the parameter's path; 1 − 0.999 alone costs 1e-13.
+FLOAT64_RTOL = 1e-12
+
+
+@pytest.mark.parametrize("rate", ["number", "schedule"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float64_leaves_follow_their_reference(name, rate):
+    """The rate and the corrections of the bias are as wide as the leaf."""
+    config, rng = CONFIGS[name], _rng("float64")
+    params = {k: rng.normal(size=shape) for k, shape in SHAPES.items()}
+    grads = {k: rng.normal(size=(STEPS, *shape)) for k, shape in SHAPES.items()}
+    hyper, own = dict(config.hyper), dict(config.hyper)
+    if rate == "schedule":
+        start = hyper["learning_rate"]
+        own["learning_rate"] = optfn.schedules.inverse_time(start, 10, 0.3)
+        hyper["learning_rate"] = lambda i: start / (1 + 0.3 * i / 10)
+    expected = references.trajectory(config.optimizer, params, grads, **hyper)
+    with jax.enable_x64(True):
+        tx = getattr(optfn, config.optimizer)(**own)
+        found = jax.jit(functools.partial(trajectory, tx))(params, grads)
+        found = jax.device_get(found)
+    for k, reference in expected.items():
+        path = np.abs(reference - params[k]).max() + np.abs(params[k]).max()
+        assert found[k].dtype == np.float64
+        np.testing.assert_allclose(found[k], reference, rtol=FLOAT64_RTOL, atol=FLOAT64_RTOL * path)
+
+
+def test_float64_adam_is_that_of_optax():
+    rng = _rng("float64 optax")
+    params = {"w": rng.normal(size=(4, 6))}
+    grads = {"w": rng.normal(size=(STEPS, 4, 6))}
+    with jax.enable_x64(True):
+        found, want = (
+            jax.device_get(jax.jit(functools.partial(trajectory, tx))(params, grads))["w"]
+            for tx in (optfn.adam(0.1, eps_hat=False), optax.adam(0.1))
+        )
+    np.testing.assert_allclose(found, want, rtol=1e-14, atol=1e-14)

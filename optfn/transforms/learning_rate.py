@@ -19,7 +19,10 @@ from optfn.leaves.types import OptState, Params, PyTree, Updates, declares
 
 
 class LearningRateState(NamedTuple):
-    """A rate that `set_learning_rate` may change: int32 step, float32 rate; 8 bytes."""
+    """A rate that `set_learning_rate` may change: int32 step, float32 rate; 8 bytes.
+
+    The rate is float64 where `jax_enable_x64` is set at init.
+    """
 
     step: jax.Array
     learning_rate: jax.Array
@@ -48,28 +51,28 @@ def init(learning_rate: Scalar | Schedule) -> LearningRateState:
     """Return the initial state, which shows the rate of step 0."""
     step = core.first_step()
     if checks.is_host_number(learning_rate):
-        return LearningRateState(step, jnp.asarray(learning_rate, jnp.float32))
-    return DrivenLearningRateState(step, _driven(learning_rate, step))
+        return LearningRateState(step, jnp.asarray(learning_rate, numerics.scalar_dtype()))
+    return DrivenLearningRateState(step, _driven(learning_rate, step, numerics.scalar_dtype()))
 
 
 def init_plateau(learning_rate: Scalar) -> LearningRateState:
     """Return the initial state of the rate of `reduce_on_plateau`."""
-    rate = jnp.array(learning_rate, jnp.float32, copy=True)
+    rate = jnp.array(learning_rate, numerics.scalar_dtype(), copy=True)
     return PlateauLearningRateState(core.first_step(), rate)
 
 
 def advance(
     learning_rate: Scalar | Schedule, state: LearningRateState
 ) -> tuple[jax.Array, LearningRateState]:
-    """Return the rate of this step, a float32 scalar, and the state after it."""
+    """Return the rate of this step, a scalar of the state's dtype, and the state after it."""
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
     else:
-        rate = _driven(learning_rate, state.step)
+        rate = _driven(learning_rate, state.step, state.learning_rate.dtype)
     return rate, state._replace(step=core.next_step(state.step), learning_rate=rate)
 
 
-def _driven(learning_rate: Scalar | Schedule, step: jax.Array) -> jax.Array:
+def _driven(learning_rate: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     rate = learning_rate(step) if callable(learning_rate) else learning_rate
     if not (checks.is_host_number(rate) or isinstance(rate, complex | jax.Array | np.ndarray)):
         raise TypeError(f"learning_rate: the schedule must give a number; got {checks.shown(rate)}")
@@ -80,7 +83,7 @@ def _driven(learning_rate: Scalar | Schedule, step: jax.Array) -> jax.Array:
             f"{rate.shape} and dtype {rate.dtype}"
         )
     # A copy: a step that is given the state to overwrite must not overwrite the caller's array.
-    return jnp.array(rate, jnp.float32, copy=True)
+    return jnp.array(rate, dtype, copy=True)
 
 
 @declares(passes_rows=True)
@@ -104,8 +107,8 @@ def scale_by_learning_rate(
     `update` takes `rate_factors`, a factor of the rate for each leaf; an optimizer with
     `param_attrs` passes it.
 
-    State: the step and the rate last used (after init, that of step 0), float32. Real and complex
-    leaves.
+    State: the step and the rate last used (after init, that of step 0), float32, or float64 with
+    `jax_enable_x64`. Real and complex leaves.
     """
     lr = check(learning_rate)
 
@@ -146,7 +149,8 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
         as the label of the partition. With local steps None means the inner one, "outer" the other.
 
     Returns:
-      A float32 scalar; the largest where workers have rates of their own.
+      A scalar, float32, or float64 with `jax_enable_x64`; the largest where workers have rates of
+      their own.
 
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
