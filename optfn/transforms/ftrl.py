@@ -18,7 +18,7 @@ from optfn.transforms import learning_rate as rates
 class FtrlProximalState(NamedTuple):
     """State of `ftrl_proximal`: 8 bytes per parameter, the step and the rate."""
 
-    rate: rates.LearningRateState
+    rate: rates.RateState
     accumulator: Params
     linear: Params
 
