@@ -1,5 +1,6 @@
 """Gradient clipping by value, by the norm of each tensor and by the norm of all."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +21,28 @@ class ClipState(NamedTuple):
     factor: jax.Array
 
 
+def _check_max_norm(max_norm: Number) -> Scalar:
+    """Return `max_norm`, a number in (0, ∞]."""
+    return checks.number("max_norm", max_norm, low=0.0, low_open=True, finite=False)
+
+
 def _unclipped(params: Params) -> ClipState:
     del params
     return ClipState(jnp.ones((), jnp.float32))
 
 
 def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
-    """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 included."""
+    """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 and ∞ included."""
     max_norm = numerics.scalar(max_norm, norm)
-    return max_norm / jnp.maximum(norm, max_norm)
+    return jnp.where(norm <= max_norm, 1, max_norm / jnp.maximum(norm, max_norm))
+
+
+def _off(
+    updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+) -> tuple[Updates, ClipState]:
+    """Return the updates as they are: the clip to an infinite norm."""
+    del state, extra
+    return updates, _unclipped(params)
 
 
 @core.transform()
@@ -63,18 +77,20 @@ def clip_by_value(
     return core.stateless(lambda updates, params: leafwise.apply(clip, updates, rows=rows))
 
 
-@core.transform(complex_leaves=True)
+@core.transform(complex_leaves=True, reads_state=False)
 def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     """Limit the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
     Args:
-      max_norm: c, > 0.
+      max_norm: c, > 0; with ∞ the gradient is unchanged.
 
     State: the smallest factor of the last update, 4 bytes. Real and complex leaves.
 
     Source: fluid.clip.GradientClipByNorm.
     """
-    c = checks.positive("max_norm", max_norm)
+    c = _check_max_norm(max_norm)
+    if isinstance(c, float) and math.isinf(c):
+        return core.rule(_unclipped, _off)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -101,7 +117,7 @@ def _multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
     return g * numerics.scalar(factor, g)
 
 
-@core.transform(complex_leaves=True)
+@core.transform(complex_leaves=True, reads_state=False)
 def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
@@ -109,13 +125,15 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
     the result of an elementwise division would be kept in memory.
 
     Args:
-      max_norm: c, > 0.
+      max_norm: c, > 0; with ∞ the gradient is unchanged.
 
     State: the factor of the last update, 4 bytes. Real and complex leaves.
 
     Source: Pascanu et al. 2013, arXiv 1211.5063; fluid.clip.GradientClipByGlobalNorm.
     """
-    c = checks.positive("max_norm", max_norm)
+    c = _check_max_norm(max_norm)
+    if isinstance(c, float) and math.isinf(c):
+        return core.rule(_unclipped, _off)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
