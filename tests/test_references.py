@@ -289,8 +289,8 @@ def test_parameters_stay_finite(name, kind, start):
 
 
 def test_complex_leaves_follow_their_references():
-    """sgd, momentum and adam take complex leaves; adam's second moment is that of |g|."""
-    names = ["sgd", "momentum", "momentum-nesterov", "adam", "adam-algorithm-1"]
+    """All optimizers but ftrl take complex leaves; second moments and maxima are those of |g|."""
+    names = [name for name, config in CONFIGS.items() if config.optimizer != "ftrl"]
     rng = _rng("complex")
     params = {"z": (rng.normal(size=6) + 1j * rng.normal(size=6)).astype(np.complex64)}
     g = rng.normal(size=(STEPS, 6)) + 1j * rng.normal(size=(STEPS, 6))
@@ -490,3 +490,22 @@ def test_float64_adam_is_that_of_optax():
             for tx in (optfn.adam(0.1, eps_hat=False), optax.adam(0.1))
         )
     np.testing.assert_allclose(found, want, rtol=1e-14, atol=1e-14)
+
+
+def test_float64_averages_follow_their_formula():
+    """The weight and a decay that grows are as wide as the average."""
+    rng = _rng("float64 average")
+    moved = rng.normal(size=(5, 3))
+    with jax.enable_x64(True):
+        tx = optfn.exponential_moving_average(0.9, thres_steps=True)
+        p = {"w": jnp.zeros(3, jnp.float64)}
+        state = tx.init(p)
+        for u in moved:
+            updates, state = jax.jit(tx.update)({"w": jnp.asarray(u)}, state, p)
+            p = optfn.apply_updates(p, updates)
+        found = jax.device_get(optfn.averaged_params(state, p))["w"]
+    e, weight = np.zeros(3), 0.0
+    for s, reached in enumerate(np.cumsum(moved, 0)):
+        d = min(0.9, (1 + s) / (10 + s))
+        e, weight = d * e + (1 - d) * reached, d * weight + (1 - d)
+    np.testing.assert_allclose(found, e / weight, rtol=1e-13)
