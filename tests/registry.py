@@ -131,6 +131,11 @@ TRANSFORMS: dict[str, Entry] = {
     "clip_by_global_norm": Entry(
         "clip_by_global_norm", lambda: optfn.clip_by_global_norm(0.5), complex_leaves=True
     ),
+    "clip_by_global_norm_off": Entry(
+        "clip_by_global_norm",
+        lambda: optfn.clip_by_global_norm(float("inf")),
+        complex_leaves=True,
+    ),
     "scale_by_momentum": Entry(
         "scale_by_momentum", lambda: optfn.scale_by_momentum(0.9), complex_leaves=True
     ),

@@ -206,3 +206,20 @@ def test_staircases_are_exact_at_their_edges():
         schedule = optfn.schedules.exponential(1.0, length, 0.5, staircase=True)
         rates = jax.jit(jax.vmap(schedule))(steps)
         np.testing.assert_allclose(rates, 0.5 ** (np.arange(5 * length) // length), rtol=1e-6)
+
+
+def test_a_float64_program_keeps_the_rate_in_float64_and_loads_earlier_files():
+    mapping = optfn.state_dict(optfn.sgd(0.25).init(P))  # float32, as all files before were
+    with jax.enable_x64(True):
+        p = {"w": jnp.ones(2, jnp.float64)}
+        for rate in (0.1, lambda step: 0.1, np.float64(0.1)):
+            state = optfn.sgd(rate).init(p)
+            assert float(optfn.get_learning_rate(state)) == 0.1  # not the float32 next to it
+            _, new = optfn.sgd(rate).update(p, state, p)
+            assert float(optfn.get_learning_rate(new)) == 0.1
+        tx = optfn.sgd(0.1)
+        state = optfn.set_learning_rate(tx.init(p), 0.3)
+        assert tx.update(p, state, p)[0]["w"].tolist() == [-0.3, -0.3]
+        loaded = optfn.load_state_dict(state, mapping)
+        assert jax.tree.map(jnp.result_type, loaded) == jax.tree.map(jnp.result_type, state)
+        assert float(optfn.get_learning_rate(loaded)) == 0.25

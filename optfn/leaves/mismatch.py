@@ -88,7 +88,7 @@ def naming_integer_leaves(updates: Updates) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        leaves, names = tree.flatten(updates)[0], tree.paths(updates)
+        leaves, names = jax.tree.leaves(updates, is_leaf=tree.is_leaf), tree.paths(updates)
         integers = [names[i] for i, g in enumerate(leaves) if is_float0(g)]
         if not integers or "float0 array" not in str(error):
             raise
