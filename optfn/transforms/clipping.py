@@ -1,6 +1,7 @@
 """Gradient clipping by value, by the norm of each tensor and by the norm of all."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,6 @@ class ClipState(NamedTuple):
     factor: jax.Array
 
 
-def _check_max_norm(max_norm: Number) -> Scalar:
-    """Return `max_norm`, a number in (0, ∞]."""
-    return checks.number("max_norm", max_norm, low=0.0, low_open=True, finite=False)
-
-
 def _unclipped(params: Params) -> ClipState:
     del params
     return ClipState(jnp.ones((), jnp.float32))
@@ -35,14 +31,6 @@ def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
     """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 and ∞ included."""
     max_norm = numerics.scalar(max_norm, norm)
     return jnp.where(norm <= max_norm, 1, max_norm / jnp.maximum(norm, max_norm))
-
-
-def _off(
-    updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-) -> tuple[Updates, ClipState]:
-    """Return the updates as they are: the clip to an infinite norm."""
-    del state, extra
-    return updates, _unclipped(params)
 
 
 @core.transform()
@@ -88,21 +76,31 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
 
     Source: fluid.clip.GradientClipByNorm.
     """
-    c = _check_max_norm(max_norm)
-    if isinstance(c, float) and math.isinf(c):
-        return core.rule(_unclipped, _off)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, ClipState]:
-        del state, params
-        updates = leafwise.merge_rows(updates)
+    def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
         factors = leafwise.combine(clip_factor, leafwise.norms(updates), max_norm=c)
         smallest = jnp.ones((), jnp.float32)
         for factor in factors.all():
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
-        new = leafwise.apply(_multiply, updates, rows="touched", factor=factors)
-        return new, ClipState(_smallest_of_workers(smallest, extra))
+        return leafwise.apply(_multiply, updates, rows="touched", factor=factors), smallest
+
+    return _by_norm(max_norm, clip)
+
+
+def _by_norm(
+    max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
+) -> core.Rule:
+    """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
+    c = checks.number("max_norm", max_norm, low=0.0, low_open=True, finite=False)
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, ClipState]:
+        del state
+        if isinstance(c, float) and math.isinf(c):
+            return updates, _unclipped(params)
+        updates, factor = clip(leafwise.merge_rows(updates), c)
+        return updates, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
 
     return core.rule(_unclipped, update)
 
@@ -131,17 +129,9 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
 
     Source: Pascanu et al. 2013, arXiv 1211.5063; fluid.clip.GradientClipByGlobalNorm.
     """
-    c = _check_max_norm(max_norm)
-    if isinstance(c, float) and math.isinf(c):
-        return core.rule(_unclipped, _off)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, ClipState]:
-        del state, params
-        updates = leafwise.merge_rows(updates)
+    def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
         factor = clip_factor(leafwise.global_norm(updates), c)
-        new = leafwise.apply(_multiply, updates, rows="touched", factor=factor)
-        return new, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
+        return leafwise.apply(_multiply, updates, rows="touched", factor=factor), factor
 
-    return core.rule(_unclipped, update)
+    return _by_norm(max_norm, clip)
