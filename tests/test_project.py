@@ -32,7 +32,7 @@ SIGNATURES = {
     "adamw": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, weight_decay=0.01, exclude=None, "
     "lazy=False, eps_hat=False, moment_dtype=None",
     "adamax": "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *",
-    "ftrl": "learning_rate, *, l1=0.0, l2=0.0, lr_power=-0.5",
+    "ftrl": "learning_rate, *, l1=0.0, l2=0.0, lr_power=-0.5, lazy=True",
     "lamb": "learning_rate=1e-3, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-6, "
     "bias_correction=False, exclude=None",
     "asgd": "learning_rate=1e-3, *, batch_num=1, weight_decay=0.0",

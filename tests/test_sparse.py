@@ -266,7 +266,7 @@ def test_indices_that_a_clip_of_optax_scales_are_refused(factory):
 # Optimizers
 
 EXACT = {
-    **{k: v for k, v in registry.OPTIMIZERS.items() if "lazy" not in k},
+    **{k: v for k, v in registry.OPTIMIZERS.items() if "lazy" not in k and k != "ftrl"},
     **{
         k: registry.TRANSFORMS[k]
         for k in (
@@ -275,10 +275,12 @@ EXACT = {
             "clip_by_global_norm",
             "scale_by_learning_rate",
             "reduce_on_plateau",
-            "ftrl_proximal",
         )
     },
     **{k: registry.WRAPPERS[k] for k in registry.WRAPPERS},
+    "ftrl_proximal": registry.Entry(
+        "ftrl_proximal", lambda: optfn.ftrl_proximal(0.1, lazy=False), needs_params=True
+    ),
 }
 WARNS = ("lamb", "lars", "adadelta", "adamax", "asgd", "adam_clip_l2", "sgd_clip_l1", "param_attrs")
 
@@ -363,6 +365,50 @@ def test_lazy_touches_the_rows_present_only(weight_decay):
     found = [params["t"], *(optfn.state_dict(state)[f"scale_by_adam/{k}/t"] for k in ("mu", "nu"))]
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def sparse_ftrl(p, g, touched, n, z, *, lr, l1=0.0, l2=0.0, lr_power=-0.5):
+    """NumPy, float64: Paddle's SparseFTRLFunctor, for the rows `touched` of the dense gradient."""
+    l1, l2 = l1 + 1e-10, l2 + 1e-10
+    p, n, z = p.copy(), n.copy(), z.copy()
+    for row in touched:
+        new = n[row] + g[row] ** 2
+        z[row] += g[row] - (new**-lr_power - n[row] ** -lr_power) / lr * p[row]
+        x = l1 * np.sign(z[row]) - z[row]
+        p[row] = np.where(np.abs(z[row]) > l1, x / (new**-lr_power / lr + 2 * l2), 0.0)
+        n[row] = new
+    return p, n, z
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("indices", [[1, 4, 30], [7, 2, 7, ROWS, 7]], ids=["some", "repeated"])
+@pytest.mark.parametrize(
+    "options", [{}, {"l1": 0.3, "l2": 0.1}, {"lr_power": -0.7}], ids=["plain", "l1 l2", "power"]
+)
+def test_ftrl_touches_the_rows_present_only(options, indices, jitted):
+    """n, z and p of four steps; a row without gradient keeps all three bit for bit."""
+    rng = np.random.default_rng(0)
+    p = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    tx = optfn.ftrl(0.1, **options)
+    params, n, z = {"t": jnp.asarray(p)}, np.zeros(p.shape), np.zeros(p.shape)
+    state, start, p = tx.init(params), p, p.astype(np.float64)
+    update = jax.jit(tx.update) if jitted else tx.update
+    here = np.array(indices)[np.array(indices) < ROWS]
+    for _ in range(4):
+        values = rng.normal(size=(len(indices), WIDTH)).astype(np.float32)
+        g = sparse.Rows(jnp.asarray(indices, jnp.int32), jnp.asarray(values), ROWS)
+        updates, state = update({"t": g}, state, params)
+        assert isinstance(updates["t"], sparse.Rows)
+        params = optfn.apply_updates(params, updates)
+        total = np.zeros(p.shape)
+        np.add.at(total, here, values[np.array(indices) < ROWS])
+        p, n, z = sparse_ftrl(p, total, np.unique(here), n, z, lr=0.1, **options)
+    found = optfn.state_dict(state)
+    np.testing.assert_allclose(params["t"], p, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found["ftrl_proximal/accumulator/t"], n, rtol=1e-5)
+    np.testing.assert_allclose(found["ftrl_proximal/linear/t"], z, rtol=1e-4, atol=1e-4)
+    others = np.setdiff1d(np.arange(ROWS), here)
+    np.testing.assert_array_equal(params["t"][others], start[others])
 
 
 def test_a_dense_gradient_ignores_lazy():
@@ -469,7 +515,7 @@ def big_loss(params, batch):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("make", [optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw])
+@pytest.mark.parametrize("make", [optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw, optfn.ftrl])
 def test_a_step_makes_nothing_as_large_as_the_table(make):
     """The compiled step scatters into what is donated; its temporaries are of the batch's size."""
     size, batch = 20_000, 64

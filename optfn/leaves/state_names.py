@@ -57,6 +57,12 @@ def state_word(state_type: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
+def _words(state: OptState) -> tuple[str, ...]:
+    """Return the words of the fields of a state."""
+    words: tuple[str, ...] = getattr(type(state), "words", state._fields)
+    return words
+
+
 def named_parts(
     state: OptState,
     stop: Callable[[Any], bool] = lambda x: False,
@@ -77,8 +83,8 @@ def named_parts(
       stop: selects states that are yielded as they are, not leaf by leaf.
       unnamed: selects states that add no word, because that of the state around them is enough.
 
-    A type may declare that its fields are labels, as the keys of a dict are (`labels`), or that it
-    adds no word (`adds_no_word`).
+    A type may declare that its fields are labels, as the keys of a dict are (`labels`), that it
+    adds no word (`adds_no_word`), or other words for its fields than their names (`words`).
     """
     seen: dict[str, int] = {}
 
@@ -92,7 +98,7 @@ def named_parts(
             if stop(node):
                 yield name, node
                 return
-            for field, child in zip(node._fields, node, strict=True):
+            for field, child in zip(_words(node), node, strict=True):
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):

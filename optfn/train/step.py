@@ -519,7 +519,8 @@ def _step(
         extra["value_fn"] = value_fn(objective, axis_name, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
-        updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
+        with mismatch.naming_integer_leaves(grads):
+            updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = core.apply_updates(params, updates)
         model_state = parallel.mean_or_first(values.model_state, axis_name)
         model_state = _kept_where_skipped(model_state, state, opt_state)

@@ -82,7 +82,7 @@ def exponential_moving_average(
     thres_steps = checks.flag("thres_steps", thres_steps)
 
     def init(params: Params) -> ExponentialMovingAverageState:
-        zero = jnp.zeros((), jnp.float32)
+        zero = jnp.zeros((), numerics.scalar_dtype())
         average = leafwise.zeros_like(leafwise.inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
 
@@ -100,12 +100,12 @@ def exponential_moving_average(
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
-            s = state.step.astype(jnp.float32)
+            s = state.step.astype(state.weight.dtype)
             d = jnp.minimum(decay, (1 + s) / (10 + s))
             # 1 − d, but not computed from the rounded d.
             complement = jnp.maximum(1 - decay, 9 / (10 + s))
         _, average = leafwise.apply(rule, p, state.average, d=d, complement=complement)
-        weight = (d * state.weight + complement).astype(jnp.float32)
+        weight = (d * state.weight + complement).astype(state.weight.dtype)
         step = core.next_step(state.step)
         return updates, ExponentialMovingAverageState(step, weight, average)
 

@@ -105,7 +105,7 @@ def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
         rate = jnp.asarray(jnp.nan, jnp.float32)
-    return factor, jnp.array(rate, copy=True)
+    return factor, jnp.array(rate, jnp.float32, copy=True)
 
 
 def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array]:
