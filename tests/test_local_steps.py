@@ -295,7 +295,7 @@ def test_a_state_carries_over_to_another_number_of_workers():
 
 MISUSES = {
     "no mesh": ({"mesh": None}, "local_steps=3 needs mesh"),
-    "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer with local_steps=1"),
+    "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer needs local_steps"),
     "tables": ({"tables": "w"}, "local_steps=3 cannot be with tables"),
     "own gradient": (
         {"value_and_grad": jax.value_and_grad(loss_fn)},

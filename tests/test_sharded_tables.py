@@ -230,7 +230,7 @@ def test_explicit_axes_and_a_checked_layout():
 def compiled(tx, rows, ids=4096, width=64):
     """Return the compiled step of a table that is not there."""
     step = sharded(tx, lambda p, b: jnp.mean((p["t"][b[0]] @ p["w"] - b[1]) ** 2))
-    place = step.sharding.place
+    place = step.layout.place
     params = {
         "t": jax.ShapeDtypeStruct((rows, width), jnp.float32),
         "w": jax.ShapeDtypeStruct((width, 2), jnp.float32),
@@ -244,8 +244,8 @@ def compiled(tx, rows, ids=4096, width=64):
     opt_state = jax.eval_shape(tx.init, params)
     state = TrainState(
         jax.ShapeDtypeStruct((), jnp.int32),
-        placed(params, place(step.sharding.of_params(params))),
-        placed(opt_state, place(step.sharding.of_state(opt_state, params))),
+        placed(params, place(step.layout.of_params(params))),
+        placed(opt_state, place(step.layout.of_state(opt_state, params))),
     )
     batch = jax.ShapeDtypeStruct((ids,), jnp.int32), jax.ShapeDtypeStruct((ids, 2), jnp.float32)
     return step.compiled.lower(state, batch).compile()
@@ -277,12 +277,16 @@ def test_temporaries_and_the_wire_do_not_depend_on_the_number_of_rows(lazy):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"tables": None}, ValueError, "shard_tables needs tables"),
+        ({"tables": None}, ValueError, "shard_tables=True needs tables"),
         ({"mesh": None}, ValueError, "needs mesh"),
         ({"shard_tables": 1}, TypeError, "shard_tables must be"),
-        ({"packed": True}, ValueError, "tables with packed=True"),
-        ({"shard_tables": False, "shard": "state"}, ValueError, "shard cannot be with tables="),
-        ({"local_steps": 2}, ValueError, "shard cannot be with local_steps=2"),
+        ({"packed": True}, ValueError, "shard_tables=True cannot be with packed=True"),
+        (
+            {"shard_tables": False, "shard": "state"},
+            ValueError,
+            "shard='state' cannot be with tables=",
+        ),
+        ({"local_steps": 2}, ValueError, "shard_tables=True cannot be with local_steps=2"),
     ],
 )
 def test_bad_arguments(options, error, words):

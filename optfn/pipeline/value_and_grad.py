@@ -20,8 +20,8 @@ from optfn import checks
 from optfn.autodiff.pullback import Key, inexact_leaves
 from optfn.leaves import tree
 from optfn.leaves.types import LossFn, Params, PyTree, Updates
+from optfn.parallel.layout import is_spec
 from optfn.parallel.mesh import axes
-from optfn.parallel.sharding import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item
 from optfn.pipeline.model import (
     Gradient,

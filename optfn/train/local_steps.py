@@ -21,6 +21,7 @@ from optfn.parallel import traffic
 from optfn.parallel.mesh import AxisName, axes
 from optfn.parallel.per_worker import PerWorker, exchanges
 from optfn.train.state import StepFn, TrainState
+from optfn.wrappers.nonfinite import with_gave_up
 
 
 @declares(adds_no_word=True)
@@ -88,6 +89,8 @@ class LocalSteps(NamedTuple):
                 lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,
                 end.opt_state, fresh, own,
             )  # fmt: skip
+            if "gave_up" in metrics:  # in any step of the round
+                opt_state = with_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
             model_state = jax.tree.map(
                 lambda old, new: jnp.where(finite, new, old),

@@ -21,8 +21,8 @@ from optfn import checks
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.parallel import processes
+from optfn.parallel.layout import Kind
 from optfn.parallel.mesh import AxisName
-from optfn.parallel.sharding import Kind
 from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.train.history import Evaluator, History, Log, RunLog, as_numbers
 from optfn.train.progress import Progress
@@ -170,7 +170,7 @@ def minimize(
             saver.save_if_due(n, state, history)
             if stopped:
                 break
-        step.check()
+        step.check(state)
         if not stopped:
             _check_batches(n, steps, local_steps)
         if n > done and not evaluator.has_seen(n):
@@ -238,7 +238,7 @@ class _Saver:
     def save(self, n: int, state: TrainState, history: History) -> None:
         """Save the state after step n, unless it is saved."""
         if self.directory is not None and self.saved != n:
-            self.step.check()
+            self.step.check(state)
             save_checkpoint(self.directory, state, history.arrays())
             self.saved = n
 

@@ -19,10 +19,9 @@ from optfn.leaves import state_names, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
-from optfn.parallel import sharding as shards
+from optfn.parallel.layout import Kind, layout_of
 from optfn.parallel.mesh import AxisName
 from optfn.parallel.placement import PER_WORKER_KEY, map_state
-from optfn.parallel.sharding import Kind, Sharding
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
@@ -294,18 +293,18 @@ def _layout_columns(
     """Return how each leaf lies and its bytes on a device, and at the end their sum."""
     if mesh is None:
         raise ValueError("summary: shard needs mesh, over whose devices params and state lie")
-    sharding = Sharding(shards.check(shard, mesh), mesh, data_axis)
-    names, specs = tree.paths(params), tree.flatten(sharding.of_gradients(params))[0]
+    layout = layout_of(shard, mesh, data_axis)
+    names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
 
     def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
         def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(part, values, sharding.place(specs))
+        return jax.tree.map(part, values, layout.place(specs))
 
-    parts = on_a_device(state, sharding.of_state(state, params))
+    parts = on_a_device(state, layout.of_state(state, params))
     kept = _bytes_by_leaf(parts, names)
-    of_params = tree.flatten(on_a_device(params, sharding.of_params(params)))[0]
+    of_params = tree.flatten(on_a_device(params, layout.of_params(params)))[0]
     sizes = [
         0 if tree.is_masked(p) else _bytes(p) + kept[name]
         for name, p in zip(names, of_params, strict=True)
