@@ -24,7 +24,7 @@ from optfn.distributed import (
     subtract_sent,
 )
 from optfn.leaves import tree
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
 N = 4

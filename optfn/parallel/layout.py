@@ -7,7 +7,7 @@ else (the training step, checkpoints, plans of memory) asks the layout:
     data axes = part axes (params or state are divided over them) + worker axes
 
 Along the worker axes each group of devices has a gradient and, where its state says so, a state of
-its own (`optfn.parallel.per_worker`).
+its own (`optfn.state.per_worker`).
 """
 
 import abc
@@ -23,13 +23,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.leaves import state_names, tree
+from optfn import mesh as meshes
+from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
-from optfn.parallel import mesh as meshes
+from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.parallel.data_parallel import put, replicate
-from optfn.parallel.mesh import Axes, AxisName, axes, restricted, without
-from optfn.parallel.per_worker import PerWorker, exchanges, nodes_of
-from optfn.parallel.placement import num_workers, on_workers_of, specs_of
+from optfn.state import names as state_names
+from optfn.state.per_worker import PerWorker, exchanges, nodes_of
+from optfn.state.placement import num_workers, on_workers_of, specs_of
 
 # "state", "params", or PartitionSpecs of params by patterns of paths.
 Kind: TypeAlias = str | Mapping[str, P]

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.mesh import AxisName, axes, restricted, without
 from optfn.parallel.layout import Kind, is_spec, layout_of
-from optfn.parallel.mesh import AxisName, axes, restricted, without
-from optfn.parallel.per_worker import exchanged_axes
-from optfn.parallel.placement import num_workers, on_workers_of
+from optfn.state.per_worker import exchanged_axes
+from optfn.state.placement import num_workers, on_workers_of
 
 
 class MemoryPlan(NamedTuple):

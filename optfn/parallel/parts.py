@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from optfn.checks import shown
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
+from optfn.mesh import Axes, joined, pmean, reducible, without
 from optfn.parallel.layout import Division, Layout, is_spec
-from optfn.parallel.mesh import Axes, joined, pmean, reducible, without
-from optfn.parallel.placement import num_workers
+from optfn.state.placement import num_workers
 
 
 def mean_part(x: jax.Array, divisions: Sequence[Division], names: Axes, mesh: Mesh) -> jax.Array:

@@ -9,12 +9,12 @@ import optax
 from jax.sharding import Mesh
 
 from optfn import checks
+from optfn import mesh as meshes
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Updates
-from optfn.parallel import mesh as meshes
+from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.placement import num_workers
+from optfn.state.placement import num_workers
 
 # (option, the one that it needs, why)
 NEEDS = (

@@ -28,13 +28,13 @@ from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
+from optfn.mesh import Axes, AxisName
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Kind, Layout, layout_of
-from optfn.parallel.mesh import Axes, AxisName
-from optfn.parallel.tables import Owners
+from optfn.sparse.tables import Owners
 from optfn.train.local_steps import LocalSteps
 from optfn.train.objective import (
     Form,

@@ -17,10 +17,10 @@ from jax import lax
 from optfn import checks, core
 from optfn.leaves import mismatch, tree
 from optfn.leaves.types import Batch, OptState, PyTree
+from optfn.mesh import Axes
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
-from optfn.parallel.mesh import Axes
-from optfn.parallel.per_worker import may_give_rows
+from optfn.state.per_worker import may_give_rows
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.learning_rate import get_learning_rate

@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
-from optfn.parallel.mesh import Axes, AxisName, check_axis, check_names, joined
+from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
 
 
 @declares(passes_own_gradients=True, passes_rows=True)

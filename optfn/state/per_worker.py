@@ -29,7 +29,7 @@ import optax
 
 from optfn.leaves import tree
 from optfn.leaves.types import OptState, Params, PyTree, declares
-from optfn.parallel.mesh import Axes, AxisName, axes, joined
+from optfn.mesh import Axes, AxisName, axes, joined
 
 
 @declares(transparent=True)
