@@ -28,7 +28,8 @@ from optfn.compression.dgc_phases import (
 from optfn.compression.packets import VALUE_DTYPES
 from optfn.compression.residual import ramp_step
 from optfn.leaves import leafwise, numerics, tree
-from optfn.leaves.types import Leaf, Params, PyTree, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged
@@ -36,7 +37,7 @@ from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 
 
-@declares(passes_rows=True)
+@traits(passes_rows=True, skipped="skipped")
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 

@@ -12,14 +12,15 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn import mesh as meshes
 from optfn.leaves import leafwise, numerics, packed, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.parallel.data_parallel import for_optimizer
 from optfn.pipeline.stacking import PipelineParams
 from optfn.state.per_worker import Exchanged, check_wrappers, nodes_of
 from optfn.state.placement import map_state, num_workers
 
 
-@declares(workers_in_front=True)
+@traits(workers_in_front=True)
 class OnEachDeviceState(NamedTuple):
     """State of `on_each_device`: that of the optimizer, of all devices; indexed as that is."""
 

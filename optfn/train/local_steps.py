@@ -15,7 +15,8 @@ from jax import lax
 from optfn import core
 from optfn.jaxprs.dependence import depends
 from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, declares
+from optfn.leaves.traits import traits, traits_of
+from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.mesh import AxisName, axes
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
@@ -24,7 +25,7 @@ from optfn.train.state import StepFn, TrainState
 from optfn.wrappers.nonfinite import with_gave_up
 
 
-@declares(adds_no_word=True)
+@traits(adds_no_word=True)
 class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
@@ -36,7 +37,7 @@ class LocalState(NamedTuple):
     inner_state: OptState
 
 
-@declares(labels=True, passes_own_gradients=True, main="inner")
+@traits(labels=True, passes_own_gradients=True, main="inner")
 class InnerAndOuter(NamedTuple):
     """The optimizer state of a run with local steps: that of the workers, and the outer one's."""
 
@@ -164,7 +165,7 @@ def _check_inner(
 
 
 def _follows_params(x: object) -> bool:
-    return bool(getattr(type(x), "follows_params", False))
+    return traits_of(x).follows_params
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:

@@ -6,7 +6,7 @@ written for whole arrays: the compiler divides the update, so that norms are tho
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax import lax
 
 from optfn import checks, core
 from optfn.leaves import mismatch, tree
+from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Batch, OptState, PyTree
 from optfn.mesh import Axes
 from optfn.parallel import data_parallel as parallel
@@ -27,6 +28,8 @@ from optfn.transforms.learning_rate import get_learning_rate
 from optfn.wrappers.metrics import RECORDED
 from optfn.wrappers.metrics import metrics as recorded_metrics
 from optfn.wrappers.nonfinite import gave_up
+
+_ApplyIfFinite = optax.transforms.ApplyIfFiniteState
 
 # From the number of a step to its key.
 KeyOf = Callable[[jax.Array], jax.Array]
@@ -107,14 +110,18 @@ def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptS
 
 
 def _skips(opt_state: OptState) -> list[jax.Array]:
-    """Return the counters of skipped steps in a state: the int32 scalars of fields `skipped`."""
-    return [
-        x
-        for path, x in jax.tree_util.tree_leaves_with_path(opt_state)
-        if getattr(path[-1], "name", "") in ("skipped", "total_notfinite")
-        and x.shape == ()
-        and x.dtype == jnp.int32
-    ]
+    """Return the counters of skipped steps in a state, those of `optax.apply_if_finite` too."""
+
+    def counter(x: object) -> str:
+        return "total_notfinite" if isinstance(x, _ApplyIfFinite) else traits_of(x).skipped
+
+    def inside(state: PyTree) -> Iterator[jax.Array]:
+        for x in jax.tree.leaves(state, is_leaf=lambda x: x is not state and bool(counter(x))):
+            if counter(x):
+                yield x._asdict()[counter(x)]
+                yield from inside(x)
+
+    return list(inside((opt_state,)))
 
 
 def _barrier(values: PyTree) -> PyTree:

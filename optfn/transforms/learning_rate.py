@@ -15,7 +15,8 @@ import optax
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, numerics
-from optfn.leaves.types import OptState, Params, PyTree, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.state import names as state_names
 
 
@@ -35,7 +36,7 @@ class DrivenLearningRateState(LearningRateState):
     __slots__ = ()
 
 
-@declares(words=("step", "learning_rate"))
+@traits(words=("step", "learning_rate"))
 class GivenLearningRateState(NamedTuple):
     """A rate that an array drives, as in `optax.inject_hyperparams`.
 
@@ -109,7 +110,7 @@ def at_step(
     return jnp.array(number, dtype, copy=True)
 
 
-@declares(passes_rows=True)
+@traits(passes_rows=True)
 class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
 

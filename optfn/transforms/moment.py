@@ -15,7 +15,8 @@ import optax
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics
-from optfn.leaves.types import OptState, Params, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, Updates
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -24,7 +25,7 @@ class ScaleByMomentumState(NamedTuple):
     velocity: Params
 
 
-@declares(retired=("velocity",))
+@traits(retired=("velocity",))
 class WithoutMomentumState(ScaleByMomentumState):
     """State of `scale_by_momentum(0)`: a masked leaf."""
 

@@ -8,7 +8,8 @@ import optax
 
 from optfn import core
 from optfn.leaves import leafwise, tree
-from optfn.leaves.types import OptState, Params, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import AxisName, axes, check_axis, check_names
 from optfn.state import names as state_names
 from optfn.state.per_worker import has_workers_in_front, nodes_of
@@ -17,7 +18,7 @@ from optfn.transforms.clipping import ClipState
 from optfn.wrappers.nonfinite import axis_names
 
 
-@declares(passes_own_gradients=True, passes_rows=True)
+@traits(passes_own_gradients=True, passes_rows=True)
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state."""
 

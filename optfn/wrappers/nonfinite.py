@@ -10,11 +10,12 @@ from jax.tree_util import PyTreeDef
 
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
 from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
 
 
-@declares(passes_own_gradients=True, passes_rows=True)
+@traits(passes_own_gradients=True, passes_rows=True, skipped="skipped")
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""
 
