@@ -90,6 +90,37 @@ def test_ids_out_of_range_are_as_in_a_dense_gradient(out):
     np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-5, atol=1e-7)
 
 
+FORMS = {
+    "an array of ids": lambda t, ids: t[ids],
+    "ids of two axes": lambda t, ids: t[ids.reshape(2, -1)],
+    "an id": lambda t, ids: jnp.stack([t[ids[k]] for k in range(ids.size)]),
+    "a Python id": lambda t, ids: jnp.stack([t[k] for k in (7, -9, 5, -6, 0, -1)]),
+    "NumPy's ids": lambda t, ids: t[np.array([7, -9, 5, -6, 0, -1])],
+    "vmap of an id": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
+    "vmap of vmap": lambda t, ids: jax.vmap(jax.vmap(lambda i: t[i]))(ids.reshape(2, -1)),
+    "vmap of an array": lambda t, ids: jax.vmap(lambda i: t[i])(ids.reshape(2, -1)),
+    "jit of an id": lambda t, ids: jax.jit(lambda t, i: t[i])(t, ids[0]),
+    "short ids": lambda t, ids: t[ids.astype(jnp.int8)] + t[ids[1].astype(jnp.int8)],
+    "unsigned ids": lambda t, ids: t[jnp.abs(ids).astype(jnp.uint8)],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
+    """Out of range at both ends, negative and ordinary; every row has a weight of its own."""
+    ids = jnp.array([7, -9, 5, -6, 0, -1])  # of a table of five rows
+
+    def loss(params, ids):
+        found = FORMS[name](params["table"], ids)
+        return jnp.sum(found * jnp.arange(1.0, found.size + 1).reshape(found.shape))
+
+    params = {"table": normal(0, 5, WIDTH)}
+    value, grads = sparse.value_and_grad(loss, "table")(params, ids)
+    want, dense = jax.value_and_grad(loss)(params, ids)
+    assert float(value) == pytest.approx(float(want), rel=1e-5)
+    np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-6)
+
+
 def test_one_dimensional_and_wide_tables():
     def loss(params, ids):
         return jnp.sum(jnp.sin(params["bias"][ids])) + jnp.sum(params["wide"][ids] ** 2)
@@ -122,6 +153,8 @@ MISUSES = {
         lambda t: jax.lax.cond(jnp.sum(jnp.ones(2)) > 0, lambda: t[0].sum(), lambda: 0.0),
         "inside the body of cond.*look up before it",
     ),
+    "take": (lambda t: jnp.take(t, jnp.arange(2), axis=0).sum(), "only be looked up"),
+    "at": (lambda t: t.at[jnp.arange(2)].get(mode="clip").sum(), "only be looked up.*'at'"),
     "checkpoint": (
         lambda t: jax.checkpoint(lambda t: t[jnp.arange(2)].sum())(t),
         "inside the body of .*look up before it",
