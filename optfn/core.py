@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from optfn import checks, numerics
-from optfn.leaves import leafwise, mismatch, tree
+from optfn.leaves import leafwise, mismatch, third_party, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 P = ParamSpec("P")
@@ -348,7 +348,7 @@ def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
     What makes one on request, such as `optax.MultiSteps`, is asked for it.
     """
     if isinstance(tx, optax.MultiSteps):
-        return rule(tx.init, tx.update)  # what it makes by itself drops extra arguments
+        tx = rule(tx.init, tx.update)  # what it makes by itself drops extra arguments
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
@@ -357,7 +357,7 @@ def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
             "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
             f"got {checks.shown(tx)}"
         )
-    return tx
+    return tx if isinstance(tx, Transform) else third_party.with_errors(argument, tx)
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:

@@ -601,6 +601,46 @@ def test_densify_goes_before_the_transforms_of_optax():
     chex.assert_trees_all_close(found, want, rtol=1e-5)
 
 
+NEED_ARRAYS = {
+    "alone": (lambda tx: tx, "tx takes no"),
+    "in a chain": (
+        lambda tx: optfn.chain(optfn.clip_by_norm(1.0), tx),
+        "chain: part 1 takes no",
+    ),
+    "guarded": (optfn.skip_nonfinite, "skip_nonfinite: tx takes no"),
+    "measured": (optfn.record_metrics, "record_metrics: tx takes no"),
+    "in a partition": (
+        lambda tx: optax.partition({"a": tx, "b": optfn.sgd(0.1)}, {"table": "a", "w": "b"}),
+        "tx takes no",
+    ),
+    "twice": (lambda tx: optax.MultiSteps(tx, 2), "tx takes no"),
+}
+
+
+@pytest.mark.parametrize("name", NEED_ARRAYS)
+@pytest.mark.parametrize(
+    "make", [optax.adam, optax.adamw, optax.adafactor], ids=lambda f: f.__name__
+)
+def test_transforms_that_need_arrays_say_that_densify_makes_them(name, make):
+    wrap, message = NEED_ARRAYS[name]
+    params = {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2)}
+
+    def loss(params, ids):
+        return jnp.sum((params["table"][ids] @ params["w"]) ** 2)
+
+    step = optfn.make_train_step(loss, wrap(make(0.1)), tables="table")
+    with pytest.raises(TypeError, match=message + r" row-sparse.*'table'.*sparse\.densify\(\)"):
+        step(step.init(params), IDS)
+
+
+def test_other_errors_of_a_third_party_stay_what_they_are():
+    params, (sparse_grads, _) = {"table": normal(0, ROWS, WIDTH)}, gradients(3)
+    sparse_grads.pop("w")
+    tx = optfn.chain(optax.add_decayed_weights(0.1))
+    with pytest.raises(ValueError, match="You are using a transformation that requires"):
+        tx.update(sparse_grads, tx.init(params))
+
+
 def test_recompute_leaves_the_lookups_out():
     from jax.ad_checkpoint import checkpoint_name
 
