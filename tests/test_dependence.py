@@ -122,6 +122,7 @@ CASES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("argument", "abc")
 @pytest.mark.parametrize("name", CASES)
 def test_dependence_is_followed_through(name, argument):

@@ -105,6 +105,7 @@ FORMS = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
     """Out of range at both ends, negative and ordinary; every row has a weight of its own."""
@@ -115,8 +116,8 @@ def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
         return jnp.sum(found * jnp.arange(1.0, found.size + 1).reshape(found.shape))
 
     params = {"table": normal(0, 5, WIDTH)}
-    value, grads = sparse.value_and_grad(loss, "table")(params, ids)
-    want, dense = jax.value_and_grad(loss)(params, ids)
+    value, grads = jax.jit(sparse.value_and_grad(loss, "table"))(params, ids)
+    want, dense = jax.jit(jax.value_and_grad(loss))(params, ids)
     assert float(value) == pytest.approx(float(want), rel=1e-5)
     np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-6)
 
@@ -162,6 +163,7 @@ MISUSES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", MISUSES)
 def test_other_uses_of_a_table_are_errors(name):
     use, message = MISUSES[name]
