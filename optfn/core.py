@@ -348,7 +348,7 @@ def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
     What makes one on request, such as `optax.MultiSteps`, is asked for it.
     """
     if isinstance(tx, optax.MultiSteps):
-        tx = rule(tx.init, tx.update)  # what it makes by itself drops extra arguments
+        tx = rule(tx.init, tx.update)  # its own transformation drops extra arguments
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):

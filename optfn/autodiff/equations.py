@@ -16,7 +16,7 @@ Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python s
 Environment: TypeAlias = dict[Any, Value]  # the values of variables
 
 _JITTED = ("jit", "pjit", "closed_call")
-# What runs a function once on its operands.
+# Primitives that run a function once on their operands.
 _CALLS = (
     *(*_JITTED, "core_call", "composite", "shard_map", "checkpoint", "remat2"),
     *("custom_jvp_call", "custom_vjp_call"),

@@ -13,7 +13,6 @@ import jax
 import optax
 
 from optfn.leaves import leafwise, tree
-from optfn.leaves.nodes import Stacked
 from optfn.leaves.types import LeafKind, OptState, Params, PyTree, Updates
 
 
@@ -66,7 +65,7 @@ def _without_stacked(params: Params) -> Params:
     """Return `params` with the trees inside `Stacked` nodes; itself where there are none."""
 
     def is_stacked(x: object) -> bool:
-        return isinstance(x, Stacked)
+        return tree.is_transparent(x) and tree.describes_leaves(x)
 
     if not any(map(is_stacked, jax.tree.leaves(params, is_leaf=is_stacked))):
         return params
