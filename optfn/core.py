@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from optfn import checks
-from optfn.leaves import leafwise, mismatch, numerics, tree
+from optfn.leaves import leafwise, mismatch, numerics, third_party, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 P = ParamSpec("P")
@@ -392,7 +392,7 @@ def check_transform(argument: str, tx: Any, factory: str = "") -> optax.Gradient
       factory: the factory that the error suggests for a number.
     """
     if isinstance(tx, optax.MultiSteps):
-        return rule(tx.init, tx.update)  # what it makes by itself drops extra arguments
+        tx = rule(tx.init, tx.update)  # its own transformation drops extra arguments
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     if factory and checks.is_host_number(tx):
@@ -406,7 +406,7 @@ def check_transform(argument: str, tx: Any, factory: str = "") -> optax.Gradient
             "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
             f"got {checks.shown(tx)}"
         )
-    return tx
+    return tx if isinstance(tx, Transform) else third_party.with_errors(argument, tx)
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:

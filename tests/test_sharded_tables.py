@@ -146,9 +146,34 @@ def test_ids_outside_the_table_are_what_the_lookup_says():
     np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-4, atol=1e-6)
 
 
+LOOKUPS = {
+    "an array of ids": lambda t, ids: t[ids],
+    "an id": lambda t, ids: t[ids[0, 0]],
+    "vmap of an id": lambda t, ids: jax.vmap(lambda i: t[i])(ids[:, 0]),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
+    ids = np.random.default_rng(2).integers(-2 * ROWS, 2 * ROWS, (32, 5)).astype(np.int32)
+    ids[::4, 0] = [-2 * ROWS, -ROWS - 1, -ROWS, -1, 0, ROWS - 1, ROWS, 2 * ROWS]
+
+    def loss(params, batch):
+        return jnp.mean(jnp.sin(LOOKUPS[name](params["t"], batch)))
+
+    params = {"t": PARAMS["t"]}
+    dense = optfn.make_train_step(loss, optfn.sgd(10.0), mesh=data_mesh(N))
+    want, losses = run(dense, [ids], params)
+    state, found = run(sharded(optfn.sgd(10.0), loss), [ids], params)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-5, atol=1e-6)
+    assert np.any(want.params["t"] != params["t"])
+
+
 @pytest.mark.parametrize("shard", ["state", "params", {"w": P("data")}])
 def test_the_rest_of_the_model_may_be_sharded_too(shard):
-    params = PARAMS | {"w": RNG.normal(size=(8, 2)).astype(np.float32)}
+    params = PARAMS | {"w": np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)}
 
     def loss(params, batch):
         ids, y = batch
@@ -166,7 +191,7 @@ def test_the_rest_of_the_model_may_be_sharded_too(shard):
 
 def test_two_tables_of_other_optimizers_and_dtypes():
     params = {
-        "embed": RNG.normal(size=(ROWS, WIDTH)).astype(jnp.bfloat16),
+        "embed": np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(jnp.bfloat16),
         "wide": np.zeros((128, 1), np.float32),
         "w": PARAMS["w"],
     }
