@@ -266,9 +266,9 @@ def test_rows_are_checked_when_they_are_made(arguments, error, message):
         (
             ROWS + 1,
             WIDTH,
-            r"'table' is Rows float32 of shape \(41, 3\); the parameter has shape \(40, 3\)",
+            r"'table' is Rows of shape \(41, 3\) and dtype float32; the parameter has .* \(40, 3\)",
         ),
-        (ROWS, WIDTH + 1, r"of shape \(40, 4\); the parameter has shape \(40, 3\)"),
+        (ROWS, WIDTH + 1, r"of shape \(40, 4\) and dtype float32; the parameter has .* \(40, 3\)"),
     ],
 )
 def test_rows_of_another_table_are_errors_that_name_the_leaf(num_rows, width, message):
