@@ -74,7 +74,7 @@ def deep_gradient_compression(
     momentum_masking: bool = True,
     wire: str = "float32",
     selection: str = "exact",
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Exchange the largest entries of what each worker accumulates, and keep the others.
 
     With N workers, each with its own mean gradient g, and step from 0:

@@ -41,7 +41,7 @@ class Stacked(NamedTuple):
         return key in self.layers
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or hasattr(self.layers, "dtype"):
+        if name.startswith("_") or tree.is_array(self.layers):
             raise AttributeError(name)
         return getattr(self.layers, name)
 

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import numpy as np
+from jax.typing import DTypeLike
 
 # Any nesting of containers that JAX knows; its leaves are arrays unless the text says otherwise.
 PyTree: TypeAlias = Any
@@ -13,7 +15,7 @@ Updates: TypeAlias = PyTree  # gradients or updates, structured like params
 OptState: TypeAlias = PyTree  # the state of a gradient transformation
 Batch: TypeAlias = PyTree  # what a loss function takes after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
-DType: TypeAlias = Any  # whatever jnp.dtype accepts
+DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name
 LossFn: TypeAlias = Callable[..., Any]
 
 T = TypeVar("T", bound=type)
@@ -54,9 +56,10 @@ class LeafKind(abc.ABC):
         return len(self.shape)
 
     @property
-    def dtype(self) -> DType:
+    def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
-        return self.values.dtype
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
 
     @abc.abstractmethod
     def map(self, fn: Callable[[Leaf], Leaf]) -> "LeafKind":

@@ -55,8 +55,10 @@ def optimizer(
         ]
         if param_attrs:
             before = clip_and_regularize(common["grad_clip"], common["regularization"], param_attrs)
-        chain = core.chain(*before, *made.links)
-        tx = core.behind_edge(factory.__name__, chain.rule, chain.needs_params, chain.real_only)
+        own = core.rule_of(made)
+        links = [*(core.rule_of(tx) for tx in before), *(own.links or [own])]
+        tx: optax.GradientTransformationExtraArgs
+        tx = core.behind_edge(factory.__name__, core.chained(links))
         if checks.flag("multi_precision", common["multi_precision"]):
             tx = master_weights(tx)
         return attributed(factory.__name__, tx, param_attrs)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from optfn import checks, core, numerics
@@ -34,9 +33,7 @@ def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
 
 
 @core.transform()
-def clip_by_value(
-    max_value: Number, min_value: Number | None = None
-) -> optax.GradientTransformationExtraArgs:
+def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Rule:
     """Limit each element: g = min(max(g, min_value), max_value).
 
     Args:
@@ -66,7 +63,7 @@ def clip_by_value(
 
 
 @core.transform(complex_leaves=True, reads_state=False)
-def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+def clip_by_norm(max_norm: Number) -> core.Rule:
     """Limit the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
     Args:
@@ -116,7 +113,7 @@ def _multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
 
 
 @core.transform(complex_leaves=True, reads_state=False)
-def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+def clip_by_global_norm(max_norm: Number) -> core.Rule:
     """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
     Each tensor is multiplied by one scalar factor, which XLA fuses into the operations that follow;

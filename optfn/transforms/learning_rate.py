@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optfn import checks, core, numerics
 from optfn.checks import Number, Scalar, Schedule
@@ -118,7 +117,7 @@ class ScaleByLearningRateState(NamedTuple):
 @core.transform(complex_leaves=True)
 def scale_by_learning_rate(
     learning_rate: Number | Schedule,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Turn an ascent direction into a step: u = −lr·u.
 
     Args:
@@ -250,6 +249,4 @@ def largest(rate: jax.Array) -> jax.Array:
 
 
 def _equal(a: jax.Array, b: jax.Array) -> bool:
-    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-        return a is b
-    return bool(jnp.array_equal(a, b))
+    return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

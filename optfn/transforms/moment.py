@@ -5,6 +5,7 @@ transform below it maps the rule over a tree. Accumulators are float32 or wider,
 of the leaf; the state sizes given are for float32, in bytes per parameter.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,9 +40,7 @@ def momentum_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_momentum(
-    momentum: Number, *, nesterov: bool = False
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_momentum(momentum: Number, *, nesterov: bool = False) -> core.Rule:
     """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
 
     There is no dampening. Where the learning rate belongs inside the velocity (LARS, RMSProp), this
@@ -81,9 +80,7 @@ def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array,
 
 
 @core.transform(complex_leaves=True)
-def scale_by_adagrad(
-    *, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adagrad(*, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0) -> core.Rule:
     """Divide by the root of the sum of squares: m = m + |g|²; u = g/(√m + eps).
 
     Args:
@@ -118,9 +115,7 @@ def decayed_adagrad_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_decayed_adagrad(
-    *, decay: Number = 0.95, eps: Number = 1e-6
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_decayed_adagrad(*, decay: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
     """Divide by the root of the mean of squares: m = d·m + (1 − d)|g|²; u = g/(√m + eps).
 
     Args:
@@ -163,9 +158,7 @@ def adadelta_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_adadelta(
-    *, rho: Number = 0.95, eps: Number = 1e-6
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
     """Rescale by past updates over past gradients.
 
         a = ρa + (1 − ρ)|g|²
@@ -223,9 +216,7 @@ def centered_rms_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_rms(
-    *, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = False
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_rms(*, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = False) -> core.Rule:
     """Divide by the root of the mean of squares, or of the variance.
 
         r = ρr + (1 − ρ)|g|²;  u = g/√(r + eps)
@@ -250,6 +241,12 @@ def scale_by_rms(
     return core.accumulating(
         partial(rms_rule, rho=rho, eps=eps), ScaleByRmsState, real=("mean_square",)
     )
+
+
+def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
+    """Return the state (step, first moment, second moment), all zero; the second is real."""
+    zeros = leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
+    return state_type(core.first_step(), *zeros)
 
 
 class ScaleByAdamState(NamedTuple):
@@ -310,7 +307,7 @@ def scale_by_adam(
     eps_hat: bool = True,
     bias_correction: bool = True,
     lazy: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Divide the mean of the gradient by the root of the mean of its square.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
@@ -339,11 +336,6 @@ def scale_by_adam(
     bias_correction = checks.flag("bias_correction", bias_correction)
     lazy = checks.flag("lazy", lazy)
 
-    def init(params: Params) -> ScaleByAdamState:
-        return ScaleByAdamState(
-            core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
-        )
-
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
@@ -359,7 +351,7 @@ def scale_by_adam(
         )
         return updates, ScaleByAdamState(step, mu, nu)
 
-    return core.rule(init, update)
+    return core.rule(partial(init_moments, ScaleByAdamState), update)
 
 
 class ScaleByAdamaxState(NamedTuple):
@@ -380,9 +372,7 @@ def adamax_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_adamax(
-    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> core.Rule:
     """Divide the mean of the gradient by its decaying maximum.
 
         m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps);  direction = m/u/(1 − β₁ᵗ)
@@ -399,11 +389,6 @@ def scale_by_adamax(
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
     eps = checks.nonnegative("eps", eps)
 
-    def init(params: Params) -> ScaleByAdamaxState:
-        return ScaleByAdamaxState(
-            core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
-        )
-
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
@@ -415,7 +400,7 @@ def scale_by_adamax(
         )
         return updates, ScaleByAdamaxState(step, mu, infinity_norm)
 
-    return core.rule(init, update)
+    return core.rule(partial(init_moments, ScaleByAdamaxState), update)
 
 
 class ScaleByAsgdState(NamedTuple):
@@ -426,7 +411,7 @@ class ScaleByAsgdState(NamedTuple):
 
 
 @core.transform(complex_leaves=True)
-def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
+def scale_by_asgd(batch_num: int = 1) -> core.Rule:
     """Average the most recent gradients of the n batches of an epoch.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)

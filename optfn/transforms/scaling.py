@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core, numerics
 from optfn.checks import Number, Scalar, Schedule
@@ -38,7 +37,7 @@ def trust_ratio(
 
 
 @core.transform(needs_params=True, complex_leaves=True)
-def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
+def scale_by_trust_ratio() -> core.Rule:
     """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
 
     q = 1 where either norm is 0.
@@ -76,7 +75,7 @@ def scale_by_lars(
     eps: Number = 0.0,
     *,
     exclude: Pattern | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Adapt the rate of each tensor to its norms: u = L·(g + wd·p).
 
         L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)     where ‖p‖ > 0 and ‖g‖ > 0, else 1

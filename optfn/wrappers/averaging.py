@@ -41,8 +41,7 @@ class ModelAverageState(NamedTuple):
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, rounded as `apply_updates` rounds them."""
-    if params is None:
-        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+    core.check_params_given(name, params)
     return leafwise.inexact(core.apply_updates(params, updates))
 
 
@@ -209,23 +208,20 @@ def read_average(state: OptState, params: Params) -> Params:
         step, acc, old = (jax.tree.leaves(x)[0] for x in state[:3])
         count = (acc + old).astype(jnp.float32)
 
-    def read(p: Leaf, *parts: Leaf) -> Leaf:
+    def read(place: tree.Place, p: Leaf, *parts: Leaf) -> Leaf:
         if tree.is_masked(p):
             return p
         if tree.is_masked(parts[0]):
             return jnp.array(p, copy=True)
+        if jnp.shape(p) != parts[0].shape:
+            raise ValueError(
+                f"averaged_params: leaf {place!r} has shape {jnp.shape(p)}, its average "
+                f"{parts[0].shape}: the average was made for other params"
+            )
         total = functools.reduce(operator.add, parts)
         average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
         return jnp.where(step > 0, average.astype(p.dtype), p)
 
-    leaves, structure = tree.flatten(params)
-    columns = [tree.flatten(part)[0] for part in sums]
-    if any(len(column) != len(leaves) for column in columns):
+    if len(tree.leaves(sums[0])) != len(tree.leaves(params)):
         raise ValueError("averaged_params: the average was made for other params")
-    for i, (p, total) in enumerate(zip(leaves, columns[0], strict=True)):
-        if not (tree.is_masked(p) or tree.is_masked(total)) and jnp.shape(p) != total.shape:
-            raise ValueError(
-                f"averaged_params: leaf {tree.paths(params)[i]!r} has shape {jnp.shape(p)}, its "
-                f"average {total.shape}: the average was made for other params"
-            )
-    return structure.unflatten([read(*row) for row in zip(leaves, *columns, strict=True)])
+    return tree.map_named(read, params, *sums)

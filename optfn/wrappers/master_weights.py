@@ -51,7 +51,7 @@ def master_weights(
         wide_dtype = None
     if wide_dtype not in (jnp.float32, jnp.float64):
         raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
-    inner = optax.with_extra_args_support(core.check_transform("master_weights: tx", tx))
+    inner = core.check_transform("master_weights: tx", tx)
 
     def narrow(p: Leaf) -> bool:
         return (
@@ -63,39 +63,31 @@ def master_weights(
     def init(params: Params) -> MasterWeightsState:
         if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
             raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
-        leaves, structure = tree.flatten(params)
-        wide = [jnp.asarray(p).astype(wide_dtype) if narrow(p) else p for p in leaves]
-        masters = [
-            w if narrow(p) else optax.MaskedNode() for w, p in zip(wide, leaves, strict=True)
-        ]
-        inner_state = inner.init(structure.unflatten(wide))
-        return MasterWeightsState(structure.unflatten(masters), inner_state)
+
+        def widened(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
+            if not narrow(p):
+                return p, optax.MaskedNode()
+            wide = jnp.asarray(p).astype(wide_dtype)
+            return wide, wide
+
+        wide, masters = tree.map_to(2, widened, params)
+        return MasterWeightsState(masters, inner.init(wide))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if params is None:
-            raise ValueError(
-                "master_weights needs the parameters: call update(updates, state, params)"
-            )
+        core.check_params_given("master_weights", params)
         core.check_state("master_weights", state, MasterWeightsState)
         tree.check_same_structure("master_weights", "the state", state.master, "params", params)
-        leaves, structure = tree.flatten(params)
-        masters = tree.flatten(state.master)[0]
-        wide = structure.unflatten(
-            [p if tree.is_masked(m) else m for m, p in zip(masters, leaves, strict=True)]
-        )
+        wide = tree.map(lambda m, p: p if tree.is_masked(m) else m, state.master, params)
         updates, inner_state = inner.update(updates, state.inner_state, wide, **extra)
-        moved = tree.flatten(core.apply_updates(wide, updates))[0]
-        narrow_updates = [
-            u if tree.is_masked(m) else update_to(p, w)
-            for u, m, p, w in zip(tree.flatten(updates)[0], masters, leaves, moved, strict=True)
-        ]
-        masters = [m if tree.is_masked(m) else w for w, m in zip(moved, masters, strict=True)]
-        return (
-            structure.unflatten(narrow_updates),
-            MasterWeightsState(structure.unflatten(masters), inner_state),
-        )
+
+        def moved(place: tree.Place, m: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
+            return (u, m) if tree.is_masked(m) else (update_to(p, w), w)
+
+        after = core.apply_updates(wide, updates)
+        updates, masters = tree.map_to(2, moved, state.master, params, updates, after)
+        return updates, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
