@@ -24,7 +24,9 @@ import optax
 
 from optfn import checks, numerics
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.updates import apply_updates as apply_updates
+from optfn.leaves.updates import frozen_update
 
 P = ParamSpec("P")
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -112,7 +114,8 @@ def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     def text(x: Any) -> str:
         if callable(x) and hasattr(x, "__qualname__"):
             return str(x.__qualname__)
-        return f"<traced {x.aval.str_short()}>" if checks.is_traced(x) else repr(x)
+        is_tracer = isinstance(x, jax.Array) and checks.is_traced(x)
+        return f"<traced {x.aval.str_short()}>" if is_tracer else repr(x)
 
     return (
         f"{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
@@ -122,7 +125,7 @@ def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def named(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory so that what it makes is a `Transform` that shows its call."""
+    """Decorate a factory so that its transformations show their call."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
@@ -175,7 +178,8 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationE
         raise ValueError("chain needs at least one gradient transformation")
     parts = tuple(check_transform(f"chain: part {i}", part) for i, part in enumerate(parts))
     with_edges = chained([Rule(*part) for part in parts])
-    return Transform(*with_edges[:2], rule=chained([rule_of(part) for part in parts]))
+    links = [rule_of(part) for part in parts]
+    return Transform(*with_edges[:2], rule=chained(links)._replace(links=tuple(links)))
 
 
 def chained(links: Sequence[Rule]) -> Rule:
@@ -196,7 +200,7 @@ def chained(links: Sequence[Rule]) -> Rule:
 
     needs_params = any(link.needs_params for link in links)
     real_only = next((link.real_only for link in links if link.real_only), "")
-    return Rule(init, update, needs_params, real_only, links=tuple(links))
+    return Rule(init, update, needs_params, real_only)
 
 
 def check_params_given(name: str, params: Params | None) -> None:
@@ -328,20 +332,6 @@ def _restored(new: Updates, updates: Updates, like: PyTree) -> Updates:
     return tree.map(restore, updates, new, like)
 
 
-def frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf that no rule sees: −0.0, an integer zero, or what is masked.
-
-    −0.0 is the only number that leaves p + u = p bit for bit.
-    """
-    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
-    if tree.is_array(p) and not mismatch.is_float0(p):
-        if jnp.issubdtype(p.dtype, jnp.inexact):
-            return jnp.full(p.shape, -0.0, p.dtype)
-        return numerics.integer_zeros(jnp.shape(p), p.dtype)
-    # Without params the dtype is unknown; int8 is the one that promotes no integer.
-    return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
-
-
 _EMPTY = optax.EmptyState()
 
 
@@ -370,8 +360,8 @@ def accumulating(
     Args:
       leaf_rule: (g, *accumulators) -> (update, *accumulators), on arrays.
       state_type: a NamedTuple class; its fields, in order, are the accumulators.
-      fill: what the accumulators start with.
-      rows: what becomes of row-sparse gradients; see `leafwise.apply`.
+      fill: the initial value of the accumulators.
+      rows: how row-sparse gradients are treated; see `leafwise.apply`.
       real: the fields that stay real for a complex leaf, such as means of |g|².
     """
 
@@ -405,7 +395,7 @@ def check_transform(
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
 
-    What makes one on request, such as `optax.MultiSteps`, is asked for it.
+    An object that makes one on request, such as `optax.MultiSteps`, is asked for it.
 
     Args:
       argument: the name of the argument.
@@ -413,9 +403,8 @@ def check_transform(
       factory: the factory that the error suggests for a number.
     """
     if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(
-            tx.init, tx.update
-        )  # what it makes by itself drops extra arguments
+        # The transformation that it makes by itself drops extra arguments.
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     if factory and checks.is_host_number(tx):
@@ -430,52 +419,3 @@ def check_transform(
             f"got {checks.shown(tx)}"
         )
     return optax.with_extra_args_support(tx)
-
-
-def apply_updates(params: Params, updates: Updates) -> Params:
-    """Return params + updates, each leaf in the dtype of the parameter.
-
-    The sum is taken in the wider of the two dtypes and rounded once. Masked leaves stay masked. A
-    row-sparse update is scattered into the parameter: in place, where that is donated. A float0 as
-    the update of an integer changes nothing.
-
-    Args:
-      params: a tree of arrays.
-      updates: the tree that an update gave: same structure and shapes.
-
-    Raises:
-      ValueError: structures or shapes differ, or a parameter has no update.
-      TypeError: the update of a real parameter is complex.
-    """
-    tree.check_same_structure("apply_updates", "updates", updates, "params", params)
-
-    def shape_of(x: Leaf) -> tuple[int, ...]:
-        return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
-
-    def add(place: tree.Place, p: Leaf, u: Leaf) -> Leaf:
-        if tree.is_masked(p) or mismatch.is_float0(u):
-            return p
-        p = jnp.asarray(p)
-        if tree.is_masked(u) or shape_of(u) != p.shape:
-            came = f"has shape {shape_of(u)}" if not tree.is_masked(u) else "is missing"
-            raise ValueError(
-                f"apply_updates: the update of leaf {place!r} {came}; "
-                f"the parameter has shape {p.shape}"
-            )
-        if isinstance(u, LeafKind):
-            u.check(f"apply_updates: the update of {place!r}")
-            return u.add_to(p)
-        u = jnp.asarray(u)
-        if jnp.iscomplexobj(u) and not jnp.iscomplexobj(p):
-            raise TypeError(
-                f"apply_updates: the update of leaf {place!r} is complex; "
-                f"the parameter has dtype {p.dtype}"
-            )
-        wide = p.dtype
-        are_inexact = tree.is_inexact(p) and tree.is_inexact(u)
-        if are_inexact and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:
-            wide = u.dtype
-        total = leafwise.cast(p, wide) + leafwise.cast(u, wide)
-        return leafwise.cast(total, p.dtype)
-
-    return tree.map_named(add, params, updates)

@@ -98,12 +98,6 @@ class BufferLayout:
             for piece, run in zip(pieces, self.runs, strict=True)
         ]
 
-    def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return the array of `shape` that holds these tensors: the inverse of `tensors`."""
-        if len(tensors) == 1:
-            return tensors[0].reshape(shape)
-        return jnp.concatenate([x.reshape(-1) for x in tensors])
-
     def stacked_once(self) -> "BufferLayout":
         """Return the layout with one more leading axis of each leaf counting tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
@@ -126,13 +120,11 @@ class BufferLayout:
         """
         # Joined in units that divide all tensors, since the joined array is kept in memory.
         unit = max(1, math.gcd(*(run.tensor_size for run in self.runs)))
-        units = [
-            jnp.broadcast_to(of_run[:, None], (run.num_tensors, run.tensor_size // unit)).reshape(
-                -1
-            )
-            for of_run, run in zip(values, self.runs, strict=True)
-        ]
-        joined = self.join(units, (-1,))
+        units = []
+        for of_run, run in zip(values, self.runs, strict=True):
+            counted = (run.num_tensors, run.tensor_size // unit)
+            units.append(jnp.broadcast_to(of_run[:, None], counted).reshape(-1))
+        joined = units[0] if len(units) == 1 else jnp.concatenate(units)
         return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
 
 

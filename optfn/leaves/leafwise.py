@@ -1,7 +1,7 @@
 """Rules on arrays, applied to the leaves of trees; and trees of arrays that are like others.
 
 The one place where a rule meets a leaf: dense, row-sparse, or several tensors in one array. Rules
-are elementwise; what they need to know of a tensor, such as its norm, is computed before them.
+are elementwise; numbers of a whole tensor, such as its norm, are computed before them.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from optfn import checks, numerics
+from optfn.checks import Scalar
 from optfn.leaves import mismatch, tree
 from optfn.leaves.layout import BufferLayout
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
@@ -50,7 +51,7 @@ class PerLeaf(NamedTuple):
         return [v for values in lists for v in values if v is not None]
 
 
-def norms(
+def tensor_norms(
     updates: Updates,
     *others: PyTree,
     of: Callable[..., jax.Array] = lambda g: g,
@@ -75,10 +76,10 @@ def norms(
         if tree.is_masked(arrays[0]):
             return None
         if layout.is_one_tensor or isinstance(arrays[0], LeafKind):
-            return norm([_values(x) for x in arrays], own)
+            return norm([_numbers(x) for x in arrays], own)
         return PerTensor(layout, _norms_of_runs(of, layout, arrays, own))
 
-    return PerLeaf([of_leaf(*row) for row in tree.rows(updates, *others)])
+    return PerLeaf([of_leaf(*row) for row in tree.items(updates, *others)])
 
 
 def _norms_of_runs(
@@ -96,7 +97,7 @@ def _norms_of_runs(
 
     runs = zip(*map(layout.tensors, arrays), strict=True)
     return [
-        numerics.norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
+        numerics.row_norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
         for i, tensors in enumerate(runs)
     ]
 
@@ -205,10 +206,10 @@ def apply(
       params: the parameters, where the rule reads them.
       shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
         it they are shaped like the gradient.
-      rows: what becomes of a row-sparse gradient. "dense": the array that it stands for; "touched":
-        the rule is applied to the rows that it touches, each once, of gradient, accumulators and
-        parameter; "linear": to its rows as they come, repeated or not, for a rule that is linear in
-        g and reads nothing else.
+      rows: how a row-sparse gradient is treated. "dense": as the array that it stands for;
+        "touched": the rule is applied to the rows that it touches, each once, of gradient,
+        accumulators and parameter; "linear": to its rows as they come, repeated or not, for a rule
+        that is linear in g and reads nothing else.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf. Where it
         differs between the tensors in one array, the rule takes an array with one number per
         element.
@@ -223,7 +224,7 @@ def apply(
     """
     for accumulators in state:
         tree.check_same_structure("update", "the state", accumulators, "updates", updates)
-    # Python numbers stay what they are: 1 − 0.999 is taken in float64.
+    # Python numbers are no arguments of the program: 1 − 0.999 is taken in float64.
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     arrays = {k: v for k, v in scalars.items() if k not in numbers}
     program = _shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), updates)
@@ -244,16 +245,25 @@ def apply(
     return trees if state else trees[0]
 
 
+def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
+    """Return factor·updates, in the dtypes of the updates."""
+
+    def scaled(g: jax.Array, *, factor: Scalar) -> jax.Array:
+        return numerics.scalar(factor, g) * g
+
+    return apply(scaled, updates, rows="touched", factor=factor)
+
+
 def _shared(program: Callable[..., Any], values: PyTree) -> Callable[..., Any]:
     """Return the program of one leaf, jitted while tracing.
 
-    So leaves of one shape are traced and lowered once: that is most of what a model of many small
-    leaves waits for before its first step.
+    So leaves of one shape are traced and lowered once, on which a model of many small leaves would
+    spend most of the time before its first step.
     """
     return jax.jit(program) if checks.is_traced(values) else program
 
 
-def _values(g: Leaf) -> Any:
+def _numbers(g: Leaf) -> Any:
     return g.values if isinstance(g, LeafKind) else g
 
 
@@ -323,7 +333,7 @@ def all_finite(updates: Updates) -> jax.Array:
     """Tell whether all floating-point leaves are finite, a bool scalar."""
     finite = jnp.asarray(True)
     for g in tree.arrays(inexact(updates)):
-        finite = finite & jnp.all(jnp.isfinite(_values(g)))
+        finite = finite & jnp.all(jnp.isfinite(_numbers(g)))
     return finite
 
 
@@ -334,7 +344,7 @@ def global_norm(updates: Updates) -> jax.Array:
     """
 
     def square(g: Leaf) -> jax.Array:
-        x = jnp.asarray(_values(g))
+        x = jnp.asarray(_numbers(g))
         return numerics.sum_of_squares(cast(x, numerics.accumulator_dtype(x.dtype)))
 
     squares = [square(g) for g in tree.arrays(merge_rows(updates))]

@@ -1,4 +1,4 @@
-"""Errors about leaves: each names the leaf, what came and what is needed."""
+"""Errors about leaves: each names the leaf, the value that came and the one needed."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,20 +12,20 @@ from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
 
-def check_params(name: str, params: Params, real_only: str, what: str = "parameter") -> None:
+def check_params(name: str, params: Params, real_only: str, kind: str = "parameter") -> None:
     """Raise a TypeError that names the leaf unless each can be trained or left untrained.
 
     Args:
       name: the name of the transformation.
       params: a tree; masked leaves, integers and bools are accepted, and left untrained.
       real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
-      what: "gradient" where `params` are gradients, because there are no params.
+      kind: "gradient" where `params` are gradients, because there are no params.
     """
-    for place, x in tree.rows(params):
+    for place, x in tree.items(params):
         is_complex = tree.is_inexact(x) and jnp.iscomplexobj(x)
-        if (tree.is_inexact(x) and not (real_only and is_complex)) or _may_be_untrained(x, what):
+        if (tree.is_inexact(x) and not (real_only and is_complex)) or _may_be_untrained(x, kind):
             continue
-        leaf = f"{what} {place!r}"
+        leaf = f"{kind} {place!r}"
         if is_complex:
             who = name if name == real_only else f"{name}: {real_only}"
             raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
@@ -33,11 +33,11 @@ def check_params(name: str, params: Params, real_only: str, what: str = "paramet
         raise TypeError(f"{name}: {leaf} must be a floating-point array; got {came}{_hint(x)}")
 
 
-def _may_be_untrained(x: Leaf, what: str) -> bool:
+def _may_be_untrained(x: Leaf, kind: str) -> bool:
     if tree.is_masked(x) or is_float0(x) or isinstance(x, bool | int):
         return True
     is_integer = tree.is_array(x) and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
-    return is_integer and (what != "gradient" or is_known_zero(x))
+    return is_integer and (kind != "gradient" or is_known_zero(x))
 
 
 def _hint(x: object) -> str:
@@ -52,7 +52,7 @@ def _hint(x: object) -> str:
 def check_gradients(name: str, updates: Updates, params: Params) -> None:
     """Raise an error that names the leaf unless `updates` are gradients of `params`."""
     tree.check_same_structure(name, "updates", updates, "params", params)
-    for place, g, p in tree.rows(updates, params):
+    for place, g, p in tree.items(updates, params):
         if isinstance(g, LeafKind):
             g.check(f"{name}: the gradient of {place!r}")
         fits = tree.is_masked(g) or is_float0(g) or is_known_zero(g)
@@ -90,7 +90,7 @@ def naming_integer_leaves(updates: Updates) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        integers = [str(place) for place, g in tree.rows(updates) if is_float0(g)]
+        integers = [str(place) for place, g in tree.items(updates) if is_float0(g)]
         if not integers or "float0 array" not in str(error):
             raise
         raise TypeError(
@@ -125,29 +125,31 @@ def check_state(
             )
 
 
-def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
-    """Raise an error unless `updates` has the structure and the shapes of `like`, named `what`.
+def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None:
+    """Raise an error unless `updates` has the structure and the shapes of `like`, named `source`.
 
     A masked leaf fits any leaf: whether a leaf may have no gradient is decided by the optimizer
     that a wrapper calls.
     """
-    tree.check_same_structure(name, "updates", updates, what, like)
-    for place, g, p in tree.rows(updates, like):
+    tree.check_same_structure(name, "updates", updates, source, like)
+    for place, g, p in tree.items(updates, like):
         if not (tree.is_inexact(g) and tree.is_inexact(p)):
             continue
-        if _shape(g) != _shape(p):
+        if shape_of(g) != shape_of(p):
             raise ValueError(
-                f"{name}: the gradient of {place!r} has shape {_shape(g)}; "
-                f"in {what} it is {_shape(p)}"
-                + (": made for other params" if "state" in what else "")
+                f"{name}: the gradient of {place!r} has shape {shape_of(g)}; "
+                f"in {source} it is {shape_of(p)}"
+                + (": made for other params" if "state" in source else "")
             )
         if _is_complex(g) and not _is_complex(p):
             raise TypeError(
-                f"{name}: the gradient of {place!r} is complex; in {what} the dtype is {_dtype(p)}"
+                f"{name}: the gradient of {place!r} is complex; "
+                f"in {source} the dtype is {_dtype(p)}"
             )
 
 
-def _shape(x: Leaf) -> tuple[int, ...]:
+def shape_of(x: Leaf) -> tuple[int, ...]:
+    """Return the shape of an array, a number or Rows."""
     return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
 
 

@@ -1,7 +1,7 @@
 """pack and unpack: a tree of arrays as one flat buffer per dtype, and back."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn import checks
 from optfn.leaves import slices, tree
 from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of
-from optfn.leaves.nodes import Packed, is_packed
+from optfn.leaves.nodes import Packed, Stacked, is_packed
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree
 
 
@@ -95,7 +96,7 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     for buffer in layout.buffers:
         _check_buffer(buffer, leaves, layout.paths, lead)
     parts = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
-    buffers = _join(lead, parts) if checks.is_traced(parts) else _compiled_join(lead, parts)
+    buffers = _join_leaves(lead, parts) if checks.is_traced(parts) else _compiled_join(lead, parts)
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
 
 
@@ -124,7 +125,7 @@ def _check_buffer(
                 )
 
 
-def _join(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
+def _join_leaves(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
     """Return one buffer for each group of leaves, joined after `lead` leading axes."""
     return tuple(
         optax.MaskedNode()
@@ -134,7 +135,7 @@ def _join(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
     )
 
 
-_compiled_join = jax.jit(_join, static_argnums=0)
+_compiled_join = jax.jit(_join_leaves, static_argnums=0)
 
 
 def unpack(packed: PyTree) -> PyTree:
@@ -160,26 +161,23 @@ def fits(x: object) -> bool:
     The scales of 8-bit moments have one number per block, so they cannot be unpacked.
     """
     return is_packed(x) and all(
-        tree.is_masked(b) or getattr(b, "shape", ())[-1:] == (buffer.size,)
-        for b, buffer in zip(x.buffers, x.layout.buffers, strict=True)
+        tree.is_masked(b) or (tree.is_array(b) and b.shape[-1:] == (buffer.size,))
+        for buffer, b in x.by_buffer()
     )
 
 
 def _unpack(packed: Packed) -> PyTree:
     layout = packed.layout
-    leaves: list[Leaf] = [optax.MaskedNode()] * len(layout.paths)
-    for i, x in zip(layout.frozen, packed.frozen, strict=True):
-        leaves[i] = x
-    for buffer, x in zip(layout.buffers, packed.buffers, strict=True):
+    leaves = dict.fromkeys(range(len(layout.paths)), optax.MaskedNode()) | packed.frozen_leaves()
+    for buffer, x in packed.by_buffer():
         if tree.is_masked(x):
             continue
         if isinstance(x, np.ndarray):
             split: Callable[[BufferLayout, Any], list[Leaf]] = _host_pieces
         else:
             split = _pieces if checks.is_traced(x) else _compiled_pieces
-        for i, piece in zip(buffer.leaves, split(buffer, x), strict=True):
-            leaves[i] = piece
-    return layout.structure.unflatten(leaves)
+        leaves |= dict(zip(buffer.leaves, split(buffer, x), strict=True))
+    return layout.structure.unflatten(leaves.values())
 
 
 def _host_pieces(buffer: BufferLayout, x: np.ndarray) -> list[np.ndarray]:
@@ -205,12 +203,98 @@ def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]
 
 def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
     del residual
-    (x,) = _join(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
+    (x,) = _join_leaves(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
     return (x,)
 
 
 _pieces.defvjp(_forward, _backward)
 _compiled_pieces = jax.jit(_pieces, static_argnums=0)
+
+
+def map_nodes(fn: Callable[..., PyTree], values: PyTree, *others: PyTree) -> PyTree:
+    """Map fn(path, node, *nodes of the others), where a Packed counts as one node."""
+
+    def is_node(x: PyTree) -> bool:
+        return is_packed(x) or tree.is_leaf(x)
+
+    flat: tuple[list[PyTree], PyTreeDef] = jax.tree.flatten(values, is_leaf=is_node)
+    nodes, structure = flat
+    columns = (jax.tree.leaves(other, is_leaf=is_node) for other in others)
+    return structure.unflatten(map(fn, tree.paths(values, is_node), nodes, *columns))
+
+
+def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
+    """Return the tree in which axes(path) leading axes of each leaf count tensors.
+
+    See `Stacked`; the axes that the tree already marks are included in the numbers.
+    """
+    runs = tree.runs(values)
+
+    def mark(path: str, node: PyTree) -> PyTree:
+        if is_packed(node):
+            counts = tuple(axes(tree.join(path, name)) for name in node.layout.paths)
+            return Packed(node.buffers, node.frozen, node.layout.stacked(counts))
+        for _ in range(axes(path) - runs[path].stacked):
+            node = Stacked(node) if tree.is_inexact(node) else node
+        return node
+
+    return map_nodes(mark, values)
+
+
+def part(whole: Packed, chosen: frozenset[int]) -> Packed:
+    """Return the chosen leaves of a Packed, by their numbers."""
+    layout = whole.layout.only(chosen)
+    buffers = [
+        _chosen_elements(buffer, chosen, x)
+        for buffer, x in whole.by_buffer()
+        if not chosen.isdisjoint(buffer.leaves)
+    ]
+    frozen = whole.frozen_leaves()
+    return Packed(buffers, [frozen[i] for i in layout.frozen], layout)
+
+
+def filled(whole: Packed, part: Packed, chosen: frozenset[int]) -> Packed:
+    """Return `whole` with its chosen leaves replaced by those of `part`."""
+    arrays = {buffer.dtype: x for buffer, x in part.by_buffer()}
+    buffers = [
+        _merged_elements(buffer, chosen, arrays.get(buffer.dtype), x)
+        for buffer, x in whole.by_buffer()
+    ]
+    frozen = whole.frozen_leaves() | part.frozen_leaves()
+    return Packed(buffers, list(frozen.values()), whole.layout)
+
+
+def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
+    """Yield (chosen, number of elements) for neighbouring leaves that are both chosen or not."""
+    sizes = ((i in chosen, run.size) for run in buffer.runs for i in run.leaves)
+    for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
+        yield is_chosen, sum(size for _, size in group)
+
+
+def _chosen_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
+    """Return the elements of a buffer that belong to chosen leaves."""
+    if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
+        return x
+    pieces, start = [], 0
+    for is_chosen, size in _spans(buffer, chosen):
+        if is_chosen:
+            pieces.append(x[start : start + size])
+        start += size
+    return jnp.concatenate(pieces)
+
+
+def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], part: Leaf, whole: Leaf) -> Leaf:
+    """Return the buffer `whole` with the elements of its chosen leaves from `part`."""
+    if chosen.isdisjoint(buffer.leaves):
+        return whole
+    if chosen.issuperset(buffer.leaves):
+        return part
+    pieces, start, start_of_part = [], 0, 0
+    for is_chosen, size in _spans(buffer, chosen):
+        array, at = (part, start_of_part) if is_chosen else (whole, start)
+        pieces.append(array[at : at + size])
+        start, start_of_part = start + size, start_of_part + size * is_chosen
+    return jnp.concatenate(pieces)
 
 
 def unpacked(fn: Callable[..., Any]) -> Callable[..., Any]:

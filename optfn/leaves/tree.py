@@ -89,14 +89,14 @@ def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
 
 def map_named(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """Map fn(place, leaf, *leaves of the others); the place says the path, for errors."""
-    return flatten(tree)[1].unflatten(fn(*row) for row in rows(tree, *others))
+    return flatten(tree)[1].unflatten(fn(*row) for row in items(tree, *others))
 
 
 def map_to(
     count: int, fn: Callable[..., Sequence[Any]], tree: PyTree, *others: PyTree
 ) -> tuple[PyTree, ...]:
     """Map a function (place, leaf, *others) of `count` results; return a tree of each."""
-    results = [fn(*row) for row in rows(tree, *others)]
+    results = [fn(*row) for row in items(tree, *others)]
     structure = flatten(tree)[1]
     return tuple(structure.unflatten(result[k] for result in results) for k in range(count))
 
@@ -114,7 +114,7 @@ class Place:
         return repr(str(self))
 
 
-def rows(tree: PyTree, *others: PyTree) -> Iterator[tuple[Any, ...]]:
+def items(tree: PyTree, *others: PyTree) -> Iterator[tuple[Any, ...]]:
     """Yield (place, leaf, *leaves of the others in its place) for all leaves of a tree."""
     for i, row in enumerate(zip(*(leaves(x) for x in (tree, *others)), strict=True)):
         yield Place(tree, i), *row
@@ -152,10 +152,14 @@ def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     return found
 
 
+def with_paths(tree: PyTree) -> list[tuple[str, Leaf]]:
+    """Return the path of each leaf, and the leaf."""
+    return list(zip(paths(tree), leaves(tree), strict=True))
+
+
 def array_paths(tree: PyTree) -> list[str]:
     """Return the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
-    pairs = zip(paths(tree), flatten(tree)[0], strict=True)
-    return [path for path, leaf in pairs if not is_masked(leaf)]
+    return [path for path, leaf in with_paths(tree) if not is_masked(leaf)]
 
 
 def is_transparent(x: object) -> bool:
@@ -305,12 +309,12 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown
 
 
-def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference: PyTree) -> None:
+def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference: PyTree) -> None:
     """Raise a ValueError that lists the differences unless `tree` has the structure of `reference`.
 
     Args:
       who: the function that the error names.
-      what: the name of `tree` in the error.
+      name: the name of `tree` in the error.
       tree: the tree to check.
       than: the name of `reference` in the error.
       reference: the tree with the expected structure.
@@ -318,8 +322,8 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
     if flatten(tree)[1] == flatten(reference)[1]:
         return
     found, expected = paths(tree), paths(reference)
-    missing = [name for name in expected if name not in set(found)]
-    extra = [name for name in found if name not in set(expected)]
+    missing = [path for path in expected if path not in set(found)]
+    extra = [path for path in found if path not in set(expected)]
     if missing or extra:
         where = "; ".join(
             f"{word} {listed(absent)}"
@@ -328,4 +332,4 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
         )
     else:
         where = f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
-    raise ValueError(f"{who}: {what} must have the tree structure of {than}: {where}")
+    raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")

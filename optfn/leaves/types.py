@@ -1,4 +1,4 @@
-"""Names for the kinds of values that functions here take and return, and what a leaf may be."""
+"""Names for the kinds of values that functions here take and return, and of leaves."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ PyTree: TypeAlias = Any
 Params: TypeAlias = PyTree  # parameters of a model
 Updates: TypeAlias = PyTree  # gradients or updates, structured like params
 OptState: TypeAlias = PyTree  # the state of a gradient transformation
-Batch: TypeAlias = PyTree  # what a loss function takes after params
+Batch: TypeAlias = PyTree  # the argument of a loss function after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
 DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name
 LossFn: TypeAlias = Callable[..., Any]
@@ -43,7 +43,7 @@ class LeafKind(abc.ABC):
     A pytree node whose numbers are `values`; it represents an array of `shape`.
     """
 
-    values: Leaf
+    values: jax.Array
 
     @property
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class LeafKind(abc.ABC):
         return dtype
 
     @abc.abstractmethod
-    def map(self, fn: Callable[[Leaf], Leaf]) -> "LeafKind":
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LeafKind":
         """Return the leaf with fn(values), for an elementwise fn with fn(0) = 0."""
 
     def astype(self, dtype: DType) -> "LeafKind":
@@ -70,8 +70,8 @@ class LeafKind(abc.ABC):
         return self.map(lambda values: values.astype(dtype))
 
     @abc.abstractmethod
-    def check(self, what: str) -> None:
-        """Raise an error that begins with `what` unless the leaf is well formed."""
+    def check(self, subject: str) -> None:
+        """Raise an error that begins with `subject` unless the leaf is well formed."""
 
     @abc.abstractmethod
     def merged(self) -> "LeafKind":
@@ -93,4 +93,4 @@ class LeafKind(abc.ABC):
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
     ) -> Any:
-        """Return what a rule gives for this gradient; see `leafwise.apply` for `rows`."""
+        """Return the result of a rule for this gradient; see `leafwise.apply` for `rows`."""

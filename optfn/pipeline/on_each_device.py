@@ -108,13 +108,9 @@ def on_each_device(
         # says, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
         _check_workers(updates, workers, data_axis)
-
-        def with_gradient(x: Leaf, g: Leaf) -> Leaf:
-            return x if _has_gradient(g) else optax.MaskedNode()
-
         specs = placement.of_state(state.inner_state)
-        given = tree.map(with_gradient, updates, updates)
-        kept = None if params is None else tree.map(with_gradient, params, updates)
+        given = tree.map(_with_gradient, updates, updates)
+        kept = None if params is None else tree.map(_with_gradient, params, updates)
 
         def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
             local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
@@ -129,11 +125,7 @@ def on_each_device(
             check_vma=False,
         )
         new, inner_state = run(given, state.inner_state, kept, extra)
-
-        def filled(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-            return u if _has_gradient(g) else _frozen_update(g, p)
-
-        whole = tree.map(filled, new, updates, updates if params is None else params)
+        whole = tree.map(_filled, new, updates, updates if params is None else params)
         return whole, OnEachDeviceState(inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -186,10 +178,16 @@ def _has_gradient(g: Leaf) -> bool:
     return not tree.is_masked(g) and g.dtype != jax.dtypes.float0
 
 
-def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf without a gradient: an integer zero; masked if `g` is."""
+def _with_gradient(x: Leaf, g: Leaf) -> Leaf:
+    return x if _has_gradient(g) else optax.MaskedNode()
+
+
+def _filled(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    """Return an update; without a gradient an integer zero, masked where `g` is."""
     if tree.is_masked(g):
         return g
+    if _has_gradient(g):
+        return u
     return g[0] if p is g or tree.is_masked(p) else numerics.integer_zeros(p.shape, p.dtype)
 
 

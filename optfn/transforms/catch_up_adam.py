@@ -10,7 +10,7 @@ from optfn import checks, core, numerics
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates
-from optfn.transforms.moment import adam_direction, adam_factors, adam_rule
+from optfn.transforms.adam import adam_direction, adam_factors, adam_rule
 
 
 class ScaleByCatchUpAdamState(NamedTuple):

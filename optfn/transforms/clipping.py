@@ -75,11 +75,11 @@ def clip_by_norm(max_norm: Number) -> core.Rule:
     """
 
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
-        factors = leafwise.combine(clip_factor, leafwise.norms(updates), max_norm=c)
+        factors = leafwise.combine(clip_factor, leafwise.tensor_norms(updates), max_norm=c)
         smallest = jnp.ones((), jnp.float32)
         for factor in factors.all():
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
-        return leafwise.apply(_multiply, updates, rows="touched", factor=factors), smallest
+        return leafwise.scale(updates, factors), smallest
 
     return _by_norm(max_norm, clip)
 
@@ -108,10 +108,6 @@ def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
     return factor if axis_name is None else lax.pmin(factor, axes(axis_name))
 
 
-def _multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
-    return g * numerics.scalar(factor, g)
-
-
 @core.transform(complex_leaves=True, reads_state=False)
 def clip_by_global_norm(max_norm: Number) -> core.Rule:
     """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
@@ -129,6 +125,6 @@ def clip_by_global_norm(max_norm: Number) -> core.Rule:
 
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
         factor = clip_factor(leafwise.global_norm(updates), c)
-        return leafwise.apply(_multiply, updates, rows="touched", factor=factor), factor
+        return leafwise.scale(updates, factor), factor
 
     return _by_norm(max_norm, clip)

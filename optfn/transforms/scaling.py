@@ -49,17 +49,10 @@ def scale_by_trust_ratio() -> core.Rule:
 
     def update(updates: Updates, params: Params) -> Updates:
         updates = leafwise.densify(updates)
-        p_norms, u_norms = leafwise.norms(params), leafwise.norms(updates)
-        return leafwise.apply(
-            scaled, updates, factor=leafwise.combine(trust_ratio, p_norms, u_norms)
-        )
+        p_norms, u_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
+        return leafwise.scale(updates, leafwise.combine(trust_ratio, p_norms, u_norms))
 
     return core.stateless(update)
-
-
-def scaled(u: jax.Array, *, factor: Scalar) -> jax.Array:
-    """Return factor·u."""
-    return numerics.scalar(factor, u) * u
 
 
 class ScaleByLarsState(NamedTuple):
@@ -101,11 +94,11 @@ def scale_by_lars(
     def update(updates: Updates, params: Params, coefficient: Scalar) -> Updates:
         updates = leafwise.densify(updates)
         wds = decay_of_leaves(exclude, coefficient, updates)
-        p_norms, g_norms = leafwise.norms(params), leafwise.norms(updates)
+        p_norms, g_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
         factors = leafwise.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
         updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
-        return leafwise.apply(scaled, updates, factor=factors)
+        return leafwise.scale(updates, factors)
 
     return decaying("lars_weight_decay", wd, update, ScaleByLarsState)

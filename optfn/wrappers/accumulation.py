@@ -1,6 +1,7 @@
 """Gradient accumulation: one step of an optimizer for several gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -68,13 +69,12 @@ def accumulate(
         own_axes = exchanged_axes(inner_state, params)
 
         def by_owner(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
-            masked = optax.MaskedNode()
-            if tree.is_masked(total) or not own_axes[place.number]:
-                return total, masked
-            return masked, total.reshape(-1)
+            is_own = own_axes[place.number] and not tree.is_masked(total)
+            return (
+                (optax.MaskedNode(), total.reshape(-1)) if is_own else (total, optax.MaskedNode())
+            )
 
-        totals = leafwise.zeros_like(leafwise.inexact(params))
-        shared, owned = tree.map_to(2, by_owner, totals)
+        shared, owned = tree.map_to(2, by_owner, leafwise.zeros_like(leafwise.inexact(params)))
         own_total = PerWorker(owned, joined(*own_axes))
         return AccumulateState(core.first_step(), shared, own_total, inner_state)
 
@@ -86,24 +86,14 @@ def accumulate(
         if params is not None:
             mismatch.check_shapes("accumulate", updates, "params", params)
         due = state.micro_step + 1 == every
-        is_first = state.micro_step == 0
-
-        def added(total: Leaf, own: Leaf, g: Leaf) -> Leaf:
-            total = total if tree.is_masked(own) else own
-            if not _is_summed(total, g):
-                return total
-            return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
-
-        totals = tree.map(added, state.total, state.own_total.value, updates)
+        add = partial(_added, state.micro_step == 0)
+        totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, others = _split_extra(extra)
-
-        def mean(g: Leaf, total: Leaf) -> Leaf:
-            return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
 
         def step(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
             params, arrays = reads
-            means = tree.map(mean, updates, totals)
-            updated, inner_state = inner.update(means, inner_state, params, **arrays, **others)
+            mean = tree.map(partial(_mean, every), updates, totals)
+            updated, inner_state = inner.update(mean, inner_state, params, **arrays, **others)
             if params is None:
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
             return updated, inner_state
@@ -128,6 +118,18 @@ def _without(other: Leaf, total: Leaf) -> Leaf:
 def _is_summed(total: Leaf, g: Leaf) -> bool:
     """Tell whether a gradient is added to a total; others are passed on unchanged."""
     return tree.is_inexact(g) and not tree.is_masked(total)
+
+
+def _added(is_first: jax.Array, shared: Leaf, own: Leaf, g: Leaf) -> Leaf:
+    """Return the total of a leaf, which is masked in one of the two, with a gradient added."""
+    total = shared if tree.is_masked(own) else own
+    if not _is_summed(total, g):
+        return total
+    return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
+
+
+def _mean(every: int, g: Leaf, total: Leaf) -> Leaf:
+    return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,8 +11,10 @@ import optax
 
 from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.selection import Selection, mark_stacked
-from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.leaves.packed import mark_stacked
+from optfn.leaves.selection import Selection
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.updates import frozen_update
 
 
 class _Inherit:
@@ -114,10 +116,11 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
     libraries are not.
     """
     found: dict[str, ParamAttr] = {}
-    for part in getattr(tx, "parts", []):
+    if not isinstance(tx, core.Transform):
+        return found
+    for part in tx.parts:
         found |= attributes_of(part, params)
-    param_attrs = getattr(tx, "param_attrs", None)
-    return found | resolve(param_attrs, params) if param_attrs else found
+    return found | resolve(tx.param_attrs, params) if tx.param_attrs else found
 
 
 def for_leaves(
@@ -131,7 +134,7 @@ def for_leaves(
 
     def selection(updates: Updates) -> Selection:
         attrs = resolve(param_attrs, updates)
-        return Selection(lambda path: choose(attrs[path]), updates)
+        return Selection(lambda path: bool(choose(attrs[path])), updates)
 
     def init(params: Params) -> optax.MaskedState:
         selected = selection(params).keep(params)
@@ -182,27 +185,33 @@ def attributed(
             extra["rate_factors"] = rates
         trained_params = None if params is None else _trained(params, attrs)
         updated, state = tx.update(trained, state, trained_params, **extra)
-        frozen = tree.map(core.frozen_update, updates, updates if params is None else params)
-        return _trainable(updates, attrs).fill(updated, frozen), state
+        names = tree.names(updates)
+
+        def frozen(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
+            is_trained = all(attrs[name].trainable for name in names[place.number])
+            return g if is_trained else frozen_update(g, g if p is None else p)
+
+        others = tree.map_named(frozen, updates, updates if params is None else params)
+        return _trainable(updates, attrs).fill(updated, others), state
 
     return core.Transform(init, update, param_attrs=param_attrs)
 
 
 def _trainable(values: PyTree, attrs: dict[str, ParamAttr]) -> Selection:
-    return Selection(lambda path: attrs[path].trainable, values)
+    return Selection(lambda path: bool(attrs[path].trainable), values)
 
 
 def _trained(values: PyTree, attrs: dict[str, ParamAttr]) -> PyTree:
     """Return a tree like params with frozen leaves masked and stacked leaves in a `Stacked`."""
     if any(attr.stacked and attr.trainable for attr in attrs.values()):
         for path, run in tree.runs(values).items():
-            _check_axes(path, run.shape, attrs[path])
+            _check_stacked(path, run.shape, attrs[path])
         # A gradient may be missing where nothing is trained, so no mark may be there either.
         values = mark_stacked(values, lambda path: attrs[path].stacked * attrs[path].trainable)
     return _trainable(values, attrs).keep(values)
 
 
-def _check_axes(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
+def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
     if attr.trainable and attr.stacked > len(shape) > 0:
         raise ValueError(
             f"param_attrs: stacked={attr.stacked} for leaf {path!r} of shape {shape}; it must be "
@@ -210,25 +219,27 @@ def _check_axes(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
         )
 
 
-def clip_and_regularize(
+def with_attributes(
+    name: str,
+    param_attrs: object,
     grad_clip: optax.GradientTransformation | None,
     regularization: optax.GradientTransformation | None,
-    param_attrs: ParamAttrs,
-) -> list[optax.GradientTransformation]:
-    """Return the transforms that precede the optimizer's own chain, each for its leaves."""
+    built: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer whose clip, penalty, rates and frozen leaves are as `param_attrs` says.
+
+    Args:
+      name: the optimizer's name in errors.
+      param_attrs: the argument of the optimizer.
+      grad_clip: likewise.
+      regularization: likewise.
+      built: makes the optimizer from the transforms that precede its own chain.
+    """
     attrs = check_param_attrs(param_attrs)
-    return [*_clipping(grad_clip, attrs), *regularizing(regularization, attrs)]
-
-
-def _clipping(
-    grad_clip: optax.GradientTransformation | None, attrs: ParamAttrs
-) -> list[optax.GradientTransformation]:
-    """Return `grad_clip` for the leaves with need_clip; nothing if it is None."""
-    if grad_clip is None:
-        return []
-    if all(attr.need_clip for attr in attrs.values()):
-        return [grad_clip]
-    return [for_leaves(grad_clip, attrs, lambda attr: attr.need_clip)]
+    clips = [] if grad_clip is None else [grad_clip]
+    if not all(attr.need_clip for attr in attrs.values()):
+        clips = [for_leaves(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
+    return attributed(name, built([*clips, *regularizing(regularization, attrs)]), attrs)
 
 
 def regularizing(

@@ -16,6 +16,7 @@ from optfn import checks, core, numerics
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
+from optfn.leaves.updates import apply_updates
 
 
 @declares(passes_rows=True, follows_params=True)
@@ -42,7 +43,7 @@ class ModelAverageState(NamedTuple):
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, rounded as `apply_updates` rounds them."""
     core.check_params_given(name, params)
-    return leafwise.inexact(core.apply_updates(params, updates))
+    return leafwise.inexact(apply_updates(params, updates))
 
 
 def _widen(p: jax.Array) -> jax.Array:
@@ -116,6 +117,22 @@ def exponential_moving_average(
 _SUM_LENGTH = 16384
 
 
+def model_average_rule(
+    p: jax.Array,
+    s1: jax.Array,
+    s2: jax.Array,
+    s3: jax.Array,
+    *,
+    full: jax.Array,
+    close: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Return (p, s1, s2, s3) after p is added; `full` and `close` move the sums on."""
+    s1 = s1 + _widen(p)
+    s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
+    total = s1 + s2
+    return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
+
+
 @core.named
 def model_average(
     average_window_rate: Number,
@@ -154,20 +171,6 @@ def model_average(
         sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
-    def rule(
-        p: jax.Array,
-        s1: jax.Array,
-        s2: jax.Array,
-        s3: jax.Array,
-        *,
-        full: jax.Array,
-        close: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        s1 = s1 + _widen(p)
-        s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
-        total = s1 + s2
-        return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
-
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
@@ -181,7 +184,7 @@ def model_average(
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
         sums = leafwise.apply(
-            rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
+            model_average_rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
         )[1:]
         old = jnp.where(close, acc, state.old_num_accumulates)
         return updates, ModelAverageState(num_updates, jnp.where(close, 0, acc), old, *sums)

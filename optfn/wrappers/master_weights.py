@@ -4,11 +4,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, OptState, Params, Updates, declares
+from optfn.leaves.updates import apply_updates
 
 
 @declares(passes_own_gradients=True, follows_params=True)
@@ -45,20 +47,12 @@ def master_weights(
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision.
     """
-    try:
-        wide_dtype = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        wide_dtype = None
-    if wide_dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
+    wide_dtype = _wide_dtype(dtype)
     inner = core.check_transform("master_weights: tx", tx)
 
     def narrow(p: Leaf) -> bool:
-        return (
-            tree.is_inexact(p)
-            and jnp.issubdtype(p.dtype, jnp.floating)
-            and jnp.finfo(p.dtype).bits < jnp.finfo(wide_dtype).bits
-        )
+        is_real = tree.is_inexact(p) and jnp.issubdtype(p.dtype, jnp.floating)
+        return is_real and jnp.finfo(p.dtype).bits < jnp.finfo(wide_dtype).bits
 
     def init(params: Params) -> MasterWeightsState:
         if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
@@ -85,11 +79,22 @@ def master_weights(
         def moved(place: tree.Place, m: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
             return (u, m) if tree.is_masked(m) else (update_to(p, w), w)
 
-        after = core.apply_updates(wide, updates)
+        after = apply_updates(wide, updates)
         updates, masters = tree.map_to(2, moved, state.master, params, updates, after)
         return updates, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _wide_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return float32 or float64, the dtypes that masters may have."""
+    wide = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64))
+    try:
+        if dtype is not None and jnp.dtype(dtype) in wide:
+            return jnp.dtype(dtype)
+    except TypeError:
+        pass
+    raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
 
 
 def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
