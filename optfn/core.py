@@ -10,7 +10,7 @@ Rules chain without an edge between them, so that a gradient meets one edge per 
         def update(updates, state, params, **extra):
             return leafwise.apply(lambda g: factor * g, updates), state
 
-        return rule(lambda params: optax.EmptyState(), update)
+        return Rule(lambda params: optax.EmptyState(), update)
 """
 
 import functools
@@ -22,11 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, numerics
-from optfn.leaves import leafwise, mismatch, tree
+from optfn import checks
+from optfn.leaves import leafwise, mismatch, numerics, third_party, tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.leaves.updates import apply_updates as apply_updates
-from optfn.leaves.updates import frozen_update
 
 P = ParamSpec("P")
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -51,7 +50,7 @@ class Rule(NamedTuple):
     links: "tuple[Rule, ...]" = ()
 
 
-rule = Rule
+rule = Rule  # the name by which docs/own-transform.md makes one
 
 
 class Transform(optax.GradientTransformationExtraArgs):
@@ -327,7 +326,7 @@ def _restored(new: Updates, updates: Updates, like: PyTree) -> Updates:
     """Return updates in the dtypes of `like`, and those of the leaves that the rule did not see."""
 
     def restore(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
-        return frozen_update(g, p) if tree.is_masked(u) else leafwise.cast(u, p.dtype)
+        return leafwise.frozen_update(g, p) if tree.is_masked(u) else leafwise.cast(u, p.dtype)
 
     return tree.map(restore, updates, new, like)
 
@@ -344,7 +343,7 @@ def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _E
         del extra
         return update(updates, params), state
 
-    return rule(lambda params: state, update_rule)
+    return Rule(lambda params: state, update_rule)
 
 
 def accumulating(
@@ -377,7 +376,7 @@ def accumulating(
         updates, *accumulators = leafwise.apply(leaf_rule, updates, *state, rows=rows)
         return updates, state_type(*accumulators)
 
-    return rule(init, update)
+    return Rule(init, update)
 
 
 def first_step() -> jax.Array:
@@ -404,7 +403,7 @@ def check_transform(
     """
     if isinstance(tx, optax.MultiSteps):
         # The transformation that it makes by itself drops extra arguments.
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
     if factory and checks.is_host_number(tx):
@@ -418,4 +417,6 @@ def check_transform(
             "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
             f"got {checks.shown(tx)}"
         )
+    if not isinstance(tx, Transform):
+        tx = third_party.with_errors(argument, tx)
     return optax.with_extra_args_support(tx)

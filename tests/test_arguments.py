@@ -141,7 +141,7 @@ CASES = [
     (lambda: optfn.state_dict(optfn.sgd(0.1)), TypeError, r"state_dict takes.*got sgd\(0.1\)"),
     (lambda: D.scan_layers(W, abs, 1.0), TypeError, "scan_layers: fn must be a function"),
     (lambda: D.scan_layers(abs, [W, W], 1.0), TypeError, "stacked is a list of 2.*Stacked"),
-    (lambda: step(tables="w", shard_tables=True), ValueError, "shard_tables needs.*mesh"),
+    (lambda: step(tables="w", shard_tables=True), ValueError, "shard_tables=True needs.*mesh"),
 ]
 
 

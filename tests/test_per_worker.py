@@ -24,7 +24,8 @@ from optfn.distributed import (
     subtract_sent,
 )
 from optfn.leaves import tree
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
+from optfn.leaves.traits import traits
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
 N = 4
@@ -324,9 +325,9 @@ def test_a_transparent_node_adds_no_word():
     assert [sorted(n) for n in tree.names({"a": PerWorker(packed)})] == [["a/v", "a/w"]]
 
 
+@traits(passes_rows=True)
 class PassingState(NamedTuple):
     inner_state: object
-    passes_rows = True
 
 
 class OpaqueState(NamedTuple):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optfn
-from optfn.train.progress import Progress
+from optfn.run.progress import Progress
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
@@ -190,7 +190,9 @@ def test_rng_must_be_a_key():
     for rng, error in ((jnp.ones(2), TypeError), ("0", TypeError), (-1, ValueError)):
         with pytest.raises(error, match="rng must be"):
             optfn.make_train_step(loss_fn, optfn.sgd(0.1), rng=rng)
-    with pytest.raises(ValueError, match="rng concerns loss_fn"):
+    with pytest.raises(
+        ValueError, match=r"rng=.* cannot be with value_and_grad: it concerns loss_fn"
+    ):
         optfn.make_train_step(
             loss_fn, optfn.sgd(0.1), rng=True, value_and_grad=lambda p, b: (0.0, p)
         )

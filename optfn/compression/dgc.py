@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import checks, core, numerics
+from optfn import checks, core, mesh
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients
 from optfn.compression.dgc_phases import (
@@ -27,17 +27,17 @@ from optfn.compression.dgc_phases import (
 )
 from optfn.compression.packets import VALUE_DTYPES
 from optfn.compression.residual import ramp_step
-from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, Params, PyTree, Updates, declares
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, Params, PyTree, Updates
+from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 
 
-@declares(passes_rows=True)
+@traits(passes_rows=True, skipped="skipped")
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 
@@ -157,7 +157,7 @@ def deep_gradient_compression(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.rule(partial(_init, options), partial(_update, options))
+    return core.Rule(partial(_init, options), partial(_update, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:

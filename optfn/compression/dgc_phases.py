@@ -16,14 +16,14 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import numerics
+from optfn import mesh
 from optfn.checks import Number
 from optfn.compression import residual, selection
 from optfn.compression.packets import PacketFormat, empty_rows, mean_of_sent, rows_of_sent
+from optfn.leaves import numerics
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 from optfn.transforms.moment import momentum_rule
 
 Arrays = list[jax.Array]

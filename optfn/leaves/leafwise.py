@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, numerics
+from optfn import checks
 from optfn.checks import Scalar
-from optfn.leaves import mismatch, tree
+from optfn.leaves import mismatch, numerics, tree
 from optfn.leaves.layout import BufferLayout
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
@@ -72,7 +72,7 @@ def tensor_norms(
 
     def of_leaf(place: tree.Place, *arrays: Leaf) -> Any:
         layout = layouts[place.number]
-        own = {k: _at(v, place.number) for k, v in scalars.items() if k not in numbers}
+        own = {k: _scalar_at(v, place.number) for k, v in scalars.items() if k not in numbers}
         if tree.is_masked(arrays[0]):
             return None
         if layout.is_one_tensor or isinstance(arrays[0], LeafKind):
@@ -115,8 +115,8 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
     scalars = {k: v for k, v in scalars.items() if k not in fixed}
 
     def of_leaf(i: int) -> Any:
-        own = [_at(x, i) for x in numbers]
-        named = {k: _at(v, i) for k, v in scalars.items()}
+        own = [_scalar_at(x, i) for x in numbers]
+        named = {k: _scalar_at(v, i) for k, v in scalars.items()}
         layouts = [x.layout for x in (*own, *named.values()) if isinstance(x, PerTensor)]
         if any(x is None for x in own):
             return None
@@ -236,7 +236,7 @@ def apply(
             _checked(place, g)
         accumulators, p = others[: len(state)], others[len(state) :]
         mismatch.check_state(place, g, accumulators, shapes)
-        own = {k: _at(v, place.number) for k, v in arrays.items()}
+        own = {k: _scalar_at(v, place.number) for k, v in arrays.items()}
         results: tuple[Any, ...] = program(g, accumulators, p, own)
         return results
 
@@ -267,7 +267,7 @@ def _numbers(g: Leaf) -> Any:
     return g.values if isinstance(g, LeafKind) else g
 
 
-def _at(scalar: Any, i: int) -> Any:
+def _scalar_at(scalar: Any, i: int) -> Any:
     """Return the scalar of leaf i: a number, or a PerTensor."""
     return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
@@ -322,6 +322,20 @@ def zeros_like(
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
     return tree.map_arrays(zeros, params)
+
+
+def frozen_update(g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a leaf that no rule sees: −0.0, an integer zero, or a masked leaf.
+
+    −0.0 is the only number that leaves p + u = p bit for bit.
+    """
+    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
+    if tree.is_array(p) and not mismatch.is_float0(p):
+        if jnp.issubdtype(p.dtype, jnp.inexact):
+            return jnp.full(p.shape, -0.0, p.dtype)
+        return numerics.integer_zeros(jnp.shape(p), p.dtype)
+    # Without params the dtype is unknown; int8 is the one that promotes no integer.
+    return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
 
 
 def inexact(params: Params) -> Params:

@@ -20,6 +20,7 @@ from jax.tree_util import PyTreeDef
 
 from optfn import checks
 from optfn.leaves.layout import BufferLayout, Run, plain
+from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, LeafKind, PyTree
 
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
@@ -164,7 +165,7 @@ def array_paths(tree: PyTree) -> list[str]:
 
 def is_transparent(x: object) -> bool:
     """Tell whether `x` is a node that adds no word to paths: its first field is the tree."""
-    return getattr(type(x), "transparent", False) is True
+    return traits_of(x).transparent
 
 
 def join(*words: str) -> str:
@@ -182,7 +183,7 @@ def key_name(key: object) -> str:
 
 def describes_leaves(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
-    return getattr(type(x), "describes_leaves", False) is True
+    return traits_of(x).describes_leaves
 
 
 def layouts(tree: PyTree) -> list[BufferLayout]:

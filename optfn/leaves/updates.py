@@ -1,9 +1,7 @@
-"""Updates added to parameters, and the updates of leaves that no rule sees."""
+"""Updates added to parameters."""
 
 import jax.numpy as jnp
-import numpy as np
 
-from optfn import numerics
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.types import Leaf, LeafKind, Params, Updates
 
@@ -52,17 +50,3 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         return leafwise.cast(total, p.dtype)
 
     return tree.map_named(add, params, updates)
-
-
-def frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf that no rule sees: −0.0, an integer zero, or a masked leaf.
-
-    −0.0 is the only number that leaves p + u = p bit for bit.
-    """
-    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
-    if tree.is_array(p) and not mismatch.is_float0(p):
-        if jnp.issubdtype(p.dtype, jnp.inexact):
-            return jnp.full(p.shape, -0.0, p.dtype)
-        return numerics.integer_zeros(jnp.shape(p), p.dtype)
-    # Without params the dtype is unknown; int8 is the one that promotes no integer.
-    return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g

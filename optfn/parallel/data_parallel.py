@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Batch, DType, Leaf, OptState, PyTree, Updates
-from optfn.parallel.mesh import AxisName, axes, mean_in_one, pmean, sharding, without
-from optfn.parallel.per_worker import exchanged_axes, exchanges
-from optfn.parallel.placement import num_workers, specs_of
+from optfn.mesh import AxisName, axes, mean_in_one, pmean, sharding, without
+from optfn.state.per_worker import exchanged_axes, exchanges
+from optfn.state.placement import num_workers, specs_of
 
 
 def on_workers(

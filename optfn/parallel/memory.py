@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree
-from optfn.parallel import sharding as shards
-from optfn.parallel.mesh import AxisName, axes, restricted, without
-from optfn.parallel.per_worker import exchanged_axes
-from optfn.parallel.placement import num_workers, specs_of
-from optfn.parallel.sharding import Kind, Sharding, is_spec
+from optfn.mesh import AxisName, axes, restricted, without
+from optfn.parallel.layout import Kind, is_spec, layout_of
+from optfn.state.per_worker import exchanged_axes
+from optfn.state.placement import num_workers, on_workers_of
 
 
 class MemoryPlan(NamedTuple):
@@ -69,17 +68,12 @@ def plan_memory(
     num_workers(mesh, data_axis)  # the mesh has these axes
     params = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(tx.init, params)
-    if shard is None:
-        whole = jax.tree.map(lambda x: P(), params)
-        layout = whole, whole, specs_of(state, data_axis)
-        # A worker's own part is (n, …) in `init`, and N of them lie on the mesh.
-        state = jax.tree.map(lambda x, spec: _on_workers(x, spec, mesh), state, layout[2])
-    else:
-        sharding = Sharding(shards.check(shard, mesh), mesh, data_axis)
-        of_state = sharding.of_state(state, params)
-        layout = sharding.of_params(params), sharding.of_gradients(params), of_state
+    layout = layout_of(shard, mesh, data_axis)
+    all_workers = on_workers_of(tx.init, mesh, layout.worker_axes)
+    kept, of_state = jax.eval_shape(all_workers, params), layout.of_state(state, params)
+    specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     leaves = jax.tree.leaves(params)
-    of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in layout[:2])
+    of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in (specs, grad_specs))
     present = [not tree.is_masked(x) for x in tree.flatten(params)[0]]
     facts = tree.stacked_axes(params), exchanged_axes(state, params)
     columns = leaves, of_params, of_grads, *(compress(fact, present) for fact in facts)
@@ -92,15 +86,8 @@ def plan_memory(
             sent += _sent(p, spec, grad_spec, mesh, averaged, gathers)
             gradients += _bytes(p, restricted(grad_spec, others), mesh)
     return MemoryPlan(
-        _bytes(params, layout[0], mesh), _bytes(state, layout[2], mesh), gradients, round(sent)
+        _bytes(params, specs, mesh), _bytes(kept, of_state, mesh), gradients, round(sent)
     )
-
-
-def _on_workers(x: Leaf, spec: P, mesh: Mesh) -> Leaf:
-    """Return an array of one worker's state as that of all workers."""
-    if not spec:
-        return x
-    return jax.ShapeDtypeStruct((num_workers(mesh, spec[0]) * x.shape[0], *x.shape[1:]), x.dtype)
 
 
 def _bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:

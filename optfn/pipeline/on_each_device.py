@@ -9,17 +9,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import core, numerics
-from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
-from optfn.parallel import mesh as meshes
+from optfn import core
+from optfn import mesh as meshes
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.parallel.data_parallel import for_optimizer
-from optfn.parallel.per_worker import Exchanged, check_wrappers, nodes_of
-from optfn.parallel.placement import map_state, num_workers
 from optfn.pipeline.stacking import PipelineParams
+from optfn.state.per_worker import Exchanged, check_wrappers, nodes_of
+from optfn.state.placement import map_state, num_workers
 
 
-@declares(workers_in_front=True)
+@traits(workers_in_front=True)
 class OnEachDeviceState(NamedTuple):
     """State of `on_each_device`: that of the optimizer, of all devices; indexed as that is."""
 
@@ -125,7 +126,7 @@ def on_each_device(
             check_vma=False,
         )
         new, inner_state = run(given, state.inner_state, kept, extra)
-        whole = tree.map(_filled, new, updates, updates if params is None else params)
+        whole = tree.map(_with_frozen, new, updates, updates if params is None else params)
         return whole, OnEachDeviceState(inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -182,7 +183,7 @@ def _with_gradient(x: Leaf, g: Leaf) -> Leaf:
     return x if _has_gradient(g) else optax.MaskedNode()
 
 
-def _filled(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+def _with_frozen(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
     """Return an update; without a gradient an integer zero, masked where `g` is."""
     if tree.is_masked(g):
         return g

@@ -12,18 +12,20 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import core, numerics
-from optfn.autodiff.dependence import depends
-from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, declares
+from optfn import core
+from optfn.jaxprs.dependence import depends
+from optfn.leaves import leafwise, mismatch, numerics, tree
+from optfn.leaves.traits import traits, traits_of
+from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.mesh import AxisName, axes
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
-from optfn.parallel.mesh import AxisName, axes
-from optfn.parallel.per_worker import PerWorker, exchanges
+from optfn.state.per_worker import PerWorker, exchanges
 from optfn.train.state import StepFn, TrainState
+from optfn.wrappers.nonfinite import with_gave_up
 
 
-@declares(adds_no_word=True)
+@traits(adds_no_word=True)
 class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
@@ -35,7 +37,7 @@ class LocalState(NamedTuple):
     inner_state: OptState
 
 
-@declares(labels=True, passes_own_gradients=True, main="inner")
+@traits(labels=True, passes_own_gradients=True, main="inner")
 class InnerAndOuter(NamedTuple):
     """The optimizer state of a run with local steps: that of the workers, and the outer one's."""
 
@@ -88,6 +90,8 @@ class LocalSteps(NamedTuple):
                 lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,
                 end.opt_state, fresh, own,
             )  # fmt: skip
+            if "gave_up" in metrics:  # in any step of the round
+                opt_state = with_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
             model_state = jax.tree.map(
                 lambda old, new: jnp.where(finite, new, old),
@@ -161,7 +165,7 @@ def _check_inner(
 
 
 def _follows_params(x: object) -> bool:
-    return bool(getattr(type(x), "follows_params", False))
+    return traits_of(x).follows_params
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, Updates
 
 
@@ -124,7 +124,7 @@ def scale_by_adam(
         )
         return updates, ScaleByAdamState(step, mu, nu)
 
-    return core.rule(partial(init_moments, ScaleByAdamState), update)
+    return core.Rule(partial(init_moments, ScaleByAdamState), update)
 
 
 class ScaleByAdamaxState(NamedTuple):
@@ -173,4 +173,4 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
         )
         return updates, ScaleByAdamaxState(step, mu, infinity_norm)
 
-    return core.rule(partial(init_moments, ScaleByAdamaxState), update)
+    return core.Rule(partial(init_moments, ScaleByAdamaxState), update)

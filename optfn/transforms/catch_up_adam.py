@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates
 from optfn.transforms.adam import adam_direction, adam_factors, adam_rule
 
@@ -139,7 +139,7 @@ def scale_by_catch_up_adam(
         )
         return updates, state._replace(step=step, mu=mu, nu=nu, last_step=last)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)
 
 
 def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.parallel.mesh import axes
+from optfn.mesh import axes
 
 
 class ClipState(NamedTuple):
@@ -99,7 +99,7 @@ def _by_norm(
         updates, factor = clip(leafwise.merge_rows(updates), c)
         return updates, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
 
-    return core.rule(_unclipped, update)
+    return core.Rule(_unclipped, update)
 
 
 def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:

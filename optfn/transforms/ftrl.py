@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import in_passes
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
+from optfn.transforms.in_place import in_passes
 
 
 class FtrlProximalState(NamedTuple):
@@ -156,4 +156,4 @@ def ftrl_proximal(
         updates = apply(minimise, updates, n, z, params=params, **at)[0]
         return updates, FtrlProximalState(rate_state, n, z)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)

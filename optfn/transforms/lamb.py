@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import in_passes
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
+from optfn.transforms.in_place import in_passes
 from optfn.transforms.regularization import (
     check_weight_decay,
     decay_of_leaves,
@@ -114,7 +114,7 @@ def scale_by_lamb(
         )[0]
         return updates, ScaleByAdamState(step, mu, nu)
 
-    return core.rule(partial(init_moments, ScaleByAdamState), update)
+    return core.Rule(partial(init_moments, ScaleByAdamState), update)
 
 
 def _scaled_direction(

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, state_names
-from optfn.leaves.types import OptState, Params, PyTree, Updates, declares
+from optfn.leaves import leafwise, numerics
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.state import names as state_names
 
 
 class LearningRateState(NamedTuple):
@@ -33,7 +35,7 @@ class DrivenLearningRateState(LearningRateState):
     __slots__ = ()
 
 
-@declares(words=("step", "learning_rate"))
+@traits(words=("step", "learning_rate"))
 class GivenLearningRateState(NamedTuple):
     """A rate that an array drives, as in `optax.inject_hyperparams`.
 
@@ -107,7 +109,7 @@ def at_step(
     return jnp.array(number, dtype, copy=True)
 
 
-@declares(passes_rows=True)
+@traits(passes_rows=True)
 class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
 
@@ -153,7 +155,7 @@ def scale_by_learning_rate(
         updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
-    return core.rule(init_rate, update)
+    return core.Rule(init_rate, update)
 
 
 def is_rate(x: object) -> TypeGuard[RateState]:

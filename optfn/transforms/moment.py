@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise
-from optfn.leaves.types import OptState, Params, Updates, declares
+from optfn.leaves import leafwise, numerics
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, Updates
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -24,7 +25,7 @@ class ScaleByMomentumState(NamedTuple):
     velocity: Params
 
 
-@declares(retired=("velocity",))
+@traits(retired=("velocity",))
 class WithoutMomentumState(ScaleByMomentumState):
     """State of `scale_by_momentum(0)`: a masked leaf."""
 
@@ -286,4 +287,4 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
         )
         return updates, ScaleByAsgdState(step, gradients)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)

@@ -106,7 +106,7 @@ def reduce_on_plateau(
         updates = leafwise.scale(updates, state.rate.learning_rate)
         return updates, plateau.with_value(state, extra["value"])
 
-    return core.rule(init, update)
+    return core.Rule(init, update)
 
 
 class _Plateau(NamedTuple):

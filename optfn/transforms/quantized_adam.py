@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import in_passes
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
 from optfn.transforms import codes
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors
+from optfn.transforms.in_place import in_passes
 
 
 class ScaleByInt8AdamState(NamedTuple):
@@ -195,7 +195,7 @@ def scale_by_quantized_adam(
         updates = leafwise.apply(rule, updates, *moments, shapes=storage.shapes)[0]
         return updates, storage.state_type(step, *moments)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)
 
 
 def _direction(storage: _Storage, g: jax.Array, *arrays: jax.Array, **factors: Any) -> Arrays:

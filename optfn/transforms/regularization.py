@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.transforms import learning_rate as rates
@@ -74,7 +74,7 @@ def decaying(
         value = weight_decay_at(argument, coeff, state.step)
         return update(updates, params, value), state_type(core.next_step(state.step))
 
-    return core.rule(lambda params: state_type(core.first_step()), scheduled)
+    return core.Rule(lambda params: state_type(core.first_step()), scheduled)
 
 
 @core.transform(needs_params=True)

@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
-from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
-from optfn.parallel.mesh import joined
-from optfn.parallel.per_worker import PerWorker, exchanged_axes, has_workers_in_front
+from optfn import checks, core
+from optfn.leaves import leafwise, mismatch, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.mesh import joined
+from optfn.state.per_worker import PerWorker, exchanged_axes, has_workers_in_front
+from optfn.transforms.in_place import when
 
 
-@declares(passes_own_gradients=True)
+@traits(passes_own_gradients=True)
 class AccumulateState(NamedTuple):
     """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
 

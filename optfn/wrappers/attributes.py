@@ -14,7 +14,6 @@ from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import mark_stacked
 from optfn.leaves.selection import Selection
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.leaves.updates import frozen_update
 
 
 class _Inherit:
@@ -189,7 +188,7 @@ def attributed(
 
         def frozen(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
             is_trained = all(attrs[name].trainable for name in names[place.number])
-            return g if is_trained else frozen_update(g, g if p is None else p)
+            return g if is_trained else leafwise.frozen_update(g, g if p is None else p)
 
         others = tree.map_named(frozen, updates, updates if params is None else params)
         return _trainable(updates, attrs).fill(updated, others), state

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, Updates
 from optfn.leaves.updates import apply_updates
 
 
-@declares(passes_rows=True, follows_params=True)
+@traits(passes_rows=True, follows_params=True)
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
@@ -28,7 +29,7 @@ class ExponentialMovingAverageState(NamedTuple):
     average: Params
 
 
-@declares(passes_rows=True, follows_params=True)
+@traits(passes_rows=True, follows_params=True)
 class ModelAverageState(NamedTuple):
     """State of `model_average`: 12 bytes per parameter and three counters."""
 

@@ -9,11 +9,12 @@ import optax
 
 from optfn import core
 from optfn.leaves import tree
-from optfn.leaves.types import DType, Leaf, OptState, Params, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
 from optfn.leaves.updates import apply_updates
 
 
-@declares(passes_own_gradients=True, follows_params=True)
+@traits(passes_own_gradients=True, follows_params=True)
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 

@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.leaves import leafwise, state_names, tree
-from optfn.leaves.types import OptState, Params, Updates, declares
-from optfn.parallel.mesh import Axes, AxisName, check_axis, check_names, joined
-from optfn.parallel.per_worker import has_workers_in_front, nodes_of
+from optfn.leaves import leafwise, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, Updates
+from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
+from optfn.state import names as state_names
+from optfn.state.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
 
 
-@declares(passes_own_gradients=True, passes_rows=True)
+@traits(passes_own_gradients=True, passes_rows=True)
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state."""
 

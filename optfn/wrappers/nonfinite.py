@@ -1,18 +1,21 @@
 """A guard that skips the update where a gradient is not finite."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis, check_names, joined
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn.mesh import AxisName, check_axis, check_names, joined
 
 
-@declares(passes_own_gradients=True, passes_rows=True)
+@traits(passes_own_gradients=True, passes_rows=True, skipped="skipped")
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""
 
@@ -20,6 +23,32 @@ class SkipNonfiniteState(NamedTuple):
     skipped: jax.Array
     gave_up: jax.Array
     inner_state: OptState
+
+
+def gave_up(state: OptState) -> list[jax.Array]:
+    """Return the flags of the guards in a state: scalars, or one for each worker, (N,)."""
+    leaves, structure = jax.tree.flatten(state)
+    return [leaves[i] for i in _flags(structure)]
+
+
+def with_gave_up(state: OptState, flag: jax.Array) -> OptState:
+    """Return a state in which the flag of each guard is `flag`."""
+    leaves, structure = jax.tree.flatten(state)
+    for i in _flags(structure):
+        leaves[i] = flag
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.cache
+def _flags(structure: PyTreeDef) -> list[int]:
+    """Return the positions of the guards' flags among the leaves of a state."""
+
+    def is_guard(x: object) -> bool:
+        return isinstance(x, SkipNonfiniteState)
+
+    numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+    guards = jax.tree.leaves(numbered, is_leaf=is_guard)
+    return [i for x in guards if is_guard(x) for i in jax.tree.leaves(x.gave_up)]
 
 
 @core.named

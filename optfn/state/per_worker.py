@@ -1,4 +1,4 @@
-"""What a state says about the workers of a mesh: an open protocol that names no scheme.
+"""How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
 A transform that communicates needs three things that others do not. Its state says each of them,
 and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
@@ -8,12 +8,12 @@ asks the state:
 * whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves
   and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
   other axes of the workers the training step averages the gradients first;
-* whether its updates may be row-sparse: its state type has `passes_rows = True`, and `update` takes
-  `row_updates=True`.
+* whether its updates may be row-sparse: its state type has `@traits(passes_rows=True)`, and
+  `update` takes `row_updates=True`.
 
 A wrapper may stand around such a transform if its own state is right on every worker; its state
-type then has `passes_own_gradients = True`. Where gradients come with the workers as a leading axis
-(`on_each_device`), the state type has `workers_in_front = True`.
+type then has `@traits(passes_own_gradients=True)`. Where gradients come with the workers as a
+leading axis (`on_each_device`), the state type has `@traits(workers_in_front=True)`.
 
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
@@ -28,11 +28,12 @@ import jax
 import optax
 
 from optfn.leaves import tree
-from optfn.leaves.types import OptState, Params, PyTree, declares
-from optfn.parallel.mesh import Axes, AxisName, axes, joined
+from optfn.leaves.traits import traits, traits_of
+from optfn.leaves.types import OptState, Params, PyTree
+from optfn.mesh import Axes, AxisName, axes, joined
 
 
-@declares(transparent=True)
+@traits(transparent=True)
 class PerWorker(NamedTuple):
     """A part of a state that is a worker's own: arrays with at least one axis, (n, …).
 
@@ -129,8 +130,8 @@ def _is_mark(x: Any) -> bool:
 
 def has_workers_in_front(state: OptState) -> bool:
     """Tell whether the transform of a state takes gradients with the workers as leading axis."""
-    found = jax.tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "workers_in_front"))
-    return any(getattr(type(x), "workers_in_front", False) for x in found)
+    found = jax.tree.leaves(state, is_leaf=lambda x: traits_of(x).workers_in_front)
+    return any(traits_of(x).workers_in_front for x in found)
 
 
 # Wrappers of optax whose own state is the same on all workers.
@@ -153,13 +154,13 @@ def check_wrappers(who: str, state: OptState) -> None:
     children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
     is_collection = _is_chain(state) or isinstance(state, list | dict)
     if not (is_collection or any(isinstance(x, Exchanged) for x in children)):
-        known = isinstance(state, _PASSING) or getattr(type(state), "passes_own_gradients", False)
+        known = isinstance(state, _PASSING) or traits_of(state).passes_own_gradients
         if not known:
             raise ValueError(
                 f"{who}: {type(state).__name__} stands around a transform that exchanges gradients "
                 "by itself, and would keep or judge those of each worker apart. Put it inside, or "
                 "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
-                "state that is the same on all workers says so: declares(passes_own_gradients=True)"
+                "state that is the same on all workers says so: traits(passes_own_gradients=True)"
             )
     if _is_chain(state):
         _check_before(who, state)
@@ -211,14 +212,14 @@ def may_give_rows(state: OptState) -> bool:
     Some transforms treat Rows as two arrays, so that all transforms that updates pass through must
     be known to take them. The state answers:
 
-    * A NamedTuple may give rows if its type has `passes_rows = True`, and it has an `Exchanged`
-      field or a field whose value may give rows.
+    * A NamedTuple may give rows if its type has `@traits(passes_rows=True)`, and it has an
+      `Exchanged` field or a field whose value may give rows.
     * A plain tuple, the state of a chain, may give rows if one of its members may and all others
       pass them.
     * Anything else may not.
 
-    A NamedTuple passes rows if its type has `passes_rows = True` and what its field `inner_state`
-    holds, if it has one, passes them; a plain tuple if all its members do.
+    A NamedTuple passes rows if its type has that trait and the state in its field `inner_state`,
+    if it has one, passes them; a plain tuple if all its members do.
     """
     if _is_chain(state):
         return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))
@@ -232,7 +233,7 @@ def _is_chain(state: OptState) -> bool:
 
 
 def _declares_rows(state: OptState) -> bool:
-    return isinstance(state, tuple) and getattr(type(state), "passes_rows", False) is True
+    return isinstance(state, tuple) and traits_of(state).passes_rows
 
 
 def _passes_or_gives_rows(state: OptState) -> bool:

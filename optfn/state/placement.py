@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
+from optfn import mesh as meshes
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
-from optfn.parallel import mesh as meshes
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
+from optfn.mesh import AxisName
+from optfn.state.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
@@ -104,32 +104,16 @@ def state_specs(
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
-def init_state(
-    tx: optax.GradientTransformation,
-    params: Params,
-    mesh: Mesh,
-    *,
-    axis_name: AxisName = "data",
-) -> OptState:
-    """Return the state of step 0 on a mesh: per-worker arrays sharded, the rest replicated.
-
-    Each device stores only its worker's part of the per-worker arrays. In a run of several
-    processes, each process must call it with the same params.
+def on_workers_of(
+    init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
+) -> Callable[[Params], OptState]:
+    """Return the function that gives the state of all workers, of one that gives one worker's.
 
     Args:
-      tx: an optimizer, however wrapped.
-      params: the parameters, arrays on the host or replicated over the mesh.
-      mesh: a mesh, such as `data_mesh()`.
-      axis_name: the mesh axes of the workers, for per-worker arrays that do not name their own.
+      init: gives one worker's state.
+      mesh: the mesh of the workers.
+      axis_name: the axes of the workers, for per-worker arrays that do not name their own.
     """
-    return init_on_mesh(core.check_transform("init_state: tx", tx).init, params, mesh, axis_name)
-
-
-def init_on_mesh(
-    init: Callable[[Params], OptState], params: Params, mesh: Mesh, axis_name: AxisName
-) -> OptState:
-    """Return what `init_state` does, for an init function."""
-    num_workers(mesh, axis_name)  # the mesh has these axes
 
     def workers(own: meshes.Axes) -> int:
         return num_workers(mesh, own or axis_name)
@@ -142,11 +126,7 @@ def init_on_mesh(
             lambda x, own: jnp.full_like(x, workers(own)),
         )
 
-    shapes = jax.eval_shape(init, params)
-    shardings = jax.tree.map(
-        lambda spec, x: meshes.sharding(mesh, spec, x.ndim), specs_of(shapes, axis_name), shapes
-    )
-    return jax.jit(init_all, out_shardings=shardings)(params)
+    return init_all
 
 
 def num_workers(mesh: Mesh, axis_name: AxisName) -> int:

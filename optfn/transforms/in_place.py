@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from optfn import checks
 from optfn.leaves.types import PyTree
-from optfn.parallel.mesh import varying_axes
+from optfn.mesh import varying_axes
 
 
 def in_passes(

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from optfn.leaves.traits import traits_of
 from optfn.leaves.tree import is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
 
@@ -36,10 +37,10 @@ def main_part(state: OptState) -> OptState:
     """
 
     def has_main(x: object) -> bool:
-        return hasattr(type(x), "main")
+        return bool(traits_of(x).main)
 
     found = [x for x in jax.tree.leaves(state, is_leaf=has_main) if has_main(x)]
-    return getattr(found[0], type(found[0]).main) if found else state
+    return found[0]._asdict()[traits_of(found[0]).main] if found else state
 
 
 def _has_states(x: object) -> bool:
@@ -59,8 +60,8 @@ def state_word(state_type: type) -> str:
 
 def _field_words(state: OptState) -> tuple[str, ...]:
     """Return the words of the fields of a state."""
-    words: tuple[str, ...] = getattr(type(state), "words", state._fields)
-    return words
+    fields: tuple[str, ...] = state._fields
+    return traits_of(state).words or fields
 
 
 def named_parts(
@@ -91,7 +92,7 @@ def named_parts(
     def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
         if is_state(node) and node._fields:
             name = prefix
-            if not (unnamed(node) or getattr(type(node), "adds_no_word", False)):
+            if not (unnamed(node) or traits_of(node).adds_no_word):
                 name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
@@ -104,7 +105,7 @@ def named_parts(
         elif is_transparent(node):
             inner, *_ = node
             yield from walk(inner, prefix, labels)
-        elif getattr(type(node), "labels", False):
+        elif traits_of(node).labels:
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
         elif _has_states(node):
@@ -125,7 +126,7 @@ def retired_fields(
 ) -> list[str]:
     """Return the names of the fields of which earlier versions kept arrays and this one does not.
 
-    Such a state declares them: `@declares(retired=("velocity",))`. Its type is a subclass of the
+    Such a state declares them: `@traits(retired=("velocity",))`. Its type is a subclass of the
     one that kept the arrays, so that a transform of the same kind after it keeps its number.
 
     Args:
@@ -134,7 +135,7 @@ def retired_fields(
     """
 
     def retires(x: object) -> bool:
-        return hasattr(x, "retired")
+        return bool(traits_of(x).retired)
 
     parts = named_parts(state, stop=retires, unnamed=unnamed)
-    return [join(name, field) for name, part in parts if retires(part) for field in part.retired]
+    return [join(name, field) for name, part in parts for field in traits_of(part).retired]
