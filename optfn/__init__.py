@@ -36,9 +36,10 @@ from optfn import distributed, plot, schedules, sparse
 from optfn._version import __version__
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
-from optfn.core import apply_updates, chain
+from optfn.core import chain
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
+from optfn.leaves.updates import apply_updates
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
@@ -49,6 +50,7 @@ from optfn.train.inspection import assert_in_place
 from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainStep, make_train_step
+from optfn.transforms.adam import scale_by_adam, scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from optfn.transforms.ftrl import ftrl_proximal
@@ -61,8 +63,6 @@ from optfn.transforms.learning_rate import (
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
-    scale_by_adam,
-    scale_by_adamax,
     scale_by_asgd,
     scale_by_decayed_adagrad,
     scale_by_momentum,

@@ -56,6 +56,11 @@ def is_host_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float | np.integer | np.floating)
 
 
+def is_traced(values: Any) -> bool:
+    """Tell whether an array of a tree is traced: under `jit`, `vmap` or a derivative."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
+
+
 def number(
     name: str,
     value: object,

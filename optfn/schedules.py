@@ -269,7 +269,7 @@ def linear_warmup(
     w = checks.count("warmup_steps", warmup_steps)
     start = checks.nonnegative("start_lr", start_lr)
     end = checks.nonnegative("end_lr", end_lr)
-    after = rates.check(learning_rate)
+    after = rates.check_rate(learning_rate)
 
     def schedule(step: int | jax.Array) -> jax.Array:
         step = jnp.asarray(step)

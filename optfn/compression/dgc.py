@@ -74,7 +74,7 @@ def deep_gradient_compression(
     momentum_masking: bool = True,
     wire: str = "float32",
     selection: str = "exact",
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Exchange the largest entries of what each worker accumulates, and keep the others.
 
     With N workers, each with its own mean gradient g, and step from 0:
@@ -157,7 +157,7 @@ def deep_gradient_compression(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.rule(partial(_init, options), partial(_update, options))
+    return core.Rule(partial(_init, options), partial(_update, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:

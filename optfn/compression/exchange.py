@@ -148,10 +148,10 @@ def exchange(
     )
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
-        tx = core.rule(partial(_init_dense, options), partial(_update_dense, options))
+        tx = core.Transform(partial(_init_dense, options), partial(_update_dense, options))
     else:
-        rule = core.rule(partial(_init, options), partial(_update, options))
-        tx = core.behind_edge("exchange", rule, real_only="exchange")
+        init, update = partial(_init, options), partial(_update, options)
+        tx = core.behind_edge("exchange", core.Rule(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
 
 

@@ -1,7 +1,6 @@
-"""Nodes of a tree that say what lies in their leaves: `Stacked` and `Packed`.
+"""Nodes of a tree that describe their leaves: `Stacked` and `Packed`.
 
-`optfn.leaves.tree` asks such a node for the layouts of its leaves, and for their names where a leaf
-has several.
+`tree.layouts` and `tree.names` call their methods `layouts()` and `leaf_names()`.
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ class Stacked(NamedTuple):
         return key in self.layers
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or hasattr(self.layers, "dtype"):
+        if name.startswith("_") or tree.is_array(self.layers):
             raise AttributeError(name)
         return getattr(self.layers, name)
 
@@ -87,6 +86,14 @@ class Packed:
         """Return the Packed of a layout and its children."""
         count = len(layout.buffers)
         return cls(children[:count], children[count:], layout)
+
+    def by_buffer(self) -> list[tuple[BufferLayout, Leaf]]:
+        """Return the layout and the array of each buffer."""
+        return list(zip(self.layout.buffers, self.buffers, strict=True))
+
+    def frozen_leaves(self) -> dict[int, Leaf]:
+        """Return the frozen leaves by their numbers in the tree."""
+        return dict(zip(self.layout.frozen, self.frozen, strict=True))
 
     def layouts(self) -> list[BufferLayout]:
         """Return the layout of each leaf of this node: the buffers, then the frozen leaves."""

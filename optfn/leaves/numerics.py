@@ -91,10 +91,10 @@ def norm(x: jax.Array) -> jax.Array:
 LANES, LONG_ROW = 8, 256
 
 
-def norms(x: jax.Array) -> jax.Array:
+def row_norms(x: jax.Array) -> jax.Array:
     """Return the L2 norms of x[0], x[1], …, shape (len(x),).
 
-    XLA on CPU sums many long rows slowly, and keeps what is summed in memory. Partial sums of eight
+    XLA on CPU sums many long rows slowly, and keeps the squares in memory. Partial sums of eight
     elements avoid both; the comparison, always false, keeps XLA from summing them in one operation.
     """
     squares = abs_squared(x)

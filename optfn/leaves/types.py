@@ -1,19 +1,21 @@
-"""Names for the kinds of values that functions here take and return, and what a leaf may be."""
+"""Names for the kinds of values that functions here take and return, and of leaves."""
 
 import abc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.typing import DTypeLike
 
 # Any nesting of containers that JAX knows; its leaves are arrays unless the text says otherwise.
 PyTree: TypeAlias = Any
 Params: TypeAlias = PyTree  # parameters of a model
 Updates: TypeAlias = PyTree  # gradients or updates, structured like params
 OptState: TypeAlias = PyTree  # the state of a gradient transformation
-Batch: TypeAlias = PyTree  # what a loss function takes after params
+Batch: TypeAlias = PyTree  # the argument of a loss function after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
-DType: TypeAlias = Any  # whatever jnp.dtype accepts
+DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name
 LossFn: TypeAlias = Callable[..., Any]
 
 
@@ -23,7 +25,7 @@ class LeafKind(abc.ABC):
     A pytree node whose numbers are `values`; it represents an array of `shape`.
     """
 
-    values: Leaf
+    values: jax.Array
 
     @property
     @abc.abstractmethod
@@ -36,12 +38,13 @@ class LeafKind(abc.ABC):
         return len(self.shape)
 
     @property
-    def dtype(self) -> DType:
+    def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
-        return self.values.dtype
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
 
     @abc.abstractmethod
-    def map(self, fn: Callable[[Leaf], Leaf]) -> "LeafKind":
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LeafKind":
         """Return the leaf with fn(values), for an elementwise fn with fn(0) = 0."""
 
     def astype(self, dtype: DType) -> "LeafKind":
@@ -49,8 +52,8 @@ class LeafKind(abc.ABC):
         return self.map(lambda values: values.astype(dtype))
 
     @abc.abstractmethod
-    def check(self, what: str) -> None:
-        """Raise an error that begins with `what` unless the leaf is well formed."""
+    def check(self, subject: str) -> None:
+        """Raise an error that begins with `subject` unless the leaf is well formed."""
 
     @abc.abstractmethod
     def merged(self) -> "LeafKind":
@@ -72,4 +75,4 @@ class LeafKind(abc.ABC):
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
     ) -> Any:
-        """Return what a rule gives for this gradient; see `leafwise.apply` for `rows`."""
+        """Return the result of a rule for this gradient; see `leafwise.apply` for `rows`."""

@@ -10,10 +10,10 @@ from optfn.checks import Number, Schedule
 from optfn.core import chain
 from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms.adam import scale_by_adam, scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.lamb import scale_by_lamb
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.transforms.moment import scale_by_adam, scale_by_adamax
 from optfn.transforms.quantized_adam import MOMENT_DTYPES, scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.wrappers.attributes import ParamAttrs

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn import mesh as meshes
-from optfn.leaves import leafwise, numerics, packed, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.parallel.data_parallel import for_optimizer
@@ -109,12 +109,9 @@ def on_each_device(
         # says, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
         _check_workers(updates, workers, data_axis)
-        gradients, structure = tree.flatten(updates)
-        flags: tree.Flags = [(_has_gradient(g),) for g in gradients]
-        parameters = [None] * len(flags) if params is None else tree.flatten(params)[0]
-        frozen = structure.unflatten(map(_frozen_update, gradients, parameters))
-        given, specs = packed.keep(updates, flags), placement.of_state(state.inner_state)
-        kept = None if params is None else packed.keep(params, flags)
+        specs = placement.of_state(state.inner_state)
+        given = tree.map(_with_gradient, updates, updates)
+        kept = None if params is None else tree.map(_with_gradient, params, updates)
 
         def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
             local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
@@ -129,7 +126,8 @@ def on_each_device(
             check_vma=False,
         )
         new, inner_state = run(given, state.inner_state, kept, extra)
-        return packed.fill(new, flags, frozen), OnEachDeviceState(inner_state)
+        whole = tree.map(_with_frozen, new, updates, updates if params is None else params)
+        return whole, OnEachDeviceState(inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -181,11 +179,17 @@ def _has_gradient(g: Leaf) -> bool:
     return not tree.is_masked(g) and g.dtype != jax.dtypes.float0
 
 
-def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf without a gradient: an integer zero, or what is masked."""
-    if tree.is_masked(g) or _has_gradient(g):
+def _with_gradient(x: Leaf, g: Leaf) -> Leaf:
+    return x if _has_gradient(g) else optax.MaskedNode()
+
+
+def _with_frozen(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    """Return an update; without a gradient an integer zero, masked where `g` is."""
+    if tree.is_masked(g):
         return g
-    return g[0] if tree.is_masked(p) else numerics.integer_zeros(p.shape, p.dtype)
+    if _has_gradient(g):
+        return u
+    return g[0] if p is g or tree.is_masked(p) else numerics.integer_zeros(p.shape, p.dtype)
 
 
 def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.lax import GatherScatterMode
 
 from optfn import core
@@ -27,7 +26,7 @@ __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 
 
 @core.transform(complex_leaves=True)
-def densify() -> optax.GradientTransformationExtraArgs:
+def densify() -> core.Rule:
     """Make row-sparse gradients dense, for third-party transforms that follow.
 
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
@@ -179,7 +178,8 @@ def value_and_grad(
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         leaves, structure = tree.flatten(params)
-        paths, chosen = tree.paths(params), _single_flags(tree.select(pattern, params, "tables"))
+        paths, tables = tree.paths(params), tree.matching(pattern, params, "tables")
+        chosen = [path in tables for path in paths]
         for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
             if is_table:
                 _check_table(path, leaf)
@@ -240,11 +240,6 @@ def value_and_grad(
         return value, structure.unflatten(grads)
 
     return value_and_rows
-
-
-def _single_flags(flags: tree.Flags) -> list[bool]:
-    """Return the flag of each leaf of a tree without packed buffers."""
-    return [flag for (flag,) in flags]
 
 
 def _whole(part: jax.Array, owners: Owners | None) -> Leaf:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from optfn.leaves.traits import traits_of
-from optfn.leaves.tree import is_masked, is_transparent, join, key_name, paths
+from optfn.leaves.tree import is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
 
 
@@ -31,9 +31,9 @@ def with_owners(
 
 
 def main_part(state: OptState) -> OptState:
-    """Return the part of a state that accessors read where no part is named.
+    """Return the part of a state that accessors read where no path is given.
 
-    That is the main field of a node whose type declares one; `state` itself where there is none.
+    It is the main field of a node whose type declares one; `state` itself where there is none.
     """
 
     def has_main(x: object) -> bool:
@@ -58,7 +58,7 @@ def state_word(state_type: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _words(state: OptState) -> tuple[str, ...]:
+def _field_words(state: OptState) -> tuple[str, ...]:
     """Return the words of the fields of a state."""
     fields: tuple[str, ...] = state._fields
     return traits_of(state).words or fields
@@ -99,7 +99,7 @@ def named_parts(
             if stop(node):
                 yield name, node
                 return
-            for field, child in zip(_words(node), node, strict=True):
+            for field, child in zip(_field_words(node), node, strict=True):
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
@@ -114,8 +114,7 @@ def named_parts(
                 label = key_name(key) if isinstance(node, dict) else ""
                 yield from walk(child, prefix, join(labels, label))
         else:
-            leaves = jax.tree.leaves(node, is_leaf=is_masked)
-            for path, leaf in zip(paths(node), leaves, strict=True):
+            for path, leaf in with_paths(node):
                 if not is_masked(leaf):
                     yield join(prefix, path), leaf
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from optfn import checks, core
@@ -34,9 +33,7 @@ def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
 
 
 @core.transform()
-def clip_by_value(
-    max_value: Number, min_value: Number | None = None
-) -> optax.GradientTransformationExtraArgs:
+def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Rule:
     """Limit each element: g = min(max(g, min_value), max_value).
 
     Args:
@@ -66,7 +63,7 @@ def clip_by_value(
 
 
 @core.transform(complex_leaves=True, reads_state=False)
-def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+def clip_by_norm(max_norm: Number) -> core.Rule:
     """Limit the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
     Args:
@@ -78,11 +75,11 @@ def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
     """
 
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
-        factors = leafwise.combine(clip_factor, leafwise.norms(updates), max_norm=c)
+        factors = leafwise.combine(clip_factor, leafwise.tensor_norms(updates), max_norm=c)
         smallest = jnp.ones((), jnp.float32)
         for factor in factors.all():
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
-        return leafwise.apply(_multiply, updates, rows="touched", factor=factors), smallest
+        return leafwise.scale(updates, factors), smallest
 
     return _by_norm(max_norm, clip)
 
@@ -102,7 +99,7 @@ def _by_norm(
         updates, factor = clip(leafwise.merge_rows(updates), c)
         return updates, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
 
-    return core.rule(_unclipped, update)
+    return core.Rule(_unclipped, update)
 
 
 def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
@@ -111,12 +108,8 @@ def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
     return factor if axis_name is None else lax.pmin(factor, axes(axis_name))
 
 
-def _multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
-    return g * numerics.scalar(factor, g)
-
-
 @core.transform(complex_leaves=True, reads_state=False)
-def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+def clip_by_global_norm(max_norm: Number) -> core.Rule:
     """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
     Each tensor is multiplied by one scalar factor, which XLA fuses into the operations that follow;
@@ -132,6 +125,6 @@ def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraAr
 
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
         factor = clip_factor(leafwise.global_norm(updates), c)
-        return leafwise.apply(_multiply, updates, rows="touched", factor=factor), factor
+        return leafwise.scale(updates, factor), factor
 
     return _by_norm(max_norm, clip)

@@ -49,7 +49,7 @@ UNSIGNED = Code(top=255, start=(127 - 32) << 3)  # for a magnitude alone; down t
 _compiled = functools.partial(jax.jit, inline=True)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _float_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
@@ -80,7 +80,7 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
       x: float32.
       noise: uint32 in [0, 2¹⁶), of the same shape.
     """
-    upper = ((_bits(x) + noise) >> 16).astype(jnp.uint16)
+    upper = ((_float_bits(x) + noise) >> 16).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
 
 
@@ -133,7 +133,7 @@ def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax
     """Return the code of x/scale·largest, x ≥ 0; `noise` is uint32 in [0, 2¹⁶)."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per block, not per element
     shifted = x * _per_element(factor, x.shape) + code.smallest
-    k = ((_bits(shifted) + (noise << 4)) >> 20) - np.uint32(code.start)
+    k = ((_float_bits(shifted) + (noise << 4)) >> 20) - np.uint32(code.start)
     return jnp.minimum(k, np.uint32(code.top))
 
 

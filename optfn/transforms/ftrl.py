@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
-from optfn.transforms.in_place import when
+from optfn.transforms.in_place import in_passes
 
 
 class FtrlProximalState(NamedTuple):
@@ -73,6 +72,12 @@ def ftrl_minimiser(
     return jnp.where(is_zero, 0, new_p - p)
 
 
+def _minimiser_of_leaf(
+    g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
+) -> tuple[jax.Array, ...]:
+    return ftrl_minimiser(n, z, p, **scalars), n, z
+
+
 @core.transform(needs_params=True)
 def ftrl_proximal(
     learning_rate: Number | Schedule,
@@ -81,7 +86,7 @@ def ftrl_proximal(
     l2: Number = 0.0,
     lr_power: Number = -0.5,
     lazy: bool = True,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Step to the minimiser of the regularized sum of all gradients so far.
 
         n' = n + g²
@@ -112,7 +117,7 @@ def ftrl_proximal(
     Source: McMahan et al. 2013, "Ad click prediction", algorithm 1; fluid's FtrlOptimizer. Paddle
     1.8.5 hands l1 over as l2 in Python; that is not repeated here.
     """
-    lr = rates.check(learning_rate)
+    lr = rates.check_rate(learning_rate)
     l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)
     lr_power = checks.number("lr_power", lr_power, high=0.0)
     lazy = checks.flag("lazy", lazy)
@@ -142,28 +147,13 @@ def ftrl_proximal(
         def accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
             return apply(ftrl_accumulate, g, n, **rates)[1], z
 
-        # The condition is always true. The loops of one iteration keep the passes apart: z' reads
-        # the old n, and is computed before n is overwritten; what follows reads the new ones.
+        # z' reads the old n, and is computed before n is overwritten.
         fns = [partial(f, factor=rate_factors, rate=rate) for f in (linear, accumulate)]
-        n, z = when(rate_state.step > 0, fns, (state.accumulator, state.linear), updates, params)
+        n, z = in_passes(fns, (state.accumulator, state.linear), updates, params)
 
-        def step(
-            g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
-        ) -> tuple[jax.Array, ...]:
-            return ftrl_minimiser(n, z, p, **scalars), n, z
-
-        updates = apply(
-            step,
-            updates,
-            n,
-            z,
-            params=params,
-            rate=rate,
-            factor=rate_factors,
-            l1=l1,
-            l2=l2,
-            lr_power=lr_power,
-        )[0]
+        at: dict[str, Any] = {"rate": rate, "factor": rate_factors}
+        minimise = partial(_minimiser_of_leaf, l1=l1, l2=l2, lr_power=lr_power)
+        updates = apply(minimise, updates, n, z, params=params, **at)[0]
         return updates, FtrlProximalState(rate_state, n, z)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)

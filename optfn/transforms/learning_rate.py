@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
@@ -62,7 +61,7 @@ class PlateauLearningRateState(LearningRateState):
 RateState = LearningRateState | GivenLearningRateState
 
 
-def check(learning_rate: Number | Schedule) -> Scalar | Schedule:
+def check_rate(learning_rate: Number | Schedule) -> Scalar | Schedule:
     """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule."""
     if callable(learning_rate):
         return learning_rate
@@ -120,7 +119,7 @@ class ScaleByLearningRateState(NamedTuple):
 @core.transform(complex_leaves=True)
 def scale_by_learning_rate(
     learning_rate: Number | Schedule,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Turn an ascent direction into a step: u = −lr·u.
 
     Args:
@@ -134,7 +133,7 @@ def scale_by_learning_rate(
     State: the step and the rate last used (after init, that of step 0), float32, or float64 with
     `jax_enable_x64`. Real and complex leaves.
     """
-    lr = check(learning_rate)
+    lr = check_rate(learning_rate)
 
     def init_rate(params: Params) -> ScaleByLearningRateState:
         del params
@@ -156,7 +155,7 @@ def scale_by_learning_rate(
         updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
-    return core.rule(init_rate, update)
+    return core.Rule(init_rate, update)
 
 
 def is_rate(x: object) -> TypeGuard[RateState]:
@@ -183,12 +182,12 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
-    found = _rates(opt_state, path)
+    found = _selected_rates(opt_state, path)
     values: dict[str, jax.Array] = {
         name: largest(jax.tree.leaves(rate.learning_rate)[0]) for name, rate in found.items()
     }
     first, *others = values.values()
-    if any(not _equal(first, other) for other in others):
+    if any(not _is_same(first, other) for other in others):
         listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
         raise ValueError(
             f"the state holds several learning rates; choose one by path=. They are {listed}"
@@ -208,7 +207,7 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
       ValueError: the state has no rate, or a schedule or an array drives it.
     """
     checks.nonnegative("value", value)
-    found = _rates(opt_state, path)
+    found = _selected_rates(opt_state, path)
     driven = [name for name, rate in found.items() if _is_driven(rate)]
     if driven:
         raise ValueError(
@@ -227,7 +226,7 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     return jax.tree.map(put, opt_state, is_leaf=is_rate)
 
 
-def _rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
+def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return the rates in a state, by name, that `path` selects."""
     if path is None:
         opt_state = state_names.main_part(opt_state)
@@ -251,7 +250,5 @@ def largest(rate: jax.Array) -> jax.Array:
     return jnp.max(rate) if rate.ndim else rate
 
 
-def _equal(a: jax.Array, b: jax.Array) -> bool:
-    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-        return a is b
-    return bool(jnp.array_equal(a, b))
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

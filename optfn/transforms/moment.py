@@ -40,9 +40,7 @@ def momentum_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_momentum(
-    momentum: Number, *, nesterov: bool = False
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_momentum(momentum: Number, *, nesterov: bool = False) -> core.Rule:
     """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
 
     There is no dampening. Where the learning rate belongs inside the velocity (LARS, RMSProp), this
@@ -82,9 +80,7 @@ def adagrad_rule(g: jax.Array, m: jax.Array, *, eps: Scalar) -> tuple[jax.Array,
 
 
 @core.transform(complex_leaves=True)
-def scale_by_adagrad(
-    *, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adagrad(*, eps: Number = 1e-6, initial_accumulator_value: Number = 0.0) -> core.Rule:
     """Divide by the root of the sum of squares: m = m + |g|²; u = g/(√m + eps).
 
     Args:
@@ -119,9 +115,7 @@ def decayed_adagrad_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_decayed_adagrad(
-    *, decay: Number = 0.95, eps: Number = 1e-6
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_decayed_adagrad(*, decay: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
     """Divide by the root of the mean of squares: m = d·m + (1 − d)|g|²; u = g/(√m + eps).
 
     Args:
@@ -164,9 +158,7 @@ def adadelta_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_adadelta(
-    *, rho: Number = 0.95, eps: Number = 1e-6
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
     """Rescale by past updates over past gradients.
 
         a = ρa + (1 − ρ)|g|²
@@ -224,9 +216,7 @@ def centered_rms_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_rms(
-    *, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = False
-) -> optax.GradientTransformationExtraArgs:
+def scale_by_rms(*, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = False) -> core.Rule:
     """Divide by the root of the mean of squares, or of the variance.
 
         r = ρr + (1 − ρ)|g|²;  u = g/√(r + eps)
@@ -253,172 +243,6 @@ def scale_by_rms(
     )
 
 
-class ScaleByAdamState(NamedTuple):
-    """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
-
-    step: jax.Array
-    mu: Params
-    nu: Params
-
-
-def adam_moments(
-    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Scalar, b2: Scalar
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
-    m = numerics.moving_average(m, g, b1)
-    return g, m, numerics.moving_average(v, numerics.abs_squared(g), b2)
-
-
-def adam_rule(
-    g: jax.Array,
-    m: jax.Array,
-    v: jax.Array,
-    *,
-    b1: Scalar,
-    b2: Scalar,
-    eps: Scalar,
-    scale: Scalar,
-    root: Scalar,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scale·m/(root·√v + eps), m, v) with the m and v of `adam_moments`."""
-    _, m, v = adam_moments(g, m, v, b1=b1, b2=b2)
-    return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
-
-
-def adam_direction(
-    m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
-) -> jax.Array:
-    """Return scale·m/(root·√v + eps)."""
-    denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
-    return numerics.scalar(scale, v) * m / denominator
-
-
-def adam_factors(
-    b1: Scalar, b2: Scalar, step: jax.Array, eps_hat: bool
-) -> tuple[jax.Array, Scalar]:
-    """Return the factors of m and of √v: the bias corrections of step t, in either form."""
-    scale = 1 / numerics.bias_correction(b1, step)
-    root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
-    return (scale / root, 1.0) if eps_hat else (scale, root)
-
-
-@core.transform(complex_leaves=True)
-def scale_by_adam(
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    *,
-    eps_hat: bool = True,
-    bias_correction: bool = True,
-    lazy: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """Divide the mean of the gradient by the root of the mean of its square.
-
-        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
-        eps_hat:      u = √(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)
-        otherwise:    u = m̂/(√v̂ + eps),  m̂ = m/(1 − β₁ᵗ),  v̂ = v/(1 − β₂ᵗ)
-        uncorrected:  u = m/(√v + eps)
-
-    Args:
-      b1: β₁, in [0, 1).
-      b2: β₂, in [0, 1).
-      eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
-      eps_hat: which of the two forms; they differ in whether eps is added to √v or to √v̂.
-      bias_correction: whether to correct the bias of the moments, which start at zero; LAMB does
-        not.
-      lazy: whether a row-sparse gradient changes only the moments of the rows that it touches; else
-        it becomes dense, and the moments of all rows decay. All rows share one step count.
-
-    State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
-
-    Source: Kingma & Ba 2015, arXiv 1412.6980. eps_hat is the form of §2, "efficiency", and of the
-    fluid page; the other form is Algorithm 1, as in optax and torch.
-    """
-    b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.nonnegative("eps", eps)
-    eps_hat = checks.flag("eps_hat", eps_hat)
-    bias_correction = checks.flag("bias_correction", bias_correction)
-    lazy = checks.flag("lazy", lazy)
-
-    def init(params: Params) -> ScaleByAdamState:
-        return ScaleByAdamState(
-            core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
-        )
-
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        step = core.next_step(state.step)
-        scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
-        updates, mu, nu = leafwise.apply(
-            partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root),
-            updates,
-            state.mu,
-            state.nu,
-            rows="touched" if lazy else "dense",
-        )
-        return updates, ScaleByAdamState(step, mu, nu)
-
-    return core.rule(init, update)
-
-
-class ScaleByAdamaxState(NamedTuple):
-    """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
-
-    step: jax.Array
-    mu: Params
-    infinity_norm: Params
-
-
-def adamax_rule(
-    g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Scalar, b2: Scalar, eps: Scalar, scale: Scalar
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scale·m/u, m, u) with m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
-    m = numerics.moving_average(m, g, b1)
-    u = jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
-    return numerics.scalar(scale, g) * m / u, m, u
-
-
-@core.transform(complex_leaves=True)
-def scale_by_adamax(
-    b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8
-) -> optax.GradientTransformationExtraArgs:
-    """Divide the mean of the gradient by its decaying maximum.
-
-        m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps);  direction = m/u/(1 − β₁ᵗ)
-
-    Args:
-      b1: β₁, in [0, 1).
-      b2: β₂, in [0, 1).
-      eps: ≥ 0, added to the decayed maximum at every step; with 0, 0/0 is NaN, as in optax.
-
-    State: step, mu (m) and infinity_norm (u), 8 bytes per parameter; u of a complex leaf is real.
-
-    Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; eps as in fluid's AdamaxOptimizer.
-    """
-    b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.nonnegative("eps", eps)
-
-    def init(params: Params) -> ScaleByAdamaxState:
-        return ScaleByAdamaxState(
-            core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
-        )
-
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        step = core.next_step(state.step)
-        scale = 1 / numerics.bias_correction(b1, step)
-        updates, mu, infinity_norm = leafwise.apply(
-            adamax_rule, updates, state.mu, state.infinity_norm, b1=b1, b2=b2, eps=eps, scale=scale
-        )
-        return updates, ScaleByAdamaxState(step, mu, infinity_norm)
-
-    return core.rule(init, update)
-
-
 class ScaleByAsgdState(NamedTuple):
     """State of `scale_by_asgd`: 4·batch_num bytes per parameter, and the step."""
 
@@ -427,7 +251,7 @@ class ScaleByAsgdState(NamedTuple):
 
 
 @core.transform(complex_leaves=True)
-def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
+def scale_by_asgd(batch_num: int = 1) -> core.Rule:
     """Average the most recent gradients of the n batches of an epoch.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
@@ -463,4 +287,4 @@ def scale_by_asgd(batch_num: int = 1) -> optax.GradientTransformationExtraArgs:
         )
         return updates, ScaleByAsgdState(step, gradients)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
@@ -29,8 +28,8 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Scalar) -> jax.Array:
 
 def decay_of_leaves(exclude: Pattern | None, coeff: Scalar, updates: Updates) -> leafwise.PerLeaf:
     """Return the coefficient of each leaf: 0 where `exclude` selects the leaf, else `coeff`."""
-    excluded = tree.select(exclude, updates, "exclude")
-    return leafwise.per_leaf(lambda flag: 0.0 if flag else coeff, excluded, updates)
+    excluded = tree.matching(exclude, updates, "exclude")
+    return leafwise.per_leaf(lambda path: 0.0 if path in excluded else coeff, updates)
 
 
 class AddDecayedWeightsState(NamedTuple):
@@ -75,11 +74,11 @@ def decaying(
         value = weight_decay_at(argument, coeff, state.step)
         return update(updates, params, value), state_type(core.next_step(state.step))
 
-    return core.rule(lambda params: state_type(core.first_step()), scheduled)
+    return core.Rule(lambda params: state_type(core.first_step()), scheduled)
 
 
 @core.transform(needs_params=True)
-def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
+def l1_decay(coeff: Number) -> core.Rule:
     """Add the gradient of coeff·‖p‖₁: g = g + coeff·sign(p), sign(0) = 0.
 
     Args:
@@ -98,7 +97,7 @@ def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
 
 
 @core.transform(needs_params=True, complex_leaves=True)
-def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
+def l2_decay(coeff: Number) -> core.Rule:
     """Add the gradient of coeff/2·‖p‖₂²: g = g + coeff·p.
 
     Args:
@@ -119,7 +118,7 @@ def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
 @core.transform(needs_params=True, complex_leaves=True)
 def add_decayed_weights(
     weight_decay: Number | Schedule, *, exclude: Pattern | None = None
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Add decoupled weight decay to a direction: u = u + weight_decay·p.
 
     Unlike `l2_decay` it follows the moments, so that they do not scale the decay. Where the

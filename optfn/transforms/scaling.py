@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
@@ -38,7 +37,7 @@ def trust_ratio(
 
 
 @core.transform(needs_params=True, complex_leaves=True)
-def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
+def scale_by_trust_ratio() -> core.Rule:
     """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
 
     q = 1 where either norm is 0.
@@ -50,17 +49,10 @@ def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
 
     def update(updates: Updates, params: Params) -> Updates:
         updates = leafwise.densify(updates)
-        p_norms, u_norms = leafwise.norms(params), leafwise.norms(updates)
-        return leafwise.apply(
-            scaled, updates, factor=leafwise.combine(trust_ratio, p_norms, u_norms)
-        )
+        p_norms, u_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
+        return leafwise.scale(updates, leafwise.combine(trust_ratio, p_norms, u_norms))
 
     return core.stateless(update)
-
-
-def scaled(u: jax.Array, *, factor: Scalar) -> jax.Array:
-    """Return factor·u."""
-    return numerics.scalar(factor, u) * u
 
 
 class ScaleByLarsState(NamedTuple):
@@ -76,7 +68,7 @@ def scale_by_lars(
     eps: Number = 0.0,
     *,
     exclude: Pattern | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Adapt the rate of each tensor to its norms: u = L·(g + wd·p).
 
         L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)     where ‖p‖ > 0 and ‖g‖ > 0, else 1
@@ -102,11 +94,11 @@ def scale_by_lars(
     def update(updates: Updates, params: Params, coefficient: Scalar) -> Updates:
         updates = leafwise.densify(updates)
         wds = decay_of_leaves(exclude, coefficient, updates)
-        p_norms, g_norms = leafwise.norms(params), leafwise.norms(updates)
+        p_norms, g_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
         factors = leafwise.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
         updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
-        return leafwise.apply(scaled, updates, factor=factors)
+        return leafwise.scale(updates, factors)
 
     return decaying("lars_weight_decay", wd, update, ScaleByLarsState)

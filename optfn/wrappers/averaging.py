@@ -17,6 +17,7 @@ from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn.leaves.updates import apply_updates
 
 
 @traits(passes_rows=True, follows_params=True)
@@ -42,9 +43,8 @@ class ModelAverageState(NamedTuple):
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, rounded as `apply_updates` rounds them."""
-    if params is None:
-        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-    return leafwise.inexact(core.apply_updates(params, updates))
+    core.check_params_given(name, params)
+    return leafwise.inexact(apply_updates(params, updates))
 
 
 def _widen(p: jax.Array) -> jax.Array:
@@ -118,6 +118,22 @@ def exponential_moving_average(
 _SUM_LENGTH = 16384
 
 
+def model_average_rule(
+    p: jax.Array,
+    s1: jax.Array,
+    s2: jax.Array,
+    s3: jax.Array,
+    *,
+    full: jax.Array,
+    close: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Return (p, s1, s2, s3) after p is added; `full` and `close` move the sums on."""
+    s1 = s1 + _widen(p)
+    s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
+    total = s1 + s2
+    return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
+
+
 @core.named
 def model_average(
     average_window_rate: Number,
@@ -156,20 +172,6 @@ def model_average(
         sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
-    def rule(
-        p: jax.Array,
-        s1: jax.Array,
-        s2: jax.Array,
-        s3: jax.Array,
-        *,
-        full: jax.Array,
-        close: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        s1 = s1 + _widen(p)
-        s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
-        total = s1 + s2
-        return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
-
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
@@ -183,7 +185,7 @@ def model_average(
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
         sums = leafwise.apply(
-            rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
+            model_average_rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
         )[1:]
         old = jnp.where(close, acc, state.old_num_accumulates)
         return updates, ModelAverageState(num_updates, jnp.where(close, 0, acc), old, *sums)
@@ -210,23 +212,20 @@ def read_average(state: OptState, params: Params) -> Params:
         step, acc, old = (jax.tree.leaves(x)[0] for x in state[:3])
         count = (acc + old).astype(jnp.float32)
 
-    def read(p: Leaf, *parts: Leaf) -> Leaf:
+    def read(place: tree.Place, p: Leaf, *parts: Leaf) -> Leaf:
         if tree.is_masked(p):
             return p
         if tree.is_masked(parts[0]):
             return jnp.array(p, copy=True)
+        if jnp.shape(p) != parts[0].shape:
+            raise ValueError(
+                f"averaged_params: leaf {place!r} has shape {jnp.shape(p)}, its average "
+                f"{parts[0].shape}: the average was made for other params"
+            )
         total = functools.reduce(operator.add, parts)
         average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
         return jnp.where(step > 0, average.astype(p.dtype), p)
 
-    leaves, structure = tree.flatten(params)
-    columns = [tree.flatten(part)[0] for part in sums]
-    if any(len(column) != len(leaves) for column in columns):
+    if len(tree.leaves(sums[0])) != len(tree.leaves(params)):
         raise ValueError("averaged_params: the average was made for other params")
-    for i, (p, total) in enumerate(zip(leaves, columns[0], strict=True)):
-        if not (tree.is_masked(p) or tree.is_masked(total)) and jnp.shape(p) != total.shape:
-            raise ValueError(
-                f"averaged_params: leaf {tree.paths(params)[i]!r} has shape {jnp.shape(p)}, its "
-                f"average {total.shape}: the average was made for other params"
-            )
-    return structure.unflatten([read(*row) for row in zip(leaves, *columns, strict=True)])
+    return tree.map_named(read, params, *sums)

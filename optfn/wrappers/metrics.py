@@ -10,12 +10,11 @@ from optfn import core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.mesh import AxisName, axes, check_axis, check_names
+from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
 from optfn.state import names as state_names
 from optfn.state.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
-from optfn.wrappers.nonfinite import axis_names
 
 
 @traits(passes_own_gradients=True, passes_rows=True)
@@ -54,8 +53,7 @@ def record_metrics(
     where `tx` has none or several; 20 bytes, and the state of `tx`. Needs params.
     """
     check_names("record_metrics: axis_name", axis_name, optional=True)
-    tx = core.check_transform("record_metrics: tx", tx)
-    inner = optax.with_extra_args_support(tx)
+    inner = core.check_transform("record_metrics: tx", tx)
 
     def init(params: Params) -> RecordMetricsState:
         inner_state = inner.init(params)
@@ -65,13 +63,10 @@ def record_metrics(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if params is None:
-            raise ValueError(
-                "record_metrics needs the parameters: call update(updates, state, params)"
-            )
+        core.check_params_given("record_metrics", params)
         core.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        names = axis_names(axis_name, extra)
+        names = joined(axis_name, extra.get("axis_name"))
         norms = [_norm(x, names) for x in (updates, updated, params)]
         if has_workers_in_front(inner_state):
             norms[0] = norms[0] / jnp.sqrt(float(_num_workers(updates)))
@@ -80,16 +75,16 @@ def record_metrics(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _norm(x: Updates, axis_name: AxisName) -> jax.Array:
+def _norm(x: Updates, axes: Axes) -> jax.Array:
     norm = leafwise.global_norm(leafwise.inexact(x)).astype(jnp.float32)
-    if not axes(axis_name):
+    if not axes:
         return norm
-    check_axis("record_metrics", axis_name)
-    return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axis_name))
+    check_axis("record_metrics", axes)
+    return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axes))
 
 
 def _num_workers(updates: Updates) -> int:
-    leaves = [g for g in tree.flatten(updates)[0] if tree.is_inexact(g)]
+    leaves = tree.arrays(leafwise.inexact(updates))
     return leaves[0].shape[0] if leaves else 1
 
 

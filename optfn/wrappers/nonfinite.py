@@ -12,7 +12,7 @@ from optfn import checks, core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
-from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
+from optfn.mesh import AxisName, check_axis, check_names, joined
 
 
 @traits(passes_own_gradients=True, passes_rows=True, skipped="skipped")
@@ -78,8 +78,7 @@ def skip_nonfinite(
     """
     most = checks.count("max_consecutive", max_consecutive, low=0)
     check_names("skip_nonfinite: axis_name", axis_name, optional=True)
-    tx = core.check_transform("skip_nonfinite: tx", tx)
-    inner = optax.with_extra_args_support(tx)
+    inner = core.check_transform("skip_nonfinite: tx", tx)
 
     def init(params: Params) -> SkipNonfiniteState:
         zero = core.first_step
@@ -90,7 +89,7 @@ def skip_nonfinite(
     ) -> tuple[Updates, OptState]:
         core.check_state("skip_nonfinite", state, SkipNonfiniteState)
         bad = ~leafwise.all_finite(updates)
-        axes = axis_names(axis_name, extra)
+        axes = joined(axis_name, extra.get("axis_name"))
         if axes:
             check_axis("skip_nonfinite", axes)
             bad = jax.lax.pmax(bad.astype(jnp.int32), axes) > 0
@@ -114,8 +113,3 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def axis_names(axis_name: AxisName, extra: dict[str, Any]) -> Axes:
-    """Return the axes that a wrapper was made with, and those of the training step."""
-    return joined(axis_name, extra.get("axis_name"))
