@@ -12,11 +12,16 @@ from optfn import checks, core, numerics
 from optfn.autodiff.in_place import when
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
+from optfn.leaves.encoded import Encoded, encodes
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
 from optfn.transforms import codes
 from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
 
 
+@encodes(
+    Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
+    Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),
+)
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.03 bytes per parameter, and the step."""
 
