@@ -274,6 +274,17 @@ def _worker_counts(opt_state: OptState) -> list[Leaf]:
     return counts
 
 
+def workers_of(opt_state: OptState) -> int:
+    """Return the number of workers whose parts a state has; 0 if it has none, or is traced."""
+    counts = _worker_counts(opt_state)
+    if not all(isinstance(x, np.ndarray | jax.Array) for x in counts):
+        return 0
+    if any(isinstance(x, jax.core.Tracer) for x in counts):
+        return 0
+    numbers = {int(np.asarray(count)) for count in counts}
+    return numbers.pop() if len(numbers) == 1 else 0
+
+
 def _unlisted_names(mapping: Mapping[str, Any]) -> list[str]:
     """Return the names of the per-worker arrays of a mapping that does not list them."""
     owners = [key.removesuffix("num_workers") for key in mapping if key.endswith("/num_workers")]

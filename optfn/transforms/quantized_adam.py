@@ -13,11 +13,12 @@ from optfn.autodiff.in_place import when
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.encoded import Encoded, encodes
-from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn.leaves.types import DType, OptState, Params, PyTree, Updates, declares
 from optfn.transforms import codes
 from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
 
 
+@declares(spans_buffers=True)
 @encodes(
     Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
     Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),
