@@ -417,6 +417,37 @@ def test_optimizers_that_workers_cannot_have_apart(tx, words):
         make(tx()).init(PARAMS)
 
 
+def test_a_state_without_local_steps_is_refused_and_so_is_one_of_them():
+    alone = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=data_mesh(N))
+    rounds = make(optfn.adam(0.05))
+    words = "made with local_steps=3; the state was made without local steps: begin with what"
+    with pytest.raises(TypeError, match=words):
+        rounds(alone.init(PARAMS), X[0])
+    words = "made with local_steps=1; the state was made with local_steps > 1: begin with what"
+    with pytest.raises(TypeError, match=words):
+        alone(rounds.init(PARAMS), X[0])
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_a_state_of_other_workers_is_refused_and_converted_as_the_error_says(workers):
+    """Of 3 workers it could not be divided over 4, of 8 each would have the parts of two."""
+    mesh = data_mesh(workers)
+    other = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=mesh, local_steps=H)
+    state, _ = other(other.init(PARAMS), np.ones((24 * H, 5), np.float32))
+    step = make(optfn.adam(0.05))
+    words = rf"parts of {workers} workers, and the step has 4: pass .*rescale_residuals\(state, 4\)"
+    for same in (state, jax.device_get(state)):
+        with pytest.raises(ValueError, match=words):
+            step(jax.block_until_ready(same), X[0])
+    mu = np.asarray(state.opt_state.inner.inner_state[0].mu["w"].value)
+    rescaled = rescale_residuals(state, N)
+    found = rescaled.opt_state.inner.inner_state[0].mu["w"].value
+    mean = mu.reshape(workers, 5, 2).mean(0, dtype=np.float64)
+    np.testing.assert_allclose(found.reshape(N, 5, 2), np.stack([mean] * N), rtol=1e-6)
+    after, metrics = step(rescaled, X[0])
+    assert np.isfinite(metrics["loss"]) and int(after.step) == 2 * H
+
+
 def test_batches_that_cannot_be_split():
     step = make()
     with pytest.raises(ValueError, match=r"by the 4 workers times 3 local steps; .*\(8, 5\)"):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn.leaves.encoded import Encoded, encoded_fields, encoded_names, has_codes
+from optfn.leaves.tree import is_key, on_key_data
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.parallel import mesh as meshes
 from optfn.parallel.mesh import AxisName
@@ -202,8 +203,17 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     means = map_state(_mean, lambda x: x, parts)
     means = jax.tree.map(_mean_of_codes, parts, means, is_own, is_leaf=has_codes)
     return map_state(
-        lambda x: _repeated(x, count), lambda x: x, means, lambda x: jnp.full_like(x, count)
+        lambda x: _repeated(x, count), _on_host, means, lambda x: np.full_like(x, count)
     )
+
+
+def _on_host(x: Leaf) -> Leaf:
+    """Return an array that this process can read on the host, a key on its first device."""
+    if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
+        return x
+    if is_key(x):
+        return on_key_data(lambda data: jnp.asarray(np.asarray(data)), x)
+    return np.asarray(x)
 
 
 def _mean_of_codes(parts: OptState, mean: OptState, is_own: OptState) -> OptState:

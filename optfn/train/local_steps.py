@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh
 
 from optfn import core, numerics
 from optfn.autodiff.dependence import depends
@@ -19,7 +21,8 @@ from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, d
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
 from optfn.parallel.mesh import AxisName, axes
-from optfn.parallel.per_worker import PerWorker, exchanges
+from optfn.parallel.per_worker import PerWorker, exchanges, has_own_state
+from optfn.parallel.placement import num_workers
 from optfn.train.state import StepFn, TrainState
 
 
@@ -115,6 +118,42 @@ class LocalSteps(NamedTuple):
         return jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, outer), (state.params, before)
         )
+
+
+def check_rounds(
+    opt_state: OptState, local: LocalSteps | None, mesh: Mesh | None, axis_name: AxisName
+) -> None:
+    """Raise unless a state is that of a step with these local steps, on as many workers.
+
+    The number of workers is compared where reading it does not wait for a step under way, whose
+    result has the right one.
+    """
+    if isinstance(opt_state, InnerAndOuter) != (local is not None):
+        made = ("without local steps", "with local_steps > 1")
+        steps = 1 if local is None else local.steps
+        raise TypeError(
+            f"the step is made with local_steps={steps}; the state was made "
+            f"{made[isinstance(opt_state, InnerAndOuter)]}: begin with what the step's own init "
+            "returns"
+        )
+    if local is None or mesh is None or not _can_be_read(opt_state.inner.num_workers):
+        return
+    found, workers = int(np.asarray(opt_state.inner.num_workers)), num_workers(mesh, axis_name)
+    if found != workers and has_own_state(opt_state.inner):
+        raise ValueError(
+            f"the state has the parts of {found} workers, and the step has {workers}: pass "
+            f"optfn.distributed.rescale_residuals(state, {workers}), or restore a checkpoint of it "
+            "by optfn.restore_checkpoint, which converts it"
+        )
+
+
+def _can_be_read(x: jax.Array) -> bool:
+    """Tell whether an array has its value at hand."""
+    if not isinstance(x, jax.Array):
+        return True
+    if isinstance(x, jax.core.Tracer) or x.is_deleted():
+        return False
+    return bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:

@@ -35,7 +35,7 @@ from optfn.parallel.per_worker import may_give_rows
 from optfn.parallel.placement import init_on_mesh, num_workers
 from optfn.parallel.sharding import Kind, Sharding
 from optfn.parallel.tables import Owners
-from optfn.train.local_steps import LocalSteps
+from optfn.train.local_steps import LocalSteps, check_rounds
 from optfn.train.objective import (
     Form,
     Objective,
@@ -156,8 +156,10 @@ class TrainStep:
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the step before.
           ValueError: `state` has been used up by an earlier call; or, at the first call, batches of
-            several processes have other structures or shapes.
-          TypeError: `state` is not a TrainState, or its params are packed where the step's are not.
+            several processes have other structures or shapes; or `state` has local steps of
+            another number of workers.
+          TypeError: `state` is not a TrainState, or its params are packed where the step's are not,
+            or it was made without local steps where the step makes some.
         """
         self.check()
         self._check_state(state)
@@ -198,6 +200,7 @@ class TrainStep:
                 f"{kinds[is_packed(state.params)]}"
             )
         self._check_model_state(state.model_state)
+        check_rounds(state.opt_state, self.local, self.mesh, self.data_axis)
 
     def check(self) -> None:
         """Raise if `skip_nonfinite` gave up in the last step, or devices were found to differ.
