@@ -420,10 +420,10 @@ def test_optimizers_that_workers_cannot_have_apart(tx, words):
 def test_a_state_without_local_steps_is_refused_and_so_is_one_of_them():
     alone = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=data_mesh(N))
     rounds = make(optfn.adam(0.05))
-    words = "made with local_steps=3; the state was made without local steps: begin with what"
+    words = "made with local_steps=3; the state was made without local steps: begin with the state"
     with pytest.raises(TypeError, match=words):
         rounds(alone.init(PARAMS), X[0])
-    words = "made with local_steps=1; the state was made with local_steps > 1: begin with what"
+    words = "made with local_steps=1; the state was made with local_steps > 1: begin with the state"
     with pytest.raises(TypeError, match=words):
         alone(rounds.init(PARAMS), X[0])
 

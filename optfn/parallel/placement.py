@@ -207,7 +207,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     )
 
 
-def _on_host(x: Leaf) -> Leaf:
+def _on_host(x: object) -> object:
     """Return an array that this process can read on the host, a key on its first device."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
@@ -236,7 +236,9 @@ def _mean_of_codes(parts: OptState, mean: OptState, is_own: OptState) -> OptStat
     return mean
 
 
-def _mean_if_own(field: Encoded, is_own: bool, codes: Leaf, scales: Leaf, shared: Leaf) -> Leaf:
+def _mean_if_own(
+    field: Encoded, is_own: bool, codes: np.ndarray, scales: np.ndarray, shared: np.ndarray
+) -> np.ndarray:
     return field.mean(codes, scales) if is_own else shared
 
 
@@ -313,7 +315,7 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _parts(x: Leaf, count: int, name: str = "a per-worker array") -> np.ndarray:
+def _parts(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array") -> np.ndarray:
     """Return the workers' parts of an array of shape (count·n, …) on the host: (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:

@@ -133,8 +133,8 @@ def check_rounds(
         steps = 1 if local is None else local.steps
         raise TypeError(
             f"the step is made with local_steps={steps}; the state was made "
-            f"{made[isinstance(opt_state, InnerAndOuter)]}: begin with what the step's own init "
-            "returns"
+            f"{made[isinstance(opt_state, InnerAndOuter)]}: begin with the state that the "
+            "step's own init returns"
         )
     if local is None or mesh is None or not _can_be_read(opt_state.inner.num_workers):
         return

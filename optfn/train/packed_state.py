@@ -36,13 +36,13 @@ def unpack_state(state: OptState) -> OptState:
     workers = workers_of(state)
 
     def flat(node: PyTree) -> PyTree:
-        return _split(node, node.buffers, workers, _flat) if is_packed(node) else node
+        return _leaves_of_buffers(node, node.buffers, workers, _flat) if is_packed(node) else node
 
     def convert(node: PyTree) -> PyTree:
         if workers and isinstance(node, PerWorker):
             return jax.tree.map(flat, node, is_leaf=is_packed)
         if workers and _is_of_own_buffers(node):
-            return _split(node, _bare(node.buffers), workers, _stacked)
+            return _leaves_of_buffers(node, _bare(node.buffers), workers, _along_first_axis)
         return unpack(node)
 
     return jax.tree.map(convert, state, is_leaf=_is_unit)
@@ -60,14 +60,14 @@ def pack_state(like: OptState, state: OptState) -> OptState:
     def flat(node: PyTree, leaves: PyTree) -> PyTree:
         if not is_packed(node) or is_packed(leaves):
             return leaves
-        return _joined(node.layout, leaves, workers, lambda x: x)
+        return _buffers_of_leaves(node.layout, leaves, workers, lambda x: x)
 
     def convert(node: PyTree, below: PyTree) -> PyTree:
         if workers and isinstance(node, PerWorker):
             return jax.tree.map(flat, node, below, is_leaf=is_packed)
         if workers and _is_of_own_buffers(node) and not is_packed(below):
-            return _joined(node.layout, below, workers, PerWorker)
-        return jax.tree.map(_packed, node, below, is_leaf=is_packed)
+            return _buffers_of_leaves(node.layout, below, workers, PerWorker)
+        return jax.tree.map(_pack_one, node, below, is_leaf=is_packed)
 
     return jax.tree.map(convert, like, state, is_leaf=_is_unit)
 
@@ -90,17 +90,17 @@ def _bare(arrays: Sequence[Leaf]) -> list[Leaf]:
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
-def _flat(x: Leaf) -> Leaf:
+def _flat(x: jax.Array) -> jax.Array:
     """Return the parts of all workers, (workers, *shape), one after the other."""
     return x.reshape(-1)
 
 
-def _stacked(x: Leaf) -> PerWorker:
+def _along_first_axis(x: jax.Array) -> PerWorker:
     """Return the parts of all workers, (workers, *shape), along the first axis."""
     return PerWorker(x.reshape(-1, *x.shape[2:]))
 
 
-def _packed(like: PyTree, leaves: PyTree) -> PyTree:
+def _pack_one(like: PyTree, leaves: PyTree) -> PyTree:
     """Return leaves packed as `like` is, if it is and its buffers can be unpacked."""
     if not fits(like) or is_packed(leaves):
         return leaves
@@ -108,16 +108,16 @@ def _packed(like: PyTree, leaves: PyTree) -> PyTree:
     return pack_like(like.layout, leaves, lead)
 
 
-def _split(
+def _leaves_of_buffers(
     packed: Packed, buffers: Sequence[Leaf], workers: int, made: Callable[[Leaf], PyTree]
 ) -> PyTree:
     """Return the tree of a Packed, or the Packed itself if it has no number for each element.
 
     Args:
-      packed: what is split.
+      packed: a Packed of buffers with the parts of all workers.
       buffers: the arrays in it, (workers·size,).
       workers: the number of workers.
-      made: makes of the parts of a leaf, (workers, *shape), what the tree has.
+      made: turns the parts of a leaf, (workers, *shape), into the leaf of the tree.
     """
     layout = packed.layout
     if not all(
@@ -134,16 +134,16 @@ def _split(
     return layout.structure.unflatten(leaves)
 
 
-def _joined(
+def _buffers_of_leaves(
     layout: PackedLayout, whole: PyTree, workers: int, made: Callable[[Leaf], PyTree]
 ) -> Packed:
-    """Return the Packed of a tree: the inverse of `_split`.
+    """Return the Packed of a tree: the inverse of `_leaves_of_buffers`.
 
     Args:
       layout: that of the Packed.
       whole: the tree, of arrays or PerWorkers.
       workers: the number of workers.
-      made: makes of an array (workers·size,) the buffer.
+      made: turns an array (workers·size,) into the buffer.
     """
     leaves = layout.structure.flatten_up_to(whole)
     rows = _bare(leaves)
