@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.leaves.state_names import state_word
 from optfn.leaves.types import OptState
+from optfn.state.names import state_word
 
 T = TypeVar("T", bound=type)
 
