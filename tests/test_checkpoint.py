@@ -205,6 +205,16 @@ def test_parameters_may_have_any_name(tmp_path):
     assert list(history) == ["loss"]
 
 
+def test_a_checkpoint_of_an_earlier_step_than_those_that_lie_there_stays(tmp_path):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(jnp.zeros(3))
+    for step in (4, 7, 5):
+        path = optfn.save_checkpoint(tmp_path, state._replace(step=jnp.int32(step)), keep=2)
+        assert path.exists()
+    assert [p.stem for p in sorted(tmp_path.iterdir())] == ["step_000000005", "step_000000007"]
+    optfn.save_checkpoint(tmp_path, state._replace(step=jnp.int32(6)), keep=1)
+    assert [p.stem for p in tmp_path.iterdir()] == ["step_000000006"]
+
+
 def test_bad_options(tmp_path):
     with pytest.raises(ValueError, match="save_every must be >= 1"):
         run(tmp_path, save_every=0)

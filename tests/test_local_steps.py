@@ -321,6 +321,91 @@ def test_a_state_carries_over_to_another_number_of_workers():
     assert np.isfinite(metrics["loss"]) and int(state.step) == 3 * H
 
 
+def levels(codes, start):
+    """Return the fraction of the scale that each 8-bit code stands for; see `codes.Code`."""
+    numbers = [(1 + k % 8 / 8) * 2.0 ** (k // 8 + start) - 2.0**start for k in range(codes)]
+    return np.array(numbers) / numbers[-1]
+
+
+SIGNED = np.concatenate([-levels(128, -16)[:0:-1], levels(128, -16)])
+UNSIGNED = levels(256, -32)
+
+
+def decoded(codes, scale, workers):
+    """Return the numbers of each worker's part of 8-bit moments, flat, in float64."""
+    table, zero = (SIGNED, 127) if codes.dtype == np.int8 else (UNSIGNED, 0)
+    fractions = table[np.asarray(codes, int).reshape(workers, -1) + zero]
+    blocks = np.asarray(scale, np.float64).reshape(workers, -1)
+    return fractions * np.repeat(blocks, 256, axis=1)[:, : fractions.shape[1]]
+
+
+def nearest(x, scale, table):
+    """Return the nearest numbers that codes can stand for, under scales of blocks."""
+    each = np.repeat(scale, 256)[: x.size]
+    choice = np.abs(table[:, None] * each - x).argmin(0)
+    return table[choice] * each
+
+
+WIDE = {"w": np.ones((30, 10), np.float32), "b": np.float32(0.5)}
+ROUNDS = np.random.default_rng(1).normal(size=(3, 8 * H, 30)).astype(np.float32)
+
+
+def wide(workers, dtype, **options):
+    tx = optfn.adam(1e-2, moment_dtype=dtype)
+    step = optfn.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2), tx, mesh=data_mesh(workers),
+        local_steps=H, **options,
+    )  # fmt: skip
+    return step, step.init(WIDE)
+
+
+def moved(how, state, workers, template, directory):
+    """Return a state for another number of workers, in each of the ways there are."""
+    if how == "state":
+        return rescale_residuals(state, workers)
+    if how == "mapping":
+        return optfn.load_state_dict(template, rescale_residuals(optfn.state_dict(state), workers))
+    optfn.save_checkpoint(directory, state, sharded=how == "orbax")
+    return optfn.restore_checkpoint(directory, template)[0]
+
+
+@pytest.mark.parametrize("how", ["state", "mapping", "npz", "orbax"])
+@pytest.mark.parametrize("workers", [2, 8])
+def test_the_mean_of_8_bit_moments_is_that_of_their_numbers(how, workers, tmp_path):
+    step, state = wide(N, "int8")
+    for x in ROUNDS[:2]:
+        state, _ = step(state, x)
+    other, template = wide(workers, "int8")
+    before = optfn.state_dict(state)
+    state = moved(how, state, workers, template, tmp_path)
+    after = optfn.state_dict(state)
+    for moment, table in (("mu", SIGNED), ("nu", UNSIGNED)):
+        for leaf in "wb":
+            code, scale = (
+                f"inner/scale_by_int8_adam/{moment}{part}/{leaf}" for part in ("", "_scale")
+            )
+            mean_scale = before[scale].reshape(N, -1).mean(0, dtype=np.float64)
+            want = nearest(decoded(before[code], before[scale], N).mean(0), mean_scale, table)
+            got = decoded(after[code], after[scale], workers)
+            np.testing.assert_allclose(got, np.tile(want, (workers, 1)), rtol=1e-5)
+    _, metrics = other(jax.device_get(state), ROUNDS[2])
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("how", ["state", "mapping", "npz", "orbax"])
+def test_the_mean_of_bfloat16_moments_is_that_of_their_numbers(how, tmp_path):
+    """In a mapping their bits are 16-bit integers."""
+    step, state = wide(N, "bfloat16")
+    state, _ = step(state, ROUNDS[0])
+    before = [np.asarray(x["w"].value) for x in state.opt_state.inner.inner_state[0][1:]]
+    state = moved(how, state, 2, wide(2, "bfloat16")[1], tmp_path)
+    after = [np.asarray(x["w"].value) for x in state.opt_state.inner.inner_state[0][1:]]
+    for x, y in zip(before, after, strict=True):
+        assert y.dtype == jnp.bfloat16
+        mean = x.reshape(N, 30, 10).astype(np.float64).mean(0).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(y.reshape(2, 30, 10), [mean, mean])
+
+
 MISUSES = {
     "no mesh": ({"mesh": None}, "local_steps=3 needs mesh"),
     "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer needs local_steps"),
@@ -358,6 +443,37 @@ def test_what_rounds_cannot_be_with(options, words):
 def test_optimizers_that_workers_cannot_have_apart(tx, words):
     with pytest.raises(ValueError, match=words):
         make(tx()).init(PARAMS)
+
+
+def test_a_state_without_local_steps_is_refused_and_so_is_one_of_them():
+    alone = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=data_mesh(N))
+    rounds = make(optfn.adam(0.05))
+    words = "made with local_steps=3; the state was made without local steps: begin with the state"
+    with pytest.raises(TypeError, match=words):
+        rounds(alone.init(PARAMS), X[0])
+    words = "made with local_steps=1; the state was made with local_steps > 1: begin with the state"
+    with pytest.raises(TypeError, match=words):
+        alone(rounds.init(PARAMS), X[0])
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_a_state_of_other_workers_is_refused_and_converted_as_the_error_says(workers):
+    """Of 3 workers it could not be divided over 4, of 8 each would have the parts of two."""
+    mesh = data_mesh(workers)
+    other = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=mesh, local_steps=H)
+    state, _ = other(other.init(PARAMS), np.ones((24 * H, 5), np.float32))
+    step = make(optfn.adam(0.05))
+    words = rf"parts of {workers} workers, and the step has 4: pass .*rescale_residuals\(state, 4\)"
+    for same in (state, jax.device_get(state)):
+        with pytest.raises(ValueError, match=words):
+            step(jax.block_until_ready(same), X[0])
+    mu = np.asarray(state.opt_state.inner.inner_state[0].mu["w"].value)
+    rescaled = rescale_residuals(state, N)
+    found = rescaled.opt_state.inner.inner_state[0].mu["w"].value
+    mean = mu.reshape(workers, 5, 2).mean(0, dtype=np.float64)
+    np.testing.assert_allclose(found.reshape(N, 5, 2), np.stack([mean] * N), rtol=1e-6)
+    after, metrics = step(rescaled, X[0])
+    assert np.isfinite(metrics["loss"]) and int(after.step) == 2 * H
 
 
 def test_batches_that_cannot_be_split():

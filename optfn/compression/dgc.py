@@ -37,7 +37,7 @@ from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 
 
-@traits(passes_rows=True, skipped="skipped")
+@traits(passes_rows=True, skipped="skipped", spans_buffers=True)
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 

@@ -34,6 +34,7 @@ class Traits:
       passes_rows: row-sparse updates may pass.
       workers_in_front: gradients come with the workers as their leading axis.
       follows_params: it holds copies or averages of params.
+      spans_buffers: the order of the elements in the whole buffer of a Packed matters to it.
       skipped: the field that counts steps which left params and state as they were.
     """
 
@@ -48,6 +49,7 @@ class Traits:
     passes_rows: bool = False
     workers_in_front: bool = False
     follows_params: bool = False
+    spans_buffers: bool = False
     skipped: str = ""
 
 

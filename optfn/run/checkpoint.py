@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,7 +83,7 @@ def save_checkpoint(
     if sharded or (sharded is None and parts.holds_parts(state) and parts.is_available()):
         path = directory / f"step_{int(state.step):09d}"
         kept = {k: np.asarray(v) for k, v in (history or {}).items()}
-        parts.save(path, state, kept, lambda: _remove(checkpoints(directory)[:-keep]))
+        parts.save(path, state, kept, lambda: _remove_others(path, keep))
         return path
     arrays = state_dict(jax.tree.map(_gathered, state)) | {
         f"history/{k}": np.asarray(v) for k, v in (history or {}).items()
@@ -94,7 +94,7 @@ def save_checkpoint(
     except OSError as error:
         words = f"cannot save the state ({error.strerror}); earlier files stay"
         raise OSError(error.errno, words, str(path)) from error
-    _remove(checkpoints(directory)[:-keep])
+    _remove_others(path, keep)
     return path
 
 
@@ -114,12 +114,17 @@ def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_file():
-            path.unlink(missing_ok=True)
+def _remove_others(path: Path, keep: int) -> None:
+    """Remove the oldest checkpoints beside the one that was just written, until `keep` are left.
+
+    One of a later step may lie there, from before the run went back to an earlier checkpoint.
+    """
+    others = [other for other in checkpoints(path.parent) if other != path]
+    for other in others[: max(0, len(others) + 1 - keep)]:
+        if other.is_file():
+            other.unlink(missing_ok=True)
         elif jax.process_index() == 0:  # the processes share it
-            shutil.rmtree(path)
+            shutil.rmtree(other)
 
 
 def _gathered(x: Leaf) -> Leaf:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import threading
@@ -87,9 +88,14 @@ def minimize(
         It is called every `evaluate_every` steps and at the end.
       evaluate_every: steps between evaluations, ≥ 1; None means only at the end.
       monitor: the key of the number that should fall, where `evaluate` gives a dict.
+        It is needed there with `patience` and `keep_best`.
       patience: the run ends when so many evaluations in a row were no better than the best, ≥ 1.
+        Started again from its checkpoint, it makes no further step.
       keep_best: whether the state with the best evaluation comes back instead of the last one. It
-        is a copy on the devices, and in `checkpoint`/best where there are checkpoints.
+        is a copy on the devices, and in `checkpoint`/best where there are checkpoints. A run that
+        resumes compares the state kept there, the one it resumes from and those it evaluates. If
+        an evaluation before was better, and its state was not kept because `keep_best` was off,
+        the best of these comes back with a warning that names the step of the better one.
       callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
         the run. The next step overwrites the state: copy what is to be kept of it. Reading the
         metrics waits for the step.
@@ -118,7 +124,9 @@ def minimize(
       restart, has a number, the rest is NaN.
 
     Raises:
-      ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.
+      ValueError: `batches` holds nothing, or ends before `steps` or before the step of the
+        checkpoint; `evaluate` does not give the number that `monitor` names, or gives a dict where
+        `patience` or `keep_best` needs `monitor`; no checkpoint can be loaded.
       FloatingPointError: `skip_nonfinite` gave up.
     """
     _check_arguments(steps, local_steps, save_every, batches, callback)
@@ -142,11 +150,11 @@ def minimize(
     )
     saver = _Saver(step, checkpoint, save_every)
     state, history = saver.restore(step.init(params, model_state))
-    evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, history)
-    best = _Best(checks.flag("keep_best", keep_best), evaluator, saver)
+    evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, keep_best, history)
+    best = _Best(evaluator, saver)
     best.restore(state)
     n = done = int(state.step)
-    stopped = False
+    stopped = evaluator.gave_up
     layout = {} if shard is None else {"mesh": mesh, "shard": shard, "data_axis": data_axis}
     with (
         Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as bar,
@@ -154,8 +162,8 @@ def minimize(
         RunReport(report, history.arrays, tx, params, local_steps, **layout) as page,
         _interruptible(mesh) as interrupt,
     ):
-        rounds = None if steps is None else steps // local_steps
-        for batch in itertools.islice(batches, done // local_steps, rounds):
+        remaining = _Remaining(batches, done, steps, local_steps)
+        for batch in () if stopped else remaining:
             state, metrics = step(state, batch)
             n += local_steps
             history.append(metrics)
@@ -172,7 +180,7 @@ def minimize(
                 break
         step.check(state)
         if not stopped:
-            _check_batches(n, steps, local_steps)
+            remaining.check()
         if n > done and not evaluator.has_seen(n):
             lines(n, evaluator(n, state))
             best.consider(state)
@@ -186,13 +194,41 @@ def minimize(
     return best.choose(state), history.arrays()
 
 
-def _check_batches(n: int, steps: int | None, local_steps: int) -> None:
-    """Raise if the batches ended before `steps`, or before the first."""
-    if n < (steps or 1):
-        raise ValueError(
-            f"batches gave {n // local_steps} batches; {steps or 'at least 1'} steps were asked"
-            f" for, {local_steps} for each batch"
-        )
+class _Remaining:
+    """The batches that a run has not used yet, and how many were given in all.
+
+    Args:
+      batches: those of the whole run.
+      done: how many steps it has made.
+      steps: how many steps it makes; None for as many as there are batches.
+      local_steps: how many steps a batch is for.
+    """
+
+    def __init__(
+        self, batches: Iterable[Batch], done: int, steps: int | None, local_steps: int
+    ) -> None:
+        self.batches, self.steps, self.local_steps = batches, steps, local_steps
+        self.used, self.given = done // local_steps, 0
+        self.needed = max(self.used, 1) if steps is None else steps // local_steps
+        self.is_finished = steps is not None and done >= steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        most = 0 if self.is_finished else None if self.steps is None else self.needed
+        for batch in itertools.islice(self.batches, most):
+            self.given += 1
+            if self.given > self.used:
+                yield batch
+
+    def check(self) -> None:
+        """Raise if the batches ended before `steps`, before those that are used, or at once."""
+        if self.is_finished or self.given >= self.needed:
+            return
+        words = "at least " if self.steps is None else ""
+        words += f"{self.needed} are needed"
+        words += "" if self.steps is None else f" for steps={self.steps}"
+        words += f" with local_steps={self.local_steps}" if self.local_steps > 1 else ""
+        words += f"; the run passes over the first {self.used}, used before" if self.used else ""
+        raise ValueError(f"batches gave {self.given} batches; {words}")
 
 
 def _check_arguments(
@@ -244,31 +280,45 @@ class _Saver:
 
 
 class _Best:
-    """The state with the best evaluation so far, where it is asked for."""
+    """The state with the best evaluation among those that the run can return, where asked for."""
 
-    def __init__(self, wanted: bool, evaluator: Evaluator, saver: _Saver) -> None:
-        if wanted and evaluator.function is None:
-            raise ValueError("keep_best needs evaluate, a function of params")
-        self.wanted, self.evaluator = wanted, evaluator
+    def __init__(self, evaluator: Evaluator, saver: _Saver) -> None:
+        self.evaluator = evaluator
         self.directory = None if saver.directory is None else Path(saver.directory) / "best"
         self.state: TrainState | None = None
+        self.value = math.inf
 
-    def restore(self, template: TrainState) -> None:
-        """Read the best state of the run that is resumed."""
-        if self.wanted and self.directory is not None and int(template.step):
-            restored = restore_checkpoint(self.directory, template)
-            self.state = None if restored is None else restored[0]
+    def restore(self, resumed: TrainState) -> None:
+        """Begin with the state that was kept, or the one that is resumed if that is better."""
+        if not self.evaluator.keep_best or not int(resumed.step):
+            return
+        found = None if self.directory is None else restore_checkpoint(self.directory, resumed)
+        # One from after the last checkpoint is not in the history; the run makes it again.
+        if found is not None and int(found[0].step) in self.evaluator.monitored:
+            self.state = found[0]
+            self.value = self.evaluator.monitored[int(self.state.step)]
+        self.consider(resumed)
 
     def consider(self, state: TrainState) -> None:
-        """Keep a copy of the state that was just evaluated, if it is the best."""
-        if self.wanted and self.evaluator.is_best:
-            self.state = jax.tree.map(jnp.copy, state)
+        """Keep a copy of a state if its evaluation is the best."""
+        if not self.evaluator.keep_best:
+            return
+        value = self.evaluator.monitored.get(int(state.step), math.inf)
+        if value < self.value:
+            self.state, self.value = jax.tree.map(jnp.copy, state), value
             if self.directory is not None:
                 save_checkpoint(self.directory, state, keep=1)
 
     def choose(self, last: TrainState) -> TrainState:
-        """Return the best state, or the last one."""
-        return last if self.state is None else self.state
+        """Return the best state, or the last one; warn where an earlier run had a better one."""
+        state = last if self.state is None else self.state
+        if self.evaluator.keep_best and self.evaluator.best < self.value:
+            checks.warn(
+                f"keep_best: the state of step {int(state.step)} comes back. The evaluation of "
+                f"step {self.evaluator.best_step} is better, {self.evaluator.best:g}, but its "
+                "state was not kept when the run was there"
+            )
+        return state
 
 
 class _Interrupt:

@@ -17,12 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optfn import checks
-from optfn.leaves.packed import unpack
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import fingerprints
 from optfn.state.per_worker import PerWorker
 from optfn.state.placement import PER_WORKER_KEY
+from optfn.train.packed_state import unpack_state
 from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
 
 _ABOUT, _CHECKSUMS, _HISTORY = "about", "checksums", "history/"
@@ -83,7 +83,8 @@ def save(
       then: is called by `wait` when all is written.
     """
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
-    arrays = {name: _data(x) for name, x in named_leaves(unpack(state)) if x.size}
+    state = unpack_state(state)
+    arrays = {name: _data(x) for name, x in named_leaves(state) if x.size}
     about = {
         "version": VERSION,
         PER_WORKER_KEY: per_worker_names(state),
@@ -117,7 +118,7 @@ def load(
       ValueError: an array is missing or damaged, or does not fit.
     """
     try:
-        about, history, arrays = _read(path, dict(named_leaves(unpack(state))))
+        about, history, arrays = _read(path, dict(named_leaves(unpack_state(state))))
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds

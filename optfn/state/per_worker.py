@@ -15,6 +15,10 @@ A wrapper may stand around such a transform if its own state is right on every w
 type then has `@traits(passes_own_gradients=True)`. Where gradients come with the workers as a
 leading axis (`on_each_device`), the state type has `@traits(workers_in_front=True)`.
 
+`state_dict` gives flat per-worker arrays of a packed buffer as flat arrays of its leaves. Where
+the order in the buffer matters, as to a selection over the whole buffer, the state type has
+`@traits(spans_buffers=True)`, and they stay whole.
+
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
         residual: PerWorker         # flat arrays (n,) in init; (N·n,) on a mesh

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -20,7 +21,9 @@ from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.mesh import AxisName, axes
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
-from optfn.state.per_worker import PerWorker, exchanges
+from optfn.parallel.layout import Layout
+from optfn.state.per_worker import PerWorker, exchanges, has_own_state
+from optfn.state.placement import num_workers
 from optfn.train.state import StepFn, TrainState
 from optfn.wrappers.nonfinite import with_gave_up
 
@@ -119,6 +122,41 @@ class LocalSteps(NamedTuple):
         return jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, outer), (state.params, before)
         )
+
+
+def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
+    """Raise unless a state is that of a step with these local steps, on as many workers.
+
+    The number of workers is compared where reading it does not wait for a step under way, whose
+    result has the right one.
+    """
+    if isinstance(opt_state, InnerAndOuter) != (local is not None):
+        made = ("without local steps", "with local_steps > 1")
+        steps = 1 if local is None else local.steps
+        raise TypeError(
+            f"the step is made with local_steps={steps}; the state was made "
+            f"{made[isinstance(opt_state, InnerAndOuter)]}: begin with the state that the "
+            "step's own init returns"
+        )
+    if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
+        return
+    found, workers = (
+        int(np.asarray(opt_state.inner.num_workers)),
+        num_workers(layout.mesh, layout.worker_axes),
+    )
+    if found != workers and has_own_state(opt_state.inner):
+        raise ValueError(
+            f"the state has the parts of {found} workers, and the step has {workers}: pass "
+            f"optfn.distributed.rescale_residuals(state, {workers}), or restore a checkpoint of it "
+            "by optfn.restore_checkpoint, which converts it"
+        )
+
+
+def _can_be_read(x: jax.Array) -> bool:
+    """Tell whether an array has its value at hand."""
+    if not isinstance(x, jax.Array):
+        return True
+    return not isinstance(x, jax.core.Tracer) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:

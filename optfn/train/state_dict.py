@@ -17,12 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.packed import fits, pack_like, unpack
+from optfn.leaves.packed import unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY, map_state
+from optfn.train.packed_state import holds_packed, pack_state, unpack_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
@@ -63,7 +64,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
             f"got {checks.shown(opt_state)}"
         )
-    host = unpack(jax.tree.map(_to_host, opt_state))
+    host = unpack_state(jax.tree.map(_to_host, opt_state))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
@@ -129,7 +130,7 @@ def load_state_dict(
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
-    plain = unpack(jax.tree.map(_template, opt_state)) if _holds_packed(opt_state) else opt_state
+    plain = _unpacked_for(mapping, opt_state) if holds_packed(opt_state) else opt_state
     named = list(named_leaves(plain))
     names = {name for name, _ in named}
     wrong = []
@@ -155,15 +156,30 @@ def load_state_dict(
     if wrong:
         raise ValueError("the state does not fit: " + "; ".join(wrong))
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    return loaded if plain is opt_state else _packed_as(opt_state, loaded)
+    return loaded if plain is opt_state else _placed(pack_state(opt_state, loaded), opt_state)
 
 
 def _is_within(name: str, fields: Sequence[str]) -> bool:
     return any(f"{name}/".startswith(f"{field}/") for field in fields)
 
 
-def _holds_packed(x: PyTree) -> bool:
-    return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
+def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
+    """Return a state without buffers as the template for a mapping; packed again, it is placed.
+
+    Earlier versions left the buffers that are a worker's own as they are; so are those of the
+    result where `mapping` has them.
+    """
+
+    def on_host(node: PyTree) -> PyTree:
+        return jax.tree.map(_template, node) if is_packed(node) else node
+
+    def is_in(mapping: Mapping[str, Any], state: OptState) -> bool:
+        named, own = dict(named_leaves(state)), per_worker_names(state)
+        return all(k in mapping and np.shape(mapping[k]) == named[k].shape for k in own)
+
+    template = jax.tree.map(on_host, opt_state, is_leaf=is_packed)
+    forms = [unpack_state(template), unpack(template)]
+    return next((form for form in forms if is_in(mapping, form)), forms[0])
 
 
 def _template(leaf: Leaf) -> Leaf:
@@ -173,17 +189,15 @@ def _template(leaf: Leaf) -> Leaf:
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
-def _packed_as(opt_state: OptState, plain: OptState) -> OptState:
-    """Return `plain` packed where `opt_state` is, on the same devices."""
+def _placed(state: OptState, like: OptState) -> OptState:
+    """Return a state whose buffers lie as those of `like`."""
 
-    def packed(node: PyTree, loaded: PyTree) -> PyTree:
-        if not fits(node):
-            return loaded
-        lead = max((x.ndim - 1 for x in node.buffers if not tree.is_masked(x)), default=0)
-        whole = pack_like(node.layout, loaded, lead)
-        return jax.tree.map(lambda x, like: _fitted(x, like)[0], whole, node)
+    def place(like: PyTree, node: PyTree) -> PyTree:
+        if not is_packed(like):
+            return node
+        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
 
-    return jax.tree.map(packed, opt_state, plain, is_leaf=is_packed)
+    return jax.tree.map(place, like, state, is_leaf=is_packed)
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:

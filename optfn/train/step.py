@@ -35,7 +35,7 @@ from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Kind, Layout, layout_of
 from optfn.sparse.tables import Owners
-from optfn.train.local_steps import LocalSteps
+from optfn.train.local_steps import LocalSteps, check_rounds
 from optfn.train.objective import (
     Form,
     Objective,
@@ -134,9 +134,10 @@ class TrainStep:
           RuntimeError: params that should be the same on all devices are not, where they are
             compared.
           ValueError: `state` has been used up by an earlier call; or, at the first call, batches of
-            several processes have other structures or shapes.
-          TypeError: `state` is not a TrainState, or its params are packed where the step's are not;
-            or the batch holds text.
+            several processes have other structures or shapes; or `state` has local steps of
+            another number of workers.
+          TypeError: `state` is not a TrainState, or its params are packed where the step's are not,
+            or it was made without local steps where the step makes some; or the batch holds text.
         """
         self._check_state(state)
         self.check(state)
@@ -165,7 +166,8 @@ class TrainStep:
         if _is_traced(state.step):
             return
         self._compare_replicas(state)
-        if any(np.any(x.addressable_data(0)) for x in gave_up(state.opt_state)):
+        flags = gave_up(state.opt_state)
+        if any(np.any(x.addressable_data(0) if isinstance(x, jax.Array) else x) for x in flags):
             raise FloatingPointError(
                 "skip_nonfinite: more gradients in a row than max_consecutive were not finite; the "
                 "last one has gone into the parameters"
@@ -197,11 +199,13 @@ class TrainStep:
                 f"{kinds[is_packed(state.params)]}"
             )
         self._check_model_state(state.model_state)
-        if not _is_traced(state.step) and state.step.is_deleted():
+        is_array = isinstance(state.step, jax.Array) and not _is_traced(state.step)
+        if is_array and state.step.is_deleted():
             raise ValueError(
                 "the state has been used up by an earlier call of the step, which overwrites it: "
                 "go on with the state that that call returned, or pass donate=False"
             )
+        check_rounds(state.opt_state, self.local, self.layout)
 
     def _check_model_state(self, model_state: PyTree) -> None:
         if (model_state is not None) != self.options.model_state:

@@ -11,12 +11,19 @@ import numpy as np
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn.state.encoded import Encoded, encodes
 from optfn.transforms import codes
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors
 from optfn.transforms.in_place import in_passes
 
 
+@traits(spans_buffers=True)
+@encodes(
+    Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
+    Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),
+)
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.03 bytes per parameter, and the step."""
 
