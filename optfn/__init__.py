@@ -45,7 +45,7 @@ from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.run.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
-from optfn.run.loop import minimize
+from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place
 from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_params, load_state_dict, state_dict, summary
@@ -103,6 +103,7 @@ __all__ = [
     "dgc_momentum",
     "distributed",
     "exponential_moving_average",
+    "fit",
     "ftrl",
     "ftrl_proximal",
     "get_learning_rate",

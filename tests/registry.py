@@ -331,6 +331,7 @@ OTHER_NAMES = {
     "make_train_step",
     "metrics",
     "minimize",
+    "fit",
     "pack",
     "plot",
     "recompute",

@@ -52,6 +52,68 @@ def test_evaluations_are_of_the_steps_they_name():
     np.testing.assert_allclose(state.params, params_after(10), rtol=1e-4)
 
 
+def fitted(step, state, batches, **options):
+    return optfn.fit(step, state, batches, progress=False, **options)
+
+
+def test_fit_goes_on_from_any_state():
+    """minimize is the same from the first state; the batches are those after the state given."""
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
+    state, first = fitted(step, step.init(jnp.zeros(3)), X[:7])
+    options = {"steps": 5, "evaluate": distance, "evaluate_every": 4}
+    state, second = fitted(step, state, X[7:], **options)
+    assert int(state.step) == 12 and second["evaluation_step"].tolist() == [8, 12]
+    want, history = run(X[:12], optfn.adam(0.1))
+    np.testing.assert_array_equal(state.params, want.params)
+    losses = np.concatenate([first["loss"], second["loss"]])
+    np.testing.assert_array_equal(losses, history["loss"])
+
+
+def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
+
+    def begun():
+        return fitted(step, step.init(jnp.zeros(3)), X[:4])[0]
+
+    fitted(step, begun(), X[4:], steps=3, checkpoint=tmp_path)
+    seen = []
+    state, history = fitted(
+        step, begun(), X[4:], steps=8, checkpoint=tmp_path,
+        callback=lambda n, state, metrics: seen.append(n),
+    )  # fmt: skip
+    assert seen == [8, 9, 10, 11, 12] and history["loss"].shape == (8,)
+    np.testing.assert_array_equal(state.params, run(X[:12], optfn.adam(0.1))[0].params)
+    later, _ = fitted(step, state, X[12:20])
+    with pytest.raises(ValueError, match="is of step 12, before step 20 of state"):
+        fitted(step, later, X[20:], checkpoint=tmp_path)
+
+
+def test_a_guard_that_gave_up_ends_its_own_run_only():
+    """Two runs share a step; the one whose gradients are finite goes on."""
+    step = optfn.make_train_step(
+        loss_fn, optfn.skip_nonfinite(optfn.sgd(0.1), max_consecutive=0), donate=False
+    )
+    good = step.init(jnp.zeros(3))
+    bad, _ = step(good, np.full((8, 3), np.nan, np.float32))
+    good, _ = step(good, X[0])
+    np.testing.assert_allclose(good.params, params_after(1), rtol=1e-5)
+    with pytest.raises(FloatingPointError, match="skip_nonfinite"):
+        step(bad, X[1])
+
+
+def test_a_guard_that_gave_up_within_a_round_ends_the_run():
+    """Also where the steps after it, in the same round, have finite gradients."""
+    tx = optfn.skip_nonfinite(optfn.sgd(0.0), max_consecutive=0)
+    mesh = optfn.distributed.data_mesh(2)
+    step = optfn.make_train_step(loss_fn, tx, mesh=mesh, local_steps=2)
+    batch = X[0].copy()
+    batch[0] = np.nan  # the first step of the first worker
+    state, metrics = step(step.init(jnp.zeros(3)), batch)
+    assert bool(metrics["gave_up"])
+    with pytest.raises(FloatingPointError, match="skip_nonfinite"):
+        step(state, X[1])
+
+
 def test_a_dict_of_evaluations_and_only_one_at_the_end():
     def evaluate(w):
         return {"distance": jnp.sum((w - TARGET) ** 2), "first": w[0]}

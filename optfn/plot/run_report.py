@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from optfn import checks
-from optfn.leaves.types import Params
+from optfn.leaves.packed import unpack
 from optfn.plot.page import report
+from optfn.train.state import TrainState
 from optfn.train.state_dict import summary
+from optfn.train.step import TrainStep
 
 # Reading the history waits for the device, and drawing it takes a good part of a second.
 _SECONDS_BETWEEN = 60.0
@@ -26,29 +27,25 @@ class RunReport:
     Args:
       path: the file; None for no report.
       history: gives the arrays that are reported.
-      tx: the optimizer.
-      params: what it trains.
-      local_steps: as for `minimize`.
-      **layout: further arguments of `summary`.
+      step: the training step.
+      state: a state of it.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str] | None,
         history: Callable[[], Mapping[str, np.ndarray]],
-        tx: optax.GradientTransformation,
-        params: Params,
-        local_steps: int,
-        **layout: Any,
+        step: TrainStep,
+        state: TrainState,
     ) -> None:
-        self.history, self.local_steps = history, local_steps
+        self.history, self.local_steps = history, step.local_steps
         self.path = None if path is None else checks.path("report", path)
-        self.optimizer, self.summary = repr(tx), ""
+        self.optimizer, self.summary = repr(step.tx), ""
         self.end = "after its last step"
         self.since = time.monotonic()
         if self.path is not None:
             checks.optional_module("matplotlib", "plot")  # now, and not after hours
-            self.summary = summary(tx, params, **layout)
+            self.summary = _summary(step, state)
 
     def __enter__(self) -> "RunReport":
         return self
@@ -76,3 +73,13 @@ class RunReport:
     def __exit__(self, kind: type[BaseException] | None, error: object, *where: Any) -> None:
         if self.path is not None:
             self._write(self.end if kind is None else f"by {kind.__name__}: {error}")
+
+
+def _summary(step: TrainStep, state: TrainState) -> str:
+    """Return the table of the bytes that the optimizer keeps, by parameter."""
+    options, params = step.options, jax.eval_shape(unpack, state.params)
+    if options.shard is None:
+        return summary(step.tx, params)
+    return summary(
+        step.tx, params, mesh=options.mesh, shard=options.shard, data_axis=options.data_axis
+    )

@@ -66,6 +66,78 @@ def minimize(
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
+    """Train from params: make the step, its first state, and `fit` it.
+
+        step = make_train_step(loss_fn, tx, …)
+        state = step.init(params, model_state)
+        return fit(step, state, batches, …)
+
+    Args:
+      loss_fn: (params, batch) -> loss, as for `make_train_step`.
+      tx: an optimizer of optfn or optax.
+      params: the tree to start from; it stays as it is.
+      batches: an iterable of batches.
+      model_state: the model's arrays beside params, such as batch statistics: the initial ones.
+        `loss_fn` then takes and gives them, as with `make_train_step(model_state=True)`.
+
+    The arguments `has_aux` to `compare_replicas_every` are those of `make_train_step`, all others
+    those of `fit`. Returns and errors are those of `fit`.
+    """
+    step = make_train_step(
+        loss_fn,
+        tx,
+        has_aux=has_aux,
+        model_state=model_state is not None,
+        mesh=mesh,
+        data_axis=data_axis,
+        recompute=recompute,
+        packed=packed,
+        tables=tables,
+        rng=rng,
+        value_and_grad=value_and_grad,
+        local_steps=local_steps,
+        outer=outer,
+        shard=shard,
+        shard_tables=shard_tables,
+        compare_replicas_every=compare_replicas_every,
+    )
+    return fit(
+        step,
+        step.init(params, model_state),
+        batches,
+        steps=steps,
+        progress=progress,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        monitor=monitor,
+        patience=patience,
+        keep_best=keep_best,
+        callback=callback,
+        log=log,
+        report=report,
+        checkpoint=checkpoint,
+        save_every=save_every,
+    )
+
+
+def fit(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterable[Batch],
+    *,
+    steps: int | None = None,
+    progress: bool = True,
+    evaluate: Callable[..., Any] | None = None,
+    evaluate_every: int | None = None,
+    monitor: str | None = None,
+    patience: int | None = None,
+    keep_best: bool = False,
+    callback: Callable[[int, TrainState, dict[str, Any]], bool | None] | None = None,
+    log: Log | None = None,
+    report: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
+) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train: one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
@@ -74,16 +146,14 @@ def minimize(
     option `jax_enable_preemption_service` off, signals act there as they do without optfn.
 
     Args:
-      loss_fn: (params, batch) -> loss, as for `make_train_step`.
-      tx: an optimizer of optfn or optax.
-      params: the tree to start from; it stays as it is.
-      batches: an iterable of batches.
-      steps: how many steps to make at most; None goes to the end of `batches`.
+      step: a training step, from `make_train_step`.
+      state: where to start: `step.init(params)`, or any later state of that step. It is used up,
+        unless the step is made with `donate=False`.
+      batches: an iterable of batches, the first of them for the step after `state`.
+      steps: how many steps to make at most, from `state` on; None goes to the end of `batches`.
       progress: whether to show a bar with loss, learning rate and examples per second on the
         terminal (by tqdm, where it is installed); where there is no terminal, lines
         `step <n> loss <number>`.
-      model_state: what the model keeps beside params, such as batch statistics: the initial one.
-        `loss_fn` then takes and gives it, as with `make_train_step(model_state=True)`.
       evaluate: (params) -> a number or a dict of numbers; with `model_state` (params, model_state).
         It is called every `evaluate_every` steps and at the end.
       evaluate_every: steps between evaluations, ≥ 1; None means only at the end.
@@ -108,11 +178,10 @@ def minimize(
         at the end, also where an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
         the batches that were used, so pass the same ones, and ends bit for bit as if it had not
-        been stopped.
+        been stopped. It counts the steps since `state` that were made before.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
-    The other arguments, `has_aux` to `compare_replicas_every`, are those of `make_train_step`. With
-    `local_steps` each batch is a round; `steps`, `save_every` and `evaluate_every` count local
+    With local steps each batch is a round; `steps`, `save_every` and `evaluate_every` count local
     steps, and what is due within a round happens at its end.
 
     Returns:
@@ -129,40 +198,29 @@ def minimize(
         `patience` or `keep_best` needs `monitor`; no checkpoint can be loaded.
       FloatingPointError: `skip_nonfinite` gave up.
     """
+    local_steps = step.local_steps
     _check_arguments(steps, local_steps, save_every, batches, callback)
-    step = make_train_step(
-        loss_fn,
-        tx,
-        has_aux=has_aux,
-        model_state=model_state is not None,
-        mesh=mesh,
-        data_axis=data_axis,
-        recompute=recompute,
-        packed=packed,
-        tables=tables,
-        rng=rng,
-        value_and_grad=value_and_grad,
-        local_steps=local_steps,
-        outer=outer,
-        shard=shard,
-        shard_tables=shard_tables,
-        compare_replicas_every=compare_replicas_every,
-    )
     saver = _Saver(step, checkpoint, save_every)
-    state, history = saver.restore(step.init(params, model_state))
+    begin = int(state.step)
+    state, history = saver.restore(state)
     evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, keep_best, history)
     best = _Best(evaluator, saver)
     best.restore(state)
     n = done = int(state.step)
+    if done < begin:
+        raise ValueError(
+            f"the checkpoint in {checkpoint} is of step {done}, before step {begin} of state: give "
+            "the state that the run began with, or another directory"
+        )
     stopped = evaluator.gave_up
-    layout = {} if shard is None else {"mesh": mesh, "shard": shard, "data_axis": data_axis}
+    last = None if steps is None else begin + steps
     with (
-        Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as bar,
+        Progress(last, checks.flag("progress", progress), done, per_call=local_steps) as bar,
         RunLog(log, done) as lines,
-        RunReport(report, history.arrays, tx, params, local_steps, **layout) as page,
-        _interruptible(mesh) as interrupt,
+        RunReport(report, history.arrays, step, state) as page,
+        _interruptible(step.mesh) as interrupt,
     ):
-        remaining = _Remaining(batches, done, steps, local_steps)
+        remaining = _Remaining(batches, done - begin, steps, local_steps)
         for batch in () if stopped else remaining:
             state, metrics = step(state, batch)
             n += local_steps
@@ -199,7 +257,7 @@ class _Remaining:
 
     Args:
       batches: those of the whole run.
-      done: how many steps it has made.
+      done: how many steps of it are made.
       steps: how many steps it makes; None for as many as there are batches.
       local_steps: how many steps a batch is for.
     """
