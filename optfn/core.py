@@ -15,7 +15,7 @@ chain without an edge between them, so that a gradient meets one edge per optimi
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeAlias
 
 import jax
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, numerics
-from optfn.leaves import leafwise, mismatch, tree
+from optfn import checks
+from optfn.leaves import leafwise, mismatch, numerics, third_party, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 P = ParamSpec("P")
@@ -35,6 +35,9 @@ rule = optax.GradientTransformationExtraArgs
 
 class Transform(optax.GradientTransformationExtraArgs):
     """A gradient transformation that knows the call that made it, and what stands behind its edge.
+
+    JAX and equinox take a transformation that is passed as an argument apart and put it together
+    again; of the same two functions they make the same object.
 
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
     rule: the rule behind the edge, None for what wraps other transformations.
@@ -48,9 +51,10 @@ class Transform(optax.GradientTransformationExtraArgs):
     needs_params: bool = False
     real_only: str = ""
     param_attrs: Any = None
+    origin: "Transform | None" = None  # where JAX has put other functions, or marks, in its place
 
     def __repr__(self) -> str:
-        return call_text(*self.call)
+        return call_text("Transform", tuple(self), {}) if self.origin else call_text(*self.call)
 
     @property
     def parts(self) -> list[optax.GradientTransformation]:
@@ -62,6 +66,18 @@ class Transform(optax.GradientTransformationExtraArgs):
     def links(self) -> list[optax.GradientTransformation]:
         """The parts of a chain; the transformation alone where it is none."""
         return self.parts if self.call[0] == "chain" else [self]
+
+
+def _rebuilt(origin: Transform, functions: Iterable[Any]) -> Transform:
+    """Return `origin` if the functions are its own, else a transformation without its rule."""
+    tx = Transform(*functions)
+    if tx.init is origin.init and tx.update is origin.update:
+        return origin
+    tx.origin = origin
+    return tx
+
+
+jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin or tx), _rebuilt)
 
 
 def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -94,13 +110,15 @@ def named(
 
 
 def transform(
-    *, needs_params: bool = False, complex_leaves: bool = False
+    *, needs_params: bool = False, complex_leaves: bool = False, reads_state: bool = True
 ) -> Callable[[Callable[P, Rule]], Callable[P, optax.GradientTransformationExtraArgs]]:
     """Decorate a factory of rules: it then makes gradient transformations, by an edge around each.
 
     Args:
       needs_params: whether the rule reads params; without them it is an error.
       complex_leaves: whether the rule is defined for complex leaves; else they are an error.
+      reads_state: whether update reads its state; if not, or if the state is empty, it also takes
+        None, () and `optax.EmptyState()`.
     """
 
     def decorate(factory: Callable[P, Rule]) -> Callable[P, optax.GradientTransformationExtraArgs]:
@@ -109,7 +127,8 @@ def transform(
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
             made = factory(*args, **kwargs)
             name = factory.__name__
-            return behind_edge(name, made, needs_params, "" if complex_leaves else name)
+            real_only = "" if complex_leaves else name
+            return behind_edge(name, made, needs_params, real_only, reads_state)
 
         return make
 
@@ -132,8 +151,9 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationE
     parts = tuple(check_transform(f"chain: part {i}", part) for i, part in enumerate(parts))
     tx = Transform(*_checked_chain(parts))
     tx.rule = _checked_chain([rule_of(part) for part in parts])
-    tx.needs_params = any(getattr(part, "needs_params", False) for part in parts)
-    tx.real_only = next(filter(None, (getattr(part, "real_only", "") for part in parts)), "")
+    known = [part for part in parts if isinstance(part, Transform)]
+    tx.needs_params = any(part.needs_params for part in known)
+    tx.real_only = next((part.real_only for part in known if part.real_only), "")
     return tx
 
 
@@ -159,12 +179,17 @@ def check_state(name: str, state: OptState, kind: type) -> None:
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
     """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
     if type(expected) is not tuple:
-        if hasattr(expected, "_fields"):
+        if hasattr(expected, "_fields") and not (_is_empty(expected) and _is_empty(state)):
             check_state(name, state, type(expected))
         return
     check_length(name, state, len(expected))
     for part, expected_part in zip(state, expected, strict=True):
         check_state_types(name, part, expected_part)
+
+
+def _is_empty(state: OptState) -> bool:
+    """Tell whether a state is None, () or an EmptyState, as users of optax pass for no state."""
+    return state is None or (isinstance(state, tuple) and not state)
 
 
 def check_length(name: str, state: OptState, length: int) -> None:
@@ -184,11 +209,15 @@ def _of_another(name: str, expected: str, state: OptState) -> TypeError:
 
 def rule_of(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return the rule behind the edge of `tx`, `tx` itself where it has none."""
-    return getattr(tx, "rule", None) or tx
+    return (tx.rule if isinstance(tx, Transform) else None) or tx
 
 
 def behind_edge(
-    name: str, rule: Rule, needs_params: bool = False, real_only: str = ""
+    name: str,
+    rule: Rule,
+    needs_params: bool = False,
+    real_only: str = "",
+    reads_state: bool = True,
 ) -> Transform:
     """Return the gradient transformation of a rule.
 
@@ -200,6 +229,7 @@ def behind_edge(
       rule: init and update on clean trees.
       needs_params: whether the rule reads params; without them it is an error.
       real_only: the part of the rule that is not defined for complex leaves; they are an error.
+      reads_state: whether update reads its state, see `transform`.
 
     Raises, at init and update, naming the leaf:
       ValueError: structures or shapes that differ, params that are missing.
@@ -216,7 +246,8 @@ def behind_edge(
     ) -> tuple[Updates, OptState]:
         if params is None and needs_params:
             raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-        check_state_types(name, state, expected_state())
+        if reads_state or not _is_empty(state):
+            check_state_types(name, state, expected_state())
         updates = _as_arrays(updates)
         if params is None:
             mismatch.check_params(name, updates, real_only, "gradient")
@@ -308,7 +339,12 @@ def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _E
 
 
 def accumulating(
-    leaf_rule: Callable[..., Any], state_type: Any, *, fill: Any = 0.0, rows: str = "dense"
+    leaf_rule: Callable[..., Any],
+    state_type: Any,
+    *,
+    fill: Any = 0.0,
+    rows: str = "dense",
+    real: Sequence[str] = (),
 ) -> Rule:
     """Return a rule that keeps one accumulator per field of `state_type`.
 
@@ -317,10 +353,13 @@ def accumulating(
       state_type: a NamedTuple class; its fields, in order, are the accumulators.
       fill: what the accumulators start with.
       rows: what becomes of row-sparse gradients; see `leafwise.apply`.
+      real: the fields that stay real for a complex leaf, such as means of |g|².
     """
 
     def init(params: Params) -> OptState:
-        return state_type(*(leafwise.zeros_like(params, fill=fill) for _ in state_type._fields))
+        return state_type(
+            *(leafwise.zeros_like(params, fill=fill, real=k in real) for k in state_type._fields)
+        )
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -342,22 +381,32 @@ def next_step(step: jax.Array) -> jax.Array:
     return optax.safe_increment(step)
 
 
-def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
+def check_transform(argument: str, tx: Any, factory: str = "") -> optax.GradientTransformation:
     """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
 
     What makes one on request, such as `optax.MultiSteps`, is asked for it.
+
+    Args:
+      argument: the name of the argument.
+      tx: its value.
+      factory: the factory that the error suggests for a number.
     """
     if isinstance(tx, optax.MultiSteps):
-        return rule(tx.init, tx.update)  # what it makes by itself drops extra arguments
+        tx = rule(tx.init, tx.update)  # its own transformation drops extra arguments
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
+    if factory and checks.is_host_number(tx):
+        raise TypeError(
+            f"{argument} must be a gradient transformation, not the number {tx!r}. "
+            f"Did you mean {factory}({tx!r})?"
+        )
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
             "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
             f"got {checks.shown(tx)}"
         )
-    return tx
+    return tx if isinstance(tx, Transform) else third_party.with_errors(argument, tx)
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:

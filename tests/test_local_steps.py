@@ -10,9 +10,8 @@ import registry
 from grids import thinned
 
 import optfn
-from optfn.autodiff.dependence import depends
 from optfn.distributed import data_mesh, rescale_residuals
-from optfn.parallel.per_worker import PerWorker
+from optfn.state.per_worker import PerWorker
 
 N, H = 4, 3
 RNG = np.random.default_rng(0)
@@ -104,15 +103,44 @@ def test_a_round_is_the_references(outer, expected):
     assert step.compiled._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    thinned(
-        ["lars", "asgd_batches", "lamb", "adamw_int8", "adam_clip_l2", "ftrl", "rmsprop_centered"]
-    ),
-)
+def momentum_by_a_scan():
+    """Momentum 0.05, 0.9 that goes over the rows of a leaf in a lax.scan, and counts them."""
+
+    def init(params):
+        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads, state, params=None):
+        def row(count, pair):
+            velocity, g = pair
+            return count + 1, 0.9 * velocity + g
+
+        count, velocity = state
+        for name in velocity:
+            count, new = jax.lax.scan(row, count, (velocity[name], grads[name]))
+            velocity = {**velocity, name: new}
+        return jax.tree.map(lambda u: -0.05 * u, velocity), (count, velocity)
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_an_optimizer_with_a_scan_is_followed_through_it():
+    state, losses = run(make(momentum_by_a_scan()))
+    w, b, expected_losses = reference(3, plain)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    count, velocity = state.opt_state.inner.inner_state
+    assert int(count) == 3 * H * (5 + 2)  # the same on all workers: it depends on no gradient
+    assert all(isinstance(v, PerWorker) for v in velocity.values())
+
+
+ALONE = ["lars", "asgd_batches", "lamb", "adamw_int8", "adam_clip_l2", "ftrl", "rmsprop_centered"]
+
+
+@pytest.mark.parametrize("name", [*thinned(ALONE), "muon"])
 def test_one_worker_alone_makes_ordinary_steps(name):
     mesh = data_mesh(1)
-    tx = registry.OPTIMIZERS[name].make()
+    tx = optax.contrib.muon(0.01) if name == "muon" else registry.OPTIMIZERS[name].make()
     ordinary = optfn.make_train_step(loss_fn, tx, mesh=mesh)
     state = ordinary.init(PARAMS)
     for x in X[:2]:
@@ -380,7 +408,7 @@ def test_the_mean_of_bfloat16_moments_is_that_of_their_numbers(how, tmp_path):
 
 MISUSES = {
     "no mesh": ({"mesh": None}, "local_steps=3 needs mesh"),
-    "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer with local_steps=1"),
+    "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer needs local_steps"),
     "tables": ({"tables": "w"}, "local_steps=3 cannot be with tables"),
     "own gradient": (
         {"value_and_grad": jax.value_and_grad(loss_fn)},
@@ -454,21 +482,6 @@ def test_batches_that_cannot_be_split():
         step(step.init(PARAMS), X[0][:8])
     with pytest.raises(ValueError, match=r"steps must be a multiple of local_steps, 3.*got 4"):
         minimize(steps=4)
-
-
-def test_dependence_is_followed_through_loops_and_branches():
-    def fn(a, b, n):
-        first = jax.lax.fori_loop(0, 3, lambda i, c: (c[0] + 1, c[1] * a), (n, b))
-        second = jax.lax.scan(lambda c, x: (c + x, c + n), b, jnp.arange(3.0))
-        third = jax.lax.cond(n > 0, lambda: (n, b), lambda: (n + 1, b))
-        fourth = jax.lax.while_loop(lambda c: c[0] < a, lambda c: (c[0] + 1, c[1] + 1), (n, n))
-        jitted = jax.jit(lambda x, y: (x, y))(a, n)
-        return first, second, third, fourth, jitted
-
-    one = jnp.float32(1)
-    found = depends(fn, (one, one, one), (True, False, False))
-    assert found == ((False, True), (False, False), (False, False), (True, True), (True, False))
-    assert depends(lambda x: (jnp.zeros_like(x), x), (one,), (True,)) == (False, True)
 
 
 def test_own_leaves_are_marked():

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn import mesh
 from optfn.compression.selection import pack_bits
 from optfn.leaves import tree
 from optfn.leaves.types import LeafKind, Updates
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 
 def check_own_gradients(name: str, updates: Updates, axis_name: AxisName) -> None:

@@ -21,7 +21,7 @@ from jax import lax
 
 from optfn.compression.selection import first_bits, magnitude, nth_bit, pack_bits
 from optfn.leaves import slices
-from optfn.parallel.mesh import vary, varying_axes
+from optfn.mesh import vary, varying_axes
 
 _MAX_BLOCK = 32
 # How many blocks there are for each entry to be selected, at least.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import checks, core, numerics
+from optfn import checks, core, mesh
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients
 from optfn.compression.dgc_phases import (
@@ -27,17 +27,17 @@ from optfn.compression.dgc_phases import (
 )
 from optfn.compression.packets import VALUE_DTYPES
 from optfn.compression.residual import ramp_step
-from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, Params, PyTree, Updates, declares
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, Params, PyTree, Updates
+from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 
 
-@declares(passes_rows=True, spans_buffers=True)
+@traits(passes_rows=True, skipped="skipped", spans_buffers=True)
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 
@@ -193,10 +193,10 @@ def _init(options: Options, params: Params) -> DeepGradientCompressionState:
         core.first_step(),
         jnp.ones((), jnp.int32),
         leafwise.zeros_like(tree.map_arrays(dense, params)),
-        PerWorker(tree.map_arrays(flat, params)),
-        PerWorker(tree.map_arrays(flat, params)),
+        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
+        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
         options.regularization.init(params),
-        exchanged(params, _traffic(options, params)),
+        exchanged(params, options.all_axes, _traffic(options, params)),
     )
 
 
@@ -253,8 +253,7 @@ def _update(
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_own_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
-    axes = mesh.axes(options.axis_name) + mesh.axes(options.reduce_axis_name)
-    nonfinite, step = agree(updates, state.step, axes)
+    nonfinite, step = agree(updates, state.step, options.all_axes)
     g = _local_gradient(options, updates, ~nonfinite & (step >= options.rampup_begin_step))
     g, regularization = options.regularization.update(g, state.regularization, params)
 
@@ -268,8 +267,8 @@ def _update(
         leaves = CompressedLeaves(*columns)
         new = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
         directions = _merged(directions, _filled(large, new.direction))
-        local_velocity = PerWorker(_filled(large, new.local_velocity))
-        residual = PerWorker(_filled(large, new.residual))
+        local_velocity = local_velocity._replace(value=_filled(large, new.local_velocity))
+        residual = residual._replace(value=_filled(large, new.residual))
     return directions, DeepGradientCompressionState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),

@@ -16,14 +16,14 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import numerics
+from optfn import mesh
 from optfn.checks import Number
 from optfn.compression import residual, selection
 from optfn.compression.packets import PacketFormat, empty_rows, mean_of_sent, rows_of_sent
+from optfn.leaves import numerics
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 from optfn.transforms.moment import momentum_rule
 
 Arrays = list[jax.Array]
@@ -49,6 +49,11 @@ class Options:
     momentum_masking: bool
     wire: str
     selection: str
+
+    @property
+    def all_axes(self) -> mesh.Axes:
+        """The axes over which gradients are exchanged or averaged."""
+        return mesh.joined(self.axis_name, self.reduce_axis_name)
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""

@@ -15,21 +15,20 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
+from optfn import checks, core, mesh
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients
 from optfn.compression.compressors import Choice, Compressor, accepts, check_choice, chosen
 from optfn.compression.gathering import PendingLeaf, SentLeaf, mean_by_all_gather
-from optfn.leaves import leafwise, packed, tree
+from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.parallel import mesh
+from optfn.mesh import AxisName
 from optfn.parallel.data_parallel import mean_over_workers
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged
 from optfn.parallel.traffic import all_reduce_bytes
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged
+from optfn.transforms.in_place import when
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
 
@@ -149,7 +148,7 @@ def exchange(
     )
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
-        tx = core.rule(_init_dense, partial(_update_dense, options))
+        tx = core.rule(partial(_init_dense, options), partial(_update_dense, options))
     else:
         rule = core.rule(partial(_init, options), partial(_update, options))
         tx = core.behind_edge("exchange", rule, real_only="exchange")
@@ -172,13 +171,13 @@ def _freezing(
     def init(params: Params) -> Any:
         state = without.init(params)
         whole = packed.unpack(leafwise.inexact(params))
-        return state._replace(exchanged=exchanged(whole, state.exchanged.traffic))
+        return state._replace(exchanged=exchanged(whole, *state.exchanged[1:]))
 
     return core.Transform(init, without.update)
 
 
-def _init_dense(params: Params) -> ExchangeDenseState:
-    return ExchangeDenseState(exchanged(params))
+def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
+    return ExchangeDenseState(exchanged(params, options.axis_name))
 
 
 def _update_dense(
@@ -204,9 +203,9 @@ def _init(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        PerWorker(structure.unflatten(residuals)),
+        PerWorker(structure.unflatten(residuals), mesh.axes(options.axis_name)),
         structure.unflatten(states),
-        exchanged(params, _traffic(options, pairs)),
+        exchanged(params, options.axis_name, _traffic(options, pairs)),
     )
 
 
@@ -280,7 +279,7 @@ def _update(
     return _packed_as(updates, structure.unflatten(directions)), ExchangeState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
-        PerWorker(structure.unflatten(residuals)),
+        state.residual._replace(value=structure.unflatten(residuals)),
         structure.unflatten(states),
         state.exchanged,
     )

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import numerics
+from optfn import mesh
 from optfn.compression.compressors import Compressor, add_decoded, encode_all
+from optfn.leaves import numerics
 from optfn.leaves.types import PyTree
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 
 class PendingLeaf(NamedTuple):

@@ -19,7 +19,7 @@ from jax import lax
 
 from optfn.leaves import slices
 from optfn.leaves.rows import Rows
-from optfn.parallel.mesh import AxisName, all_gather, vary, varying_axes
+from optfn.mesh import AxisName, all_gather, vary, varying_axes
 
 VALUE_DTYPES = ("float32", "bfloat16")
 _BLOCK = 1 << 16  # indices that the lower half of a word can tell apart

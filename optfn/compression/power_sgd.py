@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import checks, numerics
+from optfn import checks, mesh
 from optfn.compression.compressors import ShownAsCall, named
 from optfn.compression.gathering import PendingLeaf, SentLeaf, clip_factors
+from optfn.leaves import numerics
 from optfn.leaves.types import PyTree
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 # On accelerators the default precision would make what is sent differ from what is subtracted.
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)

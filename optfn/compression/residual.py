@@ -6,8 +6,8 @@ g is the gradient, u the local velocity, v the residual: what was accumulated an
 import jax
 import jax.numpy as jnp
 
-from optfn import numerics
 from optfn.checks import Number
+from optfn.leaves import numerics
 
 
 def add_to_residual(

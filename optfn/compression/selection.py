@@ -26,7 +26,7 @@ from jax import lax
 
 from optfn import checks
 from optfn.leaves import slices
-from optfn.parallel.mesh import vary, varying_axes
+from optfn.mesh import vary, varying_axes
 
 Array = jax.Array | np.ndarray
 

@@ -1,6 +1,7 @@
 """Errors about leaves: each names the leaf, what came and what is needed."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,7 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             g.check(f"{name}: the gradient of {leaf!r}")
         if fits and (not tree.is_inexact(p) or g.shape == jnp.shape(p)):
             continue
-        came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
-        came += f" of shape {g.shape}" if hasattr(g, "shape") else ""
+        came = _came(g)
         needed = "is masked"
         if not tree.is_masked(p):
             needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
@@ -76,6 +76,35 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             f"{name}: the gradient of {tree.paths(updates)[i]!r} is {came}; the parameter "
             f"{needed}{hint}"
         )
+
+
+def _came(g: Leaf) -> str:
+    """Return a gradient's kind, dtype and shape as text; None and numbers have none."""
+    if isinstance(g, jax.Array | np.ndarray):
+        return f"an array of shape {g.shape} and dtype {g.dtype}"
+    if not hasattr(g, "shape"):
+        return "None" if g is None else type(g).__name__
+    return f"{type(g).__name__} of shape {g.shape} and dtype {g.dtype}"
+
+
+@contextlib.contextmanager
+def naming_integer_leaves(updates: Updates) -> Iterator[None]:
+    """Name the integer leaves in the error of an update that computes with float0 gradients.
+
+    Transformations of optfn hold such leaves; others, such as `optax.adam`, may not.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        leaves, names = jax.tree.leaves(updates, is_leaf=tree.is_leaf), tree.paths(updates)
+        integers = [names[i] for i, g in enumerate(leaves) if is_float0(g)]
+        if not integers or "float0 array" not in str(error):
+            raise
+        raise TypeError(
+            "the optimizer computes with the gradients of the integer leaves "
+            f"{tree.listed(integers)}, which are float0: put optax.masked around "
+            "it, or leave these leaves out of params"
+        ) from error
 
 
 def state_error(

@@ -11,10 +11,11 @@ import jax
 
 from optfn.leaves import tree
 from optfn.leaves.layout import BufferLayout, PackedLayout
-from optfn.leaves.types import Leaf, PyTree, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, PyTree
 
 
-@declares(transparent=True, describes_leaves=True)
+@traits(transparent=True, describes_leaves=True)
 class Stacked(NamedTuple):
     """A tree whose leaves have the layers of a model stacked along their leading axis.
 
@@ -46,7 +47,7 @@ class Stacked(NamedTuple):
         return getattr(self.layers, name)
 
 
-@declares(describes_leaves=True)
+@traits(describes_leaves=True)
 @jax.tree_util.register_pytree_with_keys_class
 class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` gives the tree.

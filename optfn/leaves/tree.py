@@ -20,6 +20,7 @@ from jax.tree_util import PyTreeDef
 
 from optfn import checks
 from optfn.leaves.layout import BufferLayout, plain
+from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, LeafKind, PyTree
 
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
@@ -48,6 +49,11 @@ def is_key(x: Leaf) -> bool:
     return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
+def is_traced(x: object) -> bool:
+    """Tell whether a leaf is an array that JAX traces, which has no value yet."""
+    return isinstance(x, jax.core.Tracer)
+
+
 def on_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
     """Return the key whose data are `fn` of the data of `key`."""
     data = fn(jax.random.key_data(key))
@@ -63,6 +69,13 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
 def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
     """Map `fn` over the leaves of `tree` that are not masked; masked ones stay as they are."""
     return jax.tree.map(lambda x: x if is_masked(x) else fn(x), tree, is_leaf=is_leaf)
+
+
+def replace_arrays(tree: PyTree, values: Sequence[Any]) -> PyTree:
+    """Return `tree` with one of `values` for each leaf; masked leaves stay as they are."""
+    leaves, structure = flatten(tree)
+    pairs = zip(leaves, values, strict=True)
+    return structure.unflatten([x if is_masked(x) else value for x, value in pairs])
 
 
 def paths(tree: PyTree) -> list[str]:
@@ -81,7 +94,7 @@ def paths(tree: PyTree) -> list[str]:
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         name = "/".join(map(key_name, keys))
         if is_transparent(node):
-            (inner,) = node
+            inner, *_ = node
             found.extend(join(name, path) for path in paths(inner))
         elif isinstance(node, variable) and not is_masked(node):
             found.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
@@ -97,8 +110,8 @@ def array_paths(tree: PyTree) -> list[str]:
 
 
 def is_transparent(x: object) -> bool:
-    """Tell whether `x` is a node that adds no word to paths: a NamedTuple of one field."""
-    return getattr(type(x), "transparent", False) is True
+    """Tell whether `x` is a node that adds no word to paths: its first field is the tree."""
+    return traits_of(x).transparent
 
 
 def join(*words: str) -> str:
@@ -116,7 +129,7 @@ def key_name(key: object) -> str:
 
 def describes_leaves(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
-    return getattr(type(x), "describes_leaves", False) is True
+    return traits_of(x).describes_leaves
 
 
 def layouts(tree: PyTree) -> list[BufferLayout]:
@@ -164,7 +177,7 @@ def _named_nodes(tree: PyTree) -> Iterator[tuple[str, Any]]:
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         prefix = "/".join(map(key_name, keys))
         if is_transparent(node):
-            (inner,) = node
+            inner, *_ = node
             yield from ((join(prefix, path), below) for path, below in _named_nodes(inner))
         else:
             yield prefix, node

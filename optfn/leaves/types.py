@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 
@@ -15,24 +15,6 @@ Batch: TypeAlias = PyTree  # what a loss function takes after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
 DType: TypeAlias = Any  # whatever jnp.dtype accepts
 LossFn: TypeAlias = Callable[..., Any]
-
-T = TypeVar("T", bound=type)
-
-
-def declares(**attributes: bool | str | tuple[str, ...]) -> Callable[[T], T]:
-    """Decorate a NamedTuple class with attributes that other modules read from the type.
-
-    An attribute of the type needs no array in the state and survives every wrapper: see
-    `optfn.parallel.per_worker`, `optfn.leaves.tree.is_transparent` and
-    `optfn.leaves.state_names.retired_fields`.
-    """
-
-    def declare(kind: T) -> T:
-        for name, value in attributes.items():
-            setattr(kind, name, value)
-        return kind
-
-    return declare
 
 
 class LeafKind(abc.ABC):

@@ -14,7 +14,8 @@ from optfn.wrappers.master_weights import master_weights
 
 P = ParamSpec("P")
 
-BEFORE = ("grad_clip", "regularization")  # in this order, so that the penalty is not clipped
+# In this order, so that the penalty is not clipped; with the factory of the most common one.
+BEFORE = {"grad_clip": "optfn.clip_by_global_norm", "regularization": "optfn.l2_decay"}
 COMMON_DOC = """
     Arguments of every optimizer:
       grad_clip: a transform of the raw gradients, such as `clip_by_global_norm(1.0)`.
@@ -47,7 +48,11 @@ def optimizer(
         bound.apply_defaults()
         common = bound.arguments
         param_attrs = check_param_attrs(common["param_attrs"])
-        before = [core.check_transform(k, common[k]) for k in BEFORE if common[k] is not None]
+        before = [
+            core.check_transform(name, common[name], usual)
+            for name, usual in BEFORE.items()
+            if common[name] is not None
+        ]
         if param_attrs:
             before = clip_and_regularize(common["grad_clip"], common["regularization"], param_attrs)
         chain = core.chain(*before, *made.links)

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-import optfn  # for its version, when it is loaded
+from optfn import _version
 from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, Params, PyTree
 
@@ -67,7 +67,7 @@ def check_params(params: Params) -> None:
     arrays = jax.tree.leaves(params)
     if not arrays or any(isinstance(x, jax.core.Tracer) for x in arrays):
         return
-    _check_same("versions", f"optfn {optfn.__version__}, jax {jax.__version__}")
+    _check_same("versions", f"optfn {_version.__version__}, jax {jax.__version__}")
     _check_same("params", spec_of(params))
     names, leaves = zip(*_named(params), strict=True)
     digests = gather([_digest(_content(x)) for x in leaves])

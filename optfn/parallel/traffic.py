@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optfn import mesh
 from optfn.leaves import tree
 from optfn.leaves.types import LeafKind, OptState, Updates
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, nodes_of, own_leaves
+from optfn.mesh import AxisName
+from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:
@@ -36,8 +36,8 @@ def metrics(
 ) -> dict[str, jax.Array]:
     """Return the bytes that a worker sends for an update as "bytes_sent"; {} if not known.
 
-    Leaves that no transform exchanges by itself are averaged in an all-reduce. What is not known
-    are row-sparse gradients, and transforms that do not say.
+    Leaves are averaged in an all-reduce over the axes over which no transform exchanges them by
+    itself. Not known are row-sparse gradients, and transforms that do not say.
 
     Args:
       grads: one worker's gradients.
@@ -52,17 +52,15 @@ def metrics(
     )
     if not is_known or any(isinstance(g, LeafKind) for g in leaves):
         return {}
-    pairs = zip(leaves, own_leaves(before, grads), strict=True)
-    averaged = sum(g.size * g.dtype.itemsize for g, is_own in pairs if _is_averaged(g, is_own))
-    total = jnp.asarray(all_reduce_bytes(averaged, mesh.axis_size(axis_name)), jnp.float32)
+    total = jnp.zeros((), jnp.float32)
+    for g, done in zip(leaves, exchanged_axes(before, grads), strict=True):
+        if not tree.is_masked(g) and tree.is_inexact(g):
+            workers = mesh.axis_size(mesh.without(axis_name, done))
+            total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
     for old, new in states:
         sent = new.exchanged.traffic.bytes_sent(old.step, new.num_workers)
         total += jnp.where(new.step != old.step, sent, 0.0)
     return {"bytes_sent": total}
-
-
-def _is_averaged(g: Any, is_own: bool) -> bool:
-    return not is_own and not tree.is_masked(g) and tree.is_inexact(g)
 
 
 def _exchanging(state: OptState) -> list[Any]:

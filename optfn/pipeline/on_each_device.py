@@ -9,17 +9,18 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import core, numerics
-from optfn.leaves import leafwise, packed, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
-from optfn.parallel import mesh as meshes
+from optfn import core
+from optfn import mesh as meshes
+from optfn.leaves import leafwise, numerics, packed, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.parallel.data_parallel import for_optimizer
-from optfn.parallel.per_worker import check_wrappers
-from optfn.parallel.placement import map_state, num_workers
 from optfn.pipeline.stacking import PipelineParams
+from optfn.state.per_worker import Exchanged, check_wrappers, nodes_of
+from optfn.state.placement import map_state, num_workers
 
 
-@declares(workers_in_front=True)
+@traits(workers_in_front=True)
 class OnEachDeviceState(NamedTuple):
     """State of `on_each_device`: that of the optimizer, of all devices; indexed as that is."""
 
@@ -78,7 +79,9 @@ def on_each_device(
 
     def init_on_device(params: Params) -> OptState:
         state = inner.init(params)
-        return map_state(lambda x: x, lambda x: x, state, lambda x: jnp.full_like(x, workers))
+        return map_state(
+            lambda x, own: x, lambda x: x, state, lambda x, own: jnp.full_like(x, workers)
+        )
 
     def init(params: Params) -> OnEachDeviceState:
         def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
@@ -89,6 +92,7 @@ def on_each_device(
         specs = placement.of_params(params)
         shapes = jax.eval_shape(init_on_device, jax.tree.map(part, params, specs))
         check_wrappers("on_each_device", shapes)
+        _check_axes_of_exchange(shapes, data_axis)
         run = jax.shard_map(
             init_on_device,
             mesh=mesh,
@@ -147,7 +151,9 @@ class _Placement(NamedTuple):
 
         def of(spec: P, axes: tuple[str, ...]) -> PyTree:
             per_worker = P((self.data_axis, *axes))
-            return map_state(lambda x: per_worker, lambda x: spec if jnp.ndim(x) else P(), state)
+            return map_state(
+                lambda x, own: per_worker, lambda x: spec if jnp.ndim(x) else P(), state
+            )
 
         return _with_shared(of(P(), ()), of(self.spec, self.stage_axes))
 
@@ -188,6 +194,16 @@ def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates
         return updates
     bad = lax.pmax((~leafwise.all_finite(updates)).astype(jnp.int32), stage_axes) > 0
     return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), updates)
+
+
+def _check_axes_of_exchange(state: OptState, data_axis: str) -> None:
+    """Raise a ValueError if a transform exchanges over other axes than that of the workers."""
+    for node in nodes_of(Exchanged, state):
+        if node.axes != meshes.axes(data_axis):
+            raise ValueError(
+                f"on_each_device: tx exchanges over {tuple(node.axes)}; it must be over the axis "
+                f"of the workers, {data_axis!r}: other devices hold other stages"
+            )
 
 
 def _check_workers(updates: Updates, workers: int, data_axis: str) -> None:

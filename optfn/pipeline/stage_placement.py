@@ -16,15 +16,16 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.autodiff.pullback import inexact_leaves
+from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
-from optfn.parallel.mesh import axes, restricted
-from optfn.parallel.placement import num_workers
-from optfn.parallel.sharding import Sharding, is_spec
+from optfn.mesh import axes, restricted
+from optfn.parallel.layout import Division, is_spec
+from optfn.parallel.parts import mean_part
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
+from optfn.state.placement import num_workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +169,10 @@ class StackedStages(StagePlacement):
         """
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
-        owners = Sharding(None, self.mesh, self.data_axis)
+        names = axes(self.data_axis)
         dimensions = map(self._data_dimension, self._of_inexact(weights, self.param_specs))
         return [
-            lax.pmean(g, self.data_axis) if d is None else owners.mean_part(g, d)
+            mean_part(g, [] if d is None else [Division(d, names)], names, self.mesh)
             for g, d in zip(gradients, dimensions, strict=True)
         ]
 

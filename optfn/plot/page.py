@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from optfn import checks
+from optfn._version import __version__
 from optfn.plot.run import RunHistory, checked
 from optfn.plot.run import history as draw_history
 
@@ -90,13 +91,11 @@ def report(
 
 def environment() -> dict[str, str]:
     """Return versions and devices by name."""
-    import optfn
-
     devices = Counter(device.device_kind for device in jax.devices())
     return {
         "devices": ", ".join(f"{n} × {kind}" for kind, n in devices.items()),
         "processes": str(jax.process_count()),
-        "optfn": optfn.__version__,
+        "optfn": __version__,
         **{name: version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -16,12 +16,12 @@ import optax
 from jax.lax import GatherScatterMode
 
 from optfn import core
-from optfn.autodiff.equations import Equation, Equations, read, variables
+from optfn.jaxprs.equations import Equation, Equations, read, variables
 from optfn.leaves import leafwise, tree
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import DType, Leaf, Params, Updates
-from optfn.parallel.tables import Owners
+from optfn.sparse.tables import Owners
 
 __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 
@@ -40,7 +40,8 @@ def densify() -> optax.GradientTransformationExtraArgs:
 class Table:
     """The form of an embedding leaf inside a loss, which allows lookups and nothing else.
 
-    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …).
+    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …). Ids out of range are
+    treated as in an array.
 
     Args:
       array: the leaf, (rows, …).
@@ -83,8 +84,9 @@ class Table:
             raise TypeError(
                 f"table {self._path!r} is looked up by integer ids, table[ids]; got {came}"
             )
-        rows = self._array[ids.reshape(-1)]  # a single id would be a slice, not a gather
-        return rows.reshape(*ids.shape, *self.shape[1:])
+        # As in an array: JAX reads a single id by a slice, whose start it moves into the array, and
+        # its gradient goes to the row that was read. Here it is a gather with that rule.
+        return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
 
     def __jax_array__(self) -> Any:
         raise TypeError(_dense_use(self._path, "an operation on the whole array"))

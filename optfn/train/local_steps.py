@@ -12,21 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh
 
-from optfn import core, numerics
-from optfn.autodiff.dependence import depends
-from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, declares
+from optfn import core
+from optfn.jaxprs.dependence import depends
+from optfn.leaves import leafwise, mismatch, numerics, tree
+from optfn.leaves.traits import traits, traits_of
+from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.mesh import AxisName, axes
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
-from optfn.parallel.mesh import AxisName, axes
-from optfn.parallel.per_worker import PerWorker, exchanges, has_own_state
-from optfn.parallel.placement import num_workers
+from optfn.parallel.layout import Layout
+from optfn.state.per_worker import PerWorker, exchanges, has_own_state
+from optfn.state.placement import num_workers
 from optfn.train.state import StepFn, TrainState
+from optfn.wrappers.nonfinite import with_gave_up
 
 
-@declares(adds_no_word=True)
+@traits(adds_no_word=True)
 class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
@@ -38,7 +40,7 @@ class LocalState(NamedTuple):
     inner_state: OptState
 
 
-@declares(labels=True, passes_own_gradients=True, main="inner")
+@traits(labels=True, passes_own_gradients=True, main="inner")
 class InnerAndOuter(NamedTuple):
     """The optimizer state of a run with local steps: that of the workers, and the outer one's."""
 
@@ -91,6 +93,8 @@ class LocalSteps(NamedTuple):
                 lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,
                 end.opt_state, fresh, own,
             )  # fmt: skip
+            if "gave_up" in metrics:  # in any step of the round
+                opt_state = with_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
             model_state = jax.tree.map(
                 lambda old, new: jnp.where(finite, new, old),
@@ -120,9 +124,7 @@ class LocalSteps(NamedTuple):
         )
 
 
-def check_rounds(
-    opt_state: OptState, local: LocalSteps | None, mesh: Mesh | None, axis_name: AxisName
-) -> None:
+def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
     """Raise unless a state is that of a step with these local steps, on as many workers.
 
     The number of workers is compared where reading it does not wait for a step under way, whose
@@ -136,9 +138,12 @@ def check_rounds(
             f"{made[isinstance(opt_state, InnerAndOuter)]}: begin with the state that the "
             "step's own init returns"
         )
-    if local is None or mesh is None or not _can_be_read(opt_state.inner.num_workers):
+    if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
         return
-    found, workers = int(np.asarray(opt_state.inner.num_workers)), num_workers(mesh, axis_name)
+    found, workers = (
+        int(np.asarray(opt_state.inner.num_workers)),
+        num_workers(layout.mesh, layout.worker_axes),
+    )
     if found != workers and has_own_state(opt_state.inner):
         raise ValueError(
             f"the state has the parts of {found} workers, and the step has {workers}: pass "
@@ -151,9 +156,7 @@ def _can_be_read(x: jax.Array) -> bool:
     """Tell whether an array has its value at hand."""
     if not isinstance(x, jax.Array):
         return True
-    if isinstance(x, jax.core.Tracer) or x.is_deleted():
-        return False
-    return bool(x.is_ready())  # type: ignore[attr-defined]
+    return not tree.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
@@ -200,7 +203,7 @@ def _check_inner(
 
 
 def _follows_params(x: object) -> bool:
-    return bool(getattr(type(x), "follows_params", False))
+    return traits_of(x).follows_params
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:
@@ -251,13 +254,17 @@ def _all_finite(drift: Updates, axis_name: AxisName) -> jax.Array:
     return lax.pmax(bad.astype(jnp.int32), axes(axis_name)) == 0
 
 
+def _of_steps(x: jax.Array) -> jax.Array:
+    """Return the mean over steps of numbers, the sum of integers, the first of keys."""
+    if tree.is_key(x):
+        return x[0]
+    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=parallel.sum_dtype(x))
+
+
 def _mean_of_metrics(metrics: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
     means = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = jax.tree.map(
-        lambda x: jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=x.dtype), means
-    )
-    reduced = parallel.mean_over_workers(reduced, axis_name)
+    reduced = parallel.mean_over_workers(jax.tree.map(_of_steps, means), axis_name)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
         reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axes(axis_name))
     if "gave_up" in metrics:

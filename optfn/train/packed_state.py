@@ -7,7 +7,7 @@ leaves, (N·size,). In the state of the tree each leaf has the parts of N worker
 * of a Packed of `PerWorker`s they are (N·d₀, …), of scalars (N,), as local steps keep them.
 
 Some transforms make something of the elements of a whole buffer, such as blocks with a scale. The
-type of their state declares `spans_buffers=True`, and workers' own buffers in it stay as they are.
+type of their state has the trait `spans_buffers`, and workers' own buffers in it stay as they are.
 """
 
 import itertools
@@ -21,9 +21,11 @@ from optfn.leaves import tree
 from optfn.leaves.layout import PackedLayout
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
+from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
-from optfn.parallel.per_worker import PerWorker
-from optfn.parallel.placement import workers_of
+from optfn.mesh import joined
+from optfn.state.per_worker import PerWorker
+from optfn.state.placement import workers_of
 
 
 def holds_packed(x: PyTree) -> bool:
@@ -36,13 +38,21 @@ def unpack_state(state: OptState) -> OptState:
     workers = workers_of(state)
 
     def flat(node: PyTree) -> PyTree:
-        return _leaves_of_buffers(node, node.buffers, workers, _flat) if is_packed(node) else node
+        if not is_packed(node):
+            return node
+        return _leaves_of_buffers(node, node.buffers, workers, lambda x: x.reshape(-1))
 
     def convert(node: PyTree) -> PyTree:
         if workers and isinstance(node, PerWorker):
             return jax.tree.map(flat, node, is_leaf=is_packed)
         if workers and _is_of_own_buffers(node):
-            return _leaves_of_buffers(node, _bare(node.buffers), workers, _along_first_axis)
+            own = joined(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
+            return _leaves_of_buffers(
+                node,
+                _bare(node.buffers),
+                workers,
+                lambda x: PerWorker(x.reshape(-1, *x.shape[2:]), own),
+            )
         return unpack(node)
 
     return jax.tree.map(convert, state, is_leaf=_is_unit)
@@ -57,28 +67,23 @@ def pack_state(like: OptState, state: OptState) -> OptState:
     """
     workers = workers_of(like)
 
-    def flat(node: PyTree, leaves: PyTree) -> PyTree:
+    def of_workers(node: PyTree, leaves: PyTree) -> PyTree:
         if not is_packed(node) or is_packed(leaves):
             return leaves
-        return _buffers_of_leaves(node.layout, leaves, workers, lambda x: x)
+        arrays = jax.tree.leaves(_buffers_of_leaves(node.layout, leaves, workers))
+        return jax.tree.unflatten(jax.tree.structure(node), arrays)
 
-    def convert(node: PyTree, below: PyTree) -> PyTree:
-        if workers and isinstance(node, PerWorker):
-            return jax.tree.map(flat, node, below, is_leaf=is_packed)
-        if workers and _is_of_own_buffers(node) and not is_packed(below):
-            return _buffers_of_leaves(node.layout, below, workers, PerWorker)
-        return jax.tree.map(_pack_one, node, below, is_leaf=is_packed)
+    def convert(node: PyTree, leaves: PyTree) -> PyTree:
+        is_own = isinstance(node, PerWorker) or _is_of_own_buffers(node)
+        pack = of_workers if workers and is_own else _pack_one
+        return jax.tree.map(pack, node, leaves, is_leaf=is_packed)
 
     return jax.tree.map(convert, like, state, is_leaf=_is_unit)
 
 
 def _is_unit(x: object) -> bool:
     """Tell whether a node of a state is converted as one."""
-    return is_packed(x) or isinstance(x, PerWorker) or _spans_buffers(x)
-
-
-def _spans_buffers(x: object) -> bool:
-    return getattr(type(x), "spans_buffers", False) is True
+    return is_packed(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
 
 
 def _is_of_own_buffers(x: object) -> bool:
@@ -90,16 +95,6 @@ def _bare(arrays: Sequence[Leaf]) -> list[Leaf]:
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    """Return the parts of all workers, (workers, *shape), one after the other."""
-    return x.reshape(-1)
-
-
-def _along_first_axis(x: jax.Array) -> PerWorker:
-    """Return the parts of all workers, (workers, *shape), along the first axis."""
-    return PerWorker(x.reshape(-1, *x.shape[2:]))
-
-
 def _pack_one(like: PyTree, leaves: PyTree) -> PyTree:
     """Return leaves packed as `like` is, if it is and its buffers can be unpacked."""
     if not fits(like) or is_packed(leaves):
@@ -109,7 +104,10 @@ def _pack_one(like: PyTree, leaves: PyTree) -> PyTree:
 
 
 def _leaves_of_buffers(
-    packed: Packed, buffers: Sequence[Leaf], workers: int, made: Callable[[Leaf], PyTree]
+    packed: Packed,
+    buffers: Sequence[Leaf],
+    workers: int,
+    made: Callable[[jax.Array], PyTree],
 ) -> PyTree:
     """Return the tree of a Packed, or the Packed itself if it has no number for each element.
 
@@ -120,37 +118,36 @@ def _leaves_of_buffers(
       made: turns the parts of a leaf, (workers, *shape), into the leaf of the tree.
     """
     layout = packed.layout
-    if not all(
-        tree.is_masked(x) or np.shape(x) == (workers * buffer.size,)
-        for x, buffer in zip(buffers, layout.buffers, strict=True)
-    ):
+    shapes = [(workers * buffer.size,) for buffer in layout.buffers]
+    if not all(map(_has_shape, buffers, shapes)):
         return packed
     rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]
     frozen = [optax.MaskedNode()] * len(layout.frozen)
     leaves = unpack(Packed(rows, frozen, layout))
     leaves = layout.structure.flatten_up_to(tree.map_arrays(made, leaves))
-    for i, x in zip(layout.frozen, packed.frozen, strict=True):
-        leaves[i] = x
+    for number, x in enumerate(packed.frozen):
+        leaves[layout.frozen[number]] = x
     return layout.structure.unflatten(leaves)
 
 
-def _buffers_of_leaves(
-    layout: PackedLayout, whole: PyTree, workers: int, made: Callable[[Leaf], PyTree]
-) -> Packed:
-    """Return the Packed of a tree: the inverse of `_leaves_of_buffers`.
+def _has_shape(x: np.ndarray | jax.Array | optax.MaskedNode, shape: tuple[int, ...]) -> bool:
+    return tree.is_masked(x) or np.shape(x) == shape
+
+
+def _buffers_of_leaves(layout: PackedLayout, whole: PyTree, workers: int) -> Packed:
+    """Return the Packed of arrays of a tree: the inverse of `_leaves_of_buffers`.
 
     Args:
       layout: that of the Packed.
       whole: the tree, of arrays or PerWorkers.
       workers: the number of workers.
-      made: turns an array (workers·size,) into the buffer.
     """
-    leaves = layout.structure.flatten_up_to(whole)
-    rows = _bare(leaves)
+    leaves = _bare(layout.structure.flatten_up_to(whole))
+    rows = list(leaves)
     for run in itertools.chain.from_iterable(buffer.runs for buffer in layout.buffers):
         for i in run.leaves:
             if not tree.is_masked(rows[i]):
                 rows[i] = rows[i].reshape(workers, *run.shape)
     packed = pack_like(layout, layout.structure.unflatten(rows), lead=1)
-    buffers = [tree.map_arrays(lambda x: made(x.reshape(-1)), x) for x in packed.buffers]
+    buffers = [tree.map_arrays(lambda x: x.reshape(-1), x) for x in packed.buffers]
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)

@@ -1,7 +1,7 @@
 """Optimizer state seen from outside: dicts for checkpoints, averages, a summary.
 
 A part of the state is named by words: the transform that owns it, the field, the path of the leaf,
-as in "scale_by_adam/mu/layers/0/w" (`optfn.leaves.state_names.named_parts`).
+as in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_parts`).
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from optfn import checks, core
-from optfn.leaves import state_names, tree
+from optfn.leaves import tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
-from optfn.parallel import sharding as shards
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.placement import PER_WORKER_KEY, map_state
-from optfn.parallel.sharding import Kind, Sharding
+from optfn.mesh import AxisName
+from optfn.parallel.layout import Kind, layout_of
+from optfn.state import names as state_names
+from optfn.state.placement import PER_WORKER_KEY, map_state
 from optfn.train.packed_state import holds_packed, pack_state, unpack_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
@@ -73,7 +73,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 def per_worker_names(opt_state: OptState) -> list[str]:
     """Return the names of the arrays in a state that are a worker's own."""
-    is_own = map_state(lambda x: True, lambda x: False, opt_state)
+    is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
     return sorted(name for name, flag in named_leaves(is_own) if flag)
 
 
@@ -87,7 +87,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 
 
 def _to_host(leaf: Leaf) -> Leaf:
-    if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True):
+    if tree.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
     array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
     return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array
@@ -308,18 +308,18 @@ def _layout_columns(
     """Return how each leaf lies and its bytes on a device, and at the end their sum."""
     if mesh is None:
         raise ValueError("summary: shard needs mesh, over whose devices params and state lie")
-    sharding = Sharding(shards.check(shard, mesh), mesh, data_axis)
-    names, specs = tree.paths(params), tree.flatten(sharding.of_gradients(params))[0]
+    layout = layout_of(shard, mesh, data_axis)
+    names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
 
     def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
         def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(part, values, sharding.place(specs))
+        return jax.tree.map(part, values, layout.place(specs))
 
-    parts = on_a_device(state, sharding.of_state(state, params))
+    parts = on_a_device(state, layout.of_state(state, params))
     kept = _bytes_by_leaf(parts, names)
-    of_params = tree.flatten(on_a_device(params, sharding.of_params(params)))[0]
+    of_params = tree.flatten(on_a_device(params, layout.of_params(params)))[0]
     sizes = [
         0 if tree.is_masked(p) else _bytes(p) + kept[name]
         for name, p in zip(names, of_params, strict=True)

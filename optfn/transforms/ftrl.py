@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
+from optfn.transforms.in_place import when
 
 
 class FtrlProximalState(NamedTuple):
     """State of `ftrl_proximal`: 8 bytes per parameter, the step and the rate."""
 
-    rate: rates.LearningRateState
+    rate: rates.RateState
     accumulator: Params
     linear: Params
 
@@ -80,6 +80,7 @@ def ftrl_proximal(
     l1: Number = 0.0,
     l2: Number = 0.0,
     lr_power: Number = -0.5,
+    lazy: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """Step to the minimiser of the regularized sum of all gradients so far.
 
@@ -91,7 +92,7 @@ def ftrl_proximal(
 
     The recursion contains the rate, so no `scale_by_learning_rate` follows. As in fluid, 1e-10 is
     added to l1 and l2. Where lr = 0, p, n and z do not change. A gradient whose square overflows
-    counts as 0. An element whose gradient has always been 0 becomes 0.
+    counts as 0. An element of a dense gradient that has always been 0 becomes 0.
 
     z', n' and p' are computed in three passes, one after the other, since z' reads the old n and p'
     the new n and z: a compiled step with donated state changes all three in place.
@@ -101,6 +102,9 @@ def ftrl_proximal(
       l1: ≥ 0; makes parameters exactly zero.
       l2: ≥ 0.
       lr_power: k, ≤ 0; −½ divides by the root of n.
+      lazy: whether a row-sparse gradient changes only n, z and p of the rows that it touches, as
+        Paddle's sparse operator; else it becomes dense, by which all rows that have never had a
+        gradient become 0. A dense gradient is treated the same in both.
 
     State: accumulator (n) and linear (z), 8 bytes per parameter, and the rate. Needs params; real
     leaves.
@@ -111,6 +115,8 @@ def ftrl_proximal(
     lr = rates.check(learning_rate)
     l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)
     lr_power = checks.number("lr_power", lr_power, high=0.0)
+    lazy = checks.flag("lazy", lazy)
+    apply = partial(leafwise.apply, rows="touched")
 
     def init(params: Params) -> FtrlProximalState:
         return FtrlProximalState(
@@ -127,13 +133,14 @@ def ftrl_proximal(
     ) -> tuple[Updates, OptState]:
         del extra
         rate, rate_state = rates.advance(lr, state.rate)
-        updates = leafwise.densify(updates)
+        # Once for the three passes.
+        updates = leafwise.merge_rows(updates) if lazy else leafwise.densify(updates)
 
         def linear(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
-            return leafwise.apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]
+            return apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]
 
         def accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
-            return leafwise.apply(ftrl_accumulate, g, n, **rates)[1], z
+            return apply(ftrl_accumulate, g, n, **rates)[1], z
 
         # The condition is always true. The loops of one iteration keep the passes apart: z' reads
         # the old n, and is computed before n is overwritten; what follows reads the new ones.
@@ -145,7 +152,7 @@ def ftrl_proximal(
         ) -> tuple[jax.Array, ...]:
             return ftrl_minimiser(n, z, p, **scalars), n, z
 
-        updates = leafwise.apply(
+        updates = apply(
             step,
             updates,
             n,

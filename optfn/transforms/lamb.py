@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
-from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn import checks, core
+from optfn.checks import Number, Scalar, Schedule
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.transforms.in_place import when
 from optfn.transforms.moment import ScaleByAdamState, adam_factors, adam_moments
-from optfn.transforms.regularization import decay_of_leaves
+from optfn.transforms.regularization import (
+    check_weight_decay,
+    decay_of_leaves,
+    weight_decay_at,
+)
 from optfn.transforms.scaling import trust_ratio
 
 
@@ -28,23 +32,24 @@ def lamb_direction(
     one: Scalar = 1.0,
 ) -> jax.Array:
     """Return r/scale, where r = scale·m/(√v + eps) + wd·p."""
-    eps = numerics.scalar(eps * one, v)
-    return m / (jnp.sqrt(v) + eps) + numerics.scalar(weight_decay / scale * one, v) * p
+    eps, wd = numerics.scalar(eps, v), numerics.scalar(weight_decay / scale, v)
+    one = numerics.scalar(one, v)
+    return m / (jnp.sqrt(v) + eps * one) + wd * one * p
 
 
-@core.transform(needs_params=True)
+@core.transform(needs_params=True, complex_leaves=True)
 def scale_by_lamb(
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-6,
     *,
-    weight_decay: Number = 0.01,
+    weight_decay: Number | Schedule = 0.01,
     bias_correction: bool = False,
     exclude: Pattern | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scale Adam's direction, with weight decay, to the norm of each tensor.
 
-        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)g²
+        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction
         u = q·r,  q = ‖p‖/‖r‖  where both > 0, else 1
 
@@ -55,25 +60,27 @@ def scale_by_lamb(
     Args:
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: > 0.
-      weight_decay: wd, ≥ 0.
+      eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
+      weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       bias_correction: whether to correct the bias of the moments.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool.
 
-    State: step, and mu (m) and nu (v), 8 bytes per parameter. Needs params; real leaves.
+    State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real. Needs
+    params.
 
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2; fluid's LambOptimizer.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.positive("eps", eps)
-    wd = checks.nonnegative("weight_decay", weight_decay)
+    eps = checks.nonnegative("eps", eps)
+    wd = check_weight_decay("weight_decay", weight_decay)
     bias_correction = checks.flag("bias_correction", bias_correction)
     exclude = tree.check_pattern("exclude", exclude)
 
     def init(params: Params) -> ScaleByAdamState:
-        moments = (leafwise.zeros_like(params) for _ in range(2))
-        return ScaleByAdamState(core.first_step(), *moments)
+        return ScaleByAdamState(
+            core.first_step(), leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
+        )
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -81,7 +88,7 @@ def scale_by_lamb(
         del extra
         step, updates = core.next_step(state.step), leafwise.densify(updates)
         scale, root = adam_factors(b1, b2, step, False) if bias_correction else (1.0, 1.0)
-        wds = decay_of_leaves(exclude, wd, updates)
+        wds = decay_of_leaves(exclude, weight_decay_at("weight_decay", wd, state.step), updates)
         scale = scale / root
         scalars: dict[str, Any] = {"scale": scale, "eps": eps / root, "weight_decay": wds}
 

@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
-from optfn.leaves.encoded import Encoded, encodes
-from optfn.leaves.types import DType, OptState, Params, PyTree, Updates, declares
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn.state.encoded import Encoded, encodes
 from optfn.transforms import codes
+from optfn.transforms.in_place import when
 from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
 
 
-@declares(spans_buffers=True)
+@traits(spans_buffers=True)
 @encodes(
     Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
     Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),

@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
-from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
-from optfn.parallel.per_worker import PerWorker, has_workers_in_front, own_leaves
+from optfn import checks, core
+from optfn.leaves import leafwise, mismatch, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.mesh import joined
+from optfn.state.per_worker import PerWorker, exchanged_axes, has_workers_in_front
+from optfn.transforms.in_place import when
 
 
-@declares(passes_own_gradients=True)
+@traits(passes_own_gradients=True)
 class AccumulateState(NamedTuple):
     """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
 
@@ -66,12 +68,14 @@ def accumulate(
                 "workers; put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
             )
         totals, structure = tree.flatten(leafwise.zeros_like(leafwise.inexact(params)))
-        per_worker = own_leaves(inner_state, params)
+        own_axes = exchanged_axes(inner_state, params)
+        per_worker = list(map(bool, own_axes))
         totals = [
             x.reshape(-1) if is_own and not tree.is_masked(x) else x
             for x, is_own in zip(totals, per_worker, strict=True)
         ]
-        sums = _by_owner(totals, per_worker, structure)
+        shared, owned = _by_owner(totals, per_worker, structure)
+        sums = shared, PerWorker(owned, joined(*own_axes))
         return AccumulateState(core.first_step(), *sums, inner_state)
 
     def update(
@@ -110,21 +114,22 @@ def accumulate(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
-        sums = _by_owner(totals, per_worker, structure)
-        return updated, AccumulateState(micro_step, *sums, inner_state)
+        total, owned = _by_owner(totals, per_worker, structure)
+        own_total = state.own_total._replace(value=owned)
+        return updated, AccumulateState(micro_step, total, own_total, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _by_owner(
     totals: list[Leaf], per_worker: list[bool], structure: PyTreeDef
-) -> tuple[Updates, PerWorker]:
+) -> tuple[Updates, Updates]:
     """Return a tree of the totals that all workers share, and one of the per-worker totals."""
     masked = optax.MaskedNode()
     pairs = list(zip(totals, per_worker, strict=True))
     shared = structure.unflatten([masked if is_own else total for total, is_own in pairs])
     owned = structure.unflatten([total if is_own else masked for total, is_own in pairs])
-    return shared, PerWorker(owned)
+    return shared, owned
 
 
 def _is_summed(total: Leaf, g: Leaf) -> bool:

@@ -61,7 +61,7 @@ class ParamAttr:
         checks.flag("ParamAttr: trainable", self.trainable)
         checks.count("ParamAttr: stacked", self.stacked, low=0)
         if self.regularization is not None and self.regularization is not INHERIT:
-            core.check_transform("ParamAttr: regularization", self.regularization)
+            core.check_transform("ParamAttr: regularization", self.regularization, "optfn.l2_decay")
 
     def __repr__(self) -> str:
         given = (

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, Updates
 
 
-@declares(passes_rows=True, follows_params=True)
+@traits(passes_rows=True, follows_params=True)
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
@@ -27,7 +28,7 @@ class ExponentialMovingAverageState(NamedTuple):
     average: Params
 
 
-@declares(passes_rows=True, follows_params=True)
+@traits(passes_rows=True, follows_params=True)
 class ModelAverageState(NamedTuple):
     """State of `model_average`: 12 bytes per parameter and three counters."""
 
@@ -82,7 +83,7 @@ def exponential_moving_average(
     thres_steps = checks.flag("thres_steps", thres_steps)
 
     def init(params: Params) -> ExponentialMovingAverageState:
-        zero = jnp.zeros((), jnp.float32)
+        zero = jnp.zeros((), numerics.scalar_dtype())
         average = leafwise.zeros_like(leafwise.inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
 
@@ -100,12 +101,12 @@ def exponential_moving_average(
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
-            s = state.step.astype(jnp.float32)
+            s = state.step.astype(state.weight.dtype)
             d = jnp.minimum(decay, (1 + s) / (10 + s))
             # 1 − d, but not computed from the rounded d.
             complement = jnp.maximum(1 - decay, 9 / (10 + s))
         _, average = leafwise.apply(rule, p, state.average, d=d, complement=complement)
-        weight = (d * state.weight + complement).astype(jnp.float32)
+        weight = (d * state.weight + complement).astype(state.weight.dtype)
         step = core.next_step(state.step)
         return updates, ExponentialMovingAverageState(step, weight, average)
 

@@ -8,10 +8,11 @@ import optax
 
 from optfn import core
 from optfn.leaves import tree
-from optfn.leaves.types import DType, Leaf, OptState, Params, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
 
 
-@declares(passes_own_gradients=True, follows_params=True)
+@traits(passes_own_gradients=True, follows_params=True)
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 

@@ -7,16 +7,18 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.leaves import leafwise, state_names, tree
-from optfn.leaves.types import OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis, check_names
-from optfn.parallel.per_worker import has_workers_in_front, nodes_of
+from optfn.leaves import leafwise, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, Updates
+from optfn.mesh import AxisName, axes, check_axis, check_names
+from optfn.state import names as state_names
+from optfn.state.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
 from optfn.wrappers.nonfinite import axis_names
 
 
-@declares(passes_own_gradients=True, passes_rows=True)
+@traits(passes_own_gradients=True, passes_rows=True)
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state."""
 
@@ -44,7 +46,7 @@ def record_metrics(
       tx: an optimizer of optfn or optax.
       axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
         has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
-        passes them by itself. Around `on_each_device` the norm of the gradient is the same root
+        adds its own by itself. Around `on_each_device` the norm of the gradient is the same root
         mean square over workers.
 
     State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
@@ -69,8 +71,8 @@ def record_metrics(
             )
         core.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        axes = axis_names(axis_name, extra)
-        norms = [_norm(x, axes) for x in (updates, updated, params)]
+        names = axis_names(axis_name, extra)
+        norms = [_norm(x, names) for x in (updates, updated, params)]
         if has_workers_in_front(inner_state):
             norms[0] = norms[0] / jnp.sqrt(float(_num_workers(updates)))
         return updated, RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
@@ -80,7 +82,7 @@ def record_metrics(
 
 def _norm(x: Updates, axis_name: AxisName) -> jax.Array:
     norm = leafwise.global_norm(leafwise.inexact(x)).astype(jnp.float32)
-    if axis_name is None:
+    if not axes(axis_name):
         return norm
     check_axis("record_metrics", axis_name)
     return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axis_name))
@@ -105,7 +107,7 @@ def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
         rate = jnp.asarray(jnp.nan, jnp.float32)
-    return factor, jnp.array(rate, copy=True)
+    return factor, jnp.array(rate, jnp.float32, copy=True)
 
 
 def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array]:

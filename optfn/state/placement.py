@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
-from optfn.leaves.encoded import Encoded, encoded_fields, encoded_names, has_codes
-from optfn.leaves.tree import is_key, on_key_data
+from optfn import mesh as meshes
+from optfn.leaves.tree import is_key, is_traced, on_key_data
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
-from optfn.parallel import mesh as meshes
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
+from optfn.mesh import AxisName
+from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
+from optfn.state.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
@@ -45,27 +45,28 @@ def _counts_workers(x: PyTree) -> bool:
 
 
 def map_state(
-    per_worker: Callable[[Any], Any],
+    per_worker: Callable[[Any, meshes.Axes], Any],
     shared: Callable[[Any], Any],
     opt_state: OptState,
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[Any, meshes.Axes], Any] | None = None,
 ) -> OptState:
     """Map each array of a state by its kind.
 
     Args:
-      per_worker: the function of per-worker arrays.
+      per_worker: the function of per-worker arrays and the axes along which workers differ.
       shared: the function of all other arrays.
       opt_state: the state of an optimizer, however wrapped.
-      count: the function of the fields `num_workers`; None means `shared`.
+      count: the function of the fields `num_workers` and the same axes; None means `shared`.
     """
 
     def convert(node: PyTree) -> PyTree:
         if _is_per_worker(node):
-            return jax.tree.map(per_worker, node)
+            return jax.tree.map(lambda x: per_worker(x, node.axes), node)
         if count is None or not _counts_workers(node):
             return shared(node)
+        own = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
         fields = {
-            name: jax.tree.map(count, child)
+            name: jax.tree.map(lambda x: count(x, own), child)
             if name == "num_workers"
             else map_state(per_worker, shared, child, count)
             for name, child in node._asdict().items()
@@ -81,8 +82,7 @@ def map_state(
 def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
     check_wrappers("the optimizer", opt_state)
-    sharded = P(meshes.axes(axis_name))
-    return map_state(lambda x: sharded, lambda x: P(), opt_state)
+    return map_state(lambda x, own: P(meshes.axes(own or axis_name)), lambda x: P(), opt_state)
 
 
 def state_specs(
@@ -93,7 +93,7 @@ def state_specs(
     Args:
       tx: an optimizer, however wrapped, with or without per-worker state.
       params: the parameters, arrays or ShapeDtypeStructs.
-      axis_name: the mesh axes over which workers exchange.
+      axis_name: the mesh axes of the workers, for per-worker arrays that do not name their own.
 
     Returns:
       A tree like the state: P(axis_name) for per-worker arrays, P() for all others.
@@ -107,46 +107,29 @@ def state_specs(
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
-def init_state(
-    tx: optax.GradientTransformation,
-    params: Params,
-    mesh: Mesh,
-    *,
-    axis_name: AxisName = "data",
-) -> OptState:
-    """Return the state of step 0 on a mesh: per-worker arrays sharded, the rest replicated.
-
-    Each device stores only its worker's part of the per-worker arrays. In a run of several
-    processes, each process must call it with the same params.
+def on_workers_of(
+    init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
+) -> Callable[[Params], OptState]:
+    """Return the function that gives the state of all workers, of one that gives one worker's.
 
     Args:
-      tx: an optimizer, however wrapped.
-      params: the parameters, arrays on the host or replicated over the mesh.
-      mesh: a mesh, such as `data_mesh()`.
-      axis_name: the mesh axes over which workers exchange.
+      init: gives one worker's state.
+      mesh: the mesh of the workers.
+      axis_name: the axes of the workers, for per-worker arrays that do not name their own.
     """
-    return init_on_mesh(core.check_transform("init_state: tx", tx).init, params, mesh, axis_name)
 
-
-def init_on_mesh(
-    init: Callable[[Params], OptState], params: Params, mesh: Mesh, axis_name: AxisName
-) -> OptState:
-    """Return what `init_state` does, for an init function."""
-    workers = num_workers(mesh, axis_name)
+    def workers(own: meshes.Axes) -> int:
+        return num_workers(mesh, own or axis_name)
 
     def init_all(params: Params) -> OptState:
         return map_state(
-            lambda x: jnp.tile(x, (workers, *[1] * (x.ndim - 1))),
+            lambda x, own: jnp.tile(x, (workers(own), *[1] * (x.ndim - 1))),
             lambda x: x,
             init(params),
-            lambda x: jnp.full_like(x, workers),
+            lambda x, own: jnp.full_like(x, workers(own)),
         )
 
-    shapes = jax.eval_shape(init, params)
-    shardings = jax.tree.map(
-        lambda spec, x: meshes.sharding(mesh, spec, x.ndim), specs_of(shapes, axis_name), shapes
-    )
-    return jax.jit(init_all, out_shardings=shardings)(params)
+    return init_all
 
 
 def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
@@ -198,12 +181,15 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker part")
     old_count = _agreed(_worker_counts(opt_state))
-    parts = map_state(lambda x: _parts(x, old_count), lambda x: x, opt_state)
-    is_own = map_state(lambda x: True, lambda x: False, opt_state)
-    means = map_state(_mean, lambda x: x, parts)
+    parts = map_state(lambda x, own: _parts(x, old_count), lambda x: x, opt_state)
+    is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
+    means = map_state(lambda x, own: _mean(x), lambda x: x, parts)
     means = jax.tree.map(_mean_of_codes, parts, means, is_own, is_leaf=has_codes)
     return map_state(
-        lambda x: _repeated(x, count), _on_host, means, lambda x: np.full_like(x, count)
+        lambda x, own: _repeated(x, count),
+        _on_host,
+        means,
+        lambda x, own: np.full_like(x, count),
     )
 
 
@@ -278,11 +264,11 @@ def _worker_counts(opt_state: OptState) -> list[Leaf]:
     """Return the fields `num_workers` of a state."""
     counts: list[Leaf] = []
 
-    def collect(x: Leaf) -> Leaf:
+    def collect(x: Leaf, own: meshes.Axes) -> Leaf:
         counts.append(x)
         return x
 
-    map_state(lambda x: x, lambda x: x, opt_state, collect)
+    map_state(lambda x, own: x, lambda x: x, opt_state, collect)
     return counts
 
 
@@ -291,7 +277,7 @@ def workers_of(opt_state: OptState) -> int:
     counts = _worker_counts(opt_state)
     if not all(isinstance(x, np.ndarray | jax.Array) for x in counts):
         return 0
-    if any(isinstance(x, jax.core.Tracer) for x in counts):
+    if any(map(is_traced, counts)):
         return 0
     numbers = {int(np.asarray(count)) for count in counts}
     return numbers.pop() if len(numbers) == 1 else 0

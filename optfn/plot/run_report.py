@@ -2,15 +2,16 @@
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from optfn import checks
 from optfn.leaves.types import Params
 from optfn.plot.page import report
-from optfn.train.history import History
 from optfn.train.state_dict import summary
 
 # Reading the history waits for the device, and drawing it takes a good part of a second.
@@ -24,7 +25,7 @@ class RunReport:
 
     Args:
       path: the file; None for no report.
-      history: what is reported.
+      history: gives the arrays that are reported.
       tx: the optimizer.
       params: what it trains.
       local_steps: as for `minimize`.
@@ -34,7 +35,7 @@ class RunReport:
     def __init__(
         self,
         path: str | os.PathLike[str] | None,
-        history: History,
+        history: Callable[[], Mapping[str, np.ndarray]],
         tx: optax.GradientTransformation,
         params: Params,
         local_steps: int,
@@ -59,7 +60,7 @@ class RunReport:
             self.since = time.monotonic()
 
     def _write(self, end: str) -> None:
-        series = self.history.arrays() if jax.process_index() == 0 else {}
+        series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return
         steps = self.local_steps * len(series["loss"])

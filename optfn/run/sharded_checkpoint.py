@@ -20,8 +20,8 @@ from optfn import checks
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import fingerprints
-from optfn.parallel.per_worker import PerWorker
-from optfn.parallel.placement import PER_WORKER_KEY
+from optfn.state.per_worker import PerWorker
+from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
 from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
 

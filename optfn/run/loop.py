@@ -21,14 +21,14 @@ from jax.sharding import Mesh
 from optfn import checks
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
+from optfn.mesh import AxisName
 from optfn.parallel import processes
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.sharding import Kind
-from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
-from optfn.train.history import Evaluator, History, Log, RunLog, as_numbers
-from optfn.train.progress import Progress
-from optfn.train.run_report import RunReport
-from optfn.train.sharded_checkpoint import wait as finish_saving
+from optfn.parallel.layout import Kind
+from optfn.plot.run_report import RunReport
+from optfn.run.checkpoint import restore_checkpoint, save_checkpoint
+from optfn.run.history import Evaluator, History, Log, RunLog, as_numbers
+from optfn.run.progress import Progress
+from optfn.run.sharded_checkpoint import wait as finish_saving
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, make_train_step
 
@@ -159,7 +159,7 @@ def minimize(
     with (
         Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as bar,
         RunLog(log, done) as lines,
-        RunReport(report, history, tx, params, local_steps, **layout) as page,
+        RunReport(report, history.arrays, tx, params, local_steps, **layout) as page,
         _interruptible(mesh) as interrupt,
     ):
         remaining = _Remaining(batches, done, steps, local_steps)
@@ -178,7 +178,7 @@ def minimize(
             saver.save_if_due(n, state, history)
             if stopped:
                 break
-        step.check()
+        step.check(state)
         if not stopped:
             remaining.check()
         if n > done and not evaluator.has_seen(n):
@@ -274,7 +274,7 @@ class _Saver:
     def save(self, n: int, state: TrainState, history: History) -> None:
         """Save the state after step n, unless it is saved."""
         if self.directory is not None and self.saved != n:
-            self.step.check()
+            self.step.check(state)
             save_checkpoint(self.directory, state, history.arrays())
             self.saved = n
 

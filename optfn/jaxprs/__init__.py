@@ -1,0 +1,1 @@
+"""Functions as lists of equations: what interprets jaxprs, and depends on JAX's representation."""
