@@ -105,8 +105,8 @@ class Evaluator:
         self.best, self.best_step, self.no_better = math.inf, 0, 0
         earlier = self.history.earlier
         if self.key in earlier:
-            for n, value in zip(earlier["evaluation_step"], earlier[self.key], strict=True):
-                self._compare(int(n), float(value))
+            for i, value in enumerate(earlier[self.key]):
+                self._compare(int(earlier["evaluation_step"][i]), float(value))
 
     def is_due(self, n: int, per_call: int) -> bool:
         """Tell whether an evaluation is due in the `per_call` steps up to n."""

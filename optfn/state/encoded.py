@@ -44,7 +44,7 @@ class Encoded:
           codes: the codes of each array, (k, …).
           scales: the scales of each array, (k, …).
         """
-        decoded = [np.asarray(self.decode(*each)) for each in zip(codes, scales, strict=True)]
+        decoded = np.asarray(jax.vmap(self.decode)(jnp.asarray(codes), jnp.asarray(scales)))
         numbers = jnp.asarray(np.mean(decoded, axis=0, dtype=np.float64), jnp.float32)
         scale = jnp.asarray(np.mean(scales, axis=0, dtype=np.float64), scales.dtype)
         half = jnp.full(numbers.shape, 2**15, jnp.uint32)

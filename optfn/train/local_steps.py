@@ -156,7 +156,7 @@ def _can_be_read(x: jax.Array) -> bool:
     """Tell whether an array has its value at hand."""
     if not isinstance(x, jax.Array):
         return True
-    return not isinstance(x, jax.core.Tracer) and bool(x.is_ready())  # type: ignore[attr-defined]
+    return not tree.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:

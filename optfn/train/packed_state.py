@@ -130,7 +130,7 @@ def _leaves_of_buffers(
     return layout.structure.unflatten(leaves)
 
 
-def _has_shape(x: Leaf, shape: tuple[int, ...]) -> bool:
+def _has_shape(x: np.ndarray | jax.Array | optax.MaskedNode, shape: tuple[int, ...]) -> bool:
     return tree.is_masked(x) or np.shape(x) == shape
 
 
