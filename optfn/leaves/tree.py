@@ -54,11 +54,6 @@ def is_key(x: Leaf) -> bool:
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def is_traced(x: object) -> bool:
-    """Tell whether a leaf is an array that JAX traces, which has no value yet."""
-    return isinstance(x, jax.core.Tracer)
-
-
 def on_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
     """Return the key whose data are `fn` of the data of `key`."""
     data = fn(jax.random.key_data(key))

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optfn import checks
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Batch, DType, Leaf, OptState, PyTree, Updates
@@ -177,7 +178,7 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -
                 f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
-        if isinstance(x, jax.core.Tracer):
+        if checks.is_traced(x):
             return x
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x
@@ -190,8 +191,9 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -
 
 def put(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Return a copy of an array on the devices of `placement`, also those of other processes."""
-    if isinstance(x, jax.core.Tracer):
-        return x
+    if checks.is_traced(x):
+        traced: jax.Array = x
+        return traced
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         copied: jax.Array = jax.jit(jnp.copy, out_shardings=placement)(x)
         return copied

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from optfn import _version
+from optfn import _version, checks
 from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, Params, PyTree
 
@@ -65,7 +65,7 @@ def check_params(params: Params) -> None:
         where their versions of optfn or JAX differ.
     """
     arrays = jax.tree.leaves(params)
-    if not arrays or any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if not arrays or checks.is_traced(arrays):
         return
     _check_same("versions", f"optfn {_version.__version__}, jax {jax.__version__}")
     _check_same("params", spec_of(params))

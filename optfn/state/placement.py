@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn import mesh as meshes
-from optfn.leaves.tree import is_key, is_traced, on_key_data
+from optfn.leaves.tree import is_key, on_key_data
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
@@ -277,7 +277,7 @@ def workers_of(opt_state: OptState) -> int:
     counts = _worker_counts(opt_state)
     if not all(isinstance(x, np.ndarray | jax.Array) for x in counts):
         return 0
-    if any(map(is_traced, counts)):
+    if checks.is_traced(counts):
         return 0
     numbers = {int(np.asarray(count)) for count in counts}
     return numbers.pop() if len(numbers) == 1 else 0

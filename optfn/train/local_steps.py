@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import core
+from optfn import checks, core
 from optfn.jaxprs.dependence import depends
 from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits, traits_of
@@ -156,7 +156,7 @@ def _can_be_read(x: jax.Array) -> bool:
     """Tell whether an array has its value at hand."""
     if not isinstance(x, jax.Array):
         return True
-    return not tree.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
+    return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:

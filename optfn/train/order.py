@@ -6,8 +6,6 @@ exchanged is exchanged once more.
 
 from collections.abc import Iterator
 
-import jax
-
 from optfn import checks
 from optfn.leaves.types import OptState
 from optfn.state.per_worker import Exchanged, nodes_of
@@ -48,7 +46,7 @@ def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
     before = nodes_of(rates.LearningRateState, links[: is_plateau.index(True)])
     # A schedule in front of it is meant to be multiplied.
     own = [x.learning_rate for x in before if type(x) is rates.LearningRateState]
-    for rate in (rates.largest(x) for x in own if not isinstance(x, jax.core.Tracer)):
+    for rate in (rates.largest(x) for x in own if not checks.is_traced(x)):
         if rate != 1:
             yield (
                 "reduce_on_plateau multiplies the updates of an optimizer whose learning rate is "

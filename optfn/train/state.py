@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optfn import checks
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree
 
 
@@ -57,7 +58,7 @@ def on_one_mesh(state: TrainState) -> TrainState:
     The first step would do so itself, and the second would be compiled anew for its result.
     """
     leaves = jax.tree.leaves(state.params)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if checks.is_traced(leaves):
         return state
     meshes = {x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}
     if len(meshes) != 1:

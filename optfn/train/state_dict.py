@@ -87,7 +87,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 
 
 def _to_host(leaf: Leaf) -> Leaf:
-    if tree.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
+    if checks.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
     array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
     return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array

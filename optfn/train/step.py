@@ -142,15 +142,15 @@ class TrainStep:
         self._check_state(state)
         self.check(state)
         _check_batch(batch)
-        if processes.share(self.mesh) and not self._has_run and not tree.is_traced(state.step):
+        if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.check_batch(batch)
         if self.layout is not None:
             data_axes = self.layout.data_axes
             batch = parallel.split(batch, self.layout.mesh, data_axes, self.local_steps)
         state, metrics = self.compiled(state, batch)
         loss = metrics["loss"]
-        self._has_run |= not tree.is_traced(loss)
-        if not tree.is_traced(loss) and _is_on_several_cpus(loss):
+        self._has_run |= not checks.is_traced(loss)
+        if not checks.is_traced(loss) and _is_on_several_cpus(loss):
             # CPU devices share their threads: with several steps under way, those of one may hold
             # the threads that an all-reduce of another waits for.
             jax.block_until_ready(metrics)
@@ -163,7 +163,7 @@ class TrainStep:
           FloatingPointError: `skip_nonfinite` gave up.
           RuntimeError: params that should be the same on all devices are not.
         """
-        if tree.is_traced(state.step):
+        if checks.is_traced(state.step):
             return
         self._compare_replicas(state)
         flags = gave_up(state.opt_state)
@@ -199,7 +199,7 @@ class TrainStep:
                 f"{kinds[is_packed(state.params)]}"
             )
         self._check_model_state(state.model_state)
-        is_array = isinstance(state.step, jax.Array) and not tree.is_traced(state.step)
+        is_array = isinstance(state.step, jax.Array) and not checks.is_traced(state.step)
         if is_array and state.step.is_deleted():
             raise ValueError(
                 "the state has been used up by an earlier call of the step, which overwrites it: "
