@@ -385,7 +385,7 @@ def test_rows_are_dense(name, wrapper, seed, ids):
         rows = Rows(jnp.asarray(np.roll(ids, k), jnp.int32), values, 5)
         each.append({"table": rows, "b": jnp.full(3, 0.1)})
     assert_close(
-        quietly(run, tx, params, each), run(tx, params, [leafwise.densify(g) for g in each])
+        quietly(run, tx, params, each), run(tx, params, [leafwise.to_dense(g) for g in each])
     )
 
 

@@ -45,7 +45,7 @@ TARGET = normal(2, 2, 4, 2)
 
 
 def densified(grads):
-    return leafwise.densify(grads)
+    return leafwise.to_dense(grads)
 
 
 # The gradient

@@ -249,7 +249,7 @@ def _update(
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
-    updates = leafwise.densify(updates)  # row-sparse gradients accumulate and compete like others
+    updates = leafwise.to_dense(updates)  # row-sparse gradients accumulate and compete like others
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_own_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)

@@ -160,7 +160,7 @@ def merge_rows(updates: Updates) -> Updates:
     return _map_kinds(lambda g: g.merged(), updates)
 
 
-def densify(updates: Updates, warning: str = "") -> Updates:
+def to_dense(updates: Updates, warning: str = "") -> Updates:
     """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
 
     def dense(g: LeafKind) -> jax.Array:

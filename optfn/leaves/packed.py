@@ -18,7 +18,7 @@ from optfn.leaves.nodes import Packed, Stacked, is_packed
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree
 
 
-def layout_of(params: Params) -> PackedLayout:
+def packed_layout(params: Params) -> PackedLayout:
     """Return how `pack` lays out a tree: by dtype, then shape, then the order of the leaves."""
     leaves, structure = tree.flatten(params)
     groups: dict[str, dict[Any, list[tuple[tuple[int, ...], int, int]]]] = {}
@@ -76,7 +76,7 @@ def pack(params: Params) -> Packed:
         return x
 
     params = tree.map_named(array, params)
-    return pack_like(layout_of(params), params)
+    return pack_like(packed_layout(params), params)
 
 
 def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:

@@ -43,7 +43,7 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         def of_dense() -> PyTree:
-            return tx.update(leafwise.densify(updates), state, params, **extra)
+            return tx.update(leafwise.to_dense(updates), state, params, **extra)
 
         try:
             result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)

@@ -72,4 +72,4 @@ def _optional(
 def dense_rows(name: str) -> core.Rule:
     """Make row-sparse gradients dense, with a warning, for a rule that updates all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
-    return core.stateless(lambda updates, params: leafwise.densify(updates, warning))
+    return core.stateless(lambda updates, params: leafwise.to_dense(updates, warning))

@@ -152,7 +152,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, x)
 
 
-def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
+def split_batch(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:

@@ -25,7 +25,7 @@ _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 def fingerprint(x: jax.Array) -> jax.Array:
     """Return two uint32 sums over the bits and positions of an array."""
-    words = _words(x)
+    words = _as_words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):
@@ -48,7 +48,7 @@ def _add_pairs(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.
     return a[0] + b[0], a[1] + b[1]
 
 
-def _words(x: jax.Array) -> jax.Array:
+def _as_words(x: jax.Array) -> jax.Array:
     """Return the bits of an array as uint32, with an axis more for wider elements."""
     if tree.is_key(x):
         x = jax.random.key_data(x)

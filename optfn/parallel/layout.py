@@ -310,7 +310,7 @@ def layout_of(
     if shard is None:
         return Replicated(mesh, axes(data_axis), tables)
     if isinstance(shard, Mapping):
-        _check_specs(shard, mesh)
+        _check_shard(shard, mesh)
         return ShardBySpec(mesh, axes(data_axis), tables, dict(shard))
     if shard not in KINDS:
         raise TypeError(
@@ -320,7 +320,7 @@ def layout_of(
     return KINDS[shard](mesh, axes(data_axis), tables)
 
 
-def _check_specs(specs: Mapping[str, P], mesh: Mesh) -> None:
+def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
     for pattern, spec in specs.items():
         if not isinstance(pattern, str | re.Pattern) or not isinstance(spec, P):
             raise TypeError(

@@ -84,13 +84,16 @@ def plan_memory(
             gathers = 2 if stacked else 1
             averaged = without(data_axis, exchanged)
             sent += _sent(p, spec, grad_spec, mesh, averaged, gathers)
-            gradients += _bytes(p, restricted(grad_spec, others), mesh)
+            gradients += _bytes_on_device(p, restricted(grad_spec, others), mesh)
     return MemoryPlan(
-        _bytes(params, specs, mesh), _bytes(kept, of_state, mesh), gradients, round(sent)
+        _bytes_on_device(params, specs, mesh),
+        _bytes_on_device(kept, of_state, mesh),
+        gradients,
+        round(sent),
     )
 
 
-def _bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
+def _bytes_on_device(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Return the bytes of arrays on each device."""
     pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
     return sum(
@@ -113,7 +116,7 @@ def _sent(p: Leaf, spec: P, grad_spec: P, mesh: Mesh, data_axis: AxisName, gathe
     """
     workers = num_workers(mesh, data_axis)
     others = set(mesh.axis_names) - set(axes(data_axis))
-    once = (workers - 1) / workers * _bytes(p, restricted(grad_spec, others), mesh)
+    once = (workers - 1) / workers * _bytes_on_device(p, restricted(grad_spec, others), mesh)
 
     def is_divided(spec: P) -> bool:
         return any(restricted(spec, axes(data_axis)))

@@ -31,7 +31,7 @@ def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.A
     return 2 * (num_workers - 1) / num_workers * size
 
 
-def metrics(
+def traffic_metrics(
     grads: Updates, before: OptState, after: OptState, axis_name: AxisName
 ) -> dict[str, jax.Array]:
     """Return the bytes that a worker sends for an update as "bytes_sent"; {} if not known.

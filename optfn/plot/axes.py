@@ -71,7 +71,7 @@ def curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) ->
         ax.plot(x, y, label=label, **({"marker": "."} if len(y) == 1 else {}) | style)
 
 
-def scale(ax: "Axes", *curves: np.ndarray) -> None:
+def scale_axis(ax: "Axes", *curves: np.ndarray) -> None:
     """Make the y axis logarithmic where all numbers are positive and span a factor above 100."""
     values = np.concatenate([np.ravel(y) for y in curves])
     values = values[np.isfinite(values)]

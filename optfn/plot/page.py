@@ -81,12 +81,12 @@ def report(
         "<h2>Curves</h2>",
         _svg(series, local_steps),
         "<h2>Numbers</h2>",
-        _table(_HEAD, _rows(series, local_steps)),
+        _html_table(_HEAD, _table_rows(series, local_steps)),
     ]
     if summary:
         body += ["<h2>State of the optimizer</h2>", f"<pre>{escape(summary)}</pre>"]
     body += ["<h2>Environment</h2>", _facts(environment())]
-    return _write(checks.path("path", path), _page(title, body))
+    return _write_page(checks.path("path", path), _page(title, body))
 
 
 def environment() -> dict[str, str]:
@@ -125,7 +125,7 @@ def _facts(facts: Mapping[str, object]) -> str:
 _HEAD = ("", "first", "least", "at step", "greatest", "at step", "last", "not finite")
 
 
-def _rows(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
+def _table_rows(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
     """Return the rows of the table of numbers: a row for each array of the history."""
     rows = []
     for name, values in sorted(series.items(), key=lambda item: item[0] != "loss"):
@@ -148,7 +148,7 @@ def _number(x: float) -> str:
     return f"{x:.6g}"
 
 
-def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+def _html_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     lines = ["<table>", f"<thead><tr>{titles}</tr></thead>", "<tbody>"]
     for name, *cells in rows:
@@ -174,7 +174,7 @@ def _svg(series: RunHistory, local_steps: int) -> str:
     return svg.replace(_INK, "currentColor").strip()
 
 
-def _write(path: Path, text: str) -> Path:
+def _write_page(path: Path, text: str) -> Path:
     """Write a file so that a reader sees the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from optfn import checks
-from optfn.plot.axes import by_name, curve, on_axes, scale
+from optfn.plot.axes import by_name, curve, on_axes, scale_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = Non
     found = [name for name in _OF_LOSS if name in series]
     for name in found:
         ax.plot(*_evaluation(series, name), "o-", markersize=4, label="evaluation")
-    scale(ax, *(series[name] for name in ("loss", *found)))
+    scale_axis(ax, *(series[name] for name in ("loss", *found)))
     ax.set(xlabel="step", ylabel="loss")
     if found:
         ax.legend(frameon=False)

@@ -90,7 +90,7 @@ def save_checkpoint(
     }
     path = directory / f"step_{int(state.step):09d}.npz"
     try:
-        _write(path, lambda file: np.savez(file, **arrays))
+        _write_file(path, lambda file: np.savez(file, **arrays))
     except OSError as error:
         words = f"cannot save the state ({error.strerror}); earlier files stay"
         raise OSError(error.errno, words, str(path)) from error
@@ -98,7 +98,7 @@ def save_checkpoint(
     return path
 
 
-def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+def _write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """Write a file whole, or leave nothing of it."""
     unfinished = path.with_suffix(".unfinished")
     try:
@@ -303,7 +303,7 @@ def _newest_of_all(
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
     """Return the newest checkpoint that any process has; the others get a copy of its file."""
     step = -1 if loaded is None else int(loaded[0].step)
-    steps = processes.gather([step])[:, 0]
+    steps = processes.gather_values([step])[:, 0]
     if np.all(steps == step):
         return loaded
     source, newest = int(np.argmax(steps)), int(np.max(steps))
@@ -319,5 +319,5 @@ def _newest_of_all(
         return loaded
     checks.warn(f"{path} is a copy of what process {source} has")
     directory.mkdir(parents=True, exist_ok=True)
-    _write(path, lambda file: file.write(content))
+    _write_file(path, lambda file: file.write(content))
     return load_checkpoint(path, state)

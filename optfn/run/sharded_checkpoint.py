@@ -118,7 +118,7 @@ def load(
       ValueError: an array is missing or damaged, or does not fit.
     """
     try:
-        about, history, arrays = _read(path, dict(named_leaves(unpack_state(state))))
+        about, history, arrays = _read_parts(path, dict(named_leaves(unpack_state(state))))
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds
@@ -130,7 +130,7 @@ def load(
     return mapping, history
 
 
-def _read(
+def _read_parts(
     path: Path, templates: Mapping[str, Leaf]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Return what is said about the arrays, the history, and the arrays, checked."""

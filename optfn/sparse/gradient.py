@@ -32,7 +32,7 @@ def densify() -> core.Rule:
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
     """
-    return core.stateless(lambda updates, params: leafwise.densify(updates))
+    return core.stateless(lambda updates, params: leafwise.to_dense(updates))
 
 
 @jax.tree_util.register_pytree_node_class

@@ -78,14 +78,14 @@ class LocalSteps(NamedTuple):
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
             own = is_own(self.tx, state.params)
             like = jax.eval_shape(self.tx.init, state.params)
-            opt_state = _taken(state.opt_state.inner.inner_state, like)
+            opt_state = _unwrapped(state.opt_state.inner.inner_state, like)
             start = state._replace(opt_state=opt_state)
             end, metrics = _scan(local_step, start, batch, self.steps)
             drift = jax.tree.map(_drift, state.params, end.params)
             finite = _all_finite(drift, axis_name)
             metrics = _mean_of_metrics(metrics, axis_name)
             params, outer = self._exchange(drift, state, finite, metrics["loss"], axis_name)
-            metrics |= traffic.metrics(drift, state.opt_state.outer, outer, axis_name)
+            metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
             # A worker that has gone astray would do so again: its optimizer starts anew.
             fresh = self.tx.init(params)
             astray = ~leafwise.all_finite(drift)
@@ -213,7 +213,7 @@ def _laid_out(state: OptState, own: PyTree) -> OptState:
     )
 
 
-def _taken(laid_out: OptState, like: OptState) -> OptState:
+def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
     """Return the state of `tx` from that of `_laid_out`."""
     pairs = zip(jax.tree.leaves(laid_out), jax.tree.leaves(like), strict=True)
     return jax.tree.unflatten(jax.tree.structure(like), [x.reshape(y.shape) for x, y in pairs])

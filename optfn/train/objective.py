@@ -241,73 +241,86 @@ def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
       make: returns the objective of one device.
       layout: how params lie.
     """
-    names = layout.part_axes
+    objective = _OnParts(make, layout)
+    return Objective(objective.value, objective.value_and_grad)
 
-    def mean(values: Values) -> Values:
-        loss, aux = mean_over_workers((values.loss, values.aux), names)
-        return Values(loss, mean_or_first(values.model_state, names), aux)
 
-    def on_devices(specs: PyTree) -> PyTree:
-        """Return the part of specs that speaks of the part axes, which `shard_map` binds."""
-        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+class _OnParts(NamedTuple):
+    """The objective of the devices of the part axes; see `on_parts`."""
 
-    def run(function: Callable[..., Any], out_specs: PyTree, params: Params, *rest: Any) -> Any:
-        model_state, batch, *keys = rest
-        in_specs = (
-            on_devices(layout.of_params(params)),
-            P(),
-            jax.tree.map(lambda x: batch_spec(x, names), batch),
-            *[P()] * len(keys),
-        )
-        return jax.shard_map(
-            function,
-            mesh=layout.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=frozenset(names),
-            check_vma=False,
-        )(params, model_state, batch, *keys)
+    make: Callable[[Seen], Objective]
+    layout: Layout
 
-    def of_one(params: Params) -> Objective:
-        specs, tables = layout.of_params(params), layout.is_table(params)
-        return make(lambda parts: whole(parts, specs, tables, layout))
-
-    def value(params: Params, *rest: Any) -> Values:
-        objective = of_one(params)
+    def value(self, params: Params, *rest: Any) -> Values:
+        """Return the mean of the values over the devices."""
+        objective = self._of_one(params)
 
         def on_device(parts: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
-            return mean(objective.value(parts, model_state, batch, *_own_keys(keys, names)))
+            return self._mean(objective.value(parts, model_state, batch, *self._own_keys(keys)))
 
-        return run(on_device, P(), params, *rest)
+        return self._run(on_device, P(), params, *rest)
 
-    def value_and_grad(params: Params, *rest: Any) -> tuple[Values, Updates]:
-        objective = of_one(params)
+    def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
+        """Return the mean of the values, and of the gradients, each divided as it is kept."""
+        objective, layout = self._of_one(params), self.layout
         specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
 
         def on_device(
             parts: Params, model_state: PyTree, batch: Batch, *keys: Any
         ) -> tuple[Values, Updates]:
             values, grads = objective.value_and_grad(
-                parts, model_state, batch, *_own_keys(keys, names)
+                parts, model_state, batch, *self._own_keys(keys)
             )
             grads = mean_gradients(grads, parts, specs, of_gradients, layout)
             # No device gives back a float0.
-            return mean(values), tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
+            grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
+            return self._mean(values), grads
 
         trained = jax.tree.map(
             lambda p, spec: spec if tree.is_inexact(p) else None, params, of_gradients
         )
-        values, grads = run(on_device, (P(), on_devices(trained)), params, *rest)
+        out_specs = P(), self._on_devices(trained)
+        values, grads = self._run(on_device, out_specs, params, *rest)
         return values, jax.tree.map(
             lambda p, g: mismatch.no_gradient(jnp.shape(p)) if g is None else g, params, grads
         )
 
-    return Objective(value, value_and_grad)
+    def _of_one(self, params: Params) -> Objective:
+        """Return the objective of one device, which sees whole params."""
+        specs, tables = self.layout.of_params(params), self.layout.is_table(params)
+        return self.make(lambda parts: whole(parts, specs, tables, self.layout))
 
+    def _mean(self, values: Values) -> Values:
+        names = self.layout.part_axes
+        loss, aux = mean_over_workers((values.loss, values.aux), names)
+        return Values(loss, mean_or_first(values.model_state, names), aux)
 
-def _own_keys(keys: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Return keys that are different on each worker."""
-    return [jax.random.fold_in(key, lax.axis_index(axis_name)) for key in keys]
+    def _own_keys(self, keys: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return keys that are different on each device."""
+        return [jax.random.fold_in(key, lax.axis_index(self.layout.part_axes)) for key in keys]
+
+    def _on_devices(self, specs: PyTree) -> PyTree:
+        """Return the part of specs that speaks of the part axes, which `shard_map` binds."""
+        names = self.layout.part_axes
+        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+
+    def _run(self, function: Callable[..., Any], out_specs: PyTree, *arguments: Any) -> Any:
+        params, model_state, batch, *keys = arguments
+        names = self.layout.part_axes
+        in_specs = (
+            self._on_devices(self.layout.of_params(params)),
+            P(),
+            jax.tree.map(lambda x: batch_spec(x, names), batch),
+            *[P()] * len(keys),
+        )
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=frozenset(names),
+            check_vma=False,
+        )(params, model_state, batch, *keys)
 
 
 def value_fn(
@@ -335,7 +348,7 @@ def value_fn(
                 return mismatch.no_gradient(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
-        return (tree.map_arrays(scaled, leafwise.densify(grads)),)
+        return (tree.map_arrays(scaled, leafwise.to_dense(grads)),)
 
     loss.defvjp(forward, backward)
     return loss

@@ -109,7 +109,7 @@ class TrainStep:
         _check_params(params)
         self._check_model_state(model_state)
         if processes.share(self.mesh):
-            processes.check_params(params)
+            processes.compare_params(params)
         if self.options.packed:
             params = pack(params)
         if self.layout is None:
@@ -143,10 +143,10 @@ class TrainStep:
         self.check(state)
         _check_batch(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
-            processes.check_batch(batch)
+            processes.compare_batch(batch)
         if self.layout is not None:
             data_axes = self.layout.data_axes
-            batch = parallel.split(batch, self.layout.mesh, data_axes, self.local_steps)
+            batch = parallel.split_batch(batch, self.layout.mesh, data_axes, self.local_steps)
         state, metrics = self.compiled(state, batch)
         loss = metrics["loss"]
         self._has_run |= not checks.is_traced(loss)
@@ -349,7 +349,7 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    _check_functions(loss_fn, value_and_grad)
+    _check_loss(loss_fn, value_and_grad)
     extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
     options = StepOptions(
         has_aux=has_aux,
@@ -392,11 +392,11 @@ def _composed(
     if layout is not None and workers:
         step = parallel.on_workers(step, layout.mesh, workers)
     if layout is not None and layout.part_axes:
-        step = _laid_out(step, layout)
+        step = _placed(step, layout)
     return step
 
 
-def _laid_out(step: StepFn, layout: Layout) -> StepFn:
+def _placed(step: StepFn, layout: Layout) -> StepFn:
     """Return a step whose new state lies as the layout says."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -445,7 +445,7 @@ def _local_steps(
     return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer))
 
 
-def _check_functions(loss_fn: object, value_and_grad: object) -> None:
+def _check_loss(loss_fn: object, value_and_grad: object) -> None:
     """Raise a TypeError unless each is a function, and one of them is given."""
     if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")

@@ -90,7 +90,7 @@ def worker_step(
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
         if exchanges_itself:
-            metrics |= traffic.metrics(grads, state.opt_state, opt_state, workers)
+            metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, workers)
         new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
         return new_state, metrics
 

@@ -139,7 +139,7 @@ def ftrl_proximal(
         del extra
         rate, rate_state = rates.advance(lr, state.rate)
         # Once for the three passes.
-        updates = leafwise.merge_rows(updates) if lazy else leafwise.densify(updates)
+        updates = leafwise.merge_rows(updates) if lazy else leafwise.to_dense(updates)
 
         def linear(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
             return apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]

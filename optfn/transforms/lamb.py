@@ -79,7 +79,7 @@ def scale_by_lamb(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
-        step, updates = core.next_step(state.step), leafwise.densify(updates)
+        step, updates = core.next_step(state.step), leafwise.to_dense(updates)
         scale, root = adam_factors(b1, b2, step, False) if bias_correction else (1.0, 1.0)
         scale = scale / root
         wds = decay_of_leaves(exclude, weight_decay_at("weight_decay", wd, state.step), updates)

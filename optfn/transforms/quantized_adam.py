@@ -180,7 +180,7 @@ def scale_by_quantized_adam(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step, updates = core.next_step(state.step), leafwise.densify(updates)
+        step, updates = core.next_step(state.step), leafwise.to_dense(updates)
 
         def narrow(g: jax.Array, *arrays: jax.Array, seed: jax.Array) -> Arrays:
             # In float32, whatever dtype the gradient has.

@@ -91,7 +91,7 @@ def l1_decay(coeff: Number) -> core.Rule:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
-            l1_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
+            l1_penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
         )
     )
 
@@ -110,7 +110,7 @@ def l2_decay(coeff: Number) -> core.Rule:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
-            l2_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
+            l2_penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
         )
     )
 

@@ -48,7 +48,7 @@ def scale_by_trust_ratio() -> core.Rule:
     """
 
     def update(updates: Updates, params: Params) -> Updates:
-        updates = leafwise.densify(updates)
+        updates = leafwise.to_dense(updates)
         p_norms, u_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
         return leafwise.scale(updates, leafwise.combine(trust_ratio, p_norms, u_norms))
 
@@ -92,7 +92,7 @@ def scale_by_lars(
     exclude = tree.check_pattern("exclude", exclude)
 
     def update(updates: Updates, params: Params, coefficient: Scalar) -> Updates:
-        updates = leafwise.densify(updates)
+        updates = leafwise.to_dense(updates)
         wds = decay_of_leaves(exclude, coefficient, updates)
         p_norms, g_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
         factors = leafwise.combine(
