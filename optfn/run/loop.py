@@ -207,11 +207,6 @@ def fit(
     best = _Best(evaluator, saver)
     best.restore(state)
     n = done = int(state.step)
-    if done < begin:
-        raise ValueError(
-            f"the checkpoint in {checkpoint} is of step {done}, before step {begin} of state: give "
-            "the state that the run began with, or another directory"
-        )
     stopped = evaluator.gave_up
     last = None if steps is None else begin + steps
     with (
@@ -244,12 +239,17 @@ def fit(
             best.consider(state)
         saver.save(n, state, history)
         finish_saving()
+        page.end = _ending(n, stopped, interrupt.name) or page.end
         if interrupt.name:
-            page.end = f"stopped by {interrupt.name} after step {n}"
             bar.say(page.end)
-        elif stopped:
-            page.end = f"early, after step {n}"
     return best.choose(state), history.arrays()
+
+
+def _ending(n: int, stopped: bool, by_signal: str) -> str:
+    """Return how a run ended before its last step; "" for one that did not."""
+    if by_signal:
+        return f"stopped by {by_signal} after step {n}"
+    return f"early, after step {n}" if stopped else ""
 
 
 class _Remaining:
@@ -317,12 +317,22 @@ class _Saver:
         self.saved: int | None = None
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
-        """Return the state and the history to start from: those that were saved, if any."""
-        history = History()
+        """Return the state and the history to start from: those that were saved, if any.
+
+        Raises:
+          ValueError: those that were saved are of a step before `state`.
+        """
+        history, begin = History(), int(state.step)
         restored = None if self.directory is None else restore_checkpoint(self.directory, state)
         if restored is not None:
             state, history.earlier = restored
             self.saved = int(state.step)
+            if self.saved < begin:
+                raise ValueError(
+                    f"the checkpoint in {self.directory} is of step {self.saved}, before step "
+                    f"{begin} of state: give the state that the run began with, or another "
+                    "directory"
+                )
         return state, history
 
     def save_if_due(self, n: int, state: TrainState, history: History) -> None:
