@@ -315,7 +315,9 @@ def of_an_integer(params, x):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mesh": mesh}, {"mesh": mesh, "shard": "params"}], ids=str
+    "options",
+    [{}, {"mesh": mesh}, {"mesh": mesh, "shard": "params"}],
+    ids=["one device", "mesh", "sharded"],
 )
 @pytest.mark.parametrize(
     ("make", "error", "words"),
