@@ -1,4 +1,4 @@
-"""What a function costs to differentiate, estimated from its equations: FLOPs and bytes.
+"""The cost of differentiating a function, estimated from its equations: FLOPs and bytes.
 
 Bytes are those that a fusing compiler writes to memory. A value that a cheap elementwise equation
 passes to another one is not written: it is computed where it is read.

@@ -21,7 +21,7 @@ def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence
       varying: for each argument a tree of bools like it: which leaves are marked.
 
     Returns:
-      A tree of bools like the result. What cannot be told counts as dependent.
+      A tree of bools like the result. A result whose dependence is unknown counts as dependent.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     found = _of_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))

@@ -9,7 +9,7 @@ import jax.extend.core as jex
 from optfn.leaves.types import PyTree
 
 Variable: TypeAlias = jex.Var
-Atom: TypeAlias = jex.Var | jex.Literal  # what an equation reads
+Atom: TypeAlias = jex.Var | jex.Literal  # an input of an equation
 Equation: TypeAlias = jex.JaxprEqn
 Jaxpr: TypeAlias = jex.Jaxpr
 Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar

@@ -30,7 +30,7 @@ from optfn.state.placement import num_workers
 
 @dataclasses.dataclass(frozen=True)
 class StagePlacement:
-    """What both forms have in common.
+    """The common part of both placements.
 
     worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
       a leading axis. Otherwise None.
@@ -272,7 +272,7 @@ class ListedStages(StagePlacement):
         return P(*self.leading_axes, *self.weight_specs(stages))
 
     def whole_along_data(self, weights: Params) -> Params:
-        """Return a device's weights: what is divided over the data axis came whole."""
+        """Return a device's weights; those divided over the data axis are gathered already."""
         return weights
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:

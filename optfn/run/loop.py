@@ -141,9 +141,10 @@ def fit(
     """Train: one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
-    its end, and what there is comes back. A second Ctrl-C interrupts at once. In a run of several
-    processes a signal to any of them ends all after the same step, within some seconds; with JAX's
-    option `jax_enable_preemption_service` off, signals act there as they do without optfn.
+    its end, and `minimize` returns its state and history. A second Ctrl-C interrupts at once. In a
+    run of several processes a signal to any of them ends all after the same step, within some
+    seconds; with JAX's option `jax_enable_preemption_service` off, signals act there as they do
+    without optfn.
 
     Args:
       step: a training step, from `make_train_step`.
@@ -167,22 +168,22 @@ def fit(
         an evaluation before was better, and its state was not kept because `keep_best` was off,
         the best of these comes back with a warning that names the step of the better one.
       callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
-        the run. The next step overwrites the state: copy what is to be kept of it. Reading the
-        metrics waits for the step.
+        the run. The next step overwrites the state: copy the arrays to keep. Reading the metrics
+        waits for the step.
       log: where the metrics of each step go while the run goes on: a path, for a file with one JSON
         object a line, with which a run that resumes goes on; or the SummaryWriter of tensorboardX,
-        torch or flax, for TensorBoard: what has `flush()`, and `add_scalar(name, value, step)` or
-        `scalar(name, value, step)`.
-      report: a file of HTML with the curves of the run, a table of its numbers, what the optimizer
-        keeps, versions and devices; see `optfn.plot.report`. It is written about once a minute and
-        at the end, also where an error ends the run. Needs matplotlib.
+        torch or flax, for TensorBoard: any object with `flush()`, and either
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`.
+      report: a file of HTML with the curves of the run, a table of its numbers, the optimizer's
+        state, versions and devices; see `optfn.plot.report`. It is written about once a minute
+        and at the end, also where an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
         the batches that were used, so pass the same ones, and ends bit for bit as if it had not
         been stopped. It counts the steps since `state` that were made before.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
     With local steps each batch is a round; `steps`, `save_every` and `evaluate_every` count local
-    steps, and what is due within a round happens at its end.
+    steps, and a save or an evaluation due within a round happens at its end.
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where the step gives them,

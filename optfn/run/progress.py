@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a progress bar, or lines where there is no terminal."""
+"""The progress of a run on the screen: a bar, or lines where there is no terminal."""
 
 import math
 import sys

@@ -1,12 +1,12 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that communicates needs three things that others do not. Its state says each of them,
-and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
-asks the state:
+A transform that exchanges gradients by itself needs three things that others do not. Its state
+says each of them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the
+training step) asks the state:
 
 * which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
-* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves
-  and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
+* the leaves whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has
+  them and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
   other axes of the workers the training step averages the gradients first;
 * whether its updates may be row-sparse: its state type has `@traits(passes_rows=True)`, and
   `update` takes `row_updates=True`.
@@ -67,8 +67,7 @@ class Exchanged(NamedTuple):
     leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each
       array.
     axes: the mesh axes over which it exchanges or averages.
-    traffic: what says how many bytes a worker sends, see `optfn.parallel.traffic`; () where nothing
-      is known.
+    traffic: a record of the bytes that a worker sends, see `optfn.parallel.traffic`; () if unknown.
 
     It holds no array.
     """
@@ -94,7 +93,7 @@ def nodes_of(kind: type, state: OptState) -> list[Any]:
 
 
 def exchanges(state: OptState) -> bool:
-    """Tell whether there is a transform in a state that exchanges by itself."""
+    """Tell whether a transform in the state exchanges gradients by itself."""
     return bool(nodes_of(Exchanged, state))
 
 
@@ -110,8 +109,8 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     by their names, because a wrapper may mask some of them.
 
     Raises:
-      ValueError: a transform exchanges a leaf that `params` does not have: what stands around it
-        has another tree than params, so that nobody knows whose gradient it takes.
+      ValueError: a transform exchanges a leaf that `params` does not have: a wrapper around it
+        changes the tree, and the gradients that it takes have no place in params.
     """
     covered: dict[str, Axes] = {}
     for node in nodes_of(Exchanged, state):
@@ -148,10 +147,12 @@ _PASSING = (
 
 
 def check_wrappers(who: str, state: OptState) -> None:
-    """Raise a ValueError if what stands around a transform that exchanges is not known to be right.
+    """Raise if a wrapper without `passes_own_gradients` encloses a transform that exchanges.
 
-    A wrapper that looks at gradients or keeps them would do so on each worker for itself, and
-    decide otherwise there.
+    It would see or keep the gradients of each worker apart, and workers would diverge.
+
+    Raises:
+      ValueError: there is such a wrapper.
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return

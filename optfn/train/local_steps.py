@@ -59,7 +59,7 @@ class LocalSteps(NamedTuple):
         """Return the state of one worker at step 0.
 
         Raises:
-          ValueError: `tx` communicates, or keeps copies of params.
+          ValueError: `tx` exchanges gradients by itself, or keeps copies of params.
         """
         state = self.tx.init(params)
         _check_inner(self.tx, state, params)
@@ -71,7 +71,7 @@ class LocalSteps(NamedTuple):
         """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
         Args:
-          local_step: a step on what a worker has alone.
+          local_step: a step on the state and the batch of one worker.
           axis_name: the mesh axes of the workers.
         """
 
@@ -86,7 +86,7 @@ class LocalSteps(NamedTuple):
             metrics = _mean_of_metrics(metrics, axis_name)
             params, outer = self._exchange(drift, state, finite, metrics["loss"], axis_name)
             metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
-            # A worker that has gone astray would do so again: its optimizer starts anew.
+            # A worker whose drift is not finite starts again with a fresh optimizer state.
             fresh = self.tx.init(params)
             astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(

@@ -27,7 +27,7 @@ from optfn.sparse.tables import Owners
 
 
 class Values(NamedTuple):
-    """What a loss function gives: the loss, and with it the new model state and auxiliary data."""
+    """The results of a loss function: the loss, the new model state and auxiliary data."""
 
     loss: jax.Array
     model_state: PyTree = None
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a step minimizes, two functions of (params, model_state, batch, *keys).
+    """The objective of a step: two functions of (params, model_state, batch, *keys).
 
     value: gives the Values.
     value_and_grad: gives the Values and the gradients.
@@ -47,19 +47,19 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a loss function takes and gives beside params, the batch and the loss."""
+    """The further arguments and results of a loss function, beside params, batch and loss."""
 
     has_model_state: bool
     has_aux: bool
 
     def arguments(self, model_state: PyTree, *others: Any) -> tuple[Any, ...]:
-        """Return what follows the params in a call."""
+        """Return the arguments that follow the params in a call."""
         # A new tree for each call: equinox marks a State as used up.
         return (jax.tree.map(lambda x: x, model_state), *others) if self.has_model_state else others
 
     @property
     def result(self) -> str:
-        """What the function has to return, for errors."""
+        """The results that the function must return, for errors."""
         rest = {
             (False, False): "",
             (False, True): "aux",
@@ -69,11 +69,11 @@ class Form:
         return f"(loss, {rest})" if rest else "loss"
 
     def values(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Return what a function gave, checked.
+        """Return the checked results of a function.
 
         Args:
           who: the function's name in errors.
-          returned: what it gave.
+          returned: its results.
           model_state: the one it was given; the new one must be like it.
 
         Raises:
@@ -158,9 +158,9 @@ def of_loss(
 
     Args:
       loss_fn: (params, batch) -> loss, or another form.
-      form: what it takes and gives beside.
-      seen: gives the params that it sees of those that are stored, for the time of the call;
-        gradients are with respect to the stored ones.
+      form: its further arguments and results.
+      seen: a context manager from the stored params to those that the loss sees; gradients are
+        with respect to the stored ones.
       tables: leaves that are looked up only; see `sparse.value_and_grad`.
       owners: the workers that keep their rows, where they are sharded.
       recompute: names of values that are kept for the backward pass.
@@ -329,7 +329,7 @@ def value_fn(
     """Return params -> loss on the batch of a step, as transforms that search a line call it.
 
     Args:
-      objective: what the step minimizes.
+      objective: that of the step.
       axis_name: the mesh axes over whose workers loss and gradients are averaged; None for none.
       *arguments: model state, batch and keys of the step.
     """

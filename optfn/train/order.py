@@ -1,7 +1,7 @@
-"""Links of a chain that stand where they do not do what they are for.
+"""Warnings of transforms whose position in a chain defeats their purpose.
 
-Nothing fails there, but an average averages other params, a rate counts twice, or what workers have
-exchanged is exchanged once more.
+Nothing fails there, but an average averages other params, a rate counts twice, or gradients that
+workers have exchanged are exchanged once more.
 """
 
 from collections.abc import Iterator

@@ -110,7 +110,7 @@ def load_state_dict(
     Args:
       opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
         structure, wrappers, dtypes and shardings.
-      mapping: arrays by name: a dict, or what `numpy.load` gives.
+      mapping: arrays by name: a dict, or the result of `numpy.load`.
       strict: whether every name of the template must be in `mapping` and no other. If not, parts
         that are missing stay as the template has them, and others are passed over. Names of fields
         that earlier versions kept are passed over in either case.
@@ -201,7 +201,7 @@ def _placed(state: OptState, like: OptState) -> OptState:
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return `value` as an array like `leaf`, and what keeps it from being one."""
+    """Return `value` as an array like `leaf`, and the reason if it cannot be one, else ""."""
     if tree.is_key(leaf):
         data, problem = _fitted(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
@@ -224,7 +224,7 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
 
 
 def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
-    """Tell whether an array is where it belongs, or nowhere this process could move it from."""
+    """True if sharding and dtype already match, or the array is not fully addressable here."""
     return not value.is_fully_addressable or (
         value.sharding == getattr(leaf, "sharding", None) and value.dtype == leaf.dtype
     )
@@ -264,7 +264,7 @@ def summary(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
 ) -> str:
-    """Return a table of what an optimizer keeps for each parameter.
+    """Return a table of the arrays that an optimizer keeps for each parameter.
 
     Args:
       tx: an optimizer, however wrapped; nothing is allocated and no mesh axis is needed.

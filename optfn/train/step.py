@@ -97,7 +97,7 @@ class TrainStep:
         give the same params, and are compared.
 
         Args:
-          params: what is trained.
+          params: the parameters to train.
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
@@ -290,8 +290,8 @@ def make_train_step(
         of the batch is split over them, the loss is their mean. Batches are host arrays of all
         examples, the same in every process, or global arrays.
       data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split. An
-        optimizer that exchanges by itself, such as `dgc_momentum`, does so over its `axis_name`;
-        over the other data axes its gradients are averaged.
+        optimizer that exchanges gradients by itself, such as `dgc_momentum`, does so over its
+        `axis_name`; over the other data axes its gradients are averaged.
       recompute: names of values in `loss_fn` that are kept for the backward pass; everything
         between them is recomputed there, see `optfn.recompute`.
       packed: whether params and state are kept in one buffer per dtype, for models of many small
@@ -325,17 +325,17 @@ def make_train_step(
         checksum of 8 bytes a leaf; the next call raises if they differ. None never compares.
       donate: whether the step may overwrite the state that it is given.
 
-    The update gets what transforms of optax ask for: value, the loss; grad, the gradients; and
-    value_fn, params -> loss on this batch, whose gradient can be taken. On a mesh these are means
-    over the workers.
+    The update gets the extra arguments that transforms of optax ask for: value, the loss; grad, the
+    gradients; and value_fn, params -> loss on this batch, whose gradient can be taken. On a mesh
+    these are means over the workers.
 
     Returns:
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
       gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
       `record_metrics` in tx and without local steps also ["grad_norm"], ["update_norm"],
       ["param_norm"] and ["clip_factor"]; with `skip_nonfinite` ["gave_up"], which makes the next
-      call raise. Where tx exchanges by itself, and with local steps, ["bytes_sent"] is what a
-      worker sent in this call, by the formulas of the compressors.
+      call raise. Where tx exchanges gradients by itself, and with local steps, ["bytes_sent"] has
+      the bytes that a worker sent in this call, by the formulas of the compressors.
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.

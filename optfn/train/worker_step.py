@@ -77,7 +77,7 @@ def worker_step(
         )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
-        # An optimizer that exchanges by itself gets each worker's gradients; `grad` is their mean.
+        # An optimizer that exchanges gradients by itself gets each worker's; `grad` is their mean.
         mean = parallel.mean_over_workers(grads, workers) if exchanges_itself else grads
         extra |= {"value": loss, "grad": mean}
         extra["value_fn"] = value_fn(objective, workers, *arguments)
@@ -136,7 +136,7 @@ def _barrier(values: PyTree) -> PyTree:
 
 
 def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return what a state has to tell the host: its rate, norms, and whether a guard gave up."""
+    """Return the metrics in a state: its rate, norms, and whether a guard gave up."""
 
     metrics = {}
     if flags := gave_up(opt_state):

@@ -29,7 +29,7 @@ class RecordMetricsState(NamedTuple):
     inner_state: OptState
 
 
-# What a training step reports of the state beside the learning rate.
+# The fields that a training step reports beside the learning rate.
 RECORDED = RecordMetricsState._fields[:4]
 
 
