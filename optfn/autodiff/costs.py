@@ -52,7 +52,7 @@ def costs_of(
     forward = Equations(run, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
     y_leaves = jax.tree.leaves(y_atoms)
-    # The shapes that eval_shape returns also say over which mesh axes the values vary.
+    # The shapes from eval_shape also have the mesh axes over which the values vary.
     y, leaves = jax.eval_shape(run, params, x)
     backward = Equations(pull, leaves, inexact_leaves(y))
     arguments = {*forward.inputs, *forward.constants}

@@ -71,7 +71,7 @@ def _of_while(params: Mapping[str, Any], given: Flags) -> Flags:
     of_condition, of_body, carry = _split(given, num_condition, num_body)
 
     def once(carry: Flags) -> Flags:
-        # The number of iterations bears on all results.
+        # All results depend on the number of iterations.
         (condition,) = _of_jaxpr(params["cond_jaxpr"].jaxpr, [*of_condition, *carry])
         return [condition or x for x in _of_jaxpr(params["body_jaxpr"].jaxpr, [*of_body, *carry])]
 

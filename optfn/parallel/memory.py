@@ -43,7 +43,7 @@ def plan_memory(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
 ) -> MemoryPlan:
-    """Return the bytes that a way of splitting a model takes; nothing is allocated.
+    """Return the bytes that a way of sharding a model takes; nothing is allocated.
 
     With N workers, P bytes of params, G of gradients and S of state:
 

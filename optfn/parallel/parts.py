@@ -73,7 +73,7 @@ def gather(part: jax.Array, divisions: Sequence[Division], layout: Layout) -> ja
 
 
 class _Part(NamedTuple):
-    """The part of an array that a device keeps, and how the whole of it is gathered."""
+    """The part of an array that a device keeps, and how the whole array is gathered."""
 
     part: jax.Array
     divisions: list[Division]
@@ -82,7 +82,7 @@ class _Part(NamedTuple):
     def of_each_layer(self) -> "_Part | None":
         """Return the same array by parts of each layer, instead of some whole layers.
 
-        None where the number of parts divides no dimension of a layer.
+        None if no dimension of a layer is divisible by the number of parts.
         """
         of_layers, rest = self.divisions[0], self.divisions[1:]
         if of_layers.dimension > 0:

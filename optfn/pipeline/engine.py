@@ -173,7 +173,7 @@ class Engine:
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
         # Every device takes part at every tick, never inside a branch: a collective that some
-        # devices do not reach never ends.
+        # devices do not reach deadlocks.
         p = self.plan.num_stages
         ring = [(d, (d + distance) % p) for d in range(p)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, ring), arrays)

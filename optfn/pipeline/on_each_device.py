@@ -45,9 +45,9 @@ def on_each_device(
         tx = on_each_device(dgc_momentum(...), mesh, spec=PartitionSpec("stage"))
         step = make_train_step(loss_fn, tx, value_and_grad=f)
 
-    Each device of a stage exchanges with the same stage of the other workers only. `tx`
-    sees the device's part of each leaf, so that sizes, selections and norms are those of a stage:
-    as for the whole model on each worker, with the stages' params as leaves of their own.
+    Each device of a stage exchanges with the same stage of the other workers only. `tx` sees the
+    device's part of each leaf, so that sizes, selections and norms are those of a stage: as for the
+    whole model on each worker, with the stages' params as leaves of their own.
 
     Args:
       tx: such as `dgc_momentum`, element by element or leaf by leaf: a norm over all params would
@@ -55,8 +55,8 @@ def on_each_device(
       mesh: as the pipeline's.
       spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
         PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for heterogeneous
-        ones, which lie on every device. The shared params of `PipelineParams` and their
-        optimizer state lie on every device in any case.
+        ones, which lie on every device. The shared params of `PipelineParams` and their optimizer
+        state lie on every device in any case.
       data_axis: the axis of the workers, `axis_name` of `tx`.
 
     State: that of `tx`. Per-worker parts are flat arrays over the data axis and those of `spec`;
@@ -175,7 +175,7 @@ def _with_shared(shared: PyTree, stages: PyTree) -> PyTree:
 
 
 def _has_gradient(g: Leaf) -> bool:
-    # No device takes a float0.
+    # shard_map takes no float0.
     return not tree.is_masked(g) and g.dtype != jax.dtypes.float0
 
 

@@ -56,7 +56,7 @@ class StagePlacement:
     def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
         """Return `arrays` resharded along the mesh's explicit axes.
 
-        shard_map reshards its arguments by itself along the other axes only.
+        shard_map reshards its arguments along the other axes only.
 
         Args:
           arrays: a tree.

@@ -117,7 +117,7 @@ def _write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 def _remove_others(path: Path, keep: int) -> None:
     """Remove the oldest checkpoints beside the one that was just written, until `keep` are left.
 
-    One of a later step may lie there, from before the run went back to an earlier checkpoint.
+    A checkpoint of a later step may lie there, if the run went back to an earlier one.
     """
     others = [other for other in checkpoints(path.parent) if other != path]
     for other in others[: max(0, len(others) + 1 - keep)]:
@@ -164,8 +164,8 @@ def load_checkpoint(
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the TrainState in a checkpoint, and the history beside it.
 
-    Arrays lie as those of the template. Those that are a worker's own are converted by
-    `rescale_residuals` where there were more workers, or fewer.
+    Arrays lie as those of the template. Per-worker arrays are converted by `rescale_residuals`
+    where the number of workers has changed.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
@@ -191,7 +191,7 @@ def _load_file(
     """Return the arrays in a file by name, as `state_dict` gives them, and the history."""
     try:
         arrays = _read(path, state)
-    except Exception as error:  # zipfile raises errors of many kinds where its fields are damaged
+    except Exception as error:  # zipfile raises many types of errors where its fields are damaged
         raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
     prefix = "history/"
     names = [name for name in arrays if name.startswith(prefix)]

@@ -70,14 +70,14 @@ def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[s
 
 @dataclasses.dataclass
 class Evaluator:
-    """Evaluates a run now and then, and knows which evaluation was the best.
+    """Evaluates a run every so many steps, and records the best evaluation.
 
     Args:
       function: (params) or (params, model_state) -> a number or a dict of numbers; None for none.
       every: the number of steps between evaluations; None evaluates at the end only.
       monitor: the key of the number that has to fall, where there are several.
       patience: how many evaluations in a row may be no better than the best; None for any number.
-      keep_best: whether the state of the best evaluation is asked for.
+      keep_best: whether the run returns the state of the best evaluation.
       history: where results go; it may hold those of a run before this one.
     """
 
@@ -197,8 +197,8 @@ Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
 class RunLog:
     """Metrics of each step, written while the run goes on.
 
-    They are written when the device has computed them, at the latest at the end, so that writing
-    waits for nothing.
+    They are written once the device has computed them, at the latest at the end, so that writing
+    does not wait for a step.
 
     Args:
       log: a path, a SummaryWriter of torch, tensorboardX or flax, or None for no log.

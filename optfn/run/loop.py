@@ -78,7 +78,7 @@ def minimize(
       params: the tree to start from; it stays as it is.
       batches: an iterable of batches.
       model_state: the model's arrays beside params, such as batch statistics: the initial ones.
-        `loss_fn` then takes and gives them, as with `make_train_step(model_state=True)`.
+        `loss_fn` then takes and returns them, as with `make_train_step(model_state=True)`.
 
     The arguments `has_aux` to `compare_replicas_every` are those of `make_train_step`, all others
     those of `fit`. Returns and errors are those of `fit`.
@@ -141,7 +141,7 @@ def fit(
     """Train: one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
-    its end, and `minimize` returns its state and history. A second Ctrl-C interrupts at once. In a
+    its end, and its state and history are returned. A second Ctrl-C interrupts at once. In a
     run of several processes a signal to any of them ends all after the same step, within some
     seconds; with JAX's option `jax_enable_preemption_service` off, signals act there as they do
     without optfn.
@@ -341,7 +341,7 @@ class _Saver:
             self.save(n, state, history)
 
     def save(self, n: int, state: TrainState, history: History) -> None:
-        """Save the state after step n, unless it is saved."""
+        """Save the state after step n, unless it is saved already."""
         if self.directory is not None and self.saved != n:
             self.step.check(state)
             save_checkpoint(self.directory, state, history.arrays())
@@ -362,7 +362,7 @@ class _Best:
         if not self.evaluator.keep_best or not int(resumed.step):
             return
         found = None if self.directory is None else restore_checkpoint(self.directory, resumed)
-        # One from after the last checkpoint is not in the history; the run makes it again.
+        # A state from after the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
             self.state = found[0]
             self.value = self.evaluator.monitored[int(self.state.step)]
@@ -410,7 +410,7 @@ class _Interrupt:
 
 @contextlib.contextmanager
 def _interruptible(mesh: Mesh | None) -> Iterator[_Interrupt]:
-    """Give an object that knows of the first SIGINT or SIGTERM; the next one acts as ever.
+    """Yield an object that records the first SIGINT or SIGTERM; the next one acts as usual.
 
     Signals that the program handles itself stay its own. In a run of several processes JAX takes
     SIGTERM as a notice of preemption, upon which the processes agree on the step to stop after;

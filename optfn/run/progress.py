@@ -107,7 +107,7 @@ def num_examples(batch: Batch) -> int | None:
 
 
 def words(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return the metrics of so many steps as a person reads them: "loss 0.043120 rate 0.001"."""
+    """Return the metrics of so many steps as readable text: "loss 0.043120 rate 0.001"."""
     text = f"loss {short(metrics['loss'])}"
     if "learning_rate" in metrics:
         text += f" rate {float(metrics['learning_rate']):.3g}"

@@ -111,8 +111,8 @@ def load(
     Args:
       path: a directory that `save` wrote.
       state: a state of the same run, as a template.
-      convert: makes of the arrays that are a worker's own those for as many workers as there are
-        now; it gets them on the host, with the numbers of workers.
+      convert: converts per-worker arrays to the present number of workers; it gets them on the
+        host, with the numbers of workers.
 
     Raises:
       ValueError: an array is missing or damaged, or does not fit.

@@ -176,7 +176,7 @@ def check_wrappers(who: str, state: OptState) -> None:
 def _check_before(who: str, chain: OptState) -> None:
     """Raise a ValueError if a part of a chain keeps gradients that a later part exchanges.
 
-    It sees each worker's own: on a mesh its state would be taken for the same on all workers.
+    That part sees each worker's own gradients, but on a mesh its state counts as replicated.
     """
     for i, part in enumerate(chain):
         marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]

@@ -110,7 +110,7 @@ def state_specs(
 def on_workers_of(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
-    """Return the function that gives the state of all workers, of one that gives one worker's.
+    """Turn a function that returns one worker's state into one that returns that of all workers.
 
     Args:
       init: gives one worker's state.

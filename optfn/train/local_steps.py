@@ -1,8 +1,8 @@
-"""Local steps: workers train apart for a while, and then exchange how far they have come.
+"""Local steps: workers train apart for some steps, and then average the drift of their params.
 
-Each worker's optimizer keeps a state of its own. The leaves of it that cannot differ between
-workers, such as step counters and rates, are found by tracing its update: they depend neither on
-gradients nor on params.
+Each worker's optimizer has a state of its own. Its leaves that cannot differ between workers, such
+as step counters and rates, are found by tracing the update: they depend neither on gradients nor
+on params.
 """
 
 from typing import Any, NamedTuple
@@ -127,8 +127,8 @@ class LocalSteps(NamedTuple):
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
     """Raise unless a state is that of a step with these local steps, on as many workers.
 
-    The number of workers is compared where reading it does not wait for a step under way, whose
-    result has the right one.
+    The number of workers is compared only where its value is ready, so that no call waits for a
+    step under way; the result of a step has the right number.
     """
     if isinstance(opt_state, InnerAndOuter) != (local is not None):
         made = ("without local steps", "with local_steps > 1")
@@ -153,7 +153,7 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
 
 
 def _can_be_read(x: jax.Array) -> bool:
-    """Tell whether an array has its value at hand."""
+    """Tell whether the value of an array can be read without waiting."""
     if not isinstance(x, jax.Array):
         return True
     return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def _like_gradient(p: Leaf) -> Leaf:
 def _check_inner(
     tx: optax.GradientTransformationExtraArgs, state: OptState, params: Params
 ) -> None:
-    """Raise a ValueError for optimizers that are not right where params are exchanged."""
+    """Raise a ValueError for optimizers that are incorrect between exchanges of params."""
     if exchanges(state):
         raise ValueError(
             "local_steps > 1 with a tx that communicates by itself: workers train apart, and outer "

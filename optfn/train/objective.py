@@ -74,10 +74,10 @@ class Form:
         Args:
           who: the function's name in errors.
           returned: its results.
-          model_state: the one it was given; the new one must be like it.
+          model_state: the one passed to the function; the new one must be like it.
 
         Raises:
-          TypeError: it is not of this form, or the loss is not a real number.
+          TypeError: the results are not of this form, or the loss is not a real number.
           ValueError: the loss is not a scalar, or the model state has changed its structure.
         """
         if not (self.has_model_state or self.has_aux):
@@ -141,7 +141,7 @@ def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
             )
 
 
-# Gives the params that a function sees, for the time in which it is traced.
+# A context manager from stored params to those that a function sees while it is traced.
 Seen: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
 
 
@@ -200,7 +200,7 @@ def of_value_and_grad(
 ) -> Objective:
     """Return the objective of a user's own (params, batch) -> (loss, gradients).
 
-    Its gradients are those of the params that it sees, which `seen` gives.
+    Its gradients are with respect to the params that it sees, those from `seen`.
     """
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
@@ -234,8 +234,8 @@ def of_packed(objective: Objective) -> Objective:
 def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
     """Return the objective of all devices of the part axes, a function of whole arrays on the mesh.
 
-    Loss and gradients are means over these devices. Each gathers the params that it needs, and gets
-    the part of the gradients that it keeps.
+    Loss and gradients are means over these devices. Each device gathers the params that its
+    loss needs, and gets its own part of the gradients.
 
     Args:
       make: returns the objective of one device.
@@ -261,7 +261,7 @@ class _OnParts(NamedTuple):
         return self._run(on_device, P(), params, *rest)
 
     def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
-        """Return the mean of the values, and of the gradients, each divided as it is kept."""
+        """Return the mean of the values, and of the gradients, each divided as its layout says."""
         objective, layout = self._of_one(params), self.layout
         specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
 
@@ -300,7 +300,7 @@ class _OnParts(NamedTuple):
         return [jax.random.fold_in(key, lax.axis_index(self.layout.part_axes)) for key in keys]
 
     def _on_devices(self, specs: PyTree) -> PyTree:
-        """Return the part of specs that speaks of the part axes, which `shard_map` binds."""
+        """Return specs restricted to the part axes, which `shard_map` binds."""
         names = self.layout.part_axes
         return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
 

@@ -37,7 +37,7 @@ def copy(x: Leaf) -> jax.Array:
 
 
 def distinct(state: TrainState) -> TrainState:
-    """Copy the arrays that stand in two places, as an average that begins with params does.
+    """Copy arrays that occur twice in a state, such as an average that begins as the params.
 
     A buffer can be donated once only.
     """
@@ -55,7 +55,8 @@ def distinct(state: TrainState) -> TrainState:
 def on_one_mesh(state: TrainState) -> TrainState:
     """Replicate arrays on one device, such as counters, over the mesh of the params if any.
 
-    The first step would do so itself, and the second would be compiled anew for its result.
+    Otherwise the first step would replicate them, and the second would be compiled again for the
+    new sharding.
     """
     leaves = jax.tree.leaves(state.params)
     if checks.is_traced(leaves):

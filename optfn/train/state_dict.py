@@ -45,7 +45,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     The names are words that stay when a transform is inserted in the chain, and are the same
     whether the learning rate is a number, an array or a schedule, and whether params are packed.
     `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    the bits they are made of, PRNG keys as their data. Where there are arrays that are a worker's
+    their bits, PRNG keys as their data. Where there are arrays that are a worker's
     own, "per_worker" lists their names.
 
     Args:
@@ -166,8 +166,8 @@ def _is_within(name: str, fields: Sequence[str]) -> bool:
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     """Return a state without buffers as the template for a mapping; packed again, it is placed.
 
-    Earlier versions left the buffers that are a worker's own as they are; so are those of the
-    result where `mapping` has them.
+    Earlier versions saved per-worker buffers packed; where `mapping` has such buffers, those of the
+    result stay packed too.
     """
 
     def on_host(node: PyTree) -> PyTree:
@@ -233,8 +233,8 @@ def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
     """Return the average of the parameters that a state holds: fluid's apply.
 
-    Nothing is changed; restoring is keeping the parameters one has. Before the first update, and
-    for leaves that are not averaged, it is the parameters themselves, copied.
+    The state and `params` are not changed, so that nothing has to be restored afterwards. Before
+    the first update, and for leaves that are not averaged, the result is a copy of `params`.
 
     Args:
       opt_state: the state of an optimizer with an average in it.

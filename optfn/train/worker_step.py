@@ -125,9 +125,9 @@ def _skips(opt_state: OptState) -> list[jax.Array]:
 
 
 def _barrier(values: PyTree) -> PyTree:
-    """Keep XLA from mixing the update with the loss that reads the same parameters.
+    """Keep XLA from interleaving the update with the loss, which reads the same parameters.
 
-    Where it does, it keeps a copy of the parameters.
+    If it does, it keeps a copy of the parameters.
     """
     leaves, structure = jax.tree.flatten(values)
     kept = iter(lax.optimization_barrier([x for x in leaves if not mismatch.is_float0(x)]))

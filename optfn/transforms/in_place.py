@@ -120,9 +120,9 @@ def _variant(left: jax.Array, values: PyTree) -> PyTree:
 
 
 def _less_one(left: jax.Array) -> jax.Array:
-    """Return left − 1, the first of two numbers in order.
+    """Return left − 1, computed by a sort, so that XLA on CPU keeps the loop multi-threaded.
 
-    XLA on CPU, from jaxlib 0.12 on, takes a loop whose number of iterations it does not know for
-    small, whatever its arrays, and runs it on one core; but not one with a sort in it.
+    From jaxlib 0.12 on, XLA on CPU takes a loop with an unknown number of iterations for small,
+    whatever its arrays, and runs it on one core; but not a loop with a sort in it.
     """
     return jax.lax.sort(jnp.stack([left, left - 1]))[0]

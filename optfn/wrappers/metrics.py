@@ -45,7 +45,7 @@ def record_metrics(
       tx: an optimizer of optfn or optax.
       axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
         has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
-        adds its own by itself. Around `on_each_device` the norm of the gradient is the same root
+        adds its own axes. Around `on_each_device` the norm of the gradient is the same root
         mean square over workers.
 
     State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
