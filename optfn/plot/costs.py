@@ -17,7 +17,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axes":
-    """Draw the bytes on each device by part, a bar for each way of splitting a model.
+    """Draw the bytes on each device by part, a bar for each way of sharding a model.
 
     The bytes that a device sends in a step stand beside its bar.
 
@@ -104,8 +104,8 @@ def _labels(
 ) -> list[tuple[str, float, float]]:
     """Return the labels as (names, bytes, FLOPs).
 
-    Points side by side, whose labels would overlap, share one that names them from left to right,
-    at the one on the side of the text.
+    Neighbouring points, whose labels would overlap, share a label that names them from left to
+    right, at the point on the side of the text.
     """
     heights = [y for _, y in [*named.values(), *line]]
     near = 0.15 * largest, 0.05 * (max(heights) - min(heights))

@@ -153,7 +153,7 @@ def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
 
 
 def _per_step(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps after which the numbers of a name hold, and the numbers."""
+    """Return the steps after which a series was recorded, and its numbers."""
     y = series[name]
     return checks.count("local_steps", local_steps) * np.arange(1, len(y) + 1), y
 

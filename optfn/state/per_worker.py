@@ -4,7 +4,8 @@ A transform that exchanges gradients by itself needs three things that others do
 says each of them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the
 training step) asks the state:
 
-* which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
+* which arrays are per-worker, that is a worker's own: they lie in a `PerWorker`, beside an int32
+  field `num_workers`;
 * the leaves whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has
   them and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
   other axes of the workers the training step averages the gradients first;
@@ -39,7 +40,7 @@ from optfn.mesh import Axes, AxisName, axes, joined
 
 @traits(transparent=True)
 class PerWorker(NamedTuple):
-    """A part of a state that is a worker's own: arrays with at least one axis, (n, …).
+    """A per-worker part of a state: arrays with at least one axis, (n, …).
 
     On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
     It adds no word to the names of `state_dict`.
@@ -98,7 +99,7 @@ def exchanges(state: OptState) -> bool:
 
 
 def has_own_state(state: OptState) -> bool:
-    """Tell whether a part of a state is a worker's own."""
+    """Tell whether a state has per-worker arrays."""
     return bool(nodes_of(PerWorker, state))
 
 
@@ -147,12 +148,10 @@ _PASSING = (
 
 
 def check_wrappers(who: str, state: OptState) -> None:
-    """Raise if a wrapper without `passes_own_gradients` encloses a transform that exchanges.
+    """Raise a ValueError if a wrapper that is not known to be correct encloses an `Exchanged`.
 
-    It would see or keep the gradients of each worker apart, and workers would diverge.
-
-    Raises:
-      ValueError: there is such a wrapper.
+    A wrapper is known by `passes_own_gradients`. Any other may see or keep the gradients of each
+    worker apart, so that workers would diverge.
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return

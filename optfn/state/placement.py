@@ -206,9 +206,9 @@ def _mean_of_codes(parts: OptState, mean: OptState, is_own: OptState) -> OptStat
     """Return `mean` with the mean of the numbers that codes stand for, where a node has codes.
 
     Args:
-      parts: a node of a state, in which each array that is a worker's own is (workers, n, …).
+      parts: a node of a state, in which each per-worker array is (workers, n, …).
       mean: the node with the mean over workers of each array; of codes, worker 0's.
-      is_own: a flag for each array, whether it is a worker's own.
+      is_own: a flag for each array, whether it is per-worker.
     """
     for field in encoded_fields(parts):
         found = jax.tree.map(

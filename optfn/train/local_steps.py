@@ -33,7 +33,7 @@ class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
     num_workers: int32.
-    inner_state: the state of `tx`; the leaves that are a worker's own are in `PerWorker`s.
+    inner_state: the state of `tx`; its per-worker leaves are in `PerWorker`s.
     """
 
     num_workers: jax.Array
@@ -207,7 +207,7 @@ def _follows_params(x: object) -> bool:
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:
-    """Return a state with the workers' own leaves in PerWorkers; scalars have the shape (1,)."""
+    """Return a state with the per-worker leaves in PerWorkers; scalars have the shape (1,)."""
     return jax.tree.map(
         lambda x, is_own: PerWorker(jnp.reshape(x, x.shape or (1,))) if is_own else x, state, own
     )

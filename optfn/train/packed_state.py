@@ -1,7 +1,7 @@
 """Conversion of the state of packed params to that of the tree, and back, for checkpoints.
 
-On a mesh a buffer that is a worker's own has the parts of N workers, each with the elements of all
-leaves, (N·size,). In the state of the tree each leaf has the parts of N workers:
+On a mesh a per-worker buffer has the parts of N workers, each with the elements of all leaves,
+(N·size,). In the state of the tree each leaf has the parts of N workers:
 
 * of a Packed inside a `PerWorker` they are flat, (N·n,), as `accumulate` keeps them;
 * of a Packed of `PerWorker`s they are (N·d₀, …), of scalars (N,), as local steps keep them.
@@ -109,7 +109,7 @@ def _leaves_of_buffers(
     workers: int,
     made: Callable[[jax.Array], PyTree],
 ) -> PyTree:
-    """Return the tree of a Packed, or the Packed itself if it has no number for each element.
+    """Return the tree of a Packed; the Packed itself unless it has one number for each element.
 
     Args:
       packed: a Packed of buffers with the parts of all workers.

@@ -45,8 +45,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     The names are words that stay when a transform is inserted in the chain, and are the same
     whether the learning rate is a number, an array or a schedule, and whether params are packed.
     `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    their bits, PRNG keys as their data. Where there are arrays that are a worker's
-    own, "per_worker" lists their names.
+    their bits, PRNG keys as their data. If there are per-worker arrays, "per_worker" lists their
+    names.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -72,7 +72,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 
 def per_worker_names(opt_state: OptState) -> list[str]:
-    """Return the names of the arrays in a state that are a worker's own."""
+    """Return the names of the per-worker arrays in a state."""
     is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
     return sorted(name for name, flag in named_leaves(is_own) if flag)
 

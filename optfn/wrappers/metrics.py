@@ -143,7 +143,7 @@ def _inside(recorder: RecordMetricsState) -> list[RecordMetricsState]:
 
 
 def _of_workers(name: str, value: jax.Array) -> jax.Array:
-    """Return one number for those of all workers, where each has recorded its own."""
+    """Reduce the numbers of all workers to one, where each worker has recorded its own."""
     if not value.ndim:
         return value
     if name.endswith("norm"):
