@@ -21,7 +21,7 @@ From the ground up:
   packed, stacked, masked), arithmetic on arrays, and how a rule is applied to a tree;
   `optfn.mesh` has the axes of a mesh and means over them; `optfn.core` is the protocol of a
   transformation.
-* `optfn.state` names the parts of an optimizer's state and says which are a worker's own.
+* `optfn.state` names the parts of an optimizer's state and declares which are per-worker.
 * `optfn.transforms` are the parts of a chain, `optfn.wrappers` go around a chain,
   `optfn.optimizers` are the chains; `optfn.schedules` are learning rates as functions of the
   step.

@@ -74,8 +74,8 @@ def number(
     """Return `value` if it is a valid value of the argument `name`.
 
     A Python or NumPy number must lie in [low, high] and is returned as a float; `low_open` and
-    `high_open` exclude the ends, and `finite` infinity. A JAX array must be a real scalar and is
-    returned as it is.
+    `high_open` exclude the ends, and `finite` excludes infinity. A JAX array must be a real scalar
+    and is returned unchanged.
 
     Raises:
       TypeError: not a real number.

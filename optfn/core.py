@@ -32,7 +32,7 @@ Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class Rule(NamedTuple):
-    """Init and update on clean trees.
+    """Init and update on checked trees: gradients match params, in float32 or wider.
 
     init: params -> state.
     update: (updates, state, params, **extra) -> (updates, state).
@@ -56,13 +56,13 @@ rule = Rule  # the name by which docs/own-transform.md makes one
 class Transform(optax.GradientTransformationExtraArgs):
     """A gradient transformation that knows the call that made it, and the rule behind its edge.
 
-    JAX and equinox take a transformation that is passed as an argument apart and put it together
-    again; of the same two functions they make the same object.
+    JAX and equinox flatten a transformation that is passed as an argument and rebuild it; rebuilt
+    from the same two functions it is the same object.
 
     rule: the rule behind the edge, None for a wrapper of other transformations.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
-    origin: the transformation in whose place JAX has put other functions, or marks.
+    origin: the transformation that JAX has flattened, where its functions are replaced.
     """
 
     rule: Rule | None = None
@@ -298,7 +298,7 @@ def _state_of_no_params(rule: Rule) -> OptState:
     """Return the state for an empty tree, whose types are those for any; None if there is none."""
     try:
         return jax.eval_shape(rule.init, ())
-    except Exception:  # a rule of the user's that needs leaves: its state is not checked
+    except Exception:  # a user's rule that needs leaves: its state is not checked
         return None
 
 
@@ -402,7 +402,7 @@ def check_transform(
       factory: the factory that the error suggests for a number.
     """
     if isinstance(tx, optax.MultiSteps):
-        # The transformation that it makes by itself drops extra arguments.
+        # MultiSteps.gradient_transformation() drops extra arguments.
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()

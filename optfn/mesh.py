@@ -40,7 +40,7 @@ def joined(*axis_names: AxisName) -> Axes:
 
 
 def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
-    """Return the part of a PartitionSpec that speaks of these axes."""
+    """Return a PartitionSpec with only those of its axes that are among these."""
     kept = [tuple(a for a in axes(entry) if a in names) for entry in spec]
     return PartitionSpec(*(entry or None for entry in kept))
 
@@ -103,10 +103,10 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def reducible(x: jax.Array) -> jax.Array:
-    """Return x as an all-reduce can take it: bfloat16 as float32, where XLA would end the process.
+    """Return x in a dtype that an all-reduce supports: bfloat16 as float32, where XLA would crash.
 
-    On CPU it does ("Invalid binary instruction opcode copy") in a `shard_map` over some of the axes
-    of a mesh, with jaxlib 0.10 to 0.12.
+    On CPU an all-reduce of bfloat16 in a `shard_map` over some of the axes of a mesh ends the
+    process ("Invalid binary instruction opcode copy"), with jaxlib 0.10 to 0.12.
     """
     mesh = jax.sharding.get_abstract_mesh()
     is_partial = bool(mesh.manual_axes) and set(mesh.manual_axes) != set(mesh.axis_names)
@@ -123,7 +123,7 @@ def pmean(x: jax.Array, axis_name: AxisName) -> jax.Array:
 def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """Return the means over workers, with one all-reduce for all arrays of one dtype.
 
-    Arrays that vary over other axes too, where JAX tracks that, have one of their own.
+    Where JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
     """
     means: dict[int, jax.Array] = {}
     kinds = [(str(x.dtype), *sorted(map(str, varying_axes(x)))) for x in g]
@@ -136,7 +136,7 @@ def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
 
 
 def zeros_of_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return zeros like the mean of x over workers, for a branch beside one that takes it."""
+    """Return zeros like the mean of x over workers, for the branch of a cond that has no mean."""
     return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(axes(axis_name)))
 
 
@@ -163,8 +163,8 @@ def gather_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array
 def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     """Return the sharding of an array of `ndim` axes, as a jitted function returns it.
 
-    Along explicit axes JAX tells P() from P(None, None), and would compile a step anew for an
-    array that lies the same otherwise.
+    Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for
+    an array with an equivalent sharding.
     """
     if AxisType.Explicit in mesh.axis_types:
         spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))

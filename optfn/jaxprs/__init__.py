@@ -1,1 +1,1 @@
-"""Functions as lists of equations: what interprets jaxprs, and depends on JAX's representation."""
+"""Interpreters of jaxprs: the modules that depend on how JAX represents a traced function."""

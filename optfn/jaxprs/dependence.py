@@ -21,7 +21,7 @@ def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence
       varying: for each argument a tree of bools like it: which leaves are marked.
 
     Returns:
-      A tree of bools like the result. What cannot be told counts as dependent.
+      A tree of bools like the result. A result whose dependence is unknown counts as dependent.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     found = _of_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))
@@ -71,7 +71,7 @@ def _of_while(params: Mapping[str, Any], given: Flags) -> Flags:
     of_condition, of_body, carry = _split(given, num_condition, num_body)
 
     def once(carry: Flags) -> Flags:
-        # The number of iterations bears on all results.
+        # All results depend on the number of iterations.
         (condition,) = _of_jaxpr(params["cond_jaxpr"].jaxpr, [*of_condition, *carry])
         return [condition or x for x in _of_jaxpr(params["body_jaxpr"].jaxpr, [*of_body, *carry])]
 

@@ -9,7 +9,7 @@ import jax.extend.core as jex
 from optfn.leaves.types import PyTree
 
 Variable: TypeAlias = jex.Var
-Atom: TypeAlias = jex.Var | jex.Literal  # what an equation reads
+Atom: TypeAlias = jex.Var | jex.Literal  # an input of an equation
 Equation: TypeAlias = jex.JaxprEqn
 Jaxpr: TypeAlias = jex.Jaxpr
 Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar
@@ -77,7 +77,7 @@ class Equations:
         known: Environment,
         overrides: Mapping[int, Callable[..., list[Value]]] | None = None,
     ) -> Environment:
-        """Return the values in `known`, the constants, and the results of `equations`.
+        """Return the values of variables: `known`, the constants, and the results of `equations`.
 
         `overrides` maps the id of an equation to a function that replaces it, from the values of
         its arguments to those of its results.
@@ -146,7 +146,7 @@ def _inner(equation: Equation) -> Any:
 def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return how many constants and how many carries the operands of a scan begin with.
 
-    None in a JAX that writes them down in a way that is not known here.
+    None if this version of JAX has params of a scan in an unknown form.
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -168,7 +168,7 @@ def _bind(equation: Equation, arguments: Sequence[Value]) -> list[Value]:
 
 
 def _run_inlined(closed: jex.ClosedJaxpr, arguments: Iterable[Value]) -> list[Value]:
-    """Run a jaxpr equation by equation, those of jitted functions inside included."""
+    """Run a jaxpr equation by equation, including those of jitted functions in it."""
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(closed.jaxpr.invars, arguments, strict=True))
     for equation in closed.jaxpr.eqns:

@@ -207,9 +207,9 @@ def apply(
       shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
         it they are shaped like the gradient.
       rows: how a row-sparse gradient is treated. "dense": as the array that it stands for;
-        "touched": the rule is applied to the rows that it touches, each once, of gradient,
-        accumulators and parameter; "linear": to its rows as they come, repeated or not, for a rule
-        that is linear in g and reads nothing else.
+        "touched": the rule is applied to the touched rows of gradient, accumulators and parameter,
+        each once; "linear": the rule is applied to the rows of the gradient as they are, repeated
+        or not, for a rule that is linear in g and reads nothing else.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf. Where it
         differs between the tensors in one array, the rule takes an array with one number per
         element.
@@ -257,8 +257,8 @@ def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
 def _shared(program: Callable[..., Any], values: PyTree) -> Callable[..., Any]:
     """Return the program of one leaf, jitted while tracing.
 
-    So leaves of one shape are traced and lowered once, on which a model of many small leaves would
-    spend most of the time before its first step.
+    Leaves of one shape are then traced and lowered once. A model of many small leaves would
+    otherwise spend most of the time before its first step on that.
     """
     return jax.jit(program) if checks.is_traced(values) else program
 
@@ -325,7 +325,7 @@ def zeros_like(
 
 
 def frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf that no rule sees: −0.0, an integer zero, or a masked leaf.
+    """Return the update of a frozen leaf: −0.0, an integer zero, or a masked leaf.
 
     −0.0 is the only number that leaves p + u = p bit for bit.
     """

@@ -13,11 +13,11 @@ from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
 
 def check_params(name: str, params: Params, real_only: str, kind: str = "parameter") -> None:
-    """Raise a TypeError that names the leaf unless each can be trained or left untrained.
+    """Raise a TypeError that names the leaf unless each can be trained or frozen.
 
     Args:
       name: the name of the transformation.
-      params: a tree; masked leaves, integers and bools are accepted, and left untrained.
+      params: a tree; masked leaves, integers and bools are accepted, and frozen.
       real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
       kind: "gradient" where `params` are gradients, because there are no params.
     """
@@ -85,7 +85,7 @@ def _came(g: Leaf) -> str:
 def naming_integer_leaves(updates: Updates) -> Iterator[None]:
     """Name the integer leaves in the error of an update that computes with float0 gradients.
 
-    Transformations of optfn hold such leaves; others, such as `optax.adam`, may not.
+    Transformations of optfn freeze such leaves; others, such as `optax.adam`, may not.
     """
     try:
         yield

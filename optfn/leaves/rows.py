@@ -1,6 +1,6 @@
-"""Row-sparse arrays: the gradient of a table of which a step touches a few rows.
+"""Row-sparse arrays: the gradient of a table of which a step reads few rows.
 
-This module has their arithmetic; `optfn.sparse` makes them.
+This module has their arithmetic; `optfn.sparse` computes such gradients.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Third-party transformations on kinds of leaves that they do not know: `Rows` and `Stacked`.
 
-To them `Rows` is two arrays, one of them indices, and `Stacked` a tuple. Whether that fails depends
-on the transformation, and its error would speak of structures. Here such an error becomes one that
-says how to go on, if the transformation takes the same arrays without these nodes.
+To them `Rows` is two arrays, one of them indices, and `Stacked` a tuple. Some
+transformations then fail with an error about tree structures. This module replaces that error by
+one with a remedy, if the transformation accepts the same arrays without these nodes.
 """
 
 import functools

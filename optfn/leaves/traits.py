@@ -1,4 +1,4 @@
-"""Traits: what a type of node, or of an optimizer's state, declares about itself.
+"""Traits: the declarations of a type of node, or of an optimizer's state, about itself.
 
 A trait needs no array in the state and survives every wrapper:
 
@@ -30,7 +30,8 @@ class Traits:
       retired: fields of which earlier versions kept arrays and this one does not.
 
     Of a state on the workers of a mesh (`optfn.state.per_worker`):
-      passes_own_gradients: it is the same on all workers around a transform that communicates.
+      passes_own_gradients: it is the same on all workers around a transform that exchanges
+        gradients by itself.
       passes_rows: row-sparse updates may pass.
       workers_in_front: gradients come with the workers as their leading axis.
       follows_params: it holds copies or averages of params.

@@ -20,7 +20,7 @@ LossFn: TypeAlias = Callable[..., Any]
 
 
 class LeafKind(abc.ABC):
-    """A leaf that is no dense array, such as `Rows`: it says how a rule on arrays meets it.
+    """A leaf that is no dense array, such as `Rows`: it defines how a rule on arrays applies to it.
 
     A pytree node whose numbers are `values`; it represents an array of `shape`.
     """

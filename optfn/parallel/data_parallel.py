@@ -48,7 +48,7 @@ def on_workers(
     return global_step
 
 
-# Up to here an all-reduce costs its messages, not their bytes. A larger one is not worth a copy.
+# Up to this size latency dominates an all-reduce; joining larger arrays is not worth the copy.
 _SMALL_BYTES = 65536
 
 
@@ -123,9 +123,9 @@ def for_optimizer(
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
 
-    A leaf that a transform exchanges by itself is averaged over the axes over which it does not;
-    all others, and the metrics, over all axes of the workers. The extra argument is then the axis
-    name, by which wrappers such as `skip_nonfinite` combine the workers' gradients.
+    A leaf that a transform exchanges by itself is averaged over the other axes only; all other
+    leaves, and the metrics, over all axes of the workers. The extra argument is then the axis name,
+    by which wrappers such as `skip_nonfinite` combine the workers' gradients.
     """
     if not axes(axis_name) or not exchanges(opt_state):
         return *mean_over_workers((grads, metrics), axis_name), {}

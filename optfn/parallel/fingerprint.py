@@ -1,8 +1,8 @@
 """A checksum of arrays that does not depend on where they lie.
 
 Each 32-bit word of an array is mixed with its position, and the results are summed modulo 2³². The
-sum has no order, so that it is the same whatever the layout, and every device can compute that of
-what it holds. A single changed word always changes it; other changes escape with the probability
+sum has no order, so that it is the same whatever the layout, and every device can sum over its own
+part. A single changed word always changes the sum; other changes escape with the probability
 2⁻⁶⁴, since there are two such sums.
 """
 
@@ -38,8 +38,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
         m = (seeded ^ (seeded >> 16)) * multiplier
         m = (m ^ (m >> 13)) * _GOLDEN
         mixed.append(m ^ (m >> 16))
-    # One reduction with two results. XLA on CPU writes what goes into two reductions to memory
-    # first: twice the size of x, and ten times as long.
+    # One reduction with two results. XLA on CPU writes the input of two separate reductions to
+    # memory first: twice the size of x, and ten times as long.
     zeros = (np.uint32(0), np.uint32(0))
     return jnp.stack(lax.reduce(tuple(mixed), zeros, _add_pairs, tuple(range(words.ndim))))
 
@@ -87,7 +87,7 @@ def replicas_differ(params: Params, specs: PyTree, mesh: Mesh) -> jax.Array:
 
     Args:
       params: arrays on the mesh.
-      specs: their PartitionSpecs; what is divided over devices is not compared.
+      specs: their PartitionSpecs; arrays that are divided over devices are not compared.
       mesh: all its axes are compared.
     """
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)

@@ -115,9 +115,10 @@ class Layout(abc.ABC):
     def of_state(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the state of an optimizer.
 
-        A worker's own array lies over the worker axes. Any other of the shape of the parameter that
-        it belongs to lies as the gradient of that does, behind leading axes too, such as that of a
-        history; the rest, such as scales of blocks, is divided where the part axes divide it.
+        A per-worker array is divided over the worker axes. An array of the shape of its parameter,
+        or with further leading axes such as that of a history, lies as the gradient of that
+        parameter does. Any other array, such as scales of blocks, is divided where the part axes
+        divide it.
         """
         of_workers = specs_of(state, self.worker_axes)
         if not self.part_axes:
@@ -161,7 +162,7 @@ class Layout(abc.ABC):
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     def put(self, params: Params) -> Params:
-        """Return copies of params where they are to lie."""
+        """Return copies of params, placed by their specs."""
         return jax.tree.map(
             lambda spec, x: put(x, meshes.sharding(self.mesh, spec, jnp.ndim(x))),
             self.of_params(params), params, is_leaf=is_spec,
@@ -172,14 +173,14 @@ class Layout(abc.ABC):
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
-        """Return the state of step 0, each leaf where it is to lie: never whole where divided.
+        """Return the state of step 0, each leaf placed by its spec; no divided leaf is ever whole.
 
         Args:
           init: gives one worker's state.
           params: on the mesh.
 
         Raises:
-          ValueError: a part of the state is a worker's own, and there are no worker axes.
+          ValueError: the state has per-worker arrays, and there are no worker axes.
         """
         shapes = jax.eval_shape(init, params)
         keeps_own = bool(jax.tree.leaves(nodes_of(PerWorker, shapes)))
@@ -238,7 +239,7 @@ class ShardParams(ShardState):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardBySpec(Layout):
-    """Params, gradients and state lie as PartitionSpecs say.
+    """Params, gradients and state lie as given PartitionSpecs say.
 
     specs: those of params, by patterns of paths; other leaves are whole on every device.
     """

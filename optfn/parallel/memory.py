@@ -1,4 +1,4 @@
-"""What a way of splitting a model costs: bytes on each device, and bytes sent in a step."""
+"""The costs of each way of sharding a model: bytes on a device, and bytes sent in a step."""
 
 from itertools import compress
 from typing import NamedTuple, cast
@@ -25,8 +25,8 @@ class MemoryPlan(NamedTuple):
     params: of the parameters.
     state: of the optimizer's state.
     gradients: of the gradient that each worker computes, before it is reduced.
-    sent: what each device sends in a step, in a ring, for the means that the step takes; without
-      the packets of a transform that exchanges by itself.
+    sent: by each device in a step, in a ring, for the means that the step takes. The packets of
+      a transform that exchanges gradients by itself are not counted.
     """
 
     params: int
@@ -43,7 +43,7 @@ def plan_memory(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
 ) -> MemoryPlan:
-    """Return the bytes that a way of splitting a model takes; nothing is allocated.
+    """Return the bytes that a way of sharding a model takes; nothing is allocated.
 
     With N workers, P bytes of params, G of gradients and S of state:
 
@@ -53,8 +53,8 @@ def plan_memory(
         "params"    P/N     S/N    (N − 1)/N·(G + P), and P once more for a `Stacked`, whose layers
                                    `scan_layers` gathers again in the backward pass
 
-    What cannot be divided by N counts whole, and goes through an all-reduce. Activations and the
-    batch come on top.
+    A leaf that cannot be divided by N counts whole, and goes through an all-reduce. Activations and
+    the batch come on top.
 
     Args:
       tx: an optimizer, however wrapped.

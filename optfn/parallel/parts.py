@@ -73,7 +73,7 @@ def gather(part: jax.Array, divisions: Sequence[Division], layout: Layout) -> ja
 
 
 class _Part(NamedTuple):
-    """The part of an array that a device keeps, and how the whole of it is gathered."""
+    """The part of an array that a device keeps, and how the whole array is gathered."""
 
     part: jax.Array
     divisions: list[Division]
@@ -82,7 +82,7 @@ class _Part(NamedTuple):
     def of_each_layer(self) -> "_Part | None":
         """Return the same array by parts of each layer, instead of some whole layers.
 
-        None where the number of parts divides no dimension of a layer.
+        None if no dimension of a layer is divisible by the number of parts.
         """
         of_layers, rest = self.divisions[0], self.divisions[1:]
         if of_layers.dimension > 0:
@@ -110,7 +110,7 @@ _parts: ContextVar[dict[int, _Part]] = ContextVar("parts", default={})  # noqa: 
 def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iterator[Params]:
     """Give the whole params of a device's parts, for the time in which a loss is traced.
 
-    `scan_layers` finds the parts of what it is given, and gathers them layer by layer. Tables are
+    `scan_layers` finds the parts of its stacked params, and gathers them layer by layer. Tables are
     only looked up, and stay parts.
 
     Args:
@@ -172,7 +172,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
       fn: (params of one layer, x) -> x.
       stacked: params with the layers along the leading axis of each leaf; a leaf of the params
         that the loss is given, as it is (a leaf that is cast before is gathered whole).
-      x: what goes through the layers, a tree of arrays.
+      x: the input of the first layer, a tree of arrays.
 
     Raises:
       TypeError: `fn` is no function, or `stacked` a list, as of layers that are not stacked.

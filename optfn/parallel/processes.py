@@ -1,4 +1,4 @@
-"""What the processes of a run settle among themselves, on the host."""
+"""Agreement between the processes of a run, on the host: equal params, small all-gathers."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -37,13 +37,13 @@ def _are_of_all(devices: Iterable[Any]) -> bool:
 
 
 def gather_values(values: Sequence[int]) -> np.ndarray:
-    """Return int32 (processes, len(values)): what each process passes. All call it."""
+    """Return int32 (processes, len(values)): the values of each process. All call it."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
 def send(source: int, content: bytes) -> bytes:
-    """Return in every process what the process `source` passes. All call it."""
+    """Return in every process the content that `source` passes. All processes call it."""
     high, low = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
     pieces = []
@@ -61,8 +61,8 @@ def compare_params(params: Params) -> None:
     Leaves that are spread over processes already are compared by shape only, traced ones not.
 
     Raises:
-      ValueError: in every process, with what differs and the processes where it does; so it is
-        where their versions of optfn or JAX differ.
+      ValueError: the params differ, or the versions of optfn or JAX. It is raised in every
+        process, and names the difference and the processes that have it.
     """
     arrays = jax.tree.leaves(params)
     if not arrays or checks.is_traced(arrays):

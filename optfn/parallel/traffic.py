@@ -1,7 +1,7 @@
 """How many bytes a worker sends in a step, by formula.
 
-A transform that exchanges by itself says so in its state, in the `traffic` of its `Exchanged`: an
-object without arrays that is a static node of a tree,
+A transform that exchanges gradients by itself says so in its state, in the `traffic` of its
+`Exchanged`: an object without arrays that is a static node of a tree,
 
     @jax.tree_util.register_static
     @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def traffic_metrics(
 
 
 def _exchanging(state: OptState) -> list[Any]:
-    """Return the states of transforms that exchange by themselves and count their exchanges."""
+    """Return the states of transforms that exchange gradients by themselves and count exchanges."""
 
     def is_one(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")

@@ -1,4 +1,4 @@
-"""An optimizer that communicates by itself, on the gradients that a pipeline leaves each worker."""
+"""An optimizer that exchanges gradients by itself, on those that a pipeline leaves each worker."""
 
 from typing import Any, NamedTuple
 
@@ -38,16 +38,16 @@ def on_each_device(
     spec: P,
     data_axis: str = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on each device, on what it holds of params and on its worker's gradients.
+    """Run an optimizer on each device, on its part of params and on its worker's gradients.
 
         f = pipeline_value_and_grad(stage_fn, loss_fn, mesh=mesh, num_microbatches=m,
                                     data_axis="data", grad_reduce=None)
         tx = on_each_device(dgc_momentum(...), mesh, spec=PartitionSpec("stage"))
         step = make_train_step(loss_fn, tx, value_and_grad=f)
 
-    Each device of a stage exchanges with the same stage of the other workers only. A leaf is to
-    `tx` what the device holds of it, so that sizes, selections and norms are those of a stage: as
-    for the whole model on each worker, with the stages' params as leaves of their own.
+    Each device of a stage exchanges with the same stage of the other workers only. `tx` sees the
+    device's part of each leaf, so that sizes, selections and norms are those of a stage: as for the
+    whole model on each worker, with the stages' params as leaves of their own.
 
     Args:
       tx: such as `dgc_momentum`, element by element or leaf by leaf: a norm over all params would
@@ -55,8 +55,8 @@ def on_each_device(
       mesh: as the pipeline's.
       spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
         PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for heterogeneous
-        ones, which lie on every device. What `PipelineParams` says is shared lies on every device
-        in any case, and so does what is kept for it.
+        ones, which lie on every device. The shared params of `PipelineParams` and their optimizer
+        state lie on every device in any case.
       data_axis: the axis of the workers, `axis_name` of `tx`.
 
     State: that of `tx`. Per-worker parts are flat arrays over the data axis and those of `spec`;
@@ -88,7 +88,7 @@ def on_each_device(
             shape = NamedSharding(mesh, spec).shard_shape(jnp.shape(x))
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
-        # What is compressed depends on the size of a device's part.
+        # The choice of leaves to compress depends on the size of a device's part.
         specs = placement.of_params(params)
         shapes = jax.eval_shape(init_on_device, jax.tree.map(part, params, specs))
         check_wrappers("on_each_device", shapes)
@@ -105,8 +105,8 @@ def on_each_device(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        # Updates leave the devices laid out like params, as arrays; and of what the training step
-        # says, only numbers are the same on all devices.
+        # Updates leave the devices as arrays, laid out like params. Of the training step's extra
+        # arguments, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
         _check_workers(updates, workers, data_axis)
         specs = placement.of_state(state.inner_state)
@@ -175,7 +175,7 @@ def _with_shared(shared: PyTree, stages: PyTree) -> PyTree:
 
 
 def _has_gradient(g: Leaf) -> bool:
-    # No device takes a float0.
+    # shard_map takes no float0.
     return not tree.is_masked(g) and g.dtype != jax.dtypes.float0
 
 

@@ -30,7 +30,7 @@ from optfn.state.placement import num_workers
 
 @dataclasses.dataclass(frozen=True)
 class StagePlacement:
-    """What both forms have in common.
+    """The common part of both placements.
 
     worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
       a leading axis. Otherwise None.
@@ -56,7 +56,7 @@ class StagePlacement:
     def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
         """Return `arrays` resharded along the mesh's explicit axes.
 
-        shard_map reshards its arguments by itself along the other axes only.
+        shard_map reshards its arguments along the other axes only.
 
         Args:
           arrays: a tree.
@@ -272,7 +272,7 @@ class ListedStages(StagePlacement):
         return P(*self.leading_axes, *self.weight_specs(stages))
 
     def whole_along_data(self, weights: Params) -> Params:
-        """Return a device's weights: what is divided over the data axis came whole."""
+        """Return a device's weights; those divided over the data axis are gathered already."""
         return weights
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:

@@ -52,10 +52,10 @@ def report(
     summary: str = "",
     local_steps: int = 1,
 ) -> Path:
-    """Write what a run was as one HTML file, and return its path.
+    """Write the report of a run as one HTML file, and return its path.
 
     It has the curves that `history` draws, a table of the first, least, greatest and last number of
-    each, what the optimizer keeps for each parameter, versions and devices. Everything is in the
+    each, the optimizer's state for each parameter, versions and devices. Everything is in the
     file, so that it can be sent or kept; it takes the colours of a light or a dark page.
     `minimize(..., report=path)` writes it while the run goes on.
 

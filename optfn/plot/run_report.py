@@ -20,13 +20,13 @@ _SECONDS_BETWEEN = 60.0
 
 
 class RunReport:
-    """Writes the report of a run about once a minute, and when the run ends, however it does.
+    """Writes the report of a run about once a minute, and at the end, however the run ends.
 
     In a run of several processes the first one writes it.
 
     Args:
       path: the file; None for no report.
-      history: gives the arrays that are reported.
+      history: returns the arrays to report.
       step: the training step.
       state: a state of it.
     """

@@ -27,7 +27,7 @@ from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
 from optfn.train.state_dict import load_state_dict, named_leaves, state_dict
 
-# What a history and the headers of a small file may take.
+# The bytes that a history and the headers of a small file may take.
 _SMALL = 1 << 24
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
 
@@ -46,7 +46,7 @@ def save_checkpoint(
     moment leaves the newest checkpoint intact. In a run of several processes all call it.
 
     A file (`sharded=False`): each process has a directory of its own, and writes the full state,
-    including what other processes hold, so that any of the directories is enough to resume from.
+    with the parts of other processes, so that any of the directories is enough to resume from.
 
     A directory (`sharded=True`, by orbax): all processes name the same one, which they share, and
     each writes its own part, in the background. The next save, a restore and the end of `minimize`
@@ -117,7 +117,7 @@ def _write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 def _remove_others(path: Path, keep: int) -> None:
     """Remove the oldest checkpoints beside the one that was just written, until `keep` are left.
 
-    One of a later step may lie there, from before the run went back to an earlier checkpoint.
+    A checkpoint of a later step may lie there, if the run went back to an earlier one.
     """
     others = [other for other in checkpoints(path.parent) if other != path]
     for other in others[: max(0, len(others) + 1 - keep)]:
@@ -164,8 +164,8 @@ def load_checkpoint(
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the TrainState in a checkpoint, and the history beside it.
 
-    Arrays lie as those of the template. Those that are a worker's own are converted by
-    `rescale_residuals` where there were more workers, or fewer.
+    Arrays lie as those of the template. Per-worker arrays are converted by `rescale_residuals`
+    where the number of workers has changed.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
@@ -191,7 +191,7 @@ def _load_file(
     """Return the arrays in a file by name, as `state_dict` gives them, and the history."""
     try:
         arrays = _read(path, state)
-    except Exception as error:  # zipfile raises errors of many kinds where its fields are damaged
+    except Exception as error:  # zipfile raises many types of errors where its fields are damaged
         raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
     prefix = "history/"
     names = [name for name in arrays if name.startswith(prefix)]
@@ -202,8 +202,8 @@ def _load_file(
 def _read(path: str | os.PathLike[str], state: PyTree) -> dict[str, np.ndarray]:
     """Return the arrays of a file; nothing in it is run, unpickled or unpacked to the disk.
 
-    No more is allocated than the file has bytes, or where it is compressed, than a few times what
-    the template `state` has.
+    Allocations are bounded by the bytes of the file, or where it is compressed, by a few times the
+    bytes of the template `state`.
     """
     with open(path, "rb") as stream:
         with zipfile.ZipFile(stream) as file:
@@ -288,7 +288,7 @@ def restore_checkpoint(
 def _newest(
     paths: list[Path], state: PyTree, problems: list[str]
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Return the last one that is intact; what is wrong with those after it goes to `problems`."""
+    """Return the last one that is intact; `problems` gets the faults of those after it."""
     for path in reversed(paths):
         try:
             return load_checkpoint(path, state)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its history, evaluations, and a log of each step."""
+"""The records of a run: its history, its evaluations, and a log of each step."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from optfn.leaves.types import PyTree
 from optfn.train.state import TrainState
 from optfn.wrappers.metrics import RECORDED
 
-# What the history keeps of each step.
+# The metrics of each step that the history keeps.
 PER_STEP = ("loss", "learning_rate", "bytes_sent", *RECORDED)
 
 
@@ -41,7 +41,7 @@ class History:
         self.steps.append({k: metrics[k] for k in PER_STEP if k in metrics})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return an array for each metric, with what a run before this one left first."""
+        """Return an array for each metric, with the entries of the earlier run first."""
         self._move_to_host()
         evaluations = {k: x for k, x in self.earlier.items() if k.startswith("evaluation")}
         per_step = {k: x for k, x in self.earlier.items() if k not in evaluations}
@@ -70,14 +70,14 @@ def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[s
 
 @dataclasses.dataclass
 class Evaluator:
-    """Evaluates a run now and then, and knows which evaluation was the best.
+    """Evaluates a run every so many steps, and records the best evaluation.
 
     Args:
       function: (params) or (params, model_state) -> a number or a dict of numbers; None for none.
       every: the number of steps between evaluations; None evaluates at the end only.
       monitor: the key of the number that has to fall, where there are several.
       patience: how many evaluations in a row may be no better than the best; None for any number.
-      keep_best: whether the state of the best evaluation is asked for.
+      keep_best: whether the run returns the state of the best evaluation.
       history: where results go; it may hold those of a run before this one.
     """
 
@@ -170,13 +170,13 @@ def _real(key: str, value: Any) -> float:
 
 @runtime_checkable
 class SummaryWriter(Protocol):
-    """What writes files for TensorBoard: torch's and tensorboardX's classes of this name."""
+    """A writer of files for TensorBoard: torch's and tensorboardX's classes of this name."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number of a step."""
 
     def flush(self) -> object:
-        """Write what is in memory to the disk."""
+        """Write the buffered values to the disk."""
 
 
 @runtime_checkable
@@ -187,7 +187,7 @@ class FlaxSummaryWriter(Protocol):
         """Write one number of a step."""
 
     def flush(self) -> object:
-        """Write what is in memory to the disk."""
+        """Write the buffered values to the disk."""
 
 
 # Where a run writes its metrics while it goes on: the path of a file of JSON lines, or TensorBoard.
@@ -197,8 +197,8 @@ Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
 class RunLog:
     """Metrics of each step, written while the run goes on.
 
-    They are written when the device has computed them, at the latest at the end, so that writing
-    waits for nothing.
+    They are written once the device has computed them, at the latest at the end, so that writing
+    does not wait for a step.
 
     Args:
       log: a path, a SummaryWriter of torch, tensorboardX or flax, or None for no log.

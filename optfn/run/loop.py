@@ -78,7 +78,7 @@ def minimize(
       params: the tree to start from; it stays as it is.
       batches: an iterable of batches.
       model_state: the model's arrays beside params, such as batch statistics: the initial ones.
-        `loss_fn` then takes and gives them, as with `make_train_step(model_state=True)`.
+        `loss_fn` then takes and returns them, as with `make_train_step(model_state=True)`.
 
     The arguments `has_aux` to `compare_replicas_every` are those of `make_train_step`, all others
     those of `fit`. Returns and errors are those of `fit`.
@@ -141,9 +141,10 @@ def fit(
     """Train: one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
-    its end, and what there is comes back. A second Ctrl-C interrupts at once. In a run of several
-    processes a signal to any of them ends all after the same step, within some seconds; with JAX's
-    option `jax_enable_preemption_service` off, signals act there as they do without optfn.
+    its end, and its state and history are returned. A second Ctrl-C interrupts at once. In a
+    run of several processes a signal to any of them ends all after the same step, within some
+    seconds; with JAX's option `jax_enable_preemption_service` off, signals act there as they do
+    without optfn.
 
     Args:
       step: a training step, from `make_train_step`.
@@ -167,22 +168,22 @@ def fit(
         an evaluation before was better, and its state was not kept because `keep_best` was off,
         the best of these comes back with a warning that names the step of the better one.
       callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
-        the run. The next step overwrites the state: copy what is to be kept of it. Reading the
-        metrics waits for the step.
+        the run. The next step overwrites the state: copy the arrays to keep. Reading the metrics
+        waits for the step.
       log: where the metrics of each step go while the run goes on: a path, for a file with one JSON
         object a line, with which a run that resumes goes on; or the SummaryWriter of tensorboardX,
-        torch or flax, for TensorBoard: what has `flush()`, and `add_scalar(name, value, step)` or
-        `scalar(name, value, step)`.
-      report: a file of HTML with the curves of the run, a table of its numbers, what the optimizer
-        keeps, versions and devices; see `optfn.plot.report`. It is written about once a minute and
-        at the end, also where an error ends the run. Needs matplotlib.
+        torch or flax, for TensorBoard: any object with `flush()`, and either
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`.
+      report: a file of HTML with the curves of the run, a table of its numbers, the optimizer's
+        state, versions and devices; see `optfn.plot.report`. It is written about once a minute
+        and at the end, also where an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
         the batches that were used, so pass the same ones, and ends bit for bit as if it had not
         been stopped. It counts the steps since `state` that were made before.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
 
     With local steps each batch is a round; `steps`, `save_every` and `evaluate_every` count local
-    steps, and what is due within a round happens at its end.
+    steps, and a save or an evaluation due within a round happens at its end.
 
     Returns:
       The last TrainState, and the history: NumPy arrays "loss" and, where the step gives them,
@@ -340,7 +341,7 @@ class _Saver:
             self.save(n, state, history)
 
     def save(self, n: int, state: TrainState, history: History) -> None:
-        """Save the state after step n, unless it is saved."""
+        """Save the state after step n, unless it is saved already."""
         if self.directory is not None and self.saved != n:
             self.step.check(state)
             save_checkpoint(self.directory, state, history.arrays())
@@ -361,7 +362,7 @@ class _Best:
         if not self.evaluator.keep_best or not int(resumed.step):
             return
         found = None if self.directory is None else restore_checkpoint(self.directory, resumed)
-        # One from after the last checkpoint is not in the history; the run makes it again.
+        # A state from after the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
             self.state = found[0]
             self.value = self.evaluator.monitored[int(self.state.step)]
@@ -409,7 +410,7 @@ class _Interrupt:
 
 @contextlib.contextmanager
 def _interruptible(mesh: Mesh | None) -> Iterator[_Interrupt]:
-    """Give an object that knows of the first SIGINT or SIGTERM; the next one acts as ever.
+    """Yield an object that records the first SIGINT or SIGTERM; the next one acts as usual.
 
     Signals that the program handles itself stay its own. In a run of several processes JAX takes
     SIGTERM as a notice of preemption, upon which the processes agree on the step to stop after;

@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a progress bar, or lines where there is no terminal."""
+"""The progress of a run on the screen: a bar, or lines where there is no terminal."""
 
 import math
 import sys
@@ -107,7 +107,7 @@ def num_examples(batch: Batch) -> int | None:
 
 
 def words(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return the metrics of so many steps as a person reads them: "loss 0.043120 rate 0.001"."""
+    """Return the metrics of so many steps as readable text: "loss 0.043120 rate 0.001"."""
     text = f"loss {short(metrics['loss'])}"
     if "learning_rate" in metrics:
         text += f" rate {float(metrics['learning_rate']):.3g}"

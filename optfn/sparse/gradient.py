@@ -183,7 +183,7 @@ def value_and_grad(
         for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
             if is_table:
                 _check_table(path, leaf)
-        # What the loss is traced with: whole tables, or negative ids would count from their parts.
+        # Trace the loss with whole tables, or negative ids would count from the end of their parts.
         seen = [
             _whole(x, owners) if is_table else x for x, is_table in zip(leaves, chosen, strict=True)
         ]
@@ -252,7 +252,7 @@ def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
 def _from_owners(
     equation: Equation, owners: Owners, part: jax.Array, starts: jax.Array
 ) -> list[jax.Array]:
-    """Return what a lookup gives, from the workers that keep the rows."""
+    """Return the results of a lookup, from the workers that keep the rows."""
     ids, rows = starts[..., 0], part.shape[1:]
     count = owners.num_rows(part)
     # A gather reads the nearest row where it may not be told that an id is outside.

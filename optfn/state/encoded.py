@@ -1,8 +1,8 @@
 """Fields of a state that hold codes of numbers: which fields belong together, and how to read them.
 
-Whoever does arithmetic with a state from outside, such as a mean over workers, must decode them
-first. The type of the state declares them, so that they are found in a state and, by the names that
-the type gives to its fields, in a mapping from `state_dict`.
+Arithmetic on a state from outside, such as a mean over workers, must decode these fields first. The
+type of the state declares them, so that they are found in a state and, by the names that the type
+gives to its fields, in a mapping from `state_dict`.
 """
 
 import dataclasses

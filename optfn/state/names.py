@@ -21,8 +21,8 @@ def with_owners(
 ) -> Iterator[tuple[str | None, Any]]:
     """Yield leaves of a state with the path of the parameter that each belongs to.
 
-    That is the longest of `paths` that its name ends with; None for counters and rates. Where the
-    only parameter has no path, all arrays that are not scalars belong to it.
+    The path is the longest of `paths` that the leaf's name ends with; None for counters and rates.
+    Where the only parameter has no path, all arrays that are not scalars belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
     for name, leaf in parts:

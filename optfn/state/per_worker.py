@@ -1,12 +1,13 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that communicates needs three things that others do not. Its state says each of them,
-and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
-asks the state:
+A transform that exchanges gradients by itself needs three things that others do not. Its state
+says each of them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the
+training step) asks the state:
 
-* which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
-* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves
-  and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
+* which arrays are per-worker, that is a worker's own: they lie in a `PerWorker`, beside an int32
+  field `num_workers`;
+* the leaves whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has
+  them and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
   other axes of the workers the training step averages the gradients first;
 * whether its updates may be row-sparse: its state type has `@traits(passes_rows=True)`, and
   `update` takes `row_updates=True`.
@@ -39,7 +40,7 @@ from optfn.mesh import Axes, AxisName, axes, joined
 
 @traits(transparent=True)
 class PerWorker(NamedTuple):
-    """A part of a state that is a worker's own: arrays with at least one axis, (n, …).
+    """A per-worker part of a state: arrays with at least one axis, (n, …).
 
     On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
     It adds no word to the names of `state_dict`.
@@ -67,8 +68,7 @@ class Exchanged(NamedTuple):
     leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each
       array.
     axes: the mesh axes over which it exchanges or averages.
-    traffic: what says how many bytes a worker sends, see `optfn.parallel.traffic`; () where nothing
-      is known.
+    traffic: a record of the bytes that a worker sends, see `optfn.parallel.traffic`; () if unknown.
 
     It holds no array.
     """
@@ -94,12 +94,12 @@ def nodes_of(kind: type, state: OptState) -> list[Any]:
 
 
 def exchanges(state: OptState) -> bool:
-    """Tell whether there is a transform in a state that exchanges by itself."""
+    """Tell whether a transform in the state exchanges gradients by itself."""
     return bool(nodes_of(Exchanged, state))
 
 
 def has_own_state(state: OptState) -> bool:
-    """Tell whether a part of a state is a worker's own."""
+    """Tell whether a state has per-worker arrays."""
     return bool(nodes_of(PerWorker, state))
 
 
@@ -110,8 +110,8 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     by their names, because a wrapper may mask some of them.
 
     Raises:
-      ValueError: a transform exchanges a leaf that `params` does not have: what stands around it
-        has another tree than params, so that nobody knows whose gradient it takes.
+      ValueError: a transform exchanges a leaf that `params` does not have: a wrapper around it
+        changes the tree, and the gradients that it takes have no place in params.
     """
     covered: dict[str, Axes] = {}
     for node in nodes_of(Exchanged, state):
@@ -148,10 +148,10 @@ _PASSING = (
 
 
 def check_wrappers(who: str, state: OptState) -> None:
-    """Raise a ValueError if what stands around a transform that exchanges is not known to be right.
+    """Raise a ValueError if a wrapper that is not known to be correct encloses an `Exchanged`.
 
-    A wrapper that looks at gradients or keeps them would do so on each worker for itself, and
-    decide otherwise there.
+    A wrapper is known by `passes_own_gradients`. Any other may see or keep the gradients of each
+    worker apart, so that workers would diverge.
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return
@@ -175,7 +175,7 @@ def check_wrappers(who: str, state: OptState) -> None:
 def _check_before(who: str, chain: OptState) -> None:
     """Raise a ValueError if a part of a chain keeps gradients that a later part exchanges.
 
-    It sees each worker's own: on a mesh its state would be taken for the same on all workers.
+    That part sees each worker's own gradients, but on a mesh its state counts as replicated.
     """
     for i, part in enumerate(chain):
         marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]

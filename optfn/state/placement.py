@@ -110,7 +110,7 @@ def state_specs(
 def on_workers_of(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
-    """Return the function that gives the state of all workers, of one that gives one worker's.
+    """Turn a function that returns one worker's state into one that returns that of all workers.
 
     Args:
       init: gives one worker's state.
@@ -206,9 +206,9 @@ def _mean_of_codes(parts: OptState, mean: OptState, is_own: OptState) -> OptStat
     """Return `mean` with the mean of the numbers that codes stand for, where a node has codes.
 
     Args:
-      parts: a node of a state, in which each array that is a worker's own is (workers, n, …).
+      parts: a node of a state, in which each per-worker array is (workers, n, …).
       mean: the node with the mean over workers of each array; of codes, worker 0's.
-      is_own: a flag for each array, whether it is a worker's own.
+      is_own: a flag for each array, whether it is per-worker.
     """
     for field in encoded_fields(parts):
         found = jax.tree.map(

@@ -1,8 +1,8 @@
-"""Local steps: workers train apart for a while, and then exchange how far they have come.
+"""Local steps: workers train apart for some steps, and then average the drift of their params.
 
-Each worker's optimizer keeps a state of its own. The leaves of it that cannot differ between
-workers, such as step counters and rates, are found by tracing its update: they depend neither on
-gradients nor on params.
+Each worker's optimizer has a state of its own. Its leaves that cannot differ between workers, such
+as step counters and rates, are found by tracing the update: they depend neither on gradients nor
+on params.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
     num_workers: int32.
-    inner_state: the state of `tx`; the leaves that are a worker's own are in `PerWorker`s.
+    inner_state: the state of `tx`; its per-worker leaves are in `PerWorker`s.
     """
 
     num_workers: jax.Array
@@ -59,7 +59,7 @@ class LocalSteps(NamedTuple):
         """Return the state of one worker at step 0.
 
         Raises:
-          ValueError: `tx` communicates, or keeps copies of params.
+          ValueError: `tx` exchanges gradients by itself, or keeps copies of params.
         """
         state = self.tx.init(params)
         _check_inner(self.tx, state, params)
@@ -71,7 +71,7 @@ class LocalSteps(NamedTuple):
         """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
         Args:
-          local_step: a step on what a worker has alone.
+          local_step: a step on the state and the batch of one worker.
           axis_name: the mesh axes of the workers.
         """
 
@@ -86,7 +86,7 @@ class LocalSteps(NamedTuple):
             metrics = _mean_of_metrics(metrics, axis_name)
             params, outer = self._exchange(drift, state, finite, metrics["loss"], axis_name)
             metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
-            # A worker that has gone astray would do so again: its optimizer starts anew.
+            # A worker whose drift is not finite starts again with a fresh optimizer state.
             fresh = self.tx.init(params)
             astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(
@@ -127,8 +127,8 @@ class LocalSteps(NamedTuple):
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
     """Raise unless a state is that of a step with these local steps, on as many workers.
 
-    The number of workers is compared where reading it does not wait for a step under way, whose
-    result has the right one.
+    The number of workers is compared only where its value is ready, so that no call waits for a
+    step under way; the result of a step has the right number.
     """
     if isinstance(opt_state, InnerAndOuter) != (local is not None):
         made = ("without local steps", "with local_steps > 1")
@@ -153,7 +153,7 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
 
 
 def _can_be_read(x: jax.Array) -> bool:
-    """Tell whether an array has its value at hand."""
+    """Tell whether the value of an array can be read without waiting."""
     if not isinstance(x, jax.Array):
         return True
     return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def _like_gradient(p: Leaf) -> Leaf:
 def _check_inner(
     tx: optax.GradientTransformationExtraArgs, state: OptState, params: Params
 ) -> None:
-    """Raise a ValueError for optimizers that are not right where params are exchanged."""
+    """Raise a ValueError for optimizers that are incorrect between exchanges of params."""
     if exchanges(state):
         raise ValueError(
             "local_steps > 1 with a tx that communicates by itself: workers train apart, and outer "
@@ -207,7 +207,7 @@ def _follows_params(x: object) -> bool:
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:
-    """Return a state with the workers' own leaves in PerWorkers; scalars have the shape (1,)."""
+    """Return a state with the per-worker leaves in PerWorkers; scalars have the shape (1,)."""
     return jax.tree.map(
         lambda x, is_own: PerWorker(jnp.reshape(x, x.shape or (1,))) if is_own else x, state, own
     )

@@ -27,7 +27,7 @@ from optfn.sparse.tables import Owners
 
 
 class Values(NamedTuple):
-    """What a loss function gives: the loss, and with it the new model state and auxiliary data."""
+    """The results of a loss function: the loss, the new model state and auxiliary data."""
 
     loss: jax.Array
     model_state: PyTree = None
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a step minimizes, two functions of (params, model_state, batch, *keys).
+    """The objective of a step: two functions of (params, model_state, batch, *keys).
 
     value: gives the Values.
     value_and_grad: gives the Values and the gradients.
@@ -47,19 +47,19 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a loss function takes and gives beside params, the batch and the loss."""
+    """The further arguments and results of a loss function, beside params, batch and loss."""
 
     has_model_state: bool
     has_aux: bool
 
     def arguments(self, model_state: PyTree, *others: Any) -> tuple[Any, ...]:
-        """Return what follows the params in a call."""
+        """Return the arguments that follow the params in a call."""
         # A new tree for each call: equinox marks a State as used up.
         return (jax.tree.map(lambda x: x, model_state), *others) if self.has_model_state else others
 
     @property
     def result(self) -> str:
-        """What the function has to return, for errors."""
+        """The results that the function must return, for errors."""
         rest = {
             (False, False): "",
             (False, True): "aux",
@@ -69,15 +69,15 @@ class Form:
         return f"(loss, {rest})" if rest else "loss"
 
     def values(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Return what a function gave, checked.
+        """Return the checked results of a function.
 
         Args:
           who: the function's name in errors.
-          returned: what it gave.
-          model_state: the one it was given; the new one must be like it.
+          returned: its results.
+          model_state: the one passed to the function; the new one must be like it.
 
         Raises:
-          TypeError: it is not of this form, or the loss is not a real number.
+          TypeError: the results are not of this form, or the loss is not a real number.
           ValueError: the loss is not a scalar, or the model state has changed its structure.
         """
         if not (self.has_model_state or self.has_aux):
@@ -141,7 +141,7 @@ def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
             )
 
 
-# Gives the params that a function sees, for the time in which it is traced.
+# A context manager from stored params to those that a function sees while it is traced.
 Seen: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
 
 
@@ -158,9 +158,9 @@ def of_loss(
 
     Args:
       loss_fn: (params, batch) -> loss, or another form.
-      form: what it takes and gives beside.
-      seen: gives the params that it sees of those that are stored, for the time of the call;
-        gradients are with respect to the stored ones.
+      form: its further arguments and results.
+      seen: a context manager from the stored params to those that the loss sees; gradients are
+        with respect to the stored ones.
       tables: leaves that are looked up only; see `sparse.value_and_grad`.
       owners: the workers that keep their rows, where they are sharded.
       recompute: names of values that are kept for the backward pass.
@@ -200,7 +200,7 @@ def of_value_and_grad(
 ) -> Objective:
     """Return the objective of a user's own (params, batch) -> (loss, gradients).
 
-    Its gradients are those of the params that it sees, which `seen` gives.
+    Its gradients are with respect to the params that it sees, those from `seen`.
     """
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
@@ -234,8 +234,8 @@ def of_packed(objective: Objective) -> Objective:
 def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
     """Return the objective of all devices of the part axes, a function of whole arrays on the mesh.
 
-    Loss and gradients are means over these devices. Each gathers the params that it needs, and gets
-    the part of the gradients that it keeps.
+    Loss and gradients are means over these devices. Each device gathers the params that its
+    loss needs, and gets its own part of the gradients.
 
     Args:
       make: returns the objective of one device.
@@ -261,7 +261,7 @@ class _OnParts(NamedTuple):
         return self._run(on_device, P(), params, *rest)
 
     def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
-        """Return the mean of the values, and of the gradients, each divided as it is kept."""
+        """Return the mean of the values, and of the gradients, each divided as its layout says."""
         objective, layout = self._of_one(params), self.layout
         specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
 
@@ -300,7 +300,7 @@ class _OnParts(NamedTuple):
         return [jax.random.fold_in(key, lax.axis_index(self.layout.part_axes)) for key in keys]
 
     def _on_devices(self, specs: PyTree) -> PyTree:
-        """Return the part of specs that speaks of the part axes, which `shard_map` binds."""
+        """Return specs restricted to the part axes, which `shard_map` binds."""
         names = self.layout.part_axes
         return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
 
@@ -329,7 +329,7 @@ def value_fn(
     """Return params -> loss on the batch of a step, as transforms that search a line call it.
 
     Args:
-      objective: what the step minimizes.
+      objective: that of the step.
       axis_name: the mesh axes over whose workers loss and gradients are averaged; None for none.
       *arguments: model state, batch and keys of the step.
     """

@@ -16,7 +16,7 @@ from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind
 from optfn.state.placement import num_workers
 
-# (option, the one that it needs, why)
+# (option, the option that it needs, why)
 NEEDS = (
     ("shard", "mesh", "its devices have the parts"),
     ("shard_tables", "tables", "a pattern of the leaves whose rows are divided"),
@@ -29,7 +29,7 @@ NEEDS = (
 _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
 _APART = "workers that train apart differ in their params, so that none can keep a part for others"
 
-# (option, one that it cannot be with, why)
+# (option, an option that excludes it, why)
 EXCLUDES = (
     ("recompute", "value_and_grad", _OF_LOSS),
     ("tables", "value_and_grad", _OF_LOSS),

@@ -1,13 +1,13 @@
-"""The state of packed params as that of the tree, and back: so it is named, saved and loaded.
+"""Conversion of the state of packed params to that of the tree, and back, for checkpoints.
 
-On a mesh a buffer that is a worker's own has the parts of N workers, each with the elements of all
-leaves, (N·size,). In the state of the tree each leaf has the parts of N workers:
+On a mesh a per-worker buffer has the parts of N workers, each with the elements of all leaves,
+(N·size,). In the state of the tree each leaf has the parts of N workers:
 
 * of a Packed inside a `PerWorker` they are flat, (N·n,), as `accumulate` keeps them;
 * of a Packed of `PerWorker`s they are (N·d₀, …), of scalars (N,), as local steps keep them.
 
-Some transforms make something of the elements of a whole buffer, such as blocks with a scale. The
-type of their state has the trait `spans_buffers`, and workers' own buffers in it stay as they are.
+Some transforms compute over the elements of a whole buffer, such as the scales of blocks. The type
+of their state has the trait `spans_buffers`, and its per-worker buffers stay as they are.
 """
 
 import itertools
@@ -63,7 +63,7 @@ def pack_state(like: OptState, state: OptState) -> OptState:
 
     Args:
       like: a state with buffers.
-      state: a state of the tree; where it has a Packed itself, that is taken as it is.
+      state: a state of the tree; a Packed in it stays as it is.
     """
     workers = workers_of(like)
 
@@ -109,7 +109,7 @@ def _leaves_of_buffers(
     workers: int,
     made: Callable[[jax.Array], PyTree],
 ) -> PyTree:
-    """Return the tree of a Packed, or the Packed itself if it has no number for each element.
+    """Return the tree of a Packed; the Packed itself unless it has one number for each element.
 
     Args:
       packed: a Packed of buffers with the parts of all workers.

@@ -45,8 +45,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     The names are words that stay when a transform is inserted in the chain, and are the same
     whether the learning rate is a number, an array or a schedule, and whether params are packed.
     `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    the bits they are made of, PRNG keys as their data. Where there are arrays that are a worker's
-    own, "per_worker" lists their names.
+    their bits, PRNG keys as their data. If there are per-worker arrays, "per_worker" lists their
+    names.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -72,7 +72,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 
 def per_worker_names(opt_state: OptState) -> list[str]:
-    """Return the names of the arrays in a state that are a worker's own."""
+    """Return the names of the per-worker arrays in a state."""
     is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
     return sorted(name for name, flag in named_leaves(is_own) if flag)
 
@@ -110,7 +110,7 @@ def load_state_dict(
     Args:
       opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
         structure, wrappers, dtypes and shardings.
-      mapping: arrays by name: a dict, or what `numpy.load` gives.
+      mapping: arrays by name: a dict, or the result of `numpy.load`.
       strict: whether every name of the template must be in `mapping` and no other. If not, parts
         that are missing stay as the template has them, and others are passed over. Names of fields
         that earlier versions kept are passed over in either case.
@@ -166,8 +166,8 @@ def _is_within(name: str, fields: Sequence[str]) -> bool:
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     """Return a state without buffers as the template for a mapping; packed again, it is placed.
 
-    Earlier versions left the buffers that are a worker's own as they are; so are those of the
-    result where `mapping` has them.
+    Earlier versions saved per-worker buffers packed; where `mapping` has such buffers, those of the
+    result stay packed too.
     """
 
     def on_host(node: PyTree) -> PyTree:
@@ -201,7 +201,7 @@ def _placed(state: OptState, like: OptState) -> OptState:
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return `value` as an array like `leaf`, and what keeps it from being one."""
+    """Return `value` as an array like `leaf`, and the reason if it cannot be one, else ""."""
     if tree.is_key(leaf):
         data, problem = _fitted(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
@@ -224,7 +224,7 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
 
 
 def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
-    """Tell whether an array is where it belongs, or nowhere this process could move it from."""
+    """True if sharding and dtype already match, or the array is not fully addressable here."""
     return not value.is_fully_addressable or (
         value.sharding == getattr(leaf, "sharding", None) and value.dtype == leaf.dtype
     )
@@ -233,8 +233,8 @@ def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
     """Return the average of the parameters that a state holds: fluid's apply.
 
-    Nothing is changed; restoring is keeping the parameters one has. Before the first update, and
-    for leaves that are not averaged, it is the parameters themselves, copied.
+    The state and `params` are not changed, so that nothing has to be restored afterwards. Before
+    the first update, and for leaves that are not averaged, the result is a copy of `params`.
 
     Args:
       opt_state: the state of an optimizer with an average in it.
@@ -264,7 +264,7 @@ def summary(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
 ) -> str:
-    """Return a table of what an optimizer keeps for each parameter.
+    """Return a table of the arrays that an optimizer keeps for each parameter.
 
     Args:
       tx: an optimizer, however wrapped; nothing is allocated and no mesh axis is needed.

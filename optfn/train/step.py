@@ -97,14 +97,14 @@ class TrainStep:
         give the same params, and are compared.
 
         Args:
-          params: what is trained.
+          params: the parameters to train.
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
           TypeError: all params are integers, of which none is trained.
-          ValueError: processes have other params, or other versions of optfn or JAX.
+          ValueError: params, or the versions of optfn or JAX, differ between processes.
 
-        Warns where a link of a chain stands at the wrong place, such as an average before others.
+        Warns of a transform at the wrong position in a chain, such as an average before others.
         """
         _check_params(params)
         self._check_model_state(model_state)
@@ -131,8 +131,7 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the step before.
-          RuntimeError: params that should be the same on all devices are not, where they are
-            compared.
+          RuntimeError: replicated params differ between devices, where they are compared.
           ValueError: `state` has been used up by an earlier call; or, at the first call, batches of
             several processes have other structures or shapes; or `state` has local steps of
             another number of workers.
@@ -157,11 +156,11 @@ class TrainStep:
         return state, metrics
 
     def check(self, state: TrainState) -> None:
-        """Raise if the step that gave this state ended a run, as each call does of its own state.
+        """Raise if the step that returned this state must end the run, as a call with it does.
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up.
-          RuntimeError: params that should be the same on all devices are not.
+          RuntimeError: replicated params differ between devices.
         """
         if checks.is_traced(state.step):
             return
@@ -290,8 +289,8 @@ def make_train_step(
         of the batch is split over them, the loss is their mean. Batches are host arrays of all
         examples, the same in every process, or global arrays.
       data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split. An
-        optimizer that exchanges by itself, such as `dgc_momentum`, does so over its `axis_name`;
-        over the other data axes its gradients are averaged.
+        optimizer that exchanges gradients by itself, such as `dgc_momentum`, does so over its
+        `axis_name`; over the other data axes its gradients are averaged.
       recompute: names of values in `loss_fn` that are kept for the backward pass; everything
         between them is recomputed there, see `optfn.recompute`.
       packed: whether params and state are kept in one buffer per dtype, for models of many small
@@ -305,12 +304,12 @@ def make_train_step(
         `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. It takes and
         gives model state and aux as `loss_fn` does, ((loss, model_state), gradients). With `mesh`
         it is called inside `shard_map` with a worker's part of the batch.
-      local_steps: H. With H > 1 a call is a round: each worker makes H steps of `tx` by itself, on
+      local_steps: H. With H > 1 a call is a round: each worker makes H steps of `tx` alone, on
         equal parts of its part of the batch, with a state of its own; then `outer` gets the drift
         θ_start − θ_end of each worker as its gradient, in float32, and params become θ_start plus
         its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
       outer: the optimizer of the rounds; it sees the mean drift, or each worker's if it exchanges
-        by itself. None is sgd(1.0): params become the mean over workers.
+        gradients by itself. None is sgd(1.0): params become the mean over workers.
       shard: how params and state are spread over the devices of `mesh`. None: whole on each.
         "state": the state is, 1/N over `data_axis`; gradients arrive by a reduce-scatter, new
         params by an all-gather. "params": params are spread as well, and gathered for the loss,
@@ -325,17 +324,17 @@ def make_train_step(
         checksum of 8 bytes a leaf; the next call raises if they differ. None never compares.
       donate: whether the step may overwrite the state that it is given.
 
-    The update gets what transforms of optax ask for: value, the loss; grad, the gradients; and
-    value_fn, params -> loss on this batch, whose gradient can be taken. On a mesh these are means
-    over the workers.
+    The update gets the extra arguments that transforms of optax ask for: value, the loss; grad, the
+    gradients; and value_fn, params -> loss on this batch, whose gradient can be taken. On a mesh
+    these are means over the workers.
 
     Returns:
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
       gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
       `record_metrics` in tx and without local steps also ["grad_norm"], ["update_norm"],
       ["param_norm"] and ["clip_factor"]; with `skip_nonfinite` ["gave_up"], which makes the next
-      call raise. Where tx exchanges by itself, and with local steps, ["bytes_sent"] is what a
-      worker sent in this call, by the formulas of the compressors.
+      call raise. Where tx exchanges gradients by itself, and with local steps, ["bytes_sent"] has
+      the bytes that a worker sent in this call, by the formulas of the compressors.
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.

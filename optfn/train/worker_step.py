@@ -77,7 +77,7 @@ def worker_step(
         )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
-        # An optimizer that exchanges by itself gets each worker's gradients; `grad` is their mean.
+        # An optimizer that exchanges gradients by itself gets each worker's; `grad` is their mean.
         mean = parallel.mean_over_workers(grads, workers) if exchanges_itself else grads
         extra |= {"value": loss, "grad": mean}
         extra["value_fn"] = value_fn(objective, workers, *arguments)
@@ -125,9 +125,9 @@ def _skips(opt_state: OptState) -> list[jax.Array]:
 
 
 def _barrier(values: PyTree) -> PyTree:
-    """Keep XLA from mixing the update with the loss that reads the same parameters.
+    """Keep XLA from interleaving the update with the loss, which reads the same parameters.
 
-    Where it does, it keeps a copy of the parameters.
+    If it does, it keeps a copy of the parameters.
     """
     leaves, structure = jax.tree.flatten(values)
     kept = iter(lax.optimization_barrier([x for x in leaves if not mismatch.is_float0(x)]))
@@ -136,7 +136,7 @@ def _barrier(values: PyTree) -> PyTree:
 
 
 def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return what a state has to tell the host: its rate, norms, and whether a guard gave up."""
+    """Return the metrics in a state: its rate, norms, and whether a guard gave up."""
 
     metrics = {}
     if flags := gave_up(opt_state):

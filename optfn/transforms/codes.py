@@ -62,8 +62,8 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     *lead, length = shape or (1,)
     c = 0x9E3779B1
     # number·c + seed, from a vector for the last axis and one for the others, with which XLA on CPU
-    # vectorizes the hash. The longer one, most often, has the seed in it: in a loop over steps an
-    # array without would be kept in memory.
+    # vectorizes the hash. The vector for the last axis, mostly the longer one, includes the seed:
+    # in a loop over steps an array without the seed would be kept in memory.
     first = jax.lax.iota(jnp.uint32, math.prod(lead)) * np.uint32(length * c % 2**32)
     last = (jax.lax.iota(jnp.uint32, length) + seed * np.uint32(pow(c, -1, 2**32))) * np.uint32(c)
     x = first.reshape(*lead, 1) + last

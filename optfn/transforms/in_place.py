@@ -89,7 +89,7 @@ def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
     varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
 
     def plain(*values: jax.Array) -> PyTree:
-        # Others are constants: the root of an accumulator that is 0 has no derivative.
+        # The other leaves are constants: the square root at an accumulator of 0 has no derivative.
         given = dict(zip(varied, values, strict=True))
         rest = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
         return jax.lax.cond(due, lambda: _run(fns, *rest), lambda: rest[0])
@@ -104,7 +104,7 @@ def _is_zero(x: Any) -> bool:
 def _variant(left: jax.Array, values: PyTree) -> PyTree:
     """Return `values` behind a barrier that the counter of the loop passes too.
 
-    So nothing is invariant in the loop, and XLA computes nothing before it. There is one barrier
+    Otherwise XLA would hoist computations that are invariant in the loop. There is one barrier
     for each set of mesh axes over which values vary, since all results of a barrier vary over the
     same axes.
     """
@@ -120,9 +120,9 @@ def _variant(left: jax.Array, values: PyTree) -> PyTree:
 
 
 def _less_one(left: jax.Array) -> jax.Array:
-    """Return left − 1, the first of two numbers in order.
+    """Return left − 1, computed by a sort, so that XLA on CPU keeps the loop multi-threaded.
 
-    XLA on CPU, from jaxlib 0.12 on, takes a loop whose number of iterations it does not know for
-    small, whatever its arrays, and runs it on one core; but not one with a sort in it.
+    From jaxlib 0.12 on, XLA on CPU takes a loop with an unknown number of iterations for small,
+    whatever its arrays, and runs it on one core; but not a loop with a sort in it.
     """
     return jax.lax.sort(jnp.stack([left, left - 1]))[0]

@@ -97,8 +97,8 @@ def scale_by_lamb(
                 leafwise.combine(trust_ratio, leafwise.tensor_norms(p), r_norms, coeff=1 / scale),
             )
 
-        # In one program r would be kept for its second use. q is 1 at first, times which a scalar
-        # is another in each leaf: XLA would make an array of one that equal leaves share.
+        # Two passes, since one program would keep r for its second use. q starts at 1; times q, eps
+        # and wd are other scalars in each leaf: XLA would make an array of a shared one.
         ones = leafwise.combine(jnp.ones_like, leafwise.tensor_norms(params))
         mu, nu, q = in_passes([moments, ratios], (state.mu, state.nu, ones), updates, params)
         factors = leafwise.combine(lambda q: q * scale, q)

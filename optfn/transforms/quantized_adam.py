@@ -183,7 +183,7 @@ def scale_by_quantized_adam(
         step, updates = core.next_step(state.step), leafwise.to_dense(updates)
 
         def narrow(g: jax.Array, *arrays: jax.Array, seed: jax.Array) -> Arrays:
-            # In float32, whatever dtype the gradient has.
+            # The moments are computed in float32 for gradients of any dtype.
             return g, *storage.advance(g.astype(jnp.float32), arrays, b1, b2, seed)
 
         def advance(*arguments: PyTree) -> PyTree:
@@ -191,8 +191,8 @@ def scale_by_quantized_adam(
             seed = step.astype(jnp.uint32) * np.uint32(0x85EBCA6B)
             return leafwise.apply(narrow, g, *moments, shapes=storage.shapes, seed=seed)[1:]
 
-        # In one program XLA would compute the new moments a second time where they are read, for
-        # which it would have to keep the old ones.
+        # In one program XLA would recompute the new moments where they are read, and for that keep
+        # the old ones.
         rows = state._replace(mu=_blocks(state.mu), nu=_blocks(state.nu))
         moments = in_passes([advance], tuple(rows[1:]), _blocks(updates), step)
         moments = jax.tree.map(lambda new, old: new.reshape(old.shape), moments, tuple(state[1:]))

@@ -112,7 +112,7 @@ def accumulate(
 
 
 def _without(other: Leaf, total: Leaf) -> Leaf:
-    """Return a total that is not the `other`, which is masked then."""
+    """Return a total, masked where the `other` total has the leaf."""
     return total if tree.is_masked(other) else optax.MaskedNode()
 
 
@@ -136,7 +136,7 @@ def _mean(every: int, g: Leaf, total: Leaf) -> Leaf:
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the extra arguments that are trees of arrays, and the others.
 
-    Without those that speak of one gradient only.
+    Arguments about one gradient only are left out.
     """
     extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
 
@@ -174,7 +174,7 @@ def _step_when(
 
 
 def _in_place_of(total: Leaf, u: Leaf) -> Leaf:
-    """Return an update in the shape and dtype of the total, whose memory it takes."""
+    """Return an update in the shape and dtype of the total, whose memory it overwrites."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total
 
 

@@ -50,7 +50,7 @@ def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
 def _widen(p: jax.Array) -> jax.Array:
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
-        # XLA leaves out a rounding that the next operation widens again, unless it is this one.
+        # XLA removes a rounding that is widened again, except for reduce_precision.
         wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     return wide
 

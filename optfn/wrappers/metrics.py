@@ -29,7 +29,7 @@ class RecordMetricsState(NamedTuple):
     inner_state: OptState
 
 
-# What a training step reports of the state beside the learning rate.
+# The fields that a training step reports beside the learning rate.
 RECORDED = RecordMetricsState._fields[:4]
 
 
@@ -45,7 +45,7 @@ def record_metrics(
       tx: an optimizer of optfn or optax.
       axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
         has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
-        adds its own by itself. Around `on_each_device` the norm of the gradient is the same root
+        adds its own axes. Around `on_each_device` the norm of the gradient is the same root
         mean square over workers.
 
     State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
@@ -143,7 +143,7 @@ def _inside(recorder: RecordMetricsState) -> list[RecordMetricsState]:
 
 
 def _of_workers(name: str, value: jax.Array) -> jax.Array:
-    """Return one number for those of all workers, where each has recorded its own."""
+    """Reduce the numbers of all workers to one, where each worker has recorded its own."""
     if not value.ndim:
         return value
     if name.endswith("norm"):

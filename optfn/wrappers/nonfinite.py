@@ -72,7 +72,7 @@ def skip_nonfinite(
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
       axis_name: the mesh axes over which the workers must agree, where each has its own gradient;
-        they must be bound by shard_map, pmap or vmap. `make_train_step` adds its own by itself.
+        they must be bound by shard_map, pmap or vmap. `make_train_step` adds its own axes.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """
