@@ -184,7 +184,7 @@ def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
     template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
     want, _ = optfn.restore_checkpoint(tmp_path / "0", template)
     monkeypatch.setattr(processes, "share_state", lambda state: True)
-    monkeypatch.setattr(processes, "gather", lambda values: np.array([[10], values]))
+    monkeypatch.setattr(processes, "gather_values", lambda values: np.array([[10], values]))
     monkeypatch.setattr(processes, "send", lambda source, mine: b"")
     with pytest.raises(ValueError, match="0 has a checkpoint of step 10 that is a directory"):
         optfn.restore_checkpoint(tmp_path / "1", template)

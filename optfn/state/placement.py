@@ -275,9 +275,8 @@ def _worker_counts(opt_state: OptState) -> list[Leaf]:
 def workers_of(opt_state: OptState) -> int:
     """Return the number of workers whose parts a state has; 0 if it has none, or is traced."""
     counts = _worker_counts(opt_state)
-    if not all(isinstance(x, np.ndarray | jax.Array) for x in counts):
-        return 0
-    if checks.is_traced(counts):
+    are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
+    if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap
         return 0
     numbers = {int(np.asarray(count)) for count in counts}
     return numbers.pop() if len(numbers) == 1 else 0
