@@ -1,6 +1,6 @@
 """Mesh axes: their sizes, arrays that vary over them, means over workers, a mesh for data."""
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -62,6 +62,26 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
     if len(set(names)) < len(names):
         raise ValueError(f"{argument} must name each mesh axis once; got {axis_name!r}")
     return axis_name
+
+
+def mapped(
+    fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Return `jax.shard_map` of a function over these axes of a mesh, which it then has bound.
+
+    The other axes are left to the compiler. Where a `shard_map` over other axes encloses it, the
+    mesh is that of the context.
+    """
+    bound = set(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.shard_map(
+        fn,
+        mesh=None if bound else mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=frozenset(names) - bound,
+        # With check_vma, JAX itself would sum the gradient of replicated parameters.
+        check_vma=False,
+    )
 
 
 def axis_size(axis_name: AxisName) -> int:

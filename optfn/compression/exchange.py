@@ -22,10 +22,9 @@ from optfn.compression.compressors import Choice, Compressor, accepts, check_cho
 from optfn.compression.gathering import PendingLeaf, SentLeaf, mean_by_all_gather
 from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import AxisName
-from optfn.parallel.data_parallel import mean_over_workers
+from optfn.parallel.means import mean_over_workers
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged
 from optfn.transforms.in_place import when
@@ -319,8 +318,8 @@ def _exchanged_densely(
     for i, mean in zip(dense, mesh.mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
         new[i] = finite(mean)
     for i in others:
-        if isinstance(leaves[i], Rows):
-            new[i] = mean_over(leaves[i], mesh.axes(axis_name)).map(finite)
+        if isinstance(leaves[i], LeafKind):
+            new[i] = leaves[i].mean_over(mesh.axes(axis_name)).map(finite)
     return new
 
 

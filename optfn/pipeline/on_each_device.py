@@ -14,7 +14,7 @@ from optfn import mesh as meshes
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.parallel.data_parallel import for_optimizer
+from optfn.parallel.means import for_optimizer
 from optfn.pipeline.stacking import PipelineParams
 from optfn.state.per_worker import Exchanged, check_wrappers, nodes_of
 from optfn.state.placement import map_state, num_workers

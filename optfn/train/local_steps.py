@@ -19,8 +19,7 @@ from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.mesh import AxisName, axes
-from optfn.parallel import data_parallel as parallel
-from optfn.parallel import traffic
+from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
@@ -54,6 +53,7 @@ class LocalSteps(NamedTuple):
     steps: int
     tx: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformationExtraArgs
+    layout: Layout
 
     def init(self, params: Params) -> InnerAndOuter:
         """Return the state of one worker at step 0.
@@ -99,7 +99,7 @@ class LocalSteps(NamedTuple):
             model_state = jax.tree.map(
                 lambda old, new: jnp.where(finite, new, old),
                 state.model_state,
-                parallel.mean_or_first(end.model_state, axis_name),
+                means.mean_or_first(end.model_state, axis_name),
             )
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics
@@ -116,7 +116,9 @@ class LocalSteps(NamedTuple):
     ) -> tuple[Params, OptState]:
         """Return the params after an outer step, and its state; the old ones if not `finite`."""
         before = state.opt_state.outer
-        grads, _, extra = parallel.for_optimizer(drift, before, axis_name)
+        grads, _, extra = means.for_optimizer(
+            drift, before, axis_name, parts=self.layout.parts_of(state.params)
+        )
         updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
         params = core.apply_updates(state.params, updates)
         return jax.tree.map(
@@ -258,13 +260,13 @@ def _of_steps(x: jax.Array) -> jax.Array:
     """Return the mean over steps of numbers, the sum of integers, the first of keys."""
     if tree.is_key(x):
         return x[0]
-    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=parallel.sum_dtype(x))
+    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=means.sum_dtype(x))
 
 
 def _mean_of_metrics(metrics: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
-    means = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = parallel.mean_over_workers(jax.tree.map(_of_steps, means), axis_name)
+    of_steps = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
+    reduced = means.mean_over_workers(jax.tree.map(_of_steps, of_steps), axis_name)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
         reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axes(axis_name))
     if "gave_up" in metrics:

@@ -369,8 +369,8 @@ def make_train_step(
     )
     layout = None
     if mesh is not None:
-        layout = layout_of(shard, mesh, data_axis, tables if shard_tables else None)
-    local = _local_steps(options, extra_tx)
+        layout = layout_of(shard, mesh, data_axis, tables if shard_tables or shard else None)
+    local = _local_steps(options, extra_tx, layout)
     step = _composed(_objective(loss_fn, options, layout), extra_tx, options, layout, local)
     return TrainStep(loss_fn, extra_tx, options, layout, local, step)
 
@@ -385,7 +385,7 @@ def _composed(
     """Return the step of all devices."""
     workers = Axes() if layout is None else layout.worker_axes
     key_of = keys_of(options.rng, workers)
-    step = worker_step(objective, tx, key_of, workers if local is None else Axes())
+    step = worker_step(objective, tx, key_of, workers if local is None else Axes(), layout)
     if local is not None:
         step = local.round(step, workers)
     if layout is not None and workers:
@@ -414,7 +414,7 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
     form = Form(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
-        owners = Owners(layout.mesh, layout.data_axes)
+        owners = Owners(layout.mesh, layout.part_axes)
 
     def make(seen: Seen = contextlib.nullcontext) -> Objective:
         if options.value_and_grad is not None:
@@ -435,13 +435,20 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
 
 
 def _local_steps(
-    options: StepOptions, tx: optax.GradientTransformationExtraArgs
+    options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
     """Return how a round goes; None where a call is one step."""
-    if options.local_steps == 1:
+    if options.local_steps == 1 or layout is None:
         return None
+    if not layout.worker_axes:
+        raise ValueError(
+            f"local_steps={options.local_steps} cannot be with params or state divided over all of "
+            f"data_axis, {(*layout.part_axes,)}: workers that train apart differ in their params, "
+            "so that none can keep a part for others. Divide over some of the axes: "
+            "shard=sharded(..., axis=)"
+        )
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
-    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer))
+    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer), layout)
 
 
 def _check_loss(loss_fn: object, value_and_grad: object) -> None:
