@@ -10,7 +10,6 @@ from optfn.compression.selection import (
     Search,
     candidates,
     extract,
-    extract_sampled,
     nth_bit,
     pack_bits,
 )
@@ -118,26 +117,6 @@ def test_many_arrays_at_once():
         for x, n, v, i in zip(arrays, k, values, indices, strict=True):
             np.testing.assert_array_equal(i, np.flatnonzero(largest(x.astype(np.float64), n)))
             np.testing.assert_array_equal(v, x[i])
-
-
-def test_sampled_candidates_and_others_the_next_time():
-    """k of each array's candidates, in order; no candidate waits for ever."""
-    rng = np.random.default_rng(4)
-    arrays = [rng.standard_normal(n).astype(np.float32) for n in (300_000, 3, 70_000)]
-    k, search = (300, 1, 700), Search((300_000, 3, 70_000))
-    kept = jnp.asarray(k, jnp.int32)
-    words = candidates(arrays, kept, search.rank(k), search.max_candidates(k), search)
-    run = jax.jit(lambda shift: extract_sampled(list(map(jnp.asarray, arrays)), words, k, shift))
-    seen = [set(), set(), set()]
-    for shift in range(0, 3000, 150):
-        values, indices = (np.split(x, np.cumsum(k)[:-1]) for x in run(jnp.int32(shift)))
-        for x, n, v, i, all_of_them in zip(arrays, k, values, indices, seen, strict=True):
-            assert (np.diff(i) > 0).all() and i.size == n
-            np.testing.assert_array_equal(v, x[i])
-            all_of_them |= set(i.tolist())
-    for x, n, all_of_them in zip(arrays, k, seen, strict=True):
-        assert all_of_them >= set(np.flatnonzero(largest(x.astype(np.float64), n)).tolist())
-        assert len(all_of_them) < 20 * n + 3
 
 
 def test_the_sample_decides_on_ordinary_data():

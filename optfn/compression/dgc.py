@@ -118,8 +118,7 @@ def deep_gradient_compression(
         Pass False where the final sparsity is below about 0.98; see `dgc_momentum`.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", 4, whose
         rounding error stays in v.
-      selection: "exact", the k largest; or "sampled", k of those that reach a bound estimated from
-        a sample of the leaf, slightly cheaper. Some of the k largest then wait for a later step.
+      selection: "exact", the k largest; "sampled" is another name for it.
 
     State: u and v, flat float32 arrays, one each per worker, 8 bytes per compressed parameter; the
     velocity, 4 bytes per other parameter; step, skipped and num_workers. `init` needs no axis and
@@ -150,8 +149,8 @@ def deep_gradient_compression(
         checks.count("min_size", min_size),
         checks.flag("momentum_masking", momentum_masking),
         checks.choice("wire", wire, VALUE_DTYPES),
-        checks.choice("selection", selection, ("exact", "sampled")),
     )
+    checks.choice("selection", selection, ("exact", "sampled"))
     if options.rampup_step * len(options.sparsity) >= 2**31:
         raise ValueError(
             "rampup_step times the length of sparsity must fit in an int32; "

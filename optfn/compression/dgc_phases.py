@@ -28,9 +28,6 @@ from optfn.transforms.moment import momentum_rule
 
 Arrays = list[jax.Array]
 
-# Knuth's multiplicative hash: 2³² divided by the golden ratio.
-_KNUTH_MULTIPLIER = np.uint32(2654435761)
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -48,7 +45,6 @@ class Options:
     min_size: int
     momentum_masking: bool
     wire: str
-    selection: str
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
@@ -192,27 +188,11 @@ def compressed_step(ramp: Ramp, step: jax.Array, leaves: CompressedLeaves) -> Ph
     words = selection.candidates(leaves.residual, k, rank, max_candidates, search)
 
     def send(packet_format: PacketFormat, leaves: CompressedLeaves) -> PhaseResult:
-        selected = _select(options, search, words, step, packet_format, leaves.residual)
+        k = packet_format.k
+        selected = selection.extract(leaves.residual, words, k, search.max_candidates(k))
         return _exchange(ramp, packet_format, selected, leaves)
 
     return lax.switch(i, [partial(send, packet_format) for packet_format in ramp.formats], leaves)
-
-
-def _select(
-    options: Options,
-    search: selection.Search,
-    words: jax.Array,
-    step: jax.Array,
-    packet_format: PacketFormat,
-    v: Arrays,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the values and indices to send, given the packed masks of the candidates."""
-    k = packet_format.k
-    if options.selection == "exact":
-        return selection.extract(v, words, k, search.max_candidates(k))
-    # A pseudo-random number that changes with the step.
-    shift = (step.astype(jnp.uint32) * _KNUTH_MULTIPLIER) >> np.uint32(1)
-    return selection.extract_sampled(v, words, k, shift.astype(jnp.int32))
 
 
 def _exchange(

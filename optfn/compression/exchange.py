@@ -63,7 +63,6 @@ class _Options:
     axis_name: AxisName
     min_size: int
     warmup_steps: int
-    peer_clip: bool
 
     def compressor_of(self, params: Params) -> list[Compressor | None]:
         """Return the compressor of each leaf, None for those that are exchanged densely."""
@@ -87,7 +86,6 @@ def exchange(
     min_size: int = 1024,
     param_attrs: ParamAttrs | None = None,
     warmup_steps: int = 0,
-    peer_clip: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Exchange updates between workers in compressed form: in go a worker's own, out the mean.
 
@@ -116,9 +114,6 @@ def exchange(
       param_attrs: attributes by pattern of paths; leaves with trainable=False or learning_rate=0
         are not sent, and their update is −0.0.
       warmup_steps: for so many first steps the mean is dense, and the residual stays 0.
-      peer_clip: whether what a worker sends of a compressed leaf is scaled, in the mean, by
-        min(1, median over workers of its norm / its norm). What this takes away is not kept. It
-        costs 4 bytes a leaf on the link.
 
     All leaves that are gathered share one all-gather, and all that are exchanged densely (small
     ones, and leaves wider than float32) one all-reduce. Row-sparse updates are exchanged as rows,
@@ -136,8 +131,7 @@ def exchange(
     Raises, at update:
       ValueError: an axis is not bound; or an update is already averaged, where JAX can tell.
 
-    Source: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; the clip of
-    peers, templar's SparseLoCo, arXiv 2508.15706.
+    Source: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
     """
     options = _Options(
         {} if compressor is None else check_choice(compressor),
@@ -145,7 +139,6 @@ def exchange(
         mesh.check_names("axis_name", axis_name),
         checks.count("min_size", min_size),
         checks.count("warmup_steps", warmup_steps, low=0),
-        checks.flag("peer_clip", peer_clip),
     )
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
@@ -242,8 +235,6 @@ def _traffic(options: _Options, pairs: Sequence[tuple[Compressor | None, Leaf]])
             reduced += int(compressor.num_bytes(p.shape))
         elif compressor is not None:
             gathered += int(compressor.num_bytes(p.shape))
-        if compressor is not None and options.peer_clip:
-            gathered += 4
     return ExchangeTraffic(gathered, reduced, sum(dense), options.warmup_steps)
 
 
@@ -393,7 +384,7 @@ def _send(
         groups.setdefault(average, []).append(i)
     sent: dict[int, SentLeaf] = {}
     for average, numbers in groups.items():
-        of_group = average([pending[i] for i in numbers], options.axis_name, options.peer_clip)
+        of_group = average([pending[i] for i in numbers], options.axis_name)
         sent |= dict(zip(numbers, of_group, strict=True))
     means, residuals, kept = zip(*(sent[i] for i in range(len(pending))), strict=True)
     return _CompressedLeaves(list(means), [x.reshape(-1) for x in residuals], list(kept))

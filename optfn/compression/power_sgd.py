@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import checks, numerics
+from optfn import checks
 from optfn.compression.compressors import ShownAsCall, named
-from optfn.compression.gathering import PendingLeaf, SentLeaf, clip_factors
+from optfn.compression.gathering import PendingLeaf, SentLeaf
 from optfn.leaves.types import PyTree
 from optfn.parallel import mesh
 from optfn.parallel.mesh import AxisName
@@ -20,9 +20,7 @@ from optfn.parallel.mesh import AxisName
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
-def mean_by_all_reduce(
-    leaves: Sequence[PendingLeaf], axis_name: AxisName, peer_clip: bool
-) -> list[SentLeaf]:
+def mean_by_all_reduce(leaves: Sequence[PendingLeaf], axis_name: AxisName) -> list[SentLeaf]:
     """Return the mean over workers of P̂Q_wᵀ, by two all-reduces for all leaves.
 
     The arguments are those of `gathering.mean_by_all_gather`; the state of a leaf is Q̄.
@@ -32,11 +30,6 @@ def mean_by_all_reduce(
     bases = [orthonormal(p) for p in mesh.mean_in_one(products, axis_name)]
     own = [_matmul(m.T, p) for m, p in zip(matrices, bases, strict=True)]
     residuals = [m - _matmul(p, q.T) for m, p, q in zip(matrices, bases, own, strict=True)]
-    if peer_clip:
-        # P̂ has orthonormal columns, so that the norm of P̂Q_wᵀ is that of Q_w.
-        factors = clip_factors([numerics.norm(q) for q in own], axis_name)
-        of_worker = factors[lax.axis_index(mesh.axes(axis_name))]
-        own = [q * factor for q, factor in zip(own, of_worker, strict=True)]
     shared = mesh.mean_in_one(own, axis_name)
     means = [_matmul(p, q.T) for p, q in zip(bases, shared, strict=True)]
     shapes = [leaf.x.shape for leaf in leaves]

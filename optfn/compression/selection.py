@@ -332,37 +332,6 @@ def _cumulative_counts(words: jax.Array, rows: PaddedRows) -> tuple[jax.Array, j
     return ends, jnp.concatenate([zero, ends[rows.starts[1:] // 32 - 1], ends[-1:]])
 
 
-def extract_sampled(
-    arrays: Sequence[jax.Array], words: jax.Array, k: Sequence[int], shift: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return values and indices of k consecutive candidates of each array, cyclically.
-
-    The order is that of `extract`; magnitudes are not compared.
-
-    Args:
-      arrays: the flat arrays.
-      words: the packed masks that `candidates` gives.
-      k: static.
-      shift: int32, ≥ 0, chooses the candidate to begin with. It must change from step to step, or
-        some entries are never taken.
-    """
-    rows = PaddedRows(tuple(x.size for x in arrays))
-    ends, first = _cumulative_counts(words, rows)
-    num_selected, count = np.asarray(k, np.int32), first[1:] - first[:-1]
-    begin = shift % count
-    wrapped = jnp.maximum(begin + num_selected - count, 0)  # how many lie before `begin`
-
-    owner = np.repeat(np.arange(len(k)), num_selected)
-    place = np.concatenate([np.arange(n, dtype=np.int32) for n in k])
-    num_wrapped = wrapped[owner]
-    after = begin[owner] + place - num_wrapped
-    rank = first[owner] + jnp.where(place < num_wrapped, place, after)
-    index = positions(words, ends, rank) - rows.starts[owner]
-    parts = slices.split(index.astype(jnp.uint32), k)
-    values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
-    return values, index
-
-
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Return the k entries of largest |x| of a flat array, exactly.
 
