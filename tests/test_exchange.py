@@ -21,8 +21,8 @@ from test_pipeline_compression import simulated as unpipelined
 
 import optfn
 from optfn.compression import bits as packing
-from optfn.compression.chunks import Chunks, chunks_of
 from optfn.compression.exchange import ExchangeState
+from optfn.compression.segments import Chunks, Segments, chunks_of
 from optfn.distributed import (
     data_mesh,
     exchange,
@@ -254,8 +254,11 @@ def test_the_rows_of_chunks():
     rows = chunks.map(lambda rows: rows, jnp.arange(10), fill=-1)
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, -1, -1]]
     assert chunks.spread(jnp.arange(3)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert chunks_of([10, 30], None) == [Chunks(10, 10), Chunks(30, 30)]
-    assert chunks_of([10, 30], 4096) == [Chunks(10, 30), Chunks(30, 30)]
+    assert [chunks_of(10, chunk) for chunk in (None, 4096, 4)] == [
+        *(Chunks(10, 10), Chunks(10, 10), Chunks(10, 4))
+    ]
+    assert Segments((10, 30), 4096).arrays == [Chunks(10, 30), Chunks(30, 30)]
+    assert Segments((10, 30)).per_array == [1, 1] and Segments((10, 30), 4).per_array == [3, 8]
     assert [Chunks(n, 4096).index_bits for n in (1, 2, 1000, 4096, 9999)] == [0, 1, 10, 12, 12]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.compression.selection import pack_bits
+from optfn.compression.bits import pack_mask
 from optfn.leaves import tree
 from optfn.leaves.types import LeafKind, Updates
 from optfn.parallel import mesh
@@ -37,7 +37,7 @@ def agree(updates: Updates, step: jax.Array, axis_name: AxisName) -> tuple[jax.A
     nonfinite = jnp.asarray(False)
     if leaves:
         # One pass over each leaf into bits, and one reduction over the bits of all leaves.
-        bits = [pack_bits(~jnp.isfinite(g)) for g in leaves]
+        bits = [pack_mask(~jnp.isfinite(g)) for g in leaves]
         nonfinite = jnp.any(jnp.concatenate(bits) > 0)
     axes = mesh.axes(axis_name)
     flags = jnp.stack([nonfinite.astype(jnp.int32), step])

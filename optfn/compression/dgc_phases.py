@@ -18,8 +18,10 @@ from jax import lax
 
 from optfn import numerics
 from optfn.checks import Number
-from optfn.compression import residual, selection
+from optfn.compression import residual
 from optfn.compression.packets import PacketFormat, empty_rows, mean_of_sent, rows_of_sent
+from optfn.compression.segments import Segments
+from optfn.compression.selection import SampleSearch
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
 from optfn.parallel import mesh
@@ -180,19 +182,17 @@ def compressed_step(ramp: Ramp, step: jax.Array, leaves: CompressedLeaves) -> Ph
     leaves = leaves._replace(local_velocity=[u for u, _ in pairs], residual=[v for _, v in pairs])
 
     # The passes over whole leaves are one program for all ramp steps; only k differs.
-    search = selection.Search(ramp.sizes)
-    k_of = [packet_format.k for packet_format in ramp.formats]
-    tables = k_of, [search.rank(k) for k in k_of], [search.max_candidates(k) for k in k_of]
-    i = residual.ramp_step(step, options.rampup_begin_step, options.rampup_step, len(k_of))
-    k, rank, max_candidates = (jnp.asarray(np.array(table, np.int32))[i] for table in tables)
-    words = selection.candidates(leaves.residual, k, rank, max_candidates, search)
+    search = SampleSearch(Segments(ramp.sizes))
+    counts = [search.counts(np.array(packet_format.k, np.int32)) for packet_format in ramp.formats]
+    i = residual.ramp_step(step, options.rampup_begin_step, options.rampup_step, len(counts))
+    of_step = jax.tree.map(lambda *each: jnp.asarray(np.array(each))[i], *counts)
+    words = search.candidates(leaves.residual, of_step)
 
-    def send(packet_format: PacketFormat, leaves: CompressedLeaves) -> PhaseResult:
-        k = packet_format.k
-        selected = selection.extract(leaves.residual, words, k, search.max_candidates(k))
-        return _exchange(ramp, packet_format, selected, leaves)
+    def send(of_ramp_step: int, leaves: CompressedLeaves) -> PhaseResult:
+        selected = search.extract(leaves.residual, words, counts[of_ramp_step])
+        return _exchange(ramp, ramp.formats[of_ramp_step], selected, leaves)
 
-    return lax.switch(i, [partial(send, packet_format) for packet_format in ramp.formats], leaves)
+    return lax.switch(i, [partial(send, n) for n in range(len(counts))], leaves)
 
 
 def _exchange(

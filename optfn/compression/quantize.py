@@ -9,8 +9,8 @@ from jax import lax
 
 from optfn import checks
 from optfn.compression import bits as packing
-from optfn.compression.chunks import Chunks, chunks_of
 from optfn.compression.compressors import ShownAsCall, named
+from optfn.compression.segments import Chunks, chunks_of
 from optfn.compression.values import ValueFormat, scaled
 from optfn.leaves.types import PyTree
 from optfn.transforms.codes import random_bits
@@ -32,7 +32,7 @@ class Quantize(ShownAsCall):
         return scaled(self.bits, self.stochastic)
 
     def _chunks(self, size: int) -> Chunks:
-        return chunks_of([size], self.chunk)[0]
+        return chunks_of(size, self.chunk)
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
         """Return the number of steps for random bits, uint32; () without."""

@@ -11,9 +11,10 @@ import numpy as np
 from jax import lax
 
 from optfn import checks
-from optfn.compression import bits, chunks, selection
-from optfn.compression.chunks import Chunks
+from optfn.compression import bits
 from optfn.compression.compressors import ShownAsCall, named
+from optfn.compression.segments import Chunks, Segments, chunks_of
+from optfn.compression.selection import num_selected, search_of
 from optfn.compression.values import BFLOAT16, FLOAT32, ValueFormat, scaled
 from optfn.leaves import slices
 from optfn.leaves.types import PyTree
@@ -42,37 +43,22 @@ class TopK(ShownAsCall):
     ) -> list[tuple[jax.Array, PyTree]]:
         """Return packets and states of several leaves, which are searched together."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
-        indices = self._whole_leaves(flat) if self.chunk is None else self._chunks(flat)
-        packets = [self._packet(x, index) for x, index in zip(flat, indices, strict=True)]
+        segments = Segments(tuple(x.size for x in flat), self.chunk)
+        k = num_selected(self.density, segments.lengths)
+        values, index = search_of(segments, k).largest(flat, k)
+        counts = [_Leaf.of(self, x.size).count for x in flat]
+        pairs = zip(flat, slices.split(values, counts), slices.split(index, counts), strict=True)
+        packets = [self._packet(x.size, values, index) for x, values, index in pairs]
         return list(zip(packets, states, strict=True))
 
-    def _chunks(self, flat: list[jax.Array]) -> list[jax.Array]:
-        """Return the indices to send of each chunk of each leaf, (chunks, k)."""
-        layouts = chunks.chunks_of([x.size for x in flat], self.chunk)
-        return chunks.top_k(flat, layouts, [c.num_selected(self.density) for c in layouts])
-
-    def _whole_leaves(self, flat: list[jax.Array]) -> list[jax.Array]:
-        """Return the indices to send of each leaf, (1, k)."""
-        search = selection.Search(tuple(x.size for x in flat))
-        k = [int(_Leaf.of(self, x.size).count) for x in flat]
-        rank, most = search.rank(k), search.max_candidates(k)
-        words = selection.candidates(flat, jnp.asarray(k, jnp.int32), rank, most, search)
-        _, index = selection.extract(flat, words, k, most)
-        return [part[None] for part in slices.split(index, k)]
-
-    @partial(jax.jit, static_argnums=0)
-    def _packet(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of the entries of a flat leaf at the indices of its chunks."""
-        leaf = _Leaf.of(self, x.size)
-        index = index[:, : leaf.k.max()]
-        # Unsigned, so that JAX adds no code that tests for negative indices.
-        selected = x[index.astype(jnp.uint32)]
-        values = jnp.where(np.arange(leaf.k.max()) < leaf.k[:, None], selected, 0.0)
-        scales = leaf.format.scales(values, leaf.k)
-        codes = leaf.format.encode(values, scales[:, None])
-        inside = (index - leaf.chunks.starts).astype(jnp.uint32)
-        fields = [field.reshape(-1)[: leaf.count] for field in (inside, codes)]
-        words = bits.pack(fields, leaf.widths)
+    @partial(jax.jit, static_argnums=(0, 1))
+    def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
+        """Return the packet of the entries of a flat leaf."""
+        leaf = _Leaf.of(self, size)
+        sent = Chunks(leaf.count, int(leaf.k[0]))
+        scales = sent.map(leaf.format.scales, values, leaf.k)
+        codes = leaf.format.encode(values, sent.spread(scales) if scales.size else scales)
+        words = bits.pack([index.astype(jnp.uint32), codes], leaf.widths)
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words])
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -110,8 +96,9 @@ class _Leaf:
 
     @classmethod
     def of(cls, compressor: TopK, size: int) -> "_Leaf":
-        (of_leaf,) = chunks.chunks_of([size], compressor.chunk)
-        return cls(of_leaf, of_leaf.num_selected(compressor.density), VALUES[compressor.values])
+        chunks = chunks_of(size, compressor.chunk)
+        k = num_selected(compressor.density, chunks.lengths)
+        return cls(chunks, k, VALUES[compressor.values])
 
     @property
     def count(self) -> int:
