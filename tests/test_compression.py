@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.compression.dgc import DeepGradientCompressionState
-from optfn.compression.residual import ramp_step
+from optfn.compression.dgc_phases import ramp_step
 from optfn.distributed import deep_gradient_compression
 from optfn.leaves.rows import Rows
 from optfn.parallel.per_worker import PerWorker

@@ -1,14 +1,22 @@
-"""What the workers settle before they exchange: own gradients, finite ones, and the step."""
+"""Checks and reductions before an exchange: leaves, axes, own and finite gradients, the step."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn import numerics
 from optfn.compression.bits import pack_mask
 from optfn.leaves import tree
-from optfn.leaves.types import LeafKind, Updates
+from optfn.leaves.types import Leaf, LeafKind, Updates
 from optfn.parallel import mesh
 from optfn.parallel.mesh import AxisName
+
+
+def is_compressible(p: Leaf, min_size: int) -> bool:
+    """Tell whether a leaf has at least `min_size` elements and is accumulated in float32."""
+    # NumPy's float64 becomes float32 where JAX has no wider floats.
+    dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
+    return bool(dtype == jnp.float32 and p.size >= min_size)
 
 
 def check_own_gradients(name: str, updates: Updates, axis_name: AxisName) -> None:

@@ -1,8 +1,8 @@
 """Deep Gradient Compression: workers exchange the few largest entries of what they accumulate.
 
-`residual` has the arithmetic of one leaf, `selection` decides which entries are sent, `packets`
-encodes them, `dgc_phases` puts these together for the compressed leaves of a step, and
-`deep_gradient_compression` here is the transform.
+`selection` finds the entries, `packets` encodes them, `gathering` takes their mean over workers, as
+for every compressor; `dgc_phases` has what is DGC's own, momentum correction, masking and the ramp,
+for the compressed leaves of a step; and `deep_gradient_compression` here is the transform.
 """
 
 import dataclasses
@@ -19,14 +19,13 @@ from optfn import checks, core, numerics
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients
 from optfn.compression.dgc_phases import (
-    Arrays,
-    CompressedLeaves,
+    VALUES,
+    DgcLeaf,
     Options,
     packet_formats,
+    ramp_step,
     update_compressed,
 )
-from optfn.compression.packets import VALUE_DTYPES
-from optfn.compression.residual import ramp_step
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates, declares
 from optfn.parallel import mesh
@@ -148,7 +147,7 @@ def deep_gradient_compression(
         mesh.check_names("reduce_axis_name", reduce_axis_name, optional=True),
         checks.count("min_size", min_size),
         checks.flag("momentum_masking", momentum_masking),
-        checks.choice("wire", wire, VALUE_DTYPES),
+        checks.choice("wire", wire, tuple(VALUES)),
     )
     checks.choice("selection", selection, ("exact", "sampled"))
     if options.rampup_step * len(options.sparsity) >= 2**31:
@@ -257,46 +256,29 @@ def _update(
     g = _local_gradient(options, updates, ~nonfinite & (step >= options.rampup_begin_step))
     g, regularization = options.regularization.update(g, state.regularization, params)
 
+    directions, structure = tree.flatten(g)
+    parts = state.velocity, state.local_velocity.value, state.residual.value
+    velocity, u, v = (tree.flatten(part)[0] for part in parts)
     # A leaf is masked in `velocity` if it is compressed, and in `residual` if it is not.
-    small, large = state.velocity, state.residual.value
-    direction, velocity = _dense_leaves(options, nonfinite, _of(g, small), _of(small, small))
-    directions, velocities = _filled(small, direction), _filled(small, velocity)
-    local_velocity, residual = state.local_velocity, state.residual
-    if _of(large, large):
-        columns = (_of(x, large) for x in (g, local_velocity.value, large))
-        leaves = CompressedLeaves(*columns)
-        new = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
-        directions = _merged(directions, _filled(large, new.direction))
-        local_velocity = PerWorker(_filled(large, new.local_velocity))
-        residual = PerWorker(_filled(large, new.residual))
-    return directions, DeepGradientCompressionState(
+    small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
+    large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
+    means = mesh.mean_in_one([directions[i] for i in small], options.axis_name)
+    for i, mean in zip(small, means, strict=True):
+        directions[i], velocity[i] = _dense_leaf(options, nonfinite, mean, velocity[i])
+    if large:
+        leaves = [DgcLeaf(directions[i], u[i], v[i]) for i in large]
+        leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
+        for i, leaf in zip(large, leaves, strict=True):
+            directions[i], u[i], v[i] = leaf
+    return structure.unflatten(directions), DeepGradientCompressionState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
-        velocities,
-        local_velocity,
-        residual,
+        structure.unflatten(velocity),
+        PerWorker(structure.unflatten(u)),
+        PerWorker(structure.unflatten(v)),
         regularization,
         state.exchanged,
-    )
-
-
-def _of(values: PyTree, like: PyTree) -> Arrays:
-    """Return those leaves of `values` that are not masked in `like`."""
-    pairs = zip(tree.flatten(values)[0], tree.flatten(like)[0], strict=True)
-    return [x for x, masked in pairs if not tree.is_masked(masked)]
-
-
-def _filled(like: PyTree, values: Sequence[Leaf]) -> PyTree:
-    """Return `like` with `values` in the place of the leaves that are not masked."""
-    remaining = iter(values)
-    return tree.map_arrays(lambda x: next(remaining), like)
-
-
-def _merged(first: PyTree, second: PyTree) -> PyTree:
-    """Return the leaves of `first`, and those of `second` where these are masked."""
-    return jax.tree.map(
-        lambda x, y: y if tree.is_masked(x) else x, first, second, is_leaf=tree.is_leaf
     )
 
 
@@ -335,13 +317,11 @@ def _local_gradient(options: Options, updates: Updates, compressing: jax.Array) 
     return tree.map_arrays(local, updates)
 
 
-def _dense_leaves(
-    options: Options, nonfinite: jax.Array, g: Arrays, velocity: Arrays
-) -> tuple[Arrays, Arrays]:
-    """Return directions and velocities of plain momentum on the mean, in one all-reduce."""
-    means = mesh.mean_in_one(g, options.axis_name)
-    rule = partial(momentum_rule, momentum=options.momentum, nesterov=options.nesterov)
-    pairs = [rule(mean, old) for mean, old in zip(means, velocity, strict=True)]
-    directions = [jnp.where(nonfinite, 0.0, direction) for direction, _ in pairs]
-    new = zip(pairs, velocity, strict=True)
-    return directions, [jnp.where(nonfinite, old, velocity) for (_, velocity), old in new]
+def _dense_leaf(
+    options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return direction and velocity of plain momentum on the mean gradient."""
+    direction, new = momentum_rule(
+        mean, velocity, momentum=options.momentum, nesterov=options.nesterov
+    )
+    return jnp.where(nonfinite, 0.0, direction), jnp.where(nonfinite, velocity, new)

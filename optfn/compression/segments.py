@@ -34,11 +34,6 @@ class Chunks:
         """The number of elements of the last chunk."""
         return self.size - (self.count - 1) * self.length
 
-    @property
-    def index_bits(self) -> int:
-        """The bits of an index within a chunk."""
-        return (min(self.length, self.size) - 1).bit_length()
-
     @cached_property
     def lengths(self) -> np.ndarray:
         """The number of elements of each chunk, (count,)."""
@@ -155,7 +150,7 @@ class Segments:
     @cached_property
     def lengths(self) -> np.ndarray:
         """The number of entries of each segment, (segments,)."""
-        return np.asarray(self.sizes) if self.chunk is None else self.row_lengths
+        return np.asarray(self.sizes, np.int64) if self.chunk is None else self.row_lengths
 
     @cached_property
     def row_starts(self) -> np.ndarray:

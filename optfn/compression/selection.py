@@ -209,36 +209,26 @@ class Search(abc.ABC):
         Returns:
           float32 (∑k,), and int32 (∑k,): indices in the segment, increasing.
         """
-        segments, k = self.segments, np.asarray(counts.k)
-        if np.array_equal(k, counts.room):  # the candidates are the k largest
-            per_array = np.add.reduceat(k, segments.first_segment).tolist()
-            return self._entries(arrays, _all_set(words, k, segments), per_array)
-        slots = self._slots(counts.room)
+        segments, slots = self.segments, self._slots(counts.room)
+        k, ends = np.asarray(counts.k), _ends(words)
         # Candidate j of a segment is set bit number first + j of all words.
         of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
         place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)
-        ends = _ends(words)
         number = slots.of_rows((ends - bits.count(words))[segments.first_word]) + place
         first = jnp.repeat(segments.first_word[slots.owner], slots.row)
         most = int(segments.num_rows.max()) * segments.words
         at = bits.positions(words, ends, number.reshape(-1), first, most)
-        values, index = self._entries(arrays, at, [rows.count * slots.row for rows in slots.arrays])
-        valid = place < slots.of_rows(num_set(words, segments))
-        m = jnp.where(valid, magnitude(values).reshape(valid.shape), -1)
-        at = _all_set(largest_mask(m, k, slots), k, slots)
-        return values[at], index[at]
-
-    def _entries(
-        self, arrays: Sequence[jax.Array], at: jax.Array, per_array: Sequence[int]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices in their segment of entries, by their positions in a mask."""
-        width = 32 * self.segments.words
-        inside = at % width
-        in_array = inside + jnp.asarray(self.segments.row_starts)[at // width]
+        row, inside = at // (32 * segments.words), at % (32 * segments.words)
+        in_array = inside + jnp.asarray(segments.row_starts)[row]
         # Unsigned, so that JAX adds no code per array that tests for negative indices.
+        per_array = [rows.count * slots.row for rows in slots.arrays]
         parts = slices.split(in_array.astype(jnp.uint32), per_array)
         values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
-        return values, in_array if self.segments.chunk is None else inside
+        valid = place < slots.of_rows(num_set(words, segments))
+        m = jnp.where(valid, magnitude(values).reshape(valid.shape), -1)
+        largest = _all_set(largest_mask(m, k, slots), k, slots)
+        index = in_array if segments.chunk is None else inside
+        return values[largest], index[largest]
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
         """Return the segments of the candidates, for which there is room; rows are whole words."""

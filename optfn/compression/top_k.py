@@ -7,15 +7,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from optfn import checks
-from optfn.compression import bits
 from optfn.compression.compressors import ShownAsCall, named
-from optfn.compression.segments import Chunks, Segments, chunks_of
+from optfn.compression.packets import PacketFormat
+from optfn.compression.segments import Segments
 from optfn.compression.selection import num_selected, search_of
-from optfn.compression.values import BFLOAT16, FLOAT32, ValueFormat, scaled
+from optfn.compression.values import BFLOAT16, FLOAT32, scaled
 from optfn.leaves import slices
 from optfn.leaves.types import PyTree
 
@@ -35,7 +33,7 @@ class TopK(ShownAsCall):
         return ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,): scales, then indices, then values."""
+        """Return the packet, uint32 (words,); see `packets`."""
         return self.encode_all([x], [state])[0]
 
     def encode_all(
@@ -46,20 +44,21 @@ class TopK(ShownAsCall):
         segments = Segments(tuple(x.size for x in flat), self.chunk)
         k = num_selected(self.density, segments.lengths)
         values, index = search_of(segments, k).largest(flat, k)
-        counts = [_Leaf.of(self, x.size).count for x in flat]
-        pairs = zip(flat, slices.split(values, counts), slices.split(index, counts), strict=True)
-        packets = [self._packet(x.size, values, index) for x, values, index in pairs]
+        counts = [self.format(x.size).count for x in flat]
+        parts = zip(flat, slices.split(values, counts), slices.split(index, counts), strict=True)
+        packets = [self._packet(x.size, values, index) for x, values, index in parts]
         return list(zip(packets, states, strict=True))
 
     @partial(jax.jit, static_argnums=(0, 1))
     def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of the entries of a flat leaf."""
-        leaf = _Leaf.of(self, size)
-        sent = Chunks(leaf.count, int(leaf.k[0]))
-        scales = sent.map(leaf.format.scales, values, leaf.k)
-        codes = leaf.format.encode(values, sent.spread(scales) if scales.size else scales)
-        words = bits.pack([index.astype(jnp.uint32), codes], leaf.widths)
-        return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words])
+        return self.format(size).encode(values, index)
+
+    def format(self, size: int) -> PacketFormat:
+        """Return the encoding of a leaf of so many elements."""
+        segments = Segments((size,), self.chunk)
+        k = num_selected(self.density, segments.lengths)
+        index_bits = (int(segments.lengths.max()) - 1).bit_length()
+        return PacketFormat(segments, k, VALUES[self.values], index_bits)
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, zero where nothing was sent."""
@@ -68,47 +67,12 @@ class TopK(ShownAsCall):
     @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
         """Return total + scale·decode(packet), touching the entries that were sent."""
-        leaf = _Leaf.of(self, total.size)
-        split = packet.size - bits.num_words(leaf.widths, [leaf.count] * 2)
-        scales = lax.bitcast_convert_type(packet[:split], jnp.float32)
-        index, codes = bits.unpack(packet[split:], leaf.widths, [leaf.count] * 2)
-        owner = np.repeat(np.arange(leaf.k.size, dtype=np.uint32), leaf.k)
-        values = leaf.format.decode(codes, scales[owner] if scales.size else scales)
-        index += owner * np.uint32(leaf.chunks.length)
-        target = total.reshape(-1).at[index]
-        added = target.add(scale * values, indices_are_sorted=True, unique_indices=True)
+        (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
         return added.reshape(total.shape)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
-        leaf = _Leaf.of(self, math.prod(shape))
-        num_scales = leaf.k.size if leaf.format.has_scale else 0
-        return 4 * (num_scales + bits.num_words(leaf.widths, [leaf.count] * 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """What is sent of a leaf: its chunks, the number of entries of each, and their encoding."""
-
-    chunks: Chunks
-    k: np.ndarray
-    format: ValueFormat
-
-    @classmethod
-    def of(cls, compressor: TopK, size: int) -> "_Leaf":
-        chunks = chunks_of(size, compressor.chunk)
-        k = num_selected(compressor.density, chunks.lengths)
-        return cls(chunks, k, VALUES[compressor.values])
-
-    @property
-    def count(self) -> int:
-        """The number of entries that are sent."""
-        return int(self.k.sum())
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """The bits of an index and of a value."""
-        return self.chunks.index_bits, self.format.bits
+        return self.format(math.prod(shape)).num_bytes
 
 
 @named

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.compression.packets import from_upper_half, to_upper_half
-
+_UPPER_HALF = np.uint32(0xFFFF0000)
 # The largest integer that stands for a value, by the number of bits.
 _LARGEST = {8: 127, 4: 7}
 
@@ -71,7 +70,7 @@ class ValueFormat(NamedTuple):
         if self.bits == 32:
             return lax.bitcast_convert_type(x, jnp.uint32)
         if self.bits == 16:
-            return to_upper_half(x) >> np.uint32(16)
+            return _to_upper_half(x) >> np.uint32(16)
         negative = (x < 0).astype(jnp.uint32)
         if self.bits == 1:
             return negative
@@ -102,7 +101,7 @@ class ValueFormat(NamedTuple):
         if self.bits == 32:
             return lax.bitcast_convert_type(codes, jnp.float32)
         if self.bits == 16:
-            return from_upper_half(codes << np.uint32(16))
+            return _from_upper_half(codes << np.uint32(16))
         if self.bits == 1:
             return jnp.where(codes == 0, s, -s)
         if self.bits == 2:
@@ -130,6 +129,20 @@ def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
     below = jnp.floor(x)
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
     return below + (uniform < x - below)
+
+
+def _to_upper_half(values: jax.Array) -> jax.Array:
+    """Return words whose upper half is the value rounded to bfloat16, ties to even."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up.
+    finite = (bits & np.uint32(0x7FFFFFFF)) < np.uint32(0x7F7F8000)
+    return jnp.where(finite, bits + rounding, bits) & _UPPER_HALF
+
+
+def _from_upper_half(words: jax.Array) -> jax.Array:
+    """Return the bfloat16 values in the upper halves of words, as float32."""
+    return lax.bitcast_convert_type(words & _UPPER_HALF, jnp.float32)
 
 
 FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
