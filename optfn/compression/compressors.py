@@ -22,13 +22,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 
 from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
+from optfn.parallel.mesh import AxisName
 
 P = ParamSpec("P")
 
@@ -39,11 +40,7 @@ class Compressor(Protocol):
     A packet is a tree of arrays, of the same shapes in each step. State is a tree of arrays too, ()
     for none; it is taken to be the same on all workers, but for what is in a `PerWorker`.
 
-    Five more things are optional. `accepts(shape) -> bool`: other leaves are exchanged densely.
-    `encode_all(xs, states)`: the results of `encode` for several leaves, where that is cheaper.
-    `add_to(total, packet, scale)`: total + scale·decode(packet), where that is cheaper in place.
-    `mean_of_sent`: a function as `gathering.mean_by_all_gather`, which is the default; with
-    `is_reduced = True` packets go through all-reduces in it.
+    A class that inherits from `BaseCompressor` may have more methods.
     """
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
@@ -59,12 +56,79 @@ class Compressor(Protocol):
         """Return the bytes of the packet for a leaf of this shape."""
 
 
+class LeafInExchange(NamedTuple):
+    """A leaf before and after it is sent.
+
+    direction: zeros, to which the mean may be added in place; then the mean over workers.
+    residual: flat, the accumulated updates of a worker; then those that it has not sent.
+    state: of the compressor.
+    """
+
+    direction: jax.Array
+    residual: jax.Array
+    state: PyTree
+
+    @property
+    def accumulated(self) -> jax.Array:
+        """The accumulated updates in the shape of the leaf."""
+        return self.residual.reshape(self.direction.shape)
+
+
+class BaseCompressor(Compressor):
+    """A compressor with the methods that `exchange` calls besides those of the protocol.
+
+    is_reduced: whether packets go through all-reduces, in `reduced`, instead of one
+      all-gather with those of other compressors.
+    """
+
+    is_reduced = False
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether leaves of this shape are compressed; others are exchanged densely."""
+        del shape
+        return True
+
+    def encode_all(
+        self, xs: Sequence[jax.Array], states: Sequence[PyTree]
+    ) -> list[tuple[PyTree, PyTree]]:
+        """Return the results of `encode` for several leaves."""
+        return [self.encode(x, state) for x, state in zip(xs, states, strict=True)]
+
+    def add_to(self, total: jax.Array, packet: PyTree, scale: float | jax.Array) -> jax.Array:
+        """Return total + scale·decode(packet)."""
+        return total + scale * self.decode(packet, total.shape).reshape(total.shape)
+
+    @staticmethod
+    def reduced(leaves: Sequence[LeafInExchange], axis_name: AxisName) -> list[LeafInExchange]:
+        """Return leaves after all-reduces of their packets, if `is_reduced`."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfUser(BaseCompressor):
+    """A compressor with the methods of the protocol."""
+
+    own: Compressor
+
+    def init(self, shape: tuple[int, ...]) -> PyTree:
+        return self.own.init(shape)
+
+    def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+        return self.own.encode(x, state)
+
+    def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
+        return self.own.decode(packet, shape)
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        return self.own.num_bytes(shape)
+
+
 C = TypeVar("C", bound="ShownAsCall")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ShownAsCall:
-    """A value whose `repr` is the call that made it."""
+class ShownAsCall(BaseCompressor):
+    """A compressor whose `repr` is the call that made it."""
 
     call: str = dataclasses.field(default="", compare=False, kw_only=True)
 
@@ -73,7 +137,7 @@ class ShownAsCall:
 
 
 def named(factory: Callable[P, C]) -> Callable[P, C]:
-    """Decorate a factory of values so that they show its call."""
+    """Decorate a factory of compressors so that they show its call."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> C:
@@ -83,45 +147,12 @@ def named(factory: Callable[P, C]) -> Callable[P, C]:
     return make
 
 
-def accepts(compressor: Compressor, shape: tuple[int, ...]) -> bool:
-    """Tell whether a compressor takes leaves of this shape; others are exchanged densely."""
-    rule = getattr(compressor, "accepts", None)
-    return rule is None or bool(rule(shape))
-
-
-def encode_all(
-    compressors: Sequence[Compressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
-) -> list[tuple[PyTree, PyTree]]:
-    """Return the packet and the next state of each leaf, those of equal compressors together."""
-    encoded: list[Any] = [None] * len(xs)
-    for i, compressor in enumerate(compressors):
-        together: Any = getattr(compressor, "encode_all", None)
-        if encoded[i] is None and together is None:
-            encoded[i] = compressor.encode(xs[i], states[i])
-        elif encoded[i] is None:
-            equal = [j for j in range(i, len(xs)) if compressors[j] == compressor]
-            results = together([xs[j] for j in equal], [states[j] for j in equal])
-            for j, result in zip(equal, results, strict=True):
-                encoded[j] = result
-    return encoded
-
-
-def add_decoded(
-    compressor: Compressor, total: jax.Array, packet: PyTree, scale: float | jax.Array
-) -> jax.Array:
-    """Return total + scale·decode(packet)."""
-    in_place: Any = getattr(compressor, "add_to", None)
-    if in_place is not None:
-        return in_place(total, packet, scale)
-    return total + scale * compressor.decode(packet, total.shape).reshape(total.shape)
-
-
 # One compressor for all leaves, or one for each pattern of paths; None is dense.
 Choice: TypeAlias = Compressor | Mapping[str, Compressor | None]
 _METHODS = ("init", "encode", "decode", "num_bytes")
 
 
-def check_choice(choice: object) -> Mapping[Any, Compressor | None]:
+def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
     """Return the compressors by pattern of paths.
 
     Raises:
@@ -129,16 +160,17 @@ def check_choice(choice: object) -> Mapping[Any, Compressor | None]:
     """
     if not isinstance(choice, Mapping):
         return {re.compile(".*", re.DOTALL): _check("compressor", choice)}
+    checked: dict[Any, BaseCompressor | None] = {}
     for pattern, compressor in choice.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
         tree.check_pattern("compressor", pattern)
-        if compressor is not None:
-            _check(f"compressor[{pattern!r}]", compressor)
-    return dict(choice)
+        is_dense = compressor is None
+        checked[pattern] = None if is_dense else _check(f"compressor[{pattern!r}]", compressor)
+    return checked
 
 
-def _check(argument: str, compressor: Any) -> Compressor:
+def _check(argument: str, compressor: Any) -> BaseCompressor:
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(
@@ -146,16 +178,18 @@ def _check(argument: str, compressor: Any) -> Compressor:
             f"{', '.join(_METHODS)}, a mapping from patterns of paths to compressors, or None; got "
             f"{checks.shown(compressor)}"
         )
-    return compressor
+    return compressor if isinstance(compressor, BaseCompressor) else _OfUser(compressor)
 
 
-def chosen(choice: Mapping[Any, Compressor | None], params: Params) -> list[Compressor | None]:
+def chosen(
+    choice: Mapping[Any, BaseCompressor | None], params: Params
+) -> list[BaseCompressor | None]:
     """Return the compressor of each leaf of a tree: that of the first pattern that matches.
 
     Raises:
       ValueError: a pattern matches none of the paths.
     """
-    found: list[Compressor | None] = [None] * len(tree.flatten(params)[0])
+    found: list[BaseCompressor | None] = [None] * len(tree.flatten(params)[0])
     # Backwards, so that an earlier pattern overwrites a later one.
     for pattern, compressor in reversed(list(choice.items())):
         flags = tree.select(pattern, params, "compressor")

@@ -5,7 +5,7 @@ workers of it, and `exchange` here is the transform.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +18,15 @@ from jax import lax
 from optfn import checks, core, numerics
 from optfn.autodiff.in_place import when
 from optfn.checks import Number
-from optfn.compression.agreement import agree, check_own_gradients
-from optfn.compression.compressors import Choice, Compressor, accepts, check_choice, chosen
-from optfn.compression.gathering import PendingLeaf, SentLeaf, mean_by_all_gather
+from optfn.compression.agreement import agree, check_own_gradients, is_compressible
+from optfn.compression.compressors import (
+    BaseCompressor,
+    Choice,
+    LeafInExchange,
+    check_choice,
+    chosen,
+)
+from optfn.compression.gathering import mean_by_all_gather
 from optfn.leaves import leafwise, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows, mean_over
@@ -58,23 +64,21 @@ class ExchangeDenseState(NamedTuple):
 class _Options:
     """The arguments of `exchange`, checked."""
 
-    compressors: Mapping[Any, Compressor | None]
+    compressors: Mapping[Any, BaseCompressor | None]
     error_feedback: Number
     axis_name: AxisName
     min_size: int
     warmup_steps: int
 
-    def compressor_of(self, params: Params) -> list[Compressor | None]:
+    def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, None for those that are exchanged densely."""
         pairs = zip(chosen(self.compressors, params), tree.flatten(params)[0], strict=True)
         return [compressor if self._compresses(compressor, p) else None for compressor, p in pairs]
 
-    def _compresses(self, compressor: Compressor | None, p: Leaf) -> bool:
-        if compressor is None or tree.is_masked(p) or p.size < self.min_size:
+    def _compresses(self, compressor: BaseCompressor | None, p: Leaf) -> bool:
+        if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
             return False
-        # NumPy's float64 becomes float32 where JAX has no wider floats.
-        dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
-        return bool(dtype == jnp.float32) and accepts(compressor, p.shape)
+        return compressor.accepts(p.shape)
 
 
 @core.named
@@ -224,14 +228,16 @@ class ExchangeTraffic:
         return jnp.where(exchange < self.warmup_steps, dense, packets)
 
 
-def _traffic(options: _Options, pairs: Sequence[tuple[Compressor | None, Leaf]]) -> ExchangeTraffic:
+def _traffic(
+    options: _Options, pairs: Sequence[tuple[BaseCompressor | None, Leaf]]
+) -> ExchangeTraffic:
     """Return what a worker sends of leaves with these compressors."""
     dense = [0 if tree.is_masked(p) else numerics.accumulated_bytes(p) for _, p in pairs]
     sizes = zip(pairs, dense, strict=True)
     reduced = sum(size for (compressor, _), size in sizes if compressor is None)
     gathered = 0
     for compressor, p in pairs:
-        if compressor is not None and getattr(compressor, "is_reduced", False):
+        if compressor is not None and compressor.is_reduced:
             reduced += int(compressor.num_bytes(p.shape))
         elif compressor is not None:
             gathered += int(compressor.num_bytes(p.shape))
@@ -260,14 +266,15 @@ def _update(
         of_leaves = chosen(options.compressors, whole)
         compressors = [c for i in numbers if (c := of_leaves[i]) is not None]
         updates_of = [leaves[i] for i in numbers]
-        pending = _CompressedLeaves(
-            [mesh.zeros_of_mean(g, options.axis_name) for g in updates_of],
-            [residuals[i] for i in numbers],
-            [states[i] for i in numbers],
-        )
+        pending = [
+            LeafInExchange(
+                mesh.zeros_of_mean(leaves[i], options.axis_name), residuals[i], states[i]
+            )
+            for i in numbers
+        ]
         sent = _compress(options, compressors, nonfinite, step, updates_of, pending)
-        for i, direction, residual, of_compressor in zip(numbers, *sent, strict=True):
-            directions[i], residuals[i], states[i] = direction, residual, of_compressor
+        for i, leaf in zip(numbers, sent, strict=True):
+            directions[i], residuals[i], states[i] = leaf
     return _packed_as(updates, structure.unflatten(directions)), ExchangeState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
@@ -325,22 +332,14 @@ def _packed_as(updates: Updates, whole: PyTree) -> Updates:
     return jax.tree.map(pack, updates, whole, is_leaf=lambda x: is_packed(x) or tree.is_leaf(x))
 
 
-class _CompressedLeaves(NamedTuple):
-    """The compressed leaves of one worker: flat residuals; directions, 0 until they are known."""
-
-    direction: list[jax.Array]
-    residual: list[jax.Array]
-    state: list[PyTree]
-
-
 def _compress(
     options: _Options,
-    compressors: Sequence[Compressor],
+    compressors: Sequence[BaseCompressor],
     nonfinite: jax.Array,
     step: jax.Array,
     updates: list[jax.Array],
-    leaves: _CompressedLeaves,
-) -> _CompressedLeaves:
+    leaves: list[LeafInExchange],
+) -> list[LeafInExchange]:
     """Accumulate and send; where an update is not finite, give zeros and keep the state.
 
     All workers decide the same, so that collectives may stand in branches. Everything changes in
@@ -349,45 +348,46 @@ def _compress(
     axis_name = options.axis_name
     sends = ~nonfinite & (step >= options.warmup_steps)
     checked = mesh.checked_axes(axis_name)
-    residual = [
-        jnp.where(sends, accumulate(g, mesh.vary(x, checked), options.error_feedback), x)
-        for g, x in zip(updates, leaves.residual, strict=True)
-    ]
+
+    def with_update(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
+        total = accumulate(g, mesh.vary(leaf.residual, checked), options.error_feedback)
+        return leaf._replace(residual=jnp.where(sends, total, leaf.residual))
+
+    leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
     if options.warmup_steps:
         is_dense = ~nonfinite & (step < options.warmup_steps)
         axes = mesh.axes(axis_name)
-        direction = lax.cond(
+        means = lax.cond(
             is_dense,
             lambda g, zeros: [lax.pmean(x, axes) for x in g],
             lambda g, zeros: zeros,
             updates,
-            leaves.direction,
+            [leaf.direction for leaf in leaves],
         )
-        leaves = leaves._replace(direction=direction)
-    send = partial(_send, options, compressors)
-    return _CompressedLeaves(*when(sends, [send], (leaves.direction, residual, leaves.state)))
+        pairs = zip(leaves, means, strict=True)
+        leaves = [leaf._replace(direction=mean) for leaf, mean in pairs]
+    (sent,) = when(sends, [partial(_send, axis_name, compressors)], (leaves,))
+    return sent
 
 
 def _send(
-    options: _Options,
-    compressors: Sequence[Compressor],
-    zeros: list[jax.Array],
-    totals: list[jax.Array],
-    states: list[PyTree],
-) -> _CompressedLeaves:
-    """Send what has accumulated, and keep the rest."""
-    shaped = [x.reshape(like.shape) for x, like in zip(totals, zeros, strict=True)]
-    pending = list(map(PendingLeaf, compressors, shaped, states, zeros))
-    groups: dict[Callable[..., list[SentLeaf]], list[int]] = {}
+    axis_name: AxisName, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
+) -> tuple[list[LeafInExchange]]:
+    """Send the accumulated updates, and keep the rest."""
+    # Matrices of all ranks share their all-reduces, all packets that are gathered one all-gather.
+    groups: dict[type[BaseCompressor] | None, list[int]] = {}
     for i, compressor in enumerate(compressors):
-        average = getattr(compressor, "mean_of_sent", mean_by_all_gather)
-        groups.setdefault(average, []).append(i)
-    sent: dict[int, SentLeaf] = {}
-    for average, numbers in groups.items():
-        of_group = average([pending[i] for i in numbers], options.axis_name)
-        sent |= dict(zip(numbers, of_group, strict=True))
-    means, residuals, kept = zip(*(sent[i] for i in range(len(pending))), strict=True)
-    return _CompressedLeaves(list(means), [x.reshape(-1) for x in residuals], list(kept))
+        groups.setdefault(type(compressor) if compressor.is_reduced else None, []).append(i)
+    sent = list(leaves)
+    for kind, numbers in groups.items():
+        group = [leaves[i] for i in numbers]
+        if kind is None:
+            group = mean_by_all_gather([compressors[i] for i in numbers], group, axis_name)
+        else:
+            group = kind.reduced(group, axis_name)
+        for i, leaf in zip(numbers, group, strict=True):
+            sent[i] = leaf
+    return (sent,)
 
 
 def accumulate(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:

@@ -10,33 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import checks
-from optfn.compression.compressors import ShownAsCall, named
-from optfn.compression.gathering import PendingLeaf, SentLeaf
+from optfn.compression.compressors import LeafInExchange, ShownAsCall, named
 from optfn.leaves.types import PyTree
 from optfn.parallel import mesh
 from optfn.parallel.mesh import AxisName
 
 # On accelerators the default precision would make what is sent differ from what is subtracted.
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-
-
-def mean_by_all_reduce(leaves: Sequence[PendingLeaf], axis_name: AxisName) -> list[SentLeaf]:
-    """Return the mean over workers of P̂Q_wᵀ, by two all-reduces for all leaves.
-
-    The arguments are those of `gathering.mean_by_all_gather`; the state of a leaf is Q̄.
-    """
-    matrices = [as_matrix(leaf.x) for leaf in leaves]
-    products = [_matmul(m, leaf.state) for m, leaf in zip(matrices, leaves, strict=True)]
-    bases = [orthonormal(p) for p in mesh.mean_in_one(products, axis_name)]
-    own = [_matmul(m.T, p) for m, p in zip(matrices, bases, strict=True)]
-    residuals = [m - _matmul(p, q.T) for m, p, q in zip(matrices, bases, own, strict=True)]
-    shared = mesh.mean_in_one(own, axis_name)
-    means = [_matmul(p, q.T) for p, q in zip(bases, shared, strict=True)]
-    shapes = [leaf.x.shape for leaf in leaves]
-    return [
-        SentLeaf(mean.reshape(shape), residual.reshape(shape), q)
-        for mean, residual, q, shape in zip(means, residuals, shared, shapes, strict=True)
-    ]
 
 
 def as_matrix(x: jax.Array) -> jax.Array:
@@ -56,8 +36,24 @@ class PowerSgd(ShownAsCall):
 
     rank: int
 
-    mean_of_sent = staticmethod(mean_by_all_reduce)
     is_reduced = True
+
+    @staticmethod
+    def reduced(leaves: Sequence[LeafInExchange], axis_name: AxisName) -> list[LeafInExchange]:
+        """Return leaves with the mean over workers of P̂Q_wᵀ, by two all-reduces for all."""
+        matrices = [as_matrix(leaf.accumulated) for leaf in leaves]
+        products = [_matmul(m, leaf.state) for m, leaf in zip(matrices, leaves, strict=True)]
+        bases = [orthonormal(p) for p in mesh.mean_in_one(products, axis_name)]
+        own = [_matmul(m.T, p) for m, p in zip(matrices, bases, strict=True)]
+        shared = mesh.mean_in_one(own, axis_name)
+        return [
+            LeafInExchange(
+                _matmul(p, q.T).reshape(leaf.direction.shape),
+                (m - _matmul(p, own_q.T)).reshape(-1),
+                q,
+            )
+            for leaf, m, p, own_q, q in zip(leaves, matrices, bases, own, shared, strict=True)
+        ]
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Tell whether a leaf has two axes or more; others are exchanged densely."""
