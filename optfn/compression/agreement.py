@@ -7,12 +7,12 @@ from jax import lax
 from optfn import numerics
 from optfn.compression.bits import pack_mask
 from optfn.leaves import tree
-from optfn.leaves.types import Leaf, LeafKind, Updates
+from optfn.leaves.types import LeafKind, Updates
 from optfn.parallel import mesh
 from optfn.parallel.mesh import AxisName
 
 
-def is_compressible(p: Leaf, min_size: int) -> bool:
+def is_compressible(p: jax.Array, min_size: int) -> bool:
     """Tell whether a leaf has at least `min_size` elements and is accumulated in float32."""
     # NumPy's float64 becomes float32 where JAX has no wider floats.
     dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))

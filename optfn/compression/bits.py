@@ -83,7 +83,7 @@ def pack_mask(mask: jax.Array) -> jax.Array:
     return jnp.sum(lanes, axis=1, dtype=jnp.uint32).reshape(*mask.shape[:-1], whole // 32)
 
 
-def count(words: jax.Array) -> jax.Array:
+def num_ones(words: jax.Array) -> jax.Array:
     """Return the number of set bits of each word, int32."""
     return lax.population_count(words).astype(jnp.int32)
 
@@ -92,7 +92,7 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
     """Return the position of the n-th set bit of each word, n from 0, by five halvings."""
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
-        low = count(word & np.uint32((1 << width) - 1))
+        low = num_ones(word & np.uint32((1 << width) - 1))
         above = n >= low
         n = jnp.where(above, n - low, n)
         word = jnp.where(above, word >> np.uint32(width), word)
@@ -103,7 +103,7 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
 def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
     """Return each word with only its first n set bits, or all of them where it has fewer."""
     below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
-    return jnp.where(n < count(words), words & below, words)
+    return jnp.where(n < num_ones(words), words & below, words)
 
 
 def positions(
@@ -134,5 +134,5 @@ def positions(
     start = vary(jnp.broadcast_to(jnp.int32(first), number.shape), varying_axes(ends))
     at = jnp.minimum(lax.fori_loop(0, steps, halve, start), last).astype(jnp.uint32)
     word = words[at]
-    rank = number - (ends[at] - count(word))
+    rank = number - (ends[at] - num_ones(word))
     return at.astype(jnp.int32) * 32 + jnp.minimum(nth_bit(word, rank), 31)

@@ -201,7 +201,7 @@ def compressed_step(ramp: Ramp, step: jax.Array, leaves: list[DgcLeaf]) -> list[
     def send(of_ramp_step: int, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
         residuals = [leaf.residual for leaf in leaves]
         entries = search.extract(residuals, words, counts[of_ramp_step])
-        return _send(ramp, ramp.formats[of_ramp_step], *entries, leaves)
+        return _exchanged_entries(ramp, ramp.formats[of_ramp_step], *entries, leaves)
 
     return lax.switch(i, [partial(send, n) for n in range(len(counts))], leaves)
 
@@ -217,7 +217,7 @@ def accumulated(leaf: DgcLeaf, momentum: Number, nesterov: bool) -> DgcLeaf:
     return DgcLeaf(g, u, v + u)
 
 
-def _send(
+def _exchanged_entries(
     ramp: Ramp,
     packet_format: PacketFormat,
     values: jax.Array,

@@ -98,15 +98,15 @@ def filled_up(
 
     Where `above` alone has more than k, all of these are selected.
     """
-    before = _ends(equal) - bits.count(equal)
+    before = _cumulative(equal) - bits.num_ones(equal)
     last = before[segments.first_word] + k - num_set(above, segments)
     wanted = jnp.repeat(segments.of_rows(last), segments.words) - before
     return above | bits.first_bits(equal, jnp.maximum(wanted, 0))
 
 
-def _ends(words: jax.Array) -> jax.Array:
+def _cumulative(words: jax.Array) -> jax.Array:
     """Return how many bits are set up to the end of each word."""
-    return jnp.cumsum(bits.count(words))
+    return jnp.cumsum(bits.num_ones(words))
 
 
 def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
@@ -115,12 +115,12 @@ def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
     first, most = np.zeros(1, np.int32), segments.words * segments.owner.size
     if segments.chunk is not None:
         first, most = np.repeat(segments.first_word, k), segments.words
-    return bits.positions(words, _ends(words), number, first, most)
+    return bits.positions(words, _cumulative(words), number, first, most)
 
 
 def num_set(words: jax.Array, segments: Segments) -> jax.Array:
     """Return the number of entries of each segment that a packed mask has."""
-    per_row = jnp.sum(bits.count(words).reshape(-1, segments.words), axis=1, dtype=jnp.int32)
+    per_row = jnp.sum(bits.num_ones(words).reshape(-1, segments.words), axis=1, dtype=jnp.int32)
     return segments.totals(per_row)
 
 
@@ -210,11 +210,11 @@ class Search(abc.ABC):
           float32 (∑k,), and int32 (∑k,): indices in the segment, increasing.
         """
         segments, slots = self.segments, self._slots(counts.room)
-        k, ends = np.asarray(counts.k), _ends(words)
+        k, ends = np.asarray(counts.k), _cumulative(words)
         # Candidate j of a segment is set bit number first + j of all words.
         of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
         place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)
-        number = slots.of_rows((ends - bits.count(words))[segments.first_word]) + place
+        number = slots.of_rows((ends - bits.num_ones(words))[segments.first_word]) + place
         first = jnp.repeat(segments.first_word[slots.owner], slots.row)
         most = int(segments.num_rows.max()) * segments.words
         at = bits.positions(words, ends, number.reshape(-1), first, most)
