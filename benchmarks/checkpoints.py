@@ -32,7 +32,7 @@ import numpy as np
 import optfn
 from benchmarks import measure
 from optfn.distributed import data_mesh
-from optfn.train import sharded_checkpoint
+from optfn.run import sharded_checkpoint
 
 DEVICES = 8
 FORMS = {"one file": False, "parts": True}

@@ -24,7 +24,7 @@ import optax
 import optfn
 from benchmarks import measure, moments
 from examples import demo
-from optfn.parallel.per_worker import exchanges
+from optfn.state.per_worker import exchanges
 
 WORKERS = 4
 RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)

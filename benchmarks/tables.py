@@ -34,8 +34,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optfn
 from benchmarks import measure, wire
 from optfn.distributed import data_mesh
-from optfn.parallel.tables import _capacity
 from optfn.sparse import hash_ids
+from optfn.sparse.tables import _capacity
 
 DEVICES = 8
 HEAD = (

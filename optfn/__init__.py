@@ -15,31 +15,42 @@ Every optimizer is an `(init, update)` pair of pure functions, a chain of transf
 >>> bool(history["loss"][-1] < 0.1 * history["loss"][0])
 True
 
-The tour, from the bottom up: `optfn.numerics` is arithmetic on arrays, `optfn.checks` looks at
-arguments; `optfn.leaves` is what a leaf may be (dense, row-sparse, packed, masked) and how a rule
-meets it; `optfn.core` is the protocol. `optfn.transforms` are the parts, `optfn.wrappers` what goes
-around them, `optfn.optimizers` the chains, `optfn.schedules` rates as functions of the step.
-`optfn.sparse` gives gradients of tables as rows, `optfn.autodiff` recomputes; `optfn.parallel`,
-`optfn.compression` and `optfn.pipeline` are several devices, with `optfn.distributed` as their
-public names; `optfn.plot` draws; `optfn.train` is the step, the loop and what reads the state.
+From the ground up:
+
+* `optfn.checks` looks at arguments; `optfn.leaves` has the kinds of leaves (dense, row-sparse,
+  packed, stacked, masked), arithmetic on arrays, and how a rule is applied to a tree;
+  `optfn.mesh` has the axes of a mesh and means over them; `optfn.core` is the protocol of a
+  transformation.
+* `optfn.state` names the parts of an optimizer's state and declares which are per-worker.
+* `optfn.transforms` are the parts of a chain, `optfn.wrappers` go around a chain,
+  `optfn.optimizers` are the chains; `optfn.schedules` are learning rates as functions of the
+  step.
+* `optfn.jaxprs` interprets functions as equations; `optfn.autodiff` recomputes in the backward
+  pass; `optfn.sparse` differentiates embedding tables by rows.
+* `optfn.parallel`, `optfn.compression` and `optfn.pipeline` train on several devices;
+  `optfn.distributed` has their public names.
+* `optfn.train` is the training step, `optfn.run` the loop around it, `optfn.plot` draws.
 """
 
 from optfn import distributed, plot, schedules, sparse
+from optfn._version import __version__
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
-from optfn.core import apply_updates, chain
+from optfn.core import chain
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
+from optfn.leaves.updates import apply_updates
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
-from optfn.train.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.run.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place
-from optfn.train.loop import minimize
 from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_params, load_state_dict, state_dict, summary
 from optfn.train.step import TrainStep, make_train_step
+from optfn.transforms.adam import scale_by_adam, scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from optfn.transforms.ftrl import ftrl_proximal
@@ -52,8 +63,6 @@ from optfn.transforms.learning_rate import (
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
-    scale_by_adam,
-    scale_by_adamax,
     scale_by_asgd,
     scale_by_decayed_adagrad,
     scale_by_momentum,
@@ -68,8 +77,6 @@ from optfn.wrappers.averaging import exponential_moving_average, model_average
 from optfn.wrappers.master_weights import master_weights
 from optfn.wrappers.metrics import metrics, record_metrics
 from optfn.wrappers.nonfinite import skip_nonfinite
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Packed",
@@ -96,6 +103,7 @@ __all__ = [
     "dgc_momentum",
     "distributed",
     "exponential_moving_average",
+    "fit",
     "ftrl",
     "ftrl_proximal",
     "get_learning_rate",

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, numerics
-from optfn.leaves import leafwise, mismatch, tree
+from optfn import checks
+from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 P = ParamSpec("P")

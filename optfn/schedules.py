@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
+from optfn.leaves import numerics
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.plateau import reduce_on_plateau
 

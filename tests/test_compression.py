@@ -21,7 +21,7 @@ from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.compression.dgc_phases import ramp_step
 from optfn.distributed import deep_gradient_compression
 from optfn.leaves.rows import Rows
-from optfn.parallel.per_worker import PerWorker
+from optfn.state.per_worker import PerWorker
 
 N = 4
 LR = 0.1

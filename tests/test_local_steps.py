@@ -10,9 +10,9 @@ import registry
 from grids import thinned
 
 import optfn
-from optfn.autodiff.dependence import depends
 from optfn.distributed import data_mesh, rescale_residuals
-from optfn.parallel.per_worker import PerWorker
+from optfn.jaxprs.dependence import depends
+from optfn.state.per_worker import PerWorker
 
 N, H = 4, 3
 RNG = np.random.default_rng(0)

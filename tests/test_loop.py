@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import optfn
-from optfn.train.progress import Progress, num_examples, words
+from optfn.run.progress import Progress, num_examples, words
 
 X = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
 TARGET = np.array([1.0, -2.0, 0.5], np.float32)
@@ -85,7 +85,7 @@ def scripted(values):
 
 def test_metrics_that_have_moved_to_the_host_are_the_same(monkeypatch):
     _, want = run(steps=10)
-    monkeypatch.setattr("optfn.train.history._CHUNK", 3)
+    monkeypatch.setattr("optfn.run.history._CHUNK", 3)
     _, history = run(steps=10)
     chex.assert_trees_all_equal(history, want)
     assert history["loss"].shape == (10,)

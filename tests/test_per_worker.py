@@ -21,8 +21,8 @@ from optfn.distributed import (
     top_k,
 )
 from optfn.leaves import tree
-from optfn.parallel.mesh import all_gather
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
+from optfn.mesh import all_gather
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
 N = 4

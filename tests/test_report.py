@@ -143,7 +143,7 @@ def test_a_run_that_records_more_after_a_restart(tmp_path):
 
 
 def test_the_report_of_a_run_that_goes_on_and_then_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr("optfn.train.run_report._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("optfn.plot.run_report._SECONDS_BETWEEN", 0.0)
     path, seen = tmp_path / "run.html", []
 
     def failing():

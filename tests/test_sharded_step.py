@@ -306,7 +306,7 @@ def test_tensor_parallel_axes_are_left_to_the_compiler():
 
 
 def _named(state):
-    from optfn.leaves.state_names import named_parts
+    from optfn.state.names import named_parts
 
     return list(named_parts(state.opt_state))
 

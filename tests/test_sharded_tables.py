@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import data_mesh
-from optfn.parallel.tables import _capacity
+from optfn.sparse.tables import _capacity
 from optfn.train.state import TrainState
 
 N, ROWS, WIDTH, STEPS = 8, 64, 4, 4

@@ -5,7 +5,7 @@ import numpy as np
 
 import optfn
 from optfn.distributed import data_mesh, exchange, power_sgd, quantize, top_k
-from optfn.train.progress import size
+from optfn.run.progress import size
 
 PARAMS = {"head": np.zeros((64, 32), np.float32), "bias": np.zeros(100, np.float32)}
 HEAD, BIAS = 64 * 32, 100

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optfn
-from optfn.train.progress import Progress
+from optfn.run.progress import Progress
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 

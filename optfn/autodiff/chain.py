@@ -9,8 +9,8 @@ from typing import TypeAlias
 import jax
 
 from optfn import checks
-from optfn.autodiff.equations import as_function_of_arrays
 from optfn.autodiff.rotor import Segmentation, functions_in
+from optfn.jaxprs.equations import as_function_of_arrays
 from optfn.leaves.types import Params, PyTree
 
 # One function of a chain, (params, x) -> x; and a chain, ([params1, …, paramsn], x) -> x.

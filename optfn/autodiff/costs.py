@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from optfn.autodiff.equations import Atom, Equation, Equations, Variable, type_of, variables
-from optfn.autodiff.pullback import inexact_leaves, pullback
 from optfn.autodiff.rotor import FunctionCosts
+from optfn.jaxprs.equations import Atom, Equation, Equations, Variable, type_of, variables
+from optfn.jaxprs.pullback import inexact_leaves, pullback
 from optfn.leaves.types import Leaf, Params, PyTree
 
 # XLA computes these again in each fusion that reads them, rather than write them to memory.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optfn.autodiff.equations import (
+from optfn.jaxprs.equations import (
     Atom,
     Equation,
     Equations,

@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import numerics
+from optfn import mesh
 from optfn.compression.bits import pack_mask
-from optfn.leaves import tree
+from optfn.leaves import numerics, tree
 from optfn.leaves.types import LeafKind, Updates
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from optfn.leaves import slices
-from optfn.parallel.mesh import vary, varying_axes
+from optfn.mesh import vary, varying_axes
 
 _LANES = np.arange(32, dtype=np.uint32)
 

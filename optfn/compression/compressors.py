@@ -29,7 +29,7 @@ import jax
 from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 P = ParamSpec("P")
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import checks, core, numerics
+from optfn import checks, core, mesh
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients
 from optfn.compression.dgc_phases import (
@@ -26,12 +26,11 @@ from optfn.compression.dgc_phases import (
     ramp_step,
     update_compressed,
 )
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates, declares
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged
+from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 

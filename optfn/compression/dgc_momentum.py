@@ -7,7 +7,7 @@ import optax
 from optfn import checks, core
 from optfn.checks import Number, Schedule
 from optfn.compression.dgc import deep_gradient_compression
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.wrappers.attributes import ParamAttrs, attributed, check_param_attrs, regularizing
 

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import numerics
+from optfn import mesh
 from optfn.checks import Number
 from optfn.compression.agreement import is_compressible
 from optfn.compression.gathering import mean_of_packets
@@ -24,10 +24,10 @@ from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.selection import SampleSearch, num_selected
 from optfn.compression.values import BFLOAT16, FLOAT32
+from optfn.leaves import numerics
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 from optfn.transforms.moment import momentum_rule
 
 # The encoding of a value, by `wire`.

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
+from optfn import checks, core, mesh
 from optfn.checks import Number
 from optfn.compression.agreement import agree, check_own_gradients, is_compressible
 from optfn.compression.compressors import (
@@ -27,15 +26,15 @@ from optfn.compression.compressors import (
     chosen,
 )
 from optfn.compression.gathering import mean_by_all_gather
-from optfn.leaves import leafwise, packed, tree
+from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.parallel import mesh
+from optfn.mesh import AxisName
 from optfn.parallel.data_parallel import mean_over_workers
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, exchanged
 from optfn.parallel.traffic import all_reduce_bytes
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged
+from optfn.transforms.in_place import when
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
 

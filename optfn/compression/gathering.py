@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax import lax
 
+from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.leaves.types import PyTree
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 # (totals, packet, scale) -> totals, to which scale times the decoded packet is added.
 Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import checks
+from optfn import checks, mesh
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, named
 from optfn.leaves.types import PyTree
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 # On accelerators the default precision would make what is sent differ from what is subtracted.
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)

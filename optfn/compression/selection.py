@@ -36,7 +36,7 @@ from optfn import checks
 from optfn.compression import bits
 from optfn.compression.segments import Segments
 from optfn.leaves import slices
-from optfn.parallel.mesh import vary, varying_axes
+from optfn.mesh import vary, varying_axes
 
 
 class Counts(NamedTuple):

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn import checks, numerics
-from optfn.leaves import mismatch, tree
+from optfn import checks
+from optfn.leaves import mismatch, numerics, tree
 from optfn.leaves.layout import BufferLayout
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 

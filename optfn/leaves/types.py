@@ -23,8 +23,8 @@ def declares(**attributes: bool | str | tuple[str, ...]) -> Callable[[T], T]:
     """Decorate a NamedTuple class with attributes that other modules read from the type.
 
     An attribute of the type needs no array in the state and survives every wrapper: see
-    `optfn.parallel.per_worker`, `optfn.leaves.tree.is_transparent` and
-    `optfn.leaves.state_names.retired_fields`.
+    `optfn.state.per_worker`, `optfn.leaves.tree.is_transparent` and
+    `optfn.state.names.retired_fields`.
     """
 
     def declare(kind: T) -> T:

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Batch, Leaf, OptState, PyTree, Updates
-from optfn.parallel.mesh import AxisName, axes, mean_in_one, sharding
-from optfn.parallel.per_worker import exchanges, own_leaves
-from optfn.parallel.placement import num_workers, specs_of
+from optfn.mesh import AxisName, axes, mean_in_one, sharding
+from optfn.state.per_worker import exchanges, own_leaves
+from optfn.state.placement import num_workers, specs_of
 
 
 def on_workers(

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.mesh import AxisName, axes, restricted
 from optfn.parallel import sharding as shards
-from optfn.parallel.mesh import AxisName, axes, restricted
-from optfn.parallel.per_worker import own_leaves
-from optfn.parallel.placement import num_workers, specs_of
 from optfn.parallel.sharding import Kind, Sharding, is_spec
+from optfn.state.per_worker import own_leaves
+from optfn.state.placement import num_workers, specs_of
 
 
 class MemoryPlan(NamedTuple):

@@ -20,11 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.checks import shown
-from optfn.leaves import state_names, tree
+from optfn.leaves import tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
-from optfn.parallel.mesh import AxisName, axes, restricted
-from optfn.parallel.per_worker import PerWorker, exchanges, nodes_of
-from optfn.parallel.placement import num_workers
+from optfn.mesh import AxisName, axes, restricted
+from optfn.state import names as state_names
+from optfn.state.per_worker import PerWorker, exchanges, nodes_of
+from optfn.state.placement import num_workers
 
 # "state", "params", or PartitionSpecs of params by patterns of paths.
 Kind: TypeAlias = str | Mapping[str, P]

@@ -16,9 +16,9 @@ import functools
 import jax
 from jax import lax
 
+from optfn import mesh
 from optfn.leaves.types import PyTree
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
+from optfn.mesh import AxisName
 
 
 def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optfn import mesh
 from optfn.leaves import tree
 from optfn.leaves.types import LeafKind, OptState, Updates
-from optfn.parallel import mesh
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, nodes_of, own_leaves
+from optfn.mesh import AxisName
+from optfn.state.per_worker import Exchanged, nodes_of, own_leaves
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:

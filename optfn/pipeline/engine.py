@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import numerics
-from optfn.autodiff.pullback import Key, inexact_leaves
+from optfn.jaxprs.pullback import Key, inexact_leaves
+from optfn.leaves import numerics
 from optfn.leaves.types import PyTree
 from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
 from optfn.pipeline.plan import Plan, backward_order, forward_order

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.autodiff.pullback import Key, StageFn, inexact_leaves, with_inexact_leaves
+from optfn.jaxprs.pullback import Key, StageFn, inexact_leaves, with_inexact_leaves
 from optfn.leaves import tree
 from optfn.leaves.types import DType, Params, PyTree
 from optfn.pipeline import buffers

@@ -9,14 +9,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import core, numerics
-from optfn.leaves import leafwise, packed, tree
+from optfn import core
+from optfn import mesh as meshes
+from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
-from optfn.parallel import mesh as meshes
 from optfn.parallel.data_parallel import for_optimizer
-from optfn.parallel.per_worker import check_wrappers
-from optfn.parallel.placement import map_state, num_workers
 from optfn.pipeline.stacking import PipelineParams
+from optfn.state.per_worker import check_wrappers
+from optfn.state.placement import map_state, num_workers
 
 
 @declares(workers_in_front=True)

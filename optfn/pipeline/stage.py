@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optfn.autodiff.equations import (
+from optfn.jaxprs.equations import (
     Equations,
     Value,
     Variable,
@@ -22,7 +22,7 @@ from optfn.autodiff.equations import (
     variables,
     with_split_scans,
 )
-from optfn.autodiff.pullback import Key, StageFn, pullback
+from optfn.jaxprs.pullback import Key, StageFn, pullback
 from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
 

@@ -16,15 +16,15 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.autodiff.pullback import inexact_leaves
+from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
-from optfn.parallel.mesh import axes, restricted
-from optfn.parallel.placement import num_workers
+from optfn.mesh import axes, restricted
 from optfn.parallel.sharding import Sharding, is_spec
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
+from optfn.state.placement import num_workers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks
-from optfn.autodiff.pullback import Key, inexact_leaves
+from optfn.jaxprs.pullback import Key, inexact_leaves
 from optfn.leaves import tree
 from optfn.leaves.types import LossFn, Params, PyTree, Updates
-from optfn.parallel.mesh import axes
+from optfn.mesh import axes
 from optfn.parallel.sharding import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item
 from optfn.pipeline.model import (

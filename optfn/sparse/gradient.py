@@ -16,12 +16,12 @@ import optax
 from jax.lax import GatherScatterMode
 
 from optfn import core
-from optfn.autodiff.equations import Equation, Equations, read, variables
+from optfn.jaxprs.equations import Equation, Equations, read, variables
 from optfn.leaves import leafwise, tree
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import DType, Leaf, Params, Updates
-from optfn.parallel.tables import Owners
+from optfn.sparse.tables import Owners
 
 __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 

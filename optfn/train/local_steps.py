@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import core, numerics
-from optfn.autodiff.dependence import depends
-from optfn.leaves import leafwise, mismatch, tree
+from optfn import core
+from optfn.jaxprs.dependence import depends
+from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, declares
+from optfn.mesh import AxisName, axes
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
-from optfn.parallel.mesh import AxisName, axes
-from optfn.parallel.per_worker import PerWorker, exchanges
+from optfn.state.per_worker import PerWorker, exchanges
 from optfn.train.state import StepFn, TrainState
 
 

@@ -18,10 +18,10 @@ from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
+from optfn.mesh import AxisName, axes
 from optfn.parallel.data_parallel import batch_spec, mean_or_first, mean_over_workers
-from optfn.parallel.mesh import AxisName, axes
 from optfn.parallel.sharding import Sharding, is_spec
-from optfn.parallel.tables import Owners
+from optfn.sparse.tables import Owners
 
 
 class Values(NamedTuple):

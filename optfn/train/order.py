@@ -10,7 +10,7 @@ import jax
 
 from optfn import checks
 from optfn.leaves.types import OptState
-from optfn.parallel.per_worker import Exchanged, nodes_of
+from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.averaging import is_average
 

@@ -1,7 +1,7 @@
 """Optimizer state seen from outside: dicts for checkpoints, averages, a summary.
 
 A part of the state is named by words: the transform that owns it, the field, the path of the leaf,
-as in "scale_by_adam/mu/layers/0/w" (`optfn.leaves.state_names.named_parts`).
+as in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_parts`).
 """
 
 from collections import Counter
@@ -15,14 +15,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from optfn import checks, core
-from optfn.leaves import state_names, tree
+from optfn.leaves import tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
+from optfn.mesh import AxisName
 from optfn.parallel import sharding as shards
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.placement import PER_WORKER_KEY, map_state
 from optfn.parallel.sharding import Kind, Sharding
+from optfn.state import names as state_names
+from optfn.state.placement import PER_WORKER_KEY, map_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average

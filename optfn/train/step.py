@@ -19,22 +19,22 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
+from optfn import mesh as meshes
 from optfn.leaves import mismatch, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, OptState, Params, PyTree, Updates
+from optfn.mesh import AxisName
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
-from optfn.parallel import mesh as meshes
 from optfn.parallel import processes, traffic
 from optfn.parallel import sharding as shards
 from optfn.parallel.fingerprint import replicas_differ
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import may_give_rows
-from optfn.parallel.placement import init_on_mesh, num_workers
 from optfn.parallel.sharding import Kind, Sharding
-from optfn.parallel.tables import Owners
+from optfn.sparse.tables import Owners
+from optfn.state.per_worker import may_give_rows
+from optfn.state.placement import init_on_mesh, num_workers
 from optfn.train.local_steps import LocalSteps
 from optfn.train.objective import (
     Form,

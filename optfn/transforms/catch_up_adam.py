@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.transforms.moment import adam_direction, adam_factors, adam_rule
 

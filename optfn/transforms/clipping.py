@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.parallel.mesh import axes
+from optfn.mesh import axes
 
 
 class ClipState(NamedTuple):

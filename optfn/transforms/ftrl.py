@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
+from optfn.transforms.in_place import when
 
 
 class FtrlProximalState(NamedTuple):

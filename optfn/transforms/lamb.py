@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.transforms.in_place import when
 from optfn.transforms.moment import ScaleByAdamState, adam_factors, adam_moments
 from optfn.transforms.regularization import decay_of_leaves
 from optfn.transforms.scaling import trust_ratio

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, state_names
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, PyTree, Updates, declares
+from optfn.state import names as state_names
 
 
 class LearningRateState(NamedTuple):

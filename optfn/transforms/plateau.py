@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.transforms import learning_rate as rates
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
 from optfn.transforms import codes
+from optfn.transforms.in_place import when
 from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
 
 

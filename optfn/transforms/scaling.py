@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
 from optfn.transforms.regularization import decay_of_leaves, l2_penalty

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn import checks, core, numerics
-from optfn.autodiff.in_place import when
-from optfn.leaves import leafwise, mismatch, tree
+from optfn import checks, core
+from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
-from optfn.parallel.per_worker import PerWorker, has_workers_in_front, own_leaves
+from optfn.state.per_worker import PerWorker, has_workers_in_front, own_leaves
+from optfn.transforms.in_place import when
 
 
 @declares(passes_own_gradients=True)

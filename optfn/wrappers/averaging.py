@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, numerics
+from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
 
 

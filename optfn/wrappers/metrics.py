@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.leaves import leafwise, state_names, tree
+from optfn.leaves import leafwise, tree
 from optfn.leaves.types import OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis, check_names
-from optfn.parallel.per_worker import has_workers_in_front, nodes_of
+from optfn.mesh import AxisName, check_axis, check_names
+from optfn.state import names as state_names
+from optfn.state.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
 from optfn.wrappers.nonfinite import axis_names

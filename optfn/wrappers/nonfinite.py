@@ -9,7 +9,7 @@ import optax
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
-from optfn.parallel.mesh import AxisName, check_axis, check_names
+from optfn.mesh import AxisName, check_axis, check_names
 
 
 @declares(passes_own_gradients=True, passes_rows=True)

@@ -20,14 +20,14 @@ from jax.sharding import Mesh
 from optfn import checks
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
+from optfn.mesh import AxisName
 from optfn.parallel import processes
-from optfn.parallel.mesh import AxisName
 from optfn.parallel.sharding import Kind
-from optfn.train.checkpoint import restore_checkpoint, save_checkpoint
-from optfn.train.history import Evaluator, History, Log, RunLog, as_numbers
-from optfn.train.progress import Progress
-from optfn.train.run_report import RunReport
-from optfn.train.sharded_checkpoint import wait as finish_saving
+from optfn.plot.run_report import RunReport
+from optfn.run.checkpoint import restore_checkpoint, save_checkpoint
+from optfn.run.history import Evaluator, History, Log, RunLog, as_numbers
+from optfn.run.progress import Progress
+from optfn.run.sharded_checkpoint import wait as finish_saving
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, make_train_step
 

@@ -10,7 +10,7 @@ import optax
 from optfn import checks
 from optfn.leaves.types import Params
 from optfn.plot.page import report
-from optfn.train.history import History
+from optfn.run.history import History
 from optfn.train.state_dict import summary
 
 # Reading the history waits for the device, and drawing it takes a good part of a second.

@@ -22,9 +22,9 @@ from optfn import checks
 from optfn.leaves.tree import is_key
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel import processes
-from optfn.parallel.per_worker import has_own_state
-from optfn.parallel.placement import PER_WORKER_KEY, rescale_residuals
-from optfn.train import sharded_checkpoint as parts
+from optfn.run import sharded_checkpoint as parts
+from optfn.state.per_worker import has_own_state
+from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
 from optfn.train.state_dict import load_state_dict, named_leaves, state_dict
 
 # What a history and the headers of a small file may take.

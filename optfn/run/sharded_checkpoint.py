@@ -21,8 +21,8 @@ from optfn.leaves.packed import unpack
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import fingerprints
-from optfn.parallel.per_worker import PerWorker
-from optfn.parallel.placement import PER_WORKER_KEY
+from optfn.state.per_worker import PerWorker
+from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
 
 _ABOUT, _CHECKSUMS, _HISTORY = "about", "checksums", "history/"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optfn.leaves.types import PyTree
-from optfn.parallel.mesh import varying_axes
+from optfn.mesh import varying_axes
 
 
 def when(

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from optfn.leaves import rows as local_rows
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf, LeafKind
-from optfn.parallel.mesh import AxisName, axes
-from optfn.parallel.placement import num_workers
+from optfn.mesh import AxisName, axes
+from optfn.state.placement import num_workers
 
 
 class Owners(NamedTuple):

@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
+from optfn import mesh as meshes
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
-from optfn.parallel import mesh as meshes
-from optfn.parallel.mesh import AxisName
-from optfn.parallel.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
+from optfn.mesh import AxisName
+from optfn.state.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"

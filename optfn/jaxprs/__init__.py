@@ -1,0 +1,1 @@
+"""Interpreters of jaxprs: the modules that depend on how JAX represents a traced function."""

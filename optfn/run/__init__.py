@@ -1,0 +1,1 @@
+"""The training loop: evaluation, history, logs, progress and checkpoints."""
