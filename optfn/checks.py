@@ -56,6 +56,11 @@ def is_host_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float | np.integer | np.floating)
 
 
+def is_traced(values: Any) -> bool:
+    """Tell whether an array of a tree is traced: under `jit`, `vmap` or a derivative."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
+
+
 def number(
     name: str,
     value: object,
@@ -64,11 +69,13 @@ def number(
     high: float = math.inf,
     low_open: bool = False,
     high_open: bool = False,
+    finite: bool = True,
 ) -> Scalar:
     """Return `value` if it is a valid value of the argument `name`.
 
     A Python or NumPy number must lie in [low, high] and is returned as a float; `low_open` and
-    `high_open` exclude the ends. A JAX array must be a real scalar and is returned as it is.
+    `high_open` exclude the ends, and `finite` excludes infinity. A JAX array must be a real scalar
+    and is returned unchanged.
 
     Raises:
       TypeError: not a real number.
@@ -79,8 +86,8 @@ def number(
         inside = (low < value if low_open else low <= value) and (
             value < high if high_open else value <= high
         )
-        if not (math.isfinite(value) and inside):
-            allowed = _range(low, high, low_open, high_open)
+        if not (inside and (math.isfinite(value) or not finite)):
+            allowed = _range(low, high, low_open, high_open, finite)
             raise ValueError(f"{name} must be {allowed}; got {value!r}")
         return value
     if isinstance(value, jax.Array | np.ndarray):
@@ -92,11 +99,11 @@ def number(
     raise TypeError(f"{name} must be a number; got {shown(value)}")
 
 
-def _range(low: float, high: float, low_open: bool, high_open: bool) -> str:
+def _range(low: float, high: float, low_open: bool, high_open: bool, finite: bool) -> str:
     if low == -math.inf and high == math.inf:
         return "finite"
     if high == math.inf:
-        return f"{'>' if low_open else '>='} {low:g} and finite"
+        return f"{'>' if low_open else '>='} {low:g}{' and finite' if finite else ''}"
     if low == -math.inf:
         return f"{'<' if high_open else '<='} {high:g} and finite"
     return f"in {'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"

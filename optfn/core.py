@@ -1,22 +1,21 @@
-"""The protocol: what a gradient transformation does with leaves before and after its rule.
+"""The protocol: a transformation of gradients is a rule behind an edge.
 
-A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). Inside it is
-a rule: such a pair again, which may take for granted what users need not provide. Gradients and
-parameters match leaf by leaf, in one dtype of float32 or wider; what there is nothing to update in
-is masked. The edge around the rule checks what comes, casts it, and restores the updates. Rules
-chain without an edge between them, so that a gradient meets one edge per optimizer:
+A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). A `Rule` is
+such a pair that may assume checked inputs: gradients match params leaf by leaf, in float32 or
+wider; other leaves are masked. The edge around the rule checks, casts, and restores the updates.
+Rules chain without an edge between them, so that a gradient meets one edge per optimizer:
 
     @transform(complex_leaves=True)
     def scale(factor):
         def update(updates, state, params, **extra):
             return leafwise.apply(lambda g: factor * g, updates), state
 
-        return rule(lambda params: optax.EmptyState(), update)
+        return Rule(lambda params: optax.EmptyState(), update)
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +23,69 @@ import numpy as np
 import optax
 
 from optfn import checks
-from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
+from optfn.leaves import leafwise, mismatch, numerics, third_party, tree
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.updates import apply_updates as apply_updates
 
 P = ParamSpec("P")
-# init and update on clean trees; called so where it stands without an edge.
-Rule: TypeAlias = optax.GradientTransformationExtraArgs
-rule = optax.GradientTransformationExtraArgs
+Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+class Rule(NamedTuple):
+    """Init and update on checked trees: gradients match params, in float32 or wider.
+
+    init: params -> state.
+    update: (updates, state, params, **extra) -> (updates, state).
+    needs_params: whether update reads params; without them it is an error.
+    real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
+    reads_state: whether update reads its state, see `transform`.
+    links: the rules of a chain.
+    """
+
+    init: Callable[[Params], OptState]
+    update: Callable[..., tuple[Updates, OptState]]
+    needs_params: bool = False
+    real_only: str = ""
+    reads_state: bool = True
+    links: "tuple[Rule, ...]" = ()
+
+
+rule = Rule  # the name by which docs/own-transform.md makes one
 
 
 class Transform(optax.GradientTransformationExtraArgs):
-    """A gradient transformation that knows the call that made it, and what stands behind its edge.
+    """A gradient transformation that knows the call that made it, and the rule behind its edge.
 
-    call: the factory's name, its positional and its keyword arguments; `repr` shows it.
-    rule: the rule behind the edge, None for what wraps other transformations.
-    needs_params: whether the rule reads params.
-    real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
+    JAX and equinox flatten a transformation that is passed as an argument and rebuild it; rebuilt
+    from the same two functions it is the same object.
+
+    rule: the rule behind the edge, None for a wrapper of other transformations.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
+    call: the factory's name, its positional and its keyword arguments; `repr` shows it.
+    origin: the transformation that JAX has flattened, where its functions are replaced.
     """
 
-    call: tuple[str, tuple[Any, ...], dict[str, Any]] = ("Transform", (), {})
     rule: Rule | None = None
-    needs_params: bool = False
-    real_only: str = ""
     param_attrs: Any = None
+    call: Call = ("Transform", (), {})
+    origin: "Transform | None" = None
+
+    def __new__(
+        cls,
+        init: Callable[..., OptState],
+        update: Callable[..., tuple[Updates, OptState]],
+        *,
+        rule: Rule | None = None,
+        param_attrs: Any = None,
+        call: Call = call,
+    ) -> "Transform":
+        """Return the transformation of two functions."""
+        tx = super().__new__(cls, init, update)
+        tx.rule, tx.param_attrs, tx.call = rule, param_attrs, call
+        return tx
 
     def __repr__(self) -> str:
-        return call_text(*self.call)
+        return call_text("Transform", tuple(self), {}) if self.origin else call_text(*self.call)
 
     @property
     def parts(self) -> list[optax.GradientTransformation]:
@@ -58,10 +93,18 @@ class Transform(optax.GradientTransformationExtraArgs):
         arguments = [*self.call[1], *self.call[2].values()]
         return [x for x in arguments if isinstance(x, optax.GradientTransformation)]
 
-    @property
-    def links(self) -> list[optax.GradientTransformation]:
-        """The parts of a chain; the transformation alone where it is none."""
-        return self.parts if self.call[0] == "chain" else [self]
+
+def _rebuilt(origin: Transform, functions: Iterable[Any]) -> Transform:
+    """Return `origin` if the functions are its own, else a transformation without its rule."""
+    init, update = functions
+    if init is origin.init and update is origin.update:
+        return origin
+    tx = Transform(init, update)
+    tx.origin = origin
+    return tx
+
+
+jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin or tx), _rebuilt)
 
 
 def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -70,7 +113,8 @@ def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     def text(x: Any) -> str:
         if callable(x) and hasattr(x, "__qualname__"):
             return str(x.__qualname__)
-        return f"<traced {x.aval.str_short()}>" if isinstance(x, jax.core.Tracer) else repr(x)
+        is_tracer = isinstance(x, jax.Array) and checks.is_traced(x)
+        return f"<traced {x.aval.str_short()}>" if is_tracer else repr(x)
 
     return (
         f"{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
@@ -80,36 +124,38 @@ def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def named(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory so that what it makes is a `Transform` that shows its call."""
+    """Decorate a factory so that its transformations show their call."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         made = factory(*args, **kwargs)
-        tx = Transform(*optax.with_extra_args_support(made))
-        tx.__dict__.update(getattr(made, "__dict__", {}))
-        tx.call = (factory.__name__, args, kwargs)
-        return tx
+        call = factory.__name__, args, kwargs
+        if isinstance(made, Transform):
+            return Transform(*made, rule=made.rule, param_attrs=made.param_attrs, call=call)
+        return Transform(*optax.with_extra_args_support(made), call=call)
 
     return make
 
 
 def transform(
-    *, needs_params: bool = False, complex_leaves: bool = False
+    *, needs_params: bool = False, complex_leaves: bool = False, reads_state: bool = True
 ) -> Callable[[Callable[P, Rule]], Callable[P, optax.GradientTransformationExtraArgs]]:
     """Decorate a factory of rules: it then makes gradient transformations, by an edge around each.
 
     Args:
       needs_params: whether the rule reads params; without them it is an error.
       complex_leaves: whether the rule is defined for complex leaves; else they are an error.
+      reads_state: whether update reads its state; if not, or if the state is empty, it also takes
+        None, () and `optax.EmptyState()`.
     """
 
     def decorate(factory: Callable[P, Rule]) -> Callable[P, optax.GradientTransformationExtraArgs]:
         @named
         @functools.wraps(factory)
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-            made = factory(*args, **kwargs)
-            name = factory.__name__
-            return behind_edge(name, made, needs_params, "" if complex_leaves else name)
+            made, name = factory(*args, **kwargs), factory.__name__
+            real_only = "" if complex_leaves else name
+            return behind_edge(name, Rule(*made[:2], needs_params, real_only, reads_state))
 
         return make
 
@@ -130,24 +176,36 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationE
     if not parts:
         raise ValueError("chain needs at least one gradient transformation")
     parts = tuple(check_transform(f"chain: part {i}", part) for i, part in enumerate(parts))
-    tx = Transform(*_checked_chain(parts))
-    tx.rule = _checked_chain([rule_of(part) for part in parts])
-    tx.needs_params = any(getattr(part, "needs_params", False) for part in parts)
-    tx.real_only = next(filter(None, (getattr(part, "real_only", "") for part in parts)), "")
-    return tx
+    with_edges = chained([Rule(*part) for part in parts])
+    links = [rule_of(part) for part in parts]
+    return Transform(*with_edges[:2], rule=chained(links)._replace(links=tuple(links)))
 
 
-def _checked_chain(parts: Sequence[optax.GradientTransformation]) -> Rule:
-    """Return `optax.chain` of `parts`, with an error for the state of another optimizer."""
-    chained = optax.with_extra_args_support(optax.chain(*parts))
+def chained(links: Sequence[Rule]) -> Rule:
+    """Return the rule that applies `links` one after the other."""
+
+    def init(params: Params) -> OptState:
+        return tuple(link.init(params) for link in links)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        check_length("chain", state, len(parts))
-        return chained.update(updates, state, params, **extra)
+        check_length("chain", state, len(links))
+        new = []
+        for link, old in zip(links, state, strict=True):
+            updates, after = link.update(updates, old, params, **extra)
+            new.append(after)
+        return updates, tuple(new)
 
-    return rule(chained.init, update)
+    needs_params = any(link.needs_params for link in links)
+    real_only = next((link.real_only for link in links if link.real_only), "")
+    return Rule(init, update, needs_params, real_only)
+
+
+def check_params_given(name: str, params: Params | None) -> None:
+    """Raise a ValueError if a transformation that needs params is called without."""
+    if params is None:
+        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
 
 
 def check_state(name: str, state: OptState, kind: type) -> None:
@@ -159,12 +217,17 @@ def check_state(name: str, state: OptState, kind: type) -> None:
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
     """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
     if type(expected) is not tuple:
-        if hasattr(expected, "_fields"):
+        if hasattr(expected, "_fields") and not (_is_empty(expected) and _is_empty(state)):
             check_state(name, state, type(expected))
         return
     check_length(name, state, len(expected))
     for part, expected_part in zip(state, expected, strict=True):
         check_state_types(name, part, expected_part)
+
+
+def _is_empty(state: OptState) -> bool:
+    """Tell whether a state is None, () or an EmptyState, as users of optax pass for no state."""
+    return state is None or (isinstance(state, tuple) and not state)
 
 
 def check_length(name: str, state: OptState, length: int) -> None:
@@ -182,14 +245,13 @@ def _of_another(name: str, expected: str, state: OptState) -> TypeError:
     )
 
 
-def rule_of(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the rule behind the edge of `tx`, `tx` itself where it has none."""
-    return getattr(tx, "rule", None) or tx
+def rule_of(tx: optax.GradientTransformation) -> Rule:
+    """Return the rule behind the edge of `tx`; where it has none, its own init and update."""
+    known = tx.rule if isinstance(tx, Transform) else None
+    return known or Rule(*optax.with_extra_args_support(tx))
 
 
-def behind_edge(
-    name: str, rule: Rule, needs_params: bool = False, real_only: str = ""
-) -> Transform:
+def behind_edge(name: str, rule: Rule) -> Transform:
     """Return the gradient transformation of a rule.
 
     Leaves that are not floating point are masked to the rule: they get no state, and the update
@@ -198,8 +260,6 @@ def behind_edge(
     Args:
       name: how the transformation is called in errors.
       rule: init and update on clean trees.
-      needs_params: whether the rule reads params; without them it is an error.
-      real_only: the part of the rule that is not defined for complex leaves; they are an error.
 
     Raises, at init and update, naming the leaf:
       ValueError: structures or shapes that differ, params that are missing.
@@ -208,38 +268,37 @@ def behind_edge(
 
     def init(params: Params) -> OptState:
         params = _as_arrays(params)
-        mismatch.check_params(name, params, real_only)
+        mismatch.check_params(name, params, rule.real_only)
         return rule.init(leafwise.inexact(params))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if params is None and needs_params:
-            raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-        check_state_types(name, state, expected_state())
+        if rule.needs_params:
+            check_params_given(name, params)
+        if rule.reads_state or not _is_empty(state):
+            check_state_types(name, state, expected_state())
         updates = _as_arrays(updates)
         if params is None:
-            mismatch.check_params(name, updates, real_only, "gradient")
+            mismatch.check_params(name, updates, rule.real_only, "gradient")
             new, state = rule.update(_widened(updates, updates), state, None, **extra)
             return _restored(new, updates, updates), state
         params = _as_arrays(params)
-        mismatch.check_params(name, params, real_only)
+        mismatch.check_params(name, params, rule.real_only)
         mismatch.check_gradients(name, updates, params)
         clean = _widened(updates, params), state, _widened(params, params)
         new, state = rule.update(*clean, **extra)
         return _restored(new, updates, params), state
 
     expected_state = functools.cache(functools.partial(_state_of_no_params, rule))
-    tx = Transform(init, update)
-    tx.rule, tx.needs_params, tx.real_only = rule, needs_params, real_only
-    return tx
+    return Transform(init, update, rule=rule)
 
 
 def _state_of_no_params(rule: Rule) -> OptState:
     """Return the state for an empty tree, whose types are those for any; None if there is none."""
     try:
         return jax.eval_shape(rule.init, ())
-    except Exception:  # a rule of the user's that needs leaves: its state is not checked
+    except Exception:  # a user's rule that needs leaves: its state is not checked
         return None
 
 
@@ -255,41 +314,21 @@ def _as_arrays(values: PyTree) -> PyTree:
 
 def _widened(values: PyTree, like: PyTree) -> PyTree:
     """Return a tree in float32 or wider, masked where `like` is not floating point."""
-    leaves, structure = tree.flatten(values)
-    return structure.unflatten(
-        [
-            leafwise.cast(x, numerics.accumulator_dtype(p.dtype))
-            if tree.is_inexact(p)
-            else optax.MaskedNode()
-            for x, p in zip(leaves, tree.flatten(like)[0], strict=True)
-        ]
-    )
+
+    def widen(x: Leaf, p: Leaf) -> Leaf:
+        wide = tree.is_inexact(p)
+        return leafwise.cast(x, numerics.accumulator_dtype(p.dtype)) if wide else optax.MaskedNode()
+
+    return tree.map(widen, values, like)
 
 
 def _restored(new: Updates, updates: Updates, like: PyTree) -> Updates:
     """Return updates in the dtypes of `like`, and those of the leaves that the rule did not see."""
-    leaves, structure = tree.flatten(updates)
-    columns = tree.flatten(new)[0], leaves, tree.flatten(like)[0]
-    return structure.unflatten(
-        [
-            frozen_update(g, p) if tree.is_masked(u) else leafwise.cast(u, p.dtype)
-            for u, g, p in zip(*columns, strict=True)
-        ]
-    )
 
+    def restore(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
+        return leafwise.frozen_update(g, p) if tree.is_masked(u) else leafwise.cast(u, p.dtype)
 
-def frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf that no rule sees: −0.0, an integer zero, or what is masked.
-
-    −0.0 is the only number that leaves p + u = p bit for bit.
-    """
-    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
-    if hasattr(p, "dtype") and not mismatch.is_float0(p):
-        if jnp.issubdtype(p.dtype, jnp.inexact):
-            return jnp.full(p.shape, -0.0, p.dtype)
-        return numerics.integer_zeros(jnp.shape(p), p.dtype)
-    # Without params the dtype is unknown; int8 is the one that promotes no integer.
-    return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
+    return tree.map(restore, updates, new, like)
 
 
 _EMPTY = optax.EmptyState()
@@ -304,23 +343,31 @@ def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _E
         del extra
         return update(updates, params), state
 
-    return rule(lambda params: state, update_rule)
+    return Rule(lambda params: state, update_rule)
 
 
 def accumulating(
-    leaf_rule: Callable[..., Any], state_type: Any, *, fill: Any = 0.0, rows: str = "dense"
+    leaf_rule: Callable[..., Any],
+    state_type: Any,
+    *,
+    fill: Any = 0.0,
+    rows: str = "dense",
+    real: Sequence[str] = (),
 ) -> Rule:
     """Return a rule that keeps one accumulator per field of `state_type`.
 
     Args:
       leaf_rule: (g, *accumulators) -> (update, *accumulators), on arrays.
       state_type: a NamedTuple class; its fields, in order, are the accumulators.
-      fill: what the accumulators start with.
-      rows: what becomes of row-sparse gradients; see `leafwise.apply`.
+      fill: the initial value of the accumulators.
+      rows: how row-sparse gradients are treated; see `leafwise.apply`.
+      real: the fields that stay real for a complex leaf, such as means of |g|².
     """
 
     def init(params: Params) -> OptState:
-        return state_type(*(leafwise.zeros_like(params, fill=fill) for _ in state_type._fields))
+        return state_type(
+            *(leafwise.zeros_like(params, fill=fill, real=k in real) for k in state_type._fields)
+        )
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -329,7 +376,7 @@ def accumulating(
         updates, *accumulators = leafwise.apply(leaf_rule, updates, *state, rows=rows)
         return updates, state_type(*accumulators)
 
-    return rule(init, update)
+    return Rule(init, update)
 
 
 def first_step() -> jax.Array:
@@ -342,70 +389,34 @@ def next_step(step: jax.Array) -> jax.Array:
     return optax.safe_increment(step)
 
 
-def check_transform(argument: str, tx: Any) -> optax.GradientTransformation:
+def check_transform(
+    argument: str, tx: Any, factory: str = ""
+) -> optax.GradientTransformationExtraArgs:
     """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
 
-    What makes one on request, such as `optax.MultiSteps`, is asked for it.
+    An object that makes one on request, such as `optax.MultiSteps`, is asked for it.
+
+    Args:
+      argument: the name of the argument.
+      tx: its value.
+      factory: the factory that the error suggests for a number.
     """
     if isinstance(tx, optax.MultiSteps):
-        return rule(tx.init, tx.update)  # what it makes by itself drops extra arguments
+        # MultiSteps.gradient_transformation() drops extra arguments.
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     if hasattr(tx, "gradient_transformation"):
         tx = tx.gradient_transformation()
+    if factory and checks.is_host_number(tx):
+        raise TypeError(
+            f"{argument} must be a gradient transformation, not the number {tx!r}. "
+            f"Did you mean {factory}({tx!r})?"
+        )
     if not isinstance(tx, optax.GradientTransformation):
         raise TypeError(
             f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
             "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
             f"got {checks.shown(tx)}"
         )
-    return tx
-
-
-def apply_updates(params: Params, updates: Updates) -> Params:
-    """Return params + updates, each leaf in the dtype of the parameter.
-
-    The sum is taken in the wider of the two dtypes and rounded once. Masked leaves stay masked. A
-    row-sparse update is scattered into the parameter: in place, where that is donated. A float0 as
-    the update of an integer changes nothing.
-
-    Args:
-      params: a tree of arrays.
-      updates: the tree that an update gave: same structure and shapes.
-
-    Raises:
-      ValueError: structures or shapes differ, or a parameter has no update.
-      TypeError: the update of a real parameter is complex.
-    """
-    tree.check_same_structure("apply_updates", "updates", updates, "params", params)
-    parameters, structure = tree.flatten(params)
-
-    def shape_of(x: Leaf) -> tuple[int, ...]:
-        return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
-
-    def add(i: int, p: Leaf, u: Leaf) -> Leaf:
-        if tree.is_masked(p) or mismatch.is_float0(u):
-            return p
-        p = jnp.asarray(p)
-        if tree.is_masked(u) or shape_of(u) != p.shape:
-            came = f"has shape {shape_of(u)}" if not tree.is_masked(u) else "is missing"
-            raise ValueError(
-                f"apply_updates: the update of leaf {tree.paths(params)[i]!r} {came}; "
-                f"the parameter has shape {p.shape}"
-            )
-        if isinstance(u, LeafKind):
-            u.check(f"apply_updates: the update of {tree.paths(params)[i]!r}")
-            return u.add_to(p)
-        u = jnp.asarray(u)
-        if jnp.iscomplexobj(u) and not jnp.iscomplexobj(p):
-            raise TypeError(
-                f"apply_updates: the update of leaf {tree.paths(params)[i]!r} is complex; "
-                f"the parameter has dtype {p.dtype}"
-            )
-        wide = p.dtype
-        are_inexact = tree.is_inexact(p) and tree.is_inexact(u)
-        if are_inexact and jnp.finfo(u.dtype).bits > jnp.finfo(wide).bits:
-            wide = u.dtype
-        total = leafwise.cast(p, wide) + leafwise.cast(u, wide)
-        return leafwise.cast(total, p.dtype)
-
-    pairs = zip(parameters, tree.flatten(updates)[0], strict=True)
-    return structure.unflatten([add(i, p, u) for i, (p, u) in enumerate(pairs)])
+    if not isinstance(tx, Transform):
+        tx = third_party.with_errors(argument, tx)
+    return optax.with_extra_args_support(tx)

@@ -7,14 +7,15 @@ from optfn.compression.quantize import quantize
 from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
 from optfn.mesh import data_mesh
+from optfn.parallel.layout import init_state
 from optfn.parallel.memory import MemoryPlan, plan_memory
-from optfn.parallel.sharding import scan_layers
+from optfn.parallel.parts import scan_layers
 from optfn.parallel.tensor import copy_to, sum_over
 from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
-from optfn.state.placement import init_state, rescale_residuals, state_specs
+from optfn.state.placement import rescale_residuals, state_specs
 
 __all__ = [
     "MemoryPlan",

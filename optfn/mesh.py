@@ -17,15 +17,30 @@ AxisName: TypeAlias = Any  # the name of a mesh axis, a tuple of names, or None
 _NO_NAMES = (type(None), bool, int, float, complex, np.ndarray, np.generic, jax.Array)
 
 
-def axes(axis_name: AxisName) -> tuple[Any, ...]:
+@jax.tree_util.register_static
+class Axes(tuple[Any, ...]):
+    """The names of mesh axes, in order. A part of a tree without arrays."""
+
+
+def axes(axis_name: AxisName) -> Axes:
     """Return the names of the axes in `axis_name`: one, several or, for None, no axis."""
     if axis_name is None:
-        return ()
-    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+        return Axes()
+    return Axes(axis_name if isinstance(axis_name, tuple | list) else (axis_name,))
+
+
+def without(axis_name: AxisName, others: Collection[Any]) -> Axes:
+    """Return the axes in `axis_name` that are not in `others`."""
+    return Axes(axis for axis in axes(axis_name) if axis not in others)
+
+
+def joined(*axis_names: AxisName) -> Axes:
+    """Return the axes of all arguments, each once."""
+    return Axes(dict.fromkeys(axis for names in axis_names for axis in axes(names)))
 
 
 def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
-    """Return the part of a PartitionSpec that speaks of these axes."""
+    """Return a PartitionSpec with only those of its axes that are among these."""
     kept = [tuple(a for a in axes(entry) if a in names) for entry in spec]
     return PartitionSpec(*(entry or None for entry in kept))
 
@@ -35,6 +50,7 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
 
     Raises:
       TypeError: it is not.
+      ValueError: an axis is named twice.
     """
     names = axes(axis_name)
     are_names = all(isinstance(x, Hashable) and not isinstance(x, _NO_NAMES) for x in names)
@@ -43,6 +59,8 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
             f"{argument} must be the name of a mesh axis or a tuple of names; got {axis_name!r} of "
             f"type {type(axis_name).__name__}"
         )
+    if len(set(names)) < len(names):
+        raise ValueError(f"{argument} must name each mesh axis once; got {axis_name!r}")
     return axis_name
 
 
@@ -84,23 +102,41 @@ def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return gathered
 
 
+def reducible(x: jax.Array) -> jax.Array:
+    """Return x in a dtype that an all-reduce supports: bfloat16 as float32, where XLA would crash.
+
+    On CPU an all-reduce of bfloat16 in a `shard_map` over some of the axes of a mesh ends the
+    process ("Invalid binary instruction opcode copy"), with jaxlib 0.10 to 0.12.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_partial = bool(mesh.manual_axes) and set(mesh.manual_axes) != set(mesh.axis_names)
+    fails = is_partial and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    return x.astype(jnp.float32) if fails else x
+
+
+def pmean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Return the mean over workers, in the dtype of x."""
+    mean: jax.Array = lax.pmean(reducible(x), axes(axis_name)).astype(x.dtype)
+    return mean
+
+
 def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """Return the means over workers, with one all-reduce for all arrays of one dtype.
 
-    Arrays that vary over other axes too, where JAX tracks that, have one of their own.
+    Where JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
     """
     means: dict[int, jax.Array] = {}
     kinds = [(str(x.dtype), *sorted(map(str, varying_axes(x)))) for x in g]
     for kind in sorted(set(kinds)):
         numbers = [i for i, other in enumerate(kinds) if other == kind]
-        bucket = lax.pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), axes(axis_name))
+        bucket = pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), axis_name)
         parts = slices.split(bucket, [g[i].size for i in numbers])
         means |= {i: part.reshape(g[i].shape) for i, part in zip(numbers, parts, strict=True)}
     return [means[i] for i in range(len(g))]
 
 
 def zeros_of_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Return zeros like the mean of x over workers, for a branch beside one that takes it."""
+    """Return zeros like the mean of x over workers, for the branch of a cond that has no mean."""
     return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(axes(axis_name)))
 
 
@@ -127,8 +163,8 @@ def gather_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array
 def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     """Return the sharding of an array of `ndim` axes, as a jitted function returns it.
 
-    Along explicit axes JAX tells P() from P(None, None), and would compile a step anew for an
-    array that lies the same otherwise.
+    Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for
+    an array with an equivalent sharding.
     """
     if AxisType.Explicit in mesh.axis_types:
         spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))

@@ -1,9 +1,10 @@
 """Learning-rate schedules: functions of the step.
 
-Each function here checks its arguments and returns a schedule `step -> rate`, float32. `step`, i in
-the equations, is the 0-based number of the update: an int32 array when an optimizer calls the
-schedule, or a Python number. Optimizers also take optax's schedules and any other callable from
-step to rate. `reduce_on_plateau` depends on a metric instead of the step, so it is a transform.
+Each function here checks its arguments and returns a schedule `step -> rate`, float32, or float64
+with `jax_enable_x64`. `step`, i in the equations, is the 0-based number of the update: an int32
+array when an optimizer calls the schedule, or a Python number. Optimizers also take optax's
+schedules and any other callable from step to rate. `reduce_on_plateau` depends on a metric instead
+of the step, so it is a transform.
 
 Source: the fluid documentation, "learning rate scheduler"; optax's schedules where the rule is the
 same.
@@ -16,6 +17,7 @@ from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optfn import checks, core
@@ -49,6 +51,10 @@ class _Schedule:
         self.rule, self.call = rule, call
 
     def __call__(self, step: int | jax.Array) -> jax.Array:
+        if isinstance(step, int | np.integer) and abs(int(step)) >= 2**31:
+            dtype = numerics.scalar_dtype()
+            with jax.enable_x64(True):  # the step of an optimizer stops at the largest int32
+                return jnp.asarray(self.rule(step)).astype(dtype)
         rate: jax.Array = self.rule(step)
         return rate
 
@@ -67,13 +73,13 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
 
 def _of_array(rule: Callable[[jax.Array], Any]) -> Schedule:
-    """Return the schedule of a function of an array: it takes numbers too and returns float32."""
-    return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(jnp.float32)
+    """Return the schedule of a function of an array: it takes numbers too and returns an array."""
+    return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
 
 def _float(step: jax.Array) -> jax.Array:
     # With strict dtype promotion, an int32 step times a float is an error.
-    return step.astype(jnp.float32)
+    return step.astype(numerics.scalar_dtype())
 
 
 def _periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
@@ -263,11 +269,12 @@ def linear_warmup(
     w = checks.count("warmup_steps", warmup_steps)
     start = checks.nonnegative("start_lr", start_lr)
     end = checks.nonnegative("end_lr", end_lr)
-    after = rates.check(learning_rate)
+    after = rates.check_rate(learning_rate)
 
     def schedule(step: int | jax.Array) -> jax.Array:
         step = jnp.asarray(step)
-        then = jnp.asarray(after(step) if callable(after) else after).astype(jnp.float32)
+        then = jnp.asarray(after(step) if callable(after) else after)
+        then = then.astype(numerics.scalar_dtype())
         return jnp.where(step < w, start + (end - start) * _float(step) / w, then)
 
     return schedule
@@ -314,4 +321,4 @@ def lambda_decay(learning_rate: Number, lr_lambda: Callable[[Any], Any]) -> Sche
     lr = checks.nonnegative("learning_rate", learning_rate)
     if not callable(lr_lambda):
         raise TypeError(f"lr_lambda must be a function of the step; got {lr_lambda!r}")
-    return lambda step: lr * jnp.asarray(lr_lambda(step)).astype(jnp.float32)
+    return lambda step: lr * jnp.asarray(lr_lambda(step)).astype(numerics.scalar_dtype())

@@ -46,6 +46,12 @@ def pytest_addoption(parser):
         "--nightly", action="store_true", help="run the tests marked as `nightly` as well"
     )
 
+    parser.addoption(
+        "--one-case",
+        action="store_true",
+        help="of each test one case, the last; of those marked as `every_case` all",
+    )
+
 
 def pytest_configure(config):
     if config.getoption("quick_compiler"):
@@ -77,17 +83,26 @@ def pytest_configure_node(node):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is nightly, and tests of optimized programs unless XLA optimizes them."""
+    """Leave out what is nightly, tests of optimized programs unless XLA optimizes them, cases."""
     if not config.getoption("nightly"):
         leave_out("nightly", config, items)
     if config.getoption("quick_compiler"):
         leave_out("optimized", config, items)
+    if config.getoption("one_case"):
+        last = {item.nodeid.partition("[")[0]: item for item in items}
+        every = (item for item in items if item.get_closest_marker("every_case"))
+        keep(config, items, {*last.values(), *every})
 
 
 def leave_out(mark, config, items):
     """Take the tests with this mark out of those that run."""
-    config.hook.pytest_deselected(items=[x for x in items if x.get_closest_marker(mark)])
-    items[:] = [x for x in items if not x.get_closest_marker(mark)]
+    keep(config, items, {item for item in items if not item.get_closest_marker(mark)})
+
+
+def keep(config, items, kept):
+    """Take all other tests out of those that run."""
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 # Memory

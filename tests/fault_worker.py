@@ -89,7 +89,7 @@ def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, **opti
 
 def disturb(options):
     if options["version"]:
-        optfn.__version__ = options["version"]
+        optfn._version.__version__ = options["version"]
     if options["clock"]:
         now = time.time
         time.time = lambda: now() + options["clock"]

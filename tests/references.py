@@ -41,31 +41,34 @@ def lars(p, g, s, t, lr, *, momentum, lars_coeff=1e-3, lars_weight_decay=5e-4, e
 
 
 def adagrad(p, g, s, t, lr, *, eps=1e-6, initial_accumulator_value=0.0):
-    """m += g²; p −= lr·g/(√m + eps)."""
-    m = s.get("accumulator", initial_accumulator_value) + g**2
+    """m += |g|²; p −= lr·g/(√m + eps)."""
+    m = s.get("accumulator", initial_accumulator_value) + np.abs(g) ** 2
     return p - lr * g / (np.sqrt(m) + eps), {"accumulator": m}
 
 
 def decayed_adagrad(p, g, s, t, lr, *, decay=0.95, eps=1e-6):
-    """m = d·m + (1 − d)·g²; p −= lr·g/(√m + eps)."""
-    m = decay * s.get("accumulator", 0.0) + (1 - decay) * g**2
+    """m = d·m + (1 − d)·|g|²; p −= lr·g/(√m + eps)."""
+    m = decay * s.get("accumulator", 0.0) + (1 - decay) * np.abs(g) ** 2
     return p - lr * g / (np.sqrt(m) + eps), {"accumulator": m}
 
 
 def adadelta(p, g, s, t, lr, *, rho=0.95, eps=1e-6):
-    """a = ρa + (1 − ρ)g²; Δ = −√((u + eps)/(a + eps))·g; u = ρu + (1 − ρ)Δ²; p += lr·Δ."""
+    """a = ρa + (1 − ρ)|g|²; Δ = −√((u + eps)/(a + eps))·g; u = ρu + (1 − ρ)|Δ|²; p += lr·Δ."""
     u = s.get("squared_update", 0.0)
-    a = rho * s.get("accumulator", 0.0) + (1 - rho) * g**2
+    a = rho * s.get("accumulator", 0.0) + (1 - rho) * np.abs(g) ** 2
     delta = -np.sqrt((u + eps) / (a + eps)) * g
-    u = rho * u + (1 - rho) * delta**2
+    u = rho * u + (1 - rho) * np.abs(delta) ** 2
     return p + lr * delta, {"accumulator": a, "squared_update": u}
 
 
 def rmsprop(p, g, s, t, lr, *, rho=0.95, eps=1e-6, momentum=0.0, centered=False):
-    """r = ρr + (1 − ρ)g²; q = ρq + (1 − ρ)g; v = μv + lr·g/√(max(r [− q²], 0) + eps); p −= v."""
-    r = rho * s.get("nu", 0.0) + (1 - rho) * g**2
+    """r = ρr + (1 − ρ)|g|²; q = ρq + (1 − ρ)g; v = μv + lr·g/√(max(r [− |q|²], 0) + eps).
+
+    p −= v.
+    """
+    r = rho * s.get("nu", 0.0) + (1 - rho) * np.abs(g) ** 2
     q = rho * s.get("mu", 0.0) + (1 - rho) * g
-    variance = np.maximum(r - q**2 if centered else r, 0.0)
+    variance = np.maximum(r - np.abs(q) ** 2 if centered else r, 0.0)
     v = momentum * s.get("velocity", 0.0) + lr * g / np.sqrt(variance + eps)
     return p - v, {"nu": r, "velocity": v} | ({"mu": q} if centered else {})
 
@@ -132,7 +135,7 @@ def lamb(p, g, s, t, lr, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-6, bias_
 
 def asgd(p, g, s, t, lr, *, batch_num=1, weight_decay=0.0):
     """i = (t − 1) mod n; d += g − y_i; y_i = g; p −= lr·(d/min(t, n) + λ·p)."""
-    y = np.array(s.get("gradients", np.zeros((batch_num, *p.shape))))
+    y = np.array(s.get("gradients", np.zeros((batch_num, *p.shape), p.dtype)))
     i = (t - 1) % batch_num
     d = s.get("total", 0.0) + g - y[i]
     y[i] = g

@@ -64,26 +64,40 @@ OPTIMIZERS: dict[str, Entry] = {
     "sgd": _optimizer("sgd", LR, complex_leaves=True),
     "momentum": _optimizer("momentum", LR, 0.9, complex_leaves=True),
     "momentum_nesterov": _optimizer("momentum", LR, 0.9, nesterov=True, complex_leaves=True),
-    "lars": _optimizer("lars", LR, 0.9, lars_coeff=0.1, needs_params=True),
-    "asgd": _optimizer("asgd", LR, needs_params=True),
-    "asgd_batches": _optimizer("asgd", LR, batch_num=3, weight_decay=0.01, needs_params=True),
-    "adagrad": _optimizer("adagrad", LR),
-    "decayed_adagrad": _optimizer("decayed_adagrad", LR),
-    "adadelta": _optimizer("adadelta", 1.0, eps=1e-2),
-    "rmsprop": _optimizer("rmsprop", 0.01, momentum=0.5),
-    "rmsprop_centered": _optimizer("rmsprop", 0.01, centered=True),
+    "lars": _optimizer("lars", LR, 0.9, lars_coeff=0.1, needs_params=True, complex_leaves=True),
+    "asgd": _optimizer("asgd", LR, needs_params=True, complex_leaves=True),
+    "asgd_batches": _optimizer(
+        "asgd", LR, batch_num=3, weight_decay=0.01, needs_params=True, complex_leaves=True
+    ),
+    "adagrad": _optimizer("adagrad", LR, complex_leaves=True),
+    "decayed_adagrad": _optimizer("decayed_adagrad", LR, complex_leaves=True),
+    "adadelta": _optimizer("adadelta", 1.0, eps=1e-2, complex_leaves=True),
+    "rmsprop": _optimizer("rmsprop", 0.01, momentum=0.5, complex_leaves=True),
+    "rmsprop_centered": _optimizer("rmsprop", 0.01, centered=True, complex_leaves=True),
     "adam": _optimizer("adam", LR, complex_leaves=True),
     "adam_algorithm_1": _optimizer("adam", LR, eps_hat=False, complex_leaves=True),
-    "adamw": _optimizer("adamw", LR, weight_decay=0.1, needs_params=True),
-    "adamw_exclude": _optimizer("adamw", LR, exclude=lambda path: True, needs_params=True),
+    "adamw": _optimizer("adamw", LR, weight_decay=0.1, needs_params=True, complex_leaves=True),
+    "adamw_decay_schedule": _optimizer(
+        "adamw",
+        LR,
+        weight_decay=optfn.schedules.cosine(0.1, 2, 5),
+        needs_params=True,
+        complex_leaves=True,
+    ),
+    "adamw_exclude": _optimizer(
+        "adamw", LR, exclude=lambda path: True, needs_params=True, complex_leaves=True
+    ),
     "adam_lazy": _optimizer("adam", LR, lazy=True, complex_leaves=True),
     "adamw_lazy_exact": _optimizer("adamw", LR, lazy="exact", weight_decay=0.1, needs_params=True),
     "adam_bfloat16": _optimizer("adam", LR, moment_dtype="bfloat16", quantized=True),
     "adamw_int8": _optimizer("adamw", LR, moment_dtype="int8", needs_params=True, quantized=True),
-    "adamax": _optimizer("adamax", LR),
+    "adamax": _optimizer("adamax", LR, complex_leaves=True),
     "ftrl": _optimizer("ftrl", LR, l1=0.01, l2=0.01, needs_params=True),
-    "lamb": _optimizer("lamb", 0.01, needs_params=True),
-    "lamb_corrected": _optimizer("lamb", 0.01, bias_correction=True, needs_params=True),
+    "ftrl_dense_rows": _optimizer("ftrl", LR, l1=0.01, l2=0.01, lazy=False, needs_params=True),
+    "lamb": _optimizer("lamb", 0.01, needs_params=True, complex_leaves=True),
+    "lamb_corrected": _optimizer(
+        "lamb", 0.01, bias_correction=True, needs_params=True, complex_leaves=True
+    ),
     "adam_clip_l2": _optimizer(
         "adam",
         optfn.schedules.noam(64, 10),
@@ -107,22 +121,36 @@ TRANSFORMS: dict[str, Entry] = {
         "l2_decay", lambda: optfn.l2_decay(0.1), complex_leaves=True, needs_params=True
     ),
     "add_decayed_weights": Entry(
-        "add_decayed_weights", lambda: optfn.add_decayed_weights(0.1), needs_params=True
+        "add_decayed_weights",
+        lambda: optfn.add_decayed_weights(0.1),
+        complex_leaves=True,
+        needs_params=True,
     ),
     "clip_by_value": Entry("clip_by_value", lambda: optfn.clip_by_value(0.5, -0.25)),
     "clip_by_norm": Entry("clip_by_norm", lambda: optfn.clip_by_norm(0.5), complex_leaves=True),
     "clip_by_global_norm": Entry(
         "clip_by_global_norm", lambda: optfn.clip_by_global_norm(0.5), complex_leaves=True
     ),
+    "clip_by_global_norm_off": Entry(
+        "clip_by_global_norm",
+        lambda: optfn.clip_by_global_norm(float("inf")),
+        complex_leaves=True,
+    ),
     "scale_by_momentum": Entry(
         "scale_by_momentum", lambda: optfn.scale_by_momentum(0.9), complex_leaves=True
     ),
-    "scale_by_adagrad": Entry("scale_by_adagrad", lambda: optfn.scale_by_adagrad()),
-    "scale_by_decayed_adagrad": Entry(
-        "scale_by_decayed_adagrad", lambda: optfn.scale_by_decayed_adagrad()
+    "scale_by_adagrad": Entry(
+        "scale_by_adagrad", lambda: optfn.scale_by_adagrad(), complex_leaves=True
     ),
-    "scale_by_adadelta": Entry("scale_by_adadelta", lambda: optfn.scale_by_adadelta()),
-    "scale_by_rms": Entry("scale_by_rms", lambda: optfn.scale_by_rms(centered=True)),
+    "scale_by_decayed_adagrad": Entry(
+        "scale_by_decayed_adagrad", lambda: optfn.scale_by_decayed_adagrad(), complex_leaves=True
+    ),
+    "scale_by_adadelta": Entry(
+        "scale_by_adadelta", lambda: optfn.scale_by_adadelta(), complex_leaves=True
+    ),
+    "scale_by_rms": Entry(
+        "scale_by_rms", lambda: optfn.scale_by_rms(centered=True), complex_leaves=True
+    ),
     "scale_by_adam": Entry("scale_by_adam", lambda: optfn.scale_by_adam(), complex_leaves=True),
     "scale_by_catch_up_adam": Entry(
         "scale_by_catch_up_adam", lambda: optfn.scale_by_catch_up_adam()
@@ -130,8 +158,10 @@ TRANSFORMS: dict[str, Entry] = {
     "scale_by_quantized_adam": Entry(
         "scale_by_quantized_adam", lambda: optfn.scale_by_quantized_adam(), quantized=True
     ),
-    "scale_by_adamax": Entry("scale_by_adamax", lambda: optfn.scale_by_adamax()),
-    "scale_by_asgd": Entry("scale_by_asgd", lambda: optfn.scale_by_asgd(2)),
+    "scale_by_adamax": Entry(
+        "scale_by_adamax", lambda: optfn.scale_by_adamax(), complex_leaves=True
+    ),
+    "scale_by_asgd": Entry("scale_by_asgd", lambda: optfn.scale_by_asgd(2), complex_leaves=True),
     "scale_by_learning_rate": Entry(
         "scale_by_learning_rate", lambda: optfn.scale_by_learning_rate(LR), complex_leaves=True
     ),
@@ -141,10 +171,17 @@ TRANSFORMS: dict[str, Entry] = {
         complex_leaves=True,
     ),
     "scale_by_trust_ratio": Entry(
-        "scale_by_trust_ratio", lambda: optfn.scale_by_trust_ratio(), needs_params=True
+        "scale_by_trust_ratio",
+        lambda: optfn.scale_by_trust_ratio(),
+        complex_leaves=True,
+        needs_params=True,
     ),
-    "scale_by_lamb": Entry("scale_by_lamb", lambda: optfn.scale_by_lamb(), needs_params=True),
-    "scale_by_lars": Entry("scale_by_lars", lambda: optfn.scale_by_lars(), needs_params=True),
+    "scale_by_lamb": Entry(
+        "scale_by_lamb", lambda: optfn.scale_by_lamb(), needs_params=True, complex_leaves=True
+    ),
+    "scale_by_lars": Entry(
+        "scale_by_lars", lambda: optfn.scale_by_lars(), needs_params=True, complex_leaves=True
+    ),
     "ftrl_proximal": Entry("ftrl_proximal", lambda: optfn.ftrl_proximal(LR), needs_params=True),
     "reduce_on_plateau": Entry(
         "schedules.reduce_on_plateau",
@@ -170,7 +207,7 @@ WRAPPERS: dict[str, Entry] = {
     ),
     "multi_precision": Entry(
         "ftrl",
-        lambda: optfn.ftrl(LR, multi_precision=True),
+        lambda: optfn.ftrl(LR, lazy=False, multi_precision=True),
         needs_params=True,
         wide_updates=True,
     ),
@@ -191,7 +228,10 @@ WRAPPERS: dict[str, Entry] = {
         "accumulate", lambda: optfn.accumulate(optfn.adam(LR), 2), complex_leaves=True
     ),
     "skip_nonfinite": Entry(
-        "skip_nonfinite", lambda: optfn.skip_nonfinite(optfn.rmsprop(LR)), hides_nan=True
+        "skip_nonfinite",
+        lambda: optfn.skip_nonfinite(optfn.rmsprop(LR)),
+        complex_leaves=True,
+        hides_nan=True,
     ),
     "record_metrics": Entry(
         "record_metrics",
@@ -231,6 +271,7 @@ WRAPPERS: dict[str, Entry] = {
                 )
             )
         ),
+        complex_leaves=True,
         needs_params=True,
         wide_updates=True,
         hides_nan=True,
@@ -290,6 +331,7 @@ OTHER_NAMES = {
     "make_train_step",
     "metrics",
     "minimize",
+    "fit",
     "pack",
     "plot",
     "recompute",

@@ -184,7 +184,7 @@ def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
     template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
     want, _ = optfn.restore_checkpoint(tmp_path / "0", template)
     monkeypatch.setattr(processes, "share_state", lambda state: True)
-    monkeypatch.setattr(processes, "gather", lambda values: np.array([[10], values]))
+    monkeypatch.setattr(processes, "gather_values", lambda values: np.array([[10], values]))
     monkeypatch.setattr(processes, "send", lambda source, mine: b"")
     with pytest.raises(ValueError, match="0 has a checkpoint of step 10 that is a directory"):
         optfn.restore_checkpoint(tmp_path / "1", template)
@@ -203,6 +203,16 @@ def test_parameters_may_have_any_name(tmp_path):
     loaded, history = optfn.restore_checkpoint(tmp_path, state)
     chex.assert_trees_all_equal(loaded, state)
     assert list(history) == ["loss"]
+
+
+def test_a_checkpoint_of_an_earlier_step_than_those_that_lie_there_stays(tmp_path):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(jnp.zeros(3))
+    for step in (4, 7, 5):
+        path = optfn.save_checkpoint(tmp_path, state._replace(step=jnp.int32(step)), keep=2)
+        assert path.exists()
+    assert [p.stem for p in sorted(tmp_path.iterdir())] == ["step_000000005", "step_000000007"]
+    optfn.save_checkpoint(tmp_path, state._replace(step=jnp.int32(6)), keep=1)
+    assert [p.stem for p in tmp_path.iterdir()] == ["step_000000006"]
 
 
 def test_bad_options(tmp_path):

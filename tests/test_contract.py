@@ -349,6 +349,7 @@ def test_shapes_and_structures_must_match(entry):
 OF_ANY_PARAMS = {
     "add_decayed_weights",
     "clip_by_global_norm",
+    "clip_by_global_norm_off",
     "clip_by_norm",
     "clip_by_value",
     "l1_decay",

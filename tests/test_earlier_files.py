@@ -1,4 +1,6 @@
-"""Files written at commit 8f58b5b load, and the next step is the one that was made then.
+"""Files written by earlier versions load, and the next step is the one that was made then.
+
+Those of `run_packed_…` are of commit f02a297, all others of 8f58b5b.
 
 `checkpoints/<name>.npz` has the `state_dict` of an entry of the registry after two steps
 ("state/"), the params there ("params/") and after a third step ("after/"); `run_<name>.npz` is a
@@ -70,6 +72,11 @@ def compressing():
         )
 
 
+def summing():
+    exchanging = optfn.distributed.exchange(optfn.distributed.top_k(0.25), min_size=1)
+    return optfn.accumulate(optfn.chain(exchanging, optfn.momentum(0.1, 0.9)), 2)
+
+
 RUNS = {
     "dgc": (compressing, lambda: {"mesh": data_mesh(4)}),
     "packed": (
@@ -77,6 +84,17 @@ RUNS = {
         lambda: {"packed": True},
     ),
     "guarded": (lambda: optfn.skip_nonfinite(optfn.adamw(0.01)), dict),
+    # Buffers that are a worker's own are whole in these files.
+    "packed_local": (
+        lambda: optfn.adam(0.05),
+        lambda: {"mesh": data_mesh(4), "packed": True, "local_steps": 2},
+    ),
+    "packed_int8": (
+        lambda: optfn.adam(0.05, moment_dtype="int8"),
+        lambda: {"mesh": data_mesh(4), "packed": True, "local_steps": 2},
+    ),
+    "packed_sums": (summing, lambda: {"mesh": data_mesh(4), "packed": True}),
+    "packed_dgc": (compressing, lambda: {"mesh": data_mesh(4), "packed": True}),
 }
 
 
@@ -90,7 +108,7 @@ def begun(name):
 def test_a_run_goes_on(name):
     step, template = begun(name)
     state, history = optfn.load_checkpoint(FILES / f"run_{name}.npz", template)
-    assert int(state.step) == 3 and history["loss"].shape == (3,)
+    assert int(state.step) == 3 * step.local_steps and history["loss"].shape == (3,)
     state, _ = step(state, np.random.default_rng(3).standard_normal((8, 6)).astype(np.float32))
     params = optfn.unpack(state.params)
     with np.load(FILES / f"run_{name}_after.npz") as want:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference_schedules
 import registry
 
 import optfn
@@ -85,6 +86,31 @@ def test_schedules_are_given_an_int32_step():
     _, state = tx.update(G, tx.init(P), P)
     assert set(dtypes) == {jnp.dtype(jnp.int32)}
     assert float(optfn.get_learning_rate(state)) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("noam", (64, 10)),
+        ("exponential", (0.1, 10**9, 0.5)),
+        ("natural_exp", (0.1, 10**9, 0.1, True)),
+        ("inverse_time", (0.1, 10, 0.5)),
+        ("polynomial", (0.1, 700, 1e-4, 2.0, True)),
+        ("piecewise", ([3, 5], [0.1, 0.2, 0.3])),
+        ("cosine", (0.1, 3, 7)),
+        ("linear_warmup", (0.1, 10, 0.0, 0.1)),
+        ("step_decay", (0.1, 10**9, 0.5)),
+        ("multi_step", (0.1, [3, 5])),
+        ("lambda_decay", (0.1, lambda i: 1 / (1 + i))),
+    ],
+)
+def test_a_python_step_beyond_int32_gives_the_value_of_the_formula(name, arguments):
+    schedule = getattr(optfn.schedules, name)(*arguments)
+    reference = getattr(reference_schedules, name)(*arguments)
+    for step in (2**31, 2**31 + 5, np.int64(2**33 + 1)):
+        rate = schedule(step)
+        assert rate.dtype == jnp.float32
+        np.testing.assert_allclose(rate, reference(int(step)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
@@ -180,3 +206,20 @@ def test_staircases_are_exact_at_their_edges():
         schedule = optfn.schedules.exponential(1.0, length, 0.5, staircase=True)
         rates = jax.jit(jax.vmap(schedule))(steps)
         np.testing.assert_allclose(rates, 0.5 ** (np.arange(5 * length) // length), rtol=1e-6)
+
+
+def test_a_float64_program_keeps_the_rate_in_float64_and_loads_earlier_files():
+    mapping = optfn.state_dict(optfn.sgd(0.25).init(P))  # float32, as all files before were
+    with jax.enable_x64(True):
+        p = {"w": jnp.ones(2, jnp.float64)}
+        for rate in (0.1, lambda step: 0.1, np.float64(0.1)):
+            state = optfn.sgd(rate).init(p)
+            assert float(optfn.get_learning_rate(state)) == 0.1  # not the float32 next to it
+            _, new = optfn.sgd(rate).update(p, state, p)
+            assert float(optfn.get_learning_rate(new)) == 0.1
+        tx = optfn.sgd(0.1)
+        state = optfn.set_learning_rate(tx.init(p), 0.3)
+        assert tx.update(p, state, p)[0]["w"].tolist() == [-0.3, -0.3]
+        loaded = optfn.load_state_dict(state, mapping)
+        assert jax.tree.map(jnp.result_type, loaded) == jax.tree.map(jnp.result_type, state)
+        assert float(optfn.get_learning_rate(loaded)) == 0.25

@@ -11,7 +11,6 @@ from grids import thinned
 
 import optfn
 from optfn.distributed import data_mesh, rescale_residuals
-from optfn.jaxprs.dependence import depends
 from optfn.state.per_worker import PerWorker
 
 N, H = 4, 3
@@ -104,15 +103,44 @@ def test_a_round_is_the_references(outer, expected):
     assert step.compiled._cache_size() == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    thinned(
-        ["lars", "asgd_batches", "lamb", "adamw_int8", "adam_clip_l2", "ftrl", "rmsprop_centered"]
-    ),
-)
+def momentum_by_a_scan():
+    """Momentum 0.05, 0.9 that goes over the rows of a leaf in a lax.scan, and counts them."""
+
+    def init(params):
+        return jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads, state, params=None):
+        def row(count, pair):
+            velocity, g = pair
+            return count + 1, 0.9 * velocity + g
+
+        count, velocity = state
+        for name in velocity:
+            count, new = jax.lax.scan(row, count, (velocity[name], grads[name]))
+            velocity = {**velocity, name: new}
+        return jax.tree.map(lambda u: -0.05 * u, velocity), (count, velocity)
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_an_optimizer_with_a_scan_is_followed_through_it():
+    state, losses = run(make(momentum_by_a_scan()))
+    w, b, expected_losses = reference(3, plain)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(state.params["b"], b, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    count, velocity = state.opt_state.inner.inner_state
+    assert int(count) == 3 * H * (5 + 2)  # the same on all workers: it depends on no gradient
+    assert all(isinstance(v, PerWorker) for v in velocity.values())
+
+
+ALONE = ["lars", "asgd_batches", "lamb", "adamw_int8", "adam_clip_l2", "ftrl", "rmsprop_centered"]
+
+
+@pytest.mark.parametrize("name", [*thinned(ALONE), "muon"])
 def test_one_worker_alone_makes_ordinary_steps(name):
     mesh = data_mesh(1)
-    tx = registry.OPTIMIZERS[name].make()
+    tx = optax.contrib.muon(0.01) if name == "muon" else registry.OPTIMIZERS[name].make()
     ordinary = optfn.make_train_step(loss_fn, tx, mesh=mesh)
     state = ordinary.init(PARAMS)
     for x in X[:2]:
@@ -293,9 +321,96 @@ def test_a_state_carries_over_to_another_number_of_workers():
     assert np.isfinite(metrics["loss"]) and int(state.step) == 3 * H
 
 
+def levels(codes, start):
+    """Return the fraction of the scale that each 8-bit code stands for; see `codes.Code`."""
+    numbers = [(1 + k % 8 / 8) * 2.0 ** (k // 8 + start) - 2.0**start for k in range(codes)]
+    return np.array(numbers) / numbers[-1]
+
+
+SIGNED = np.concatenate([-levels(128, -16)[:0:-1], levels(128, -16)])
+UNSIGNED = levels(256, -32)
+
+
+def decoded(codes, scale, workers):
+    """Return the numbers of each worker's part of 8-bit moments, flat, in float64."""
+    table, zero = (SIGNED, 127) if codes.dtype == np.int8 else (UNSIGNED, 0)
+    fractions = table[np.asarray(codes, int).reshape(workers, -1) + zero]
+    blocks = np.asarray(scale, np.float64).reshape(workers, -1)
+    return fractions * np.repeat(blocks, 256, axis=1)[:, : fractions.shape[1]]
+
+
+def nearest(x, scale, table):
+    """Return the nearest numbers that codes can stand for, under scales of blocks."""
+    each = np.repeat(scale, 256)[: x.size]
+    choice = np.abs(table[:, None] * each - x).argmin(0)
+    return table[choice] * each
+
+
+WIDE = {"w": np.ones((30, 10), np.float32), "b": np.float32(0.5)}
+ROUNDS = np.random.default_rng(1).normal(size=(3, 8 * H, 30)).astype(np.float32)
+
+
+def wide(workers, dtype, **options):
+    tx = optfn.adam(1e-2, moment_dtype=dtype)
+    step = optfn.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2), tx, mesh=data_mesh(workers),
+        local_steps=H, **options,
+    )  # fmt: skip
+    return step, step.init(WIDE)
+
+
+def moved(how, state, workers, template, directory):
+    """Return a state for another number of workers, in each of the ways there are."""
+    if how == "state":
+        return rescale_residuals(state, workers)
+    if how == "mapping":
+        return optfn.load_state_dict(template, rescale_residuals(optfn.state_dict(state), workers))
+    if how == "orbax":
+        pytest.importorskip("orbax.checkpoint")
+    optfn.save_checkpoint(directory, state, sharded=how == "orbax")
+    return optfn.restore_checkpoint(directory, template)[0]
+
+
+@pytest.mark.parametrize("how", ["state", "orbax", "npz", "mapping"])
+@pytest.mark.parametrize("workers", [2, 8])
+def test_the_mean_of_8_bit_moments_is_that_of_their_numbers(how, workers, tmp_path):
+    step, state = wide(N, "int8")
+    for x in ROUNDS[:2]:
+        state, _ = step(state, x)
+    other, template = wide(workers, "int8")
+    before = optfn.state_dict(state)
+    state = moved(how, state, workers, template, tmp_path)
+    after = optfn.state_dict(state)
+    for moment, table in (("mu", SIGNED), ("nu", UNSIGNED)):
+        for leaf in "wb":
+            code, scale = (
+                f"inner/scale_by_int8_adam/{moment}{part}/{leaf}" for part in ("", "_scale")
+            )
+            mean_scale = before[scale].reshape(N, -1).mean(0, dtype=np.float64)
+            want = nearest(decoded(before[code], before[scale], N).mean(0), mean_scale, table)
+            got = decoded(after[code], after[scale], workers)
+            np.testing.assert_allclose(got, np.tile(want, (workers, 1)), rtol=1e-5)
+    _, metrics = other(jax.device_get(state), ROUNDS[2])
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("how", ["state", "orbax", "npz", "mapping"])
+def test_the_mean_of_bfloat16_moments_is_that_of_their_numbers(how, tmp_path):
+    """In a mapping their bits are 16-bit integers."""
+    step, state = wide(N, "bfloat16")
+    state, _ = step(state, ROUNDS[0])
+    before = [np.asarray(x["w"].value) for x in state.opt_state.inner.inner_state[0][1:]]
+    state = moved(how, state, 2, wide(2, "bfloat16")[1], tmp_path)
+    after = [np.asarray(x["w"].value) for x in state.opt_state.inner.inner_state[0][1:]]
+    for x, y in zip(before, after, strict=True):
+        assert y.dtype == jnp.bfloat16
+        mean = x.reshape(N, 30, 10).astype(np.float64).mean(0).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(y.reshape(2, 30, 10), [mean, mean])
+
+
 MISUSES = {
     "no mesh": ({"mesh": None}, "local_steps=3 needs mesh"),
-    "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer with local_steps=1"),
+    "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer needs local_steps"),
     "tables": ({"tables": "w"}, "local_steps=3 cannot be with tables"),
     "own gradient": (
         {"value_and_grad": jax.value_and_grad(loss_fn)},
@@ -332,27 +447,43 @@ def test_optimizers_that_workers_cannot_have_apart(tx, words):
         make(tx()).init(PARAMS)
 
 
+def test_a_state_without_local_steps_is_refused_and_so_is_one_of_them():
+    alone = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=data_mesh(N))
+    rounds = make(optfn.adam(0.05))
+    words = "made with local_steps=3; the state was made without local steps: begin with the state"
+    with pytest.raises(TypeError, match=words):
+        rounds(alone.init(PARAMS), X[0])
+    words = "made with local_steps=1; the state was made with local_steps > 1: begin with the state"
+    with pytest.raises(TypeError, match=words):
+        alone(rounds.init(PARAMS), X[0])
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_a_state_of_other_workers_is_refused_and_converted_as_the_error_says(workers):
+    """Of 3 workers it could not be divided over 4, of 8 each would have the parts of two."""
+    mesh = data_mesh(workers)
+    other = optfn.make_train_step(loss_fn, optfn.adam(0.05), mesh=mesh, local_steps=H)
+    state, _ = other(other.init(PARAMS), np.ones((24 * H, 5), np.float32))
+    step = make(optfn.adam(0.05))
+    words = rf"parts of {workers} workers, and the step has 4: pass .*rescale_residuals\(state, 4\)"
+    for same in (state, jax.device_get(state)):
+        with pytest.raises(ValueError, match=words):
+            step(jax.block_until_ready(same), X[0])
+    mu = np.asarray(state.opt_state.inner.inner_state[0].mu["w"].value)
+    rescaled = rescale_residuals(state, N)
+    found = rescaled.opt_state.inner.inner_state[0].mu["w"].value
+    mean = mu.reshape(workers, 5, 2).mean(0, dtype=np.float64)
+    np.testing.assert_allclose(found.reshape(N, 5, 2), np.stack([mean] * N), rtol=1e-6)
+    after, metrics = step(rescaled, X[0])
+    assert np.isfinite(metrics["loss"]) and int(after.step) == 2 * H
+
+
 def test_batches_that_cannot_be_split():
     step = make()
     with pytest.raises(ValueError, match=r"by the 4 workers times 3 local steps; .*\(8, 5\)"):
         step(step.init(PARAMS), X[0][:8])
     with pytest.raises(ValueError, match=r"steps must be a multiple of local_steps, 3.*got 4"):
         minimize(steps=4)
-
-
-def test_dependence_is_followed_through_loops_and_branches():
-    def fn(a, b, n):
-        first = jax.lax.fori_loop(0, 3, lambda i, c: (c[0] + 1, c[1] * a), (n, b))
-        second = jax.lax.scan(lambda c, x: (c + x, c + n), b, jnp.arange(3.0))
-        third = jax.lax.cond(n > 0, lambda: (n, b), lambda: (n + 1, b))
-        fourth = jax.lax.while_loop(lambda c: c[0] < a, lambda c: (c[0] + 1, c[1] + 1), (n, n))
-        jitted = jax.jit(lambda x, y: (x, y))(a, n)
-        return first, second, third, fourth, jitted
-
-    one = jnp.float32(1)
-    found = depends(fn, (one, one, one), (True, False, False))
-    assert found == ((False, True), (False, False), (False, False), (True, True), (True, False))
-    assert depends(lambda x: (jnp.zeros_like(x), x), (one,), (True,)) == (False, True)
 
 
 def test_own_leaves_are_marked():

@@ -52,6 +52,68 @@ def test_evaluations_are_of_the_steps_they_name():
     np.testing.assert_allclose(state.params, params_after(10), rtol=1e-4)
 
 
+def fitted(step, state, batches, **options):
+    return optfn.fit(step, state, batches, progress=False, **options)
+
+
+def test_fit_goes_on_from_any_state():
+    """minimize is the same from the first state; the batches are those after the state given."""
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
+    state, first = fitted(step, step.init(jnp.zeros(3)), X[:7])
+    options = {"steps": 5, "evaluate": distance, "evaluate_every": 4}
+    state, second = fitted(step, state, X[7:], **options)
+    assert int(state.step) == 12 and second["evaluation_step"].tolist() == [8, 12]
+    want, history = run(X[:12], optfn.adam(0.1))
+    np.testing.assert_array_equal(state.params, want.params)
+    losses = np.concatenate([first["loss"], second["loss"]])
+    np.testing.assert_array_equal(losses, history["loss"])
+
+
+def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
+
+    def begun():
+        return fitted(step, step.init(jnp.zeros(3)), X[:4])[0]
+
+    fitted(step, begun(), X[4:], steps=3, checkpoint=tmp_path)
+    seen = []
+    state, history = fitted(
+        step, begun(), X[4:], steps=8, checkpoint=tmp_path,
+        callback=lambda n, state, metrics: seen.append(n),
+    )  # fmt: skip
+    assert seen == [8, 9, 10, 11, 12] and history["loss"].shape == (8,)
+    np.testing.assert_array_equal(state.params, run(X[:12], optfn.adam(0.1))[0].params)
+    later, _ = fitted(step, state, X[12:20])
+    with pytest.raises(ValueError, match="is of step 12, before step 20 of state"):
+        fitted(step, later, X[20:], checkpoint=tmp_path)
+
+
+def test_a_guard_that_gave_up_ends_its_own_run_only():
+    """Two runs share a step; the one whose gradients are finite goes on."""
+    step = optfn.make_train_step(
+        loss_fn, optfn.skip_nonfinite(optfn.sgd(0.1), max_consecutive=0), donate=False
+    )
+    good = step.init(jnp.zeros(3))
+    bad, _ = step(good, np.full((8, 3), np.nan, np.float32))
+    good, _ = step(good, X[0])
+    np.testing.assert_allclose(good.params, params_after(1), rtol=1e-5)
+    with pytest.raises(FloatingPointError, match="skip_nonfinite"):
+        step(bad, X[1])
+
+
+def test_a_guard_that_gave_up_within_a_round_ends_the_run():
+    """Also where the steps after it, in the same round, have finite gradients."""
+    tx = optfn.skip_nonfinite(optfn.sgd(0.0), max_consecutive=0)
+    mesh = optfn.distributed.data_mesh(2)
+    step = optfn.make_train_step(loss_fn, tx, mesh=mesh, local_steps=2)
+    batch = X[0].copy()
+    batch[0] = np.nan  # the first step of the first worker
+    state, metrics = step(step.init(jnp.zeros(3)), batch)
+    assert bool(metrics["gave_up"])
+    with pytest.raises(FloatingPointError, match="skip_nonfinite"):
+        step(state, X[1])
+
+
 def test_a_dict_of_evaluations_and_only_one_at_the_end():
     def evaluate(w):
         return {"distance": jnp.sum((w - TARGET) ** 2), "first": w[0]}
@@ -122,6 +184,76 @@ def test_monitor_names_the_number_that_has_to_fall():
     assert history["evaluation/error"].tolist() == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"monitor must be one of .*error, good; got 'loss'"):
         run(evaluate=evaluate([1]), monitor="loss")
+
+
+@pytest.mark.parametrize("options", [{"keep_best": True}, {"patience": 1}])
+def test_a_dict_of_evaluations_needs_monitor_where_they_are_compared(options):
+    seen = []
+
+    def evaluate(w):
+        seen.append(w)
+        return {"good": 0.0, "error": 1.0}
+
+    words = "monitor must be one of the numbers that evaluate gives, error, good; got None"
+    with pytest.raises(ValueError, match=words):
+        run(evaluate=evaluate, evaluate_every=2, **options)
+    assert len(seen) == 1
+
+
+def test_a_run_that_patience_has_ended_stays_ended(tmp_path):
+    options = {"evaluate_every": 2, "patience": 2, "checkpoint": tmp_path}
+    state, history = run(evaluate=scripted([3.0, 2.0, 2.5, 2.0]), **options)
+    again, same = run(evaluate=scripted([]), **options)
+    assert int(again.step) == int(state.step) == 8
+    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(state))
+    chex.assert_trees_all_equal(same, history)
+    with_more_patience, history = run(
+        evaluate=scripted([1.0]), steps=10, **options | {"patience": 3}
+    )
+    assert int(with_more_patience.step) == 10
+    assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0, 1.0]
+
+
+def without_keep_best_and_then_with(values, steps, directory):
+    """Return what comes back, after a first run of so many steps that kept no best state."""
+    options = {"evaluate": scripted(values), "evaluate_every": 1, "checkpoint": directory}
+    run(steps=steps, **options)
+    return run(steps=len(values), keep_best=True, **options)
+
+
+def test_a_better_evaluation_whose_state_was_not_kept_is_said(tmp_path):
+    words = "the state of step 4 comes back. The evaluation of step 1 is better, 1, but its state"
+    with pytest.warns(UserWarning, match=words) as caught:
+        state, history = without_keep_best_and_then_with([1.0, 5.0, 4.0, 2.0, 3.0], 2, tmp_path)
+    assert [entry.filename for entry in caught] == [__file__]
+    assert history["evaluation"].tolist() == [1.0, 5.0, 4.0, 2.0, 3.0]
+    np.testing.assert_allclose(state.params, params_after(4), rtol=1e-4)
+    with pytest.warns(UserWarning, match=words):  # what was kept is found again
+        state, _ = run(steps=5, evaluate=distance, keep_best=True, checkpoint=tmp_path)
+    np.testing.assert_allclose(state.params, params_after(4), rtol=1e-4)
+
+
+def test_the_state_that_a_run_resumes_from_may_be_the_best(tmp_path):
+    state, _ = without_keep_best_and_then_with([5.0, 1.0, 4.0, 2.0], 2, tmp_path)
+    assert int(state.step) == 2
+    np.testing.assert_allclose(state.params, params_after(2), rtol=1e-4)
+
+
+def test_a_better_evaluation_of_this_run_needs_no_warning(tmp_path):
+    state, _ = without_keep_best_and_then_with([2.0, 5.0, 1.0, 3.0], 2, tmp_path)
+    assert int(state.step) == 3
+
+
+def test_a_kept_state_that_the_history_does_not_have_is_made_again(tmp_path):
+    """The run was cut between an evaluation and the next checkpoint."""
+    options = {"evaluate_every": 1, "keep_best": True, "checkpoint": tmp_path, "save_every": 4}
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(_cut_after(7), evaluate=scripted([3.0, 2.0, 4.0, 4.0, 4.0, 1.0, 5.0]), **options)
+    with pytest.warns(UserWarning, match="step 5 comes back. The evaluation of step 2 is better"):
+        state, _ = run(steps=5, evaluate=scripted([3.5]), **options)
+    np.testing.assert_allclose(state.params, params_after(5), rtol=1e-4)
+    state, _ = run(steps=7, evaluate=scripted([1.0, 5.0]), **options)
+    np.testing.assert_allclose(state.params, params_after(6), rtol=1e-4)
 
 
 def test_the_callback_gets_numbers_and_may_stop():
@@ -254,6 +386,23 @@ def test_the_bar_shows_small_losses_and_examples_per_second():
 )
 def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples):
     assert num_examples(batch) == examples
+
+
+def test_batches_that_are_too_few_are_counted(tmp_path):
+    with pytest.raises(ValueError, match=r"batches gave 3 batches; 5 are needed for steps=5$"):
+        run(X[:3], steps=5)
+    with pytest.raises(ValueError, match=r"batches gave 0 batches; at least 1 are needed$"):
+        run(iter([]))
+    state, history = run(X[:10], checkpoint=tmp_path)
+    passed = "; the run passes over the first 10, used before$"
+    with pytest.raises(ValueError, match="gave 6 batches; 12 are needed for steps=12" + passed):
+        run(X[:6], steps=12, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="gave 6 batches; at least 10 are needed" + passed):
+        run(X[:6], checkpoint=tmp_path)
+    for finished in ({"batches": X[:10]}, {"batches": X[:6], "steps": 8}):
+        again, same = run(**finished, checkpoint=tmp_path)
+        chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(state))
+        chex.assert_trees_all_equal(same, history)
 
 
 @pytest.mark.parametrize(

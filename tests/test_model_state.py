@@ -16,7 +16,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
-from examples.digits import __main__ as digits
 from optfn.distributed import data_mesh, on_each_device, pipeline_value_and_grad
 
 RNG = np.random.default_rng(0)
@@ -163,9 +162,12 @@ def test_a_model_state_that_the_step_does_not_expect():
         optfn.make_train_step(loss_fn, optfn.sgd(1.0), model_state=True).init(jnp.zeros(3))
 
 
-@pytest.mark.parametrize("library", digits.LIBRARIES)
+@pytest.mark.parametrize("library", ["linen", "nnx", "equinox", "haiku"])
 def test_a_resnet_with_batch_norm_learns_digits(library):
     """The net of each library in examples/digits, trained by the example."""
+    from examples.digits import __main__ as digits  # needs scikit-learn
+
+    assert library in digits.LIBRARIES
     state, history = digits.train(library, 60, progress=False)
     assert history["loss"][-5:].mean() < 0.5 * history["loss"][:5].mean()
     assert history["evaluation"][-1] > 0.55 > history["evaluation"][0]

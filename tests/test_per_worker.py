@@ -21,6 +21,7 @@ from optfn.distributed import (
     top_k,
 )
 from optfn.leaves import tree
+from optfn.leaves.traits import traits
 from optfn.mesh import all_gather
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
@@ -51,7 +52,7 @@ def sparse_loco(axis_name="data"):
 
     def init(params):
         flat = jax.tree.map(lambda p: jnp.zeros(p.size), params)
-        return SparseLocoState(jnp.int32(1), PerWorker(flat), exchanged(params))
+        return SparseLocoState(jnp.int32(1), PerWorker(flat), exchanged(params, axis_name))
 
     def update(updates, state, params=None, **extra):
         del params, extra
@@ -313,9 +314,9 @@ def test_a_transparent_node_adds_no_word():
     assert [sorted(n) for n in tree.names({"a": PerWorker(packed)})] == [["a/v", "a/w"]]
 
 
+@traits(passes_rows=True)
 class PassingState(NamedTuple):
     inner_state: object
-    passes_rows = True
 
 
 class OpaqueState(NamedTuple):

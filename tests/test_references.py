@@ -289,8 +289,8 @@ def test_parameters_stay_finite(name, kind, start):
 
 
 def test_complex_leaves_follow_their_references():
-    """sgd, momentum and adam take complex leaves; adam's second moment is that of |g|."""
-    names = ["sgd", "momentum", "momentum-nesterov", "adam", "adam-algorithm-1"]
+    """All optimizers but ftrl take complex leaves; second moments and maxima are those of |g|."""
+    names = [name for name, config in CONFIGS.items() if config.optimizer != "ftrl"]
     rng = _rng("complex")
     params = {"z": (rng.normal(size=6) + 1j * rng.normal(size=6)).astype(np.complex64)}
     g = rng.normal(size=(STEPS, 6)) + 1j * rng.normal(size=(STEPS, 6))
@@ -449,3 +449,63 @@ def test_plateau_follows_its_reference(options):
     expected = reference_schedules.reduce_on_plateau(metrics, 1.0, decay_rate=0.8, **options)
     assert len(set(expected)) > 2, "the rate has to fall for this to say anything"
     np.testing.assert_allclose(plateau_rates(tx, metrics), expected, rtol=1e-5)
+
+
+# Float64
+
+# How far a rule is off in float64, relative to the parameter's path; 1 − 0.999 alone costs 1e-13.
+FLOAT64_RTOL = 1e-12
+
+
+@pytest.mark.parametrize("rate", ["number", "schedule"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float64_leaves_follow_their_reference(name, rate):
+    """The rate and the corrections of the bias are as wide as the leaf."""
+    config, rng = CONFIGS[name], _rng("float64")
+    params = {k: rng.normal(size=shape) for k, shape in SHAPES.items()}
+    grads = {k: rng.normal(size=(STEPS, *shape)) for k, shape in SHAPES.items()}
+    hyper, own = dict(config.hyper), dict(config.hyper)
+    if rate == "schedule":
+        start = hyper["learning_rate"]
+        own["learning_rate"] = optfn.schedules.inverse_time(start, 10, 0.3)
+        hyper["learning_rate"] = lambda i: start / (1 + 0.3 * i / 10)
+    expected = references.trajectory(config.optimizer, params, grads, **hyper)
+    with jax.enable_x64(True):
+        tx = getattr(optfn, config.optimizer)(**own)
+        found = jax.jit(functools.partial(trajectory, tx))(params, grads)
+        found = jax.device_get(found)
+    for k, reference in expected.items():
+        path = np.abs(reference - params[k]).max() + np.abs(params[k]).max()
+        assert found[k].dtype == np.float64
+        np.testing.assert_allclose(found[k], reference, rtol=FLOAT64_RTOL, atol=FLOAT64_RTOL * path)
+
+
+def test_float64_adam_is_that_of_optax():
+    rng = _rng("float64 optax")
+    params = {"w": rng.normal(size=(4, 6))}
+    grads = {"w": rng.normal(size=(STEPS, 4, 6))}
+    with jax.enable_x64(True):
+        found, want = (
+            jax.device_get(jax.jit(functools.partial(trajectory, tx))(params, grads))["w"]
+            for tx in (optfn.adam(0.1, eps_hat=False), optax.adam(0.1))
+        )
+    np.testing.assert_allclose(found, want, rtol=1e-14, atol=1e-14)
+
+
+def test_float64_averages_follow_their_formula():
+    """The weight and a decay that grows are as wide as the average."""
+    rng = _rng("float64 average")
+    moved = rng.normal(size=(5, 3))
+    with jax.enable_x64(True):
+        tx = optfn.exponential_moving_average(0.9, thres_steps=True)
+        p = {"w": jnp.zeros(3, jnp.float64)}
+        state = tx.init(p)
+        for u in moved:
+            updates, state = jax.jit(tx.update)({"w": jnp.asarray(u)}, state, p)
+            p = optfn.apply_updates(p, updates)
+        found = jax.device_get(optfn.averaged_params(state, p))["w"]
+    e, weight = np.zeros(3), 0.0
+    for s, reached in enumerate(np.cumsum(moved, 0)):
+        d = min(0.9, (1 + s) / (10 + s))
+        e, weight = d * e + (1 - d) * reached, d * weight + (1 - d)
+    np.testing.assert_allclose(found, e / weight, rtol=1e-13)

@@ -69,7 +69,7 @@ def test_params_that_differ_from_the_start():
     step, state, mesh = steps(1)
     state, _ = step(damaged(state, mesh, device=0), X)
     with pytest.raises(RuntimeError, match="after step 1, perhaps from the start"):
-        step.check()
+        step.check(state)
 
 
 def test_minimize_ends_with_the_error_and_a_good_run_does_not():
@@ -79,7 +79,7 @@ def test_minimize_ends_with_the_error_and_a_good_run_does_not():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match="compare_replicas_every needs mesh"):
+    with pytest.raises(ValueError, match="compare_replicas_every=1 needs mesh"):
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), compare_replicas_every=1)
     with pytest.raises(ValueError, match="compare_replicas_every must be"):
         steps(0)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import data_mesh, plan_memory, scan_layers
-from optfn.parallel.sharding import Sharding
+from optfn.parallel.layout import layout_of
 
 N = 8
 RNG = np.random.default_rng(0)
@@ -123,7 +123,7 @@ def test_int8_moments_are_bit_identical_given_equal_gradients():
     want = jax.jit(update)(grads, tx.init(params), params)
     for dimension in (0, 1):
         spec = {"w": P(*[None] * dimension, "data")}
-        sharding = Sharding(spec, mesh, "data")
+        sharding = layout_of(spec, mesh, "data")
         placed = jax.device_put((grads, params), NamedSharding(mesh, spec["w"]))
         specs = sharding.of_state(jax.eval_shape(tx.init, params), params)
         state = jax.device_put(tx.init(params), sharding.place(specs))
@@ -136,7 +136,7 @@ def test_codes_of_stacked_layers_stay_where_they_are():
     tx, mesh = optfn.adam(0.01, moment_dtype="int8"), data_mesh(N)
     params = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
     grads = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
-    sharding = Sharding({"w": P(None, "data")}, mesh, "data")
+    sharding = layout_of({"w": P(None, "data")}, mesh, "data")
     specs = sharding.of_state(jax.eval_shape(tx.init, params), params)
     state = jax.device_put(tx.init(params), sharding.place(specs))
     placed = jax.device_put(grads, NamedSharding(mesh, P(None, "data")))
@@ -391,12 +391,20 @@ def test_a_checkpoint_resumes_bit_for_bit_and_moves_to_another_layout(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"shard": "state", "mesh": None}, ValueError, "shard needs mesh"),
+        ({"shard": "state", "mesh": None}, ValueError, "shard='state' needs mesh"),
         ({"shard": "all"}, TypeError, 'must be "state", "params" or a mapping.*got \'all\''),
         ({"shard": {"w": "data"}}, TypeError, "must map patterns of paths to PartitionSpecs"),
         ({"shard": {"w": P("model")}}, ValueError, "no axis 'model' for 'w'"),
-        ({"shard": "state", "packed": True}, ValueError, "shard cannot be with packed=True"),
-        ({"shard": "state", "local_steps": 2}, ValueError, "shard cannot be with local_steps=2"),
+        (
+            {"shard": "state", "packed": True},
+            ValueError,
+            "shard='state' cannot be with packed=True",
+        ),
+        (
+            {"shard": "state", "local_steps": 2},
+            ValueError,
+            "shard='state' cannot be with local_steps=2",
+        ),
     ],
 )
 def test_bad_arguments(options, error, words):
@@ -410,7 +418,7 @@ def test_bad_arguments(options, error, words):
         (
             lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0),
             "state",
-            "shard with a tx that communicates by itself",
+            "shard: tx communicates by itself",
         ),
         (lambda: optfn.sgd(0.1), {"nothing": P("data")}, "'nothing' matches no leaf"),
         (lambda: optfn.sgd(0.1), {"odd": P("data")}, r"dimension 0 of leaf 'odd', of shape \(3,\)"),

@@ -146,9 +146,34 @@ def test_ids_outside_the_table_are_what_the_lookup_says():
     np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-4, atol=1e-6)
 
 
+LOOKUPS = {
+    "an array of ids": lambda t, ids: t[ids],
+    "an id": lambda t, ids: t[ids[0, 0]],
+    "vmap of an id": lambda t, ids: jax.vmap(lambda i: t[i])(ids[:, 0]),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
+    ids = np.random.default_rng(2).integers(-2 * ROWS, 2 * ROWS, (32, 5)).astype(np.int32)
+    ids[::4, 0] = [-2 * ROWS, -ROWS - 1, -ROWS, -1, 0, ROWS - 1, ROWS, 2 * ROWS]
+
+    def loss(params, batch):
+        return jnp.mean(jnp.sin(LOOKUPS[name](params["t"], batch)))
+
+    params = {"t": PARAMS["t"]}
+    dense = optfn.make_train_step(loss, optfn.sgd(10.0), mesh=data_mesh(N))
+    want, losses = run(dense, [ids], params)
+    state, found = run(sharded(optfn.sgd(10.0), loss), [ids], params)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-5, atol=1e-6)
+    assert np.any(want.params["t"] != params["t"])
+
+
 @pytest.mark.parametrize("shard", ["state", "params", {"w": P("data")}])
 def test_the_rest_of_the_model_may_be_sharded_too(shard):
-    params = PARAMS | {"w": RNG.normal(size=(8, 2)).astype(np.float32)}
+    params = PARAMS | {"w": np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)}
 
     def loss(params, batch):
         ids, y = batch
@@ -166,7 +191,7 @@ def test_the_rest_of_the_model_may_be_sharded_too(shard):
 
 def test_two_tables_of_other_optimizers_and_dtypes():
     params = {
-        "embed": RNG.normal(size=(ROWS, WIDTH)).astype(jnp.bfloat16),
+        "embed": np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(jnp.bfloat16),
         "wide": np.zeros((128, 1), np.float32),
         "w": PARAMS["w"],
     }
@@ -230,7 +255,7 @@ def test_explicit_axes_and_a_checked_layout():
 def compiled(tx, rows, ids=4096, width=64):
     """Return the compiled step of a table that is not there."""
     step = sharded(tx, lambda p, b: jnp.mean((p["t"][b[0]] @ p["w"] - b[1]) ** 2))
-    place = step.sharding.place
+    place = step.layout.place
     params = {
         "t": jax.ShapeDtypeStruct((rows, width), jnp.float32),
         "w": jax.ShapeDtypeStruct((width, 2), jnp.float32),
@@ -244,8 +269,8 @@ def compiled(tx, rows, ids=4096, width=64):
     opt_state = jax.eval_shape(tx.init, params)
     state = TrainState(
         jax.ShapeDtypeStruct((), jnp.int32),
-        placed(params, place(step.sharding.of_params(params))),
-        placed(opt_state, place(step.sharding.of_state(opt_state, params))),
+        placed(params, place(step.layout.of_params(params))),
+        placed(opt_state, place(step.layout.of_state(opt_state, params))),
     )
     batch = jax.ShapeDtypeStruct((ids,), jnp.int32), jax.ShapeDtypeStruct((ids, 2), jnp.float32)
     return step.compiled.lower(state, batch).compile()
@@ -277,12 +302,16 @@ def test_temporaries_and_the_wire_do_not_depend_on_the_number_of_rows(lazy):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"tables": None}, ValueError, "shard_tables needs tables"),
+        ({"tables": None}, ValueError, "shard_tables=True needs tables"),
         ({"mesh": None}, ValueError, "needs mesh"),
         ({"shard_tables": 1}, TypeError, "shard_tables must be"),
-        ({"packed": True}, ValueError, "tables with packed=True"),
-        ({"shard_tables": False, "shard": "state"}, ValueError, "shard cannot be with tables="),
-        ({"local_steps": 2}, ValueError, "shard cannot be with local_steps=2"),
+        ({"packed": True}, ValueError, "shard_tables=True cannot be with packed=True"),
+        (
+            {"shard_tables": False, "shard": "state"},
+            ValueError,
+            "shard='state' cannot be with tables=",
+        ),
+        ({"local_steps": 2}, ValueError, "shard_tables=True cannot be with local_steps=2"),
     ],
 )
 def test_bad_arguments(options, error, words):

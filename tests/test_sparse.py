@@ -45,7 +45,7 @@ TARGET = normal(2, 2, 4, 2)
 
 
 def densified(grads):
-    return leafwise.densify(grads)
+    return leafwise.to_dense(grads)
 
 
 # The gradient
@@ -90,6 +90,38 @@ def test_ids_out_of_range_are_as_in_a_dense_gradient(out):
     np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-5, atol=1e-7)
 
 
+FORMS = {
+    "an array of ids": lambda t, ids: t[ids],
+    "ids of two axes": lambda t, ids: t[ids.reshape(2, -1)],
+    "an id": lambda t, ids: jnp.stack([t[ids[k]] for k in range(ids.size)]),
+    "a Python id": lambda t, ids: jnp.stack([t[k] for k in (7, -9, 5, -6, 0, -1)]),
+    "NumPy's ids": lambda t, ids: t[np.array([7, -9, 5, -6, 0, -1])],
+    "vmap of an id": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
+    "vmap of vmap": lambda t, ids: jax.vmap(jax.vmap(lambda i: t[i]))(ids.reshape(2, -1)),
+    "vmap of an array": lambda t, ids: jax.vmap(lambda i: t[i])(ids.reshape(2, -1)),
+    "jit of an id": lambda t, ids: jax.jit(lambda t, i: t[i])(t, ids[0]),
+    "short ids": lambda t, ids: t[ids.astype(jnp.int8)] + t[ids[1].astype(jnp.int8)],
+    "unsigned ids": lambda t, ids: t[jnp.abs(ids).astype(jnp.uint8)],
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
+    """Out of range at both ends, negative and ordinary; every row has a weight of its own."""
+    ids = jnp.array([7, -9, 5, -6, 0, -1])  # of a table of five rows
+
+    def loss(params, ids):
+        found = FORMS[name](params["table"], ids)
+        return jnp.sum(found * jnp.arange(1.0, found.size + 1).reshape(found.shape))
+
+    params = {"table": normal(0, 5, WIDTH)}
+    value, grads = jax.jit(sparse.value_and_grad(loss, "table"))(params, ids)
+    want, dense = jax.jit(jax.value_and_grad(loss))(params, ids)
+    assert float(value) == pytest.approx(float(want), rel=1e-5)
+    np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-6)
+
+
 def test_one_dimensional_and_wide_tables():
     def loss(params, ids):
         return jnp.sum(jnp.sin(params["bias"][ids])) + jnp.sum(params["wide"][ids] ** 2)
@@ -122,6 +154,8 @@ MISUSES = {
         lambda t: jax.lax.cond(jnp.sum(jnp.ones(2)) > 0, lambda: t[0].sum(), lambda: 0.0),
         "inside the body of cond.*look up before it",
     ),
+    "take": (lambda t: jnp.take(t, jnp.arange(2), axis=0).sum(), "only be looked up"),
+    "at": (lambda t: t.at[jnp.arange(2)].get(mode="clip").sum(), "only be looked up.*'at'"),
     "checkpoint": (
         lambda t: jax.checkpoint(lambda t: t[jnp.arange(2)].sum())(t),
         "inside the body of .*look up before it",
@@ -129,6 +163,7 @@ MISUSES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", MISUSES)
 def test_other_uses_of_a_table_are_errors(name):
     use, message = MISUSES[name]
@@ -231,9 +266,9 @@ def test_rows_are_checked_when_they_are_made(arguments, error, message):
         (
             ROWS + 1,
             WIDTH,
-            r"'table' is Rows float32 of shape \(41, 3\); the parameter has shape \(40, 3\)",
+            r"'table' is Rows of shape \(41, 3\) and dtype float32; the parameter has .* \(40, 3\)",
         ),
-        (ROWS, WIDTH + 1, r"of shape \(40, 4\); the parameter has shape \(40, 3\)"),
+        (ROWS, WIDTH + 1, r"of shape \(40, 4\) and dtype float32; the parameter has .* \(40, 3\)"),
     ],
 )
 def test_rows_of_another_table_are_errors_that_name_the_leaf(num_rows, width, message):
@@ -266,7 +301,7 @@ def test_indices_that_a_clip_of_optax_scales_are_refused(factory):
 # Optimizers
 
 EXACT = {
-    **{k: v for k, v in registry.OPTIMIZERS.items() if "lazy" not in k},
+    **{k: v for k, v in registry.OPTIMIZERS.items() if "lazy" not in k and k != "ftrl"},
     **{
         k: registry.TRANSFORMS[k]
         for k in (
@@ -275,10 +310,12 @@ EXACT = {
             "clip_by_global_norm",
             "scale_by_learning_rate",
             "reduce_on_plateau",
-            "ftrl_proximal",
         )
     },
     **{k: registry.WRAPPERS[k] for k in registry.WRAPPERS},
+    "ftrl_proximal": registry.Entry(
+        "ftrl_proximal", lambda: optfn.ftrl_proximal(0.1, lazy=False), needs_params=True
+    ),
 }
 WARNS = ("lamb", "lars", "adadelta", "adamax", "asgd", "adam_clip_l2", "sgd_clip_l1", "param_attrs")
 
@@ -363,6 +400,50 @@ def test_lazy_touches_the_rows_present_only(weight_decay):
     found = [params["t"], *(optfn.state_dict(state)[f"scale_by_adam/{k}/t"] for k in ("mu", "nu"))]
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def sparse_ftrl(p, g, touched, n, z, *, lr, l1=0.0, l2=0.0, lr_power=-0.5):
+    """NumPy, float64: Paddle's SparseFTRLFunctor, for the rows `touched` of the dense gradient."""
+    l1, l2 = l1 + 1e-10, l2 + 1e-10
+    p, n, z = p.copy(), n.copy(), z.copy()
+    for row in touched:
+        new = n[row] + g[row] ** 2
+        z[row] += g[row] - (new**-lr_power - n[row] ** -lr_power) / lr * p[row]
+        x = l1 * np.sign(z[row]) - z[row]
+        p[row] = np.where(np.abs(z[row]) > l1, x / (new**-lr_power / lr + 2 * l2), 0.0)
+        n[row] = new
+    return p, n, z
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("indices", [[1, 4, 30], [7, 2, 7, ROWS, 7]], ids=["some", "repeated"])
+@pytest.mark.parametrize(
+    "options", [{}, {"l1": 0.3, "l2": 0.1}, {"lr_power": -0.7}], ids=["plain", "l1 l2", "power"]
+)
+def test_ftrl_touches_the_rows_present_only(options, indices, jitted):
+    """n, z and p of four steps; a row without gradient keeps all three bit for bit."""
+    rng = np.random.default_rng(0)
+    p = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    tx = optfn.ftrl(0.1, **options)
+    params, n, z = {"t": jnp.asarray(p)}, np.zeros(p.shape), np.zeros(p.shape)
+    state, start, p = tx.init(params), p, p.astype(np.float64)
+    update = jax.jit(tx.update) if jitted else tx.update
+    here = np.array(indices)[np.array(indices) < ROWS]
+    for _ in range(4):
+        values = rng.normal(size=(len(indices), WIDTH)).astype(np.float32)
+        g = sparse.Rows(jnp.asarray(indices, jnp.int32), jnp.asarray(values), ROWS)
+        updates, state = update({"t": g}, state, params)
+        assert isinstance(updates["t"], sparse.Rows)
+        params = optfn.apply_updates(params, updates)
+        total = np.zeros(p.shape)
+        np.add.at(total, here, values[np.array(indices) < ROWS])
+        p, n, z = sparse_ftrl(p, total, np.unique(here), n, z, lr=0.1, **options)
+    found = optfn.state_dict(state)
+    np.testing.assert_allclose(params["t"], p, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found["ftrl_proximal/accumulator/t"], n, rtol=1e-5)
+    np.testing.assert_allclose(found["ftrl_proximal/linear/t"], z, rtol=1e-4, atol=1e-4)
+    others = np.setdiff1d(np.arange(ROWS), here)
+    np.testing.assert_array_equal(params["t"][others], start[others])
 
 
 def test_a_dense_gradient_ignores_lazy():
@@ -469,7 +550,7 @@ def big_loss(params, batch):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("make", [optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw])
+@pytest.mark.parametrize("make", [optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw, optfn.ftrl])
 def test_a_step_makes_nothing_as_large_as_the_table(make):
     """The compiled step scatters into what is donated; its temporaries are of the batch's size."""
     size, batch = 20_000, 64
@@ -566,6 +647,46 @@ def test_densify_goes_before_the_transforms_of_optax():
     found, _ = tx.update(sparse_grads, tx.init(params), params)
     want, _ = tx.update(dense_grads, tx.init(params), params)
     chex.assert_trees_all_close(found, want, rtol=1e-5)
+
+
+NEED_ARRAYS = {
+    "alone": (lambda tx: tx, "tx takes no"),
+    "in a chain": (
+        lambda tx: optfn.chain(optfn.clip_by_norm(1.0), tx),
+        "chain: part 1 takes no",
+    ),
+    "guarded": (optfn.skip_nonfinite, "skip_nonfinite: tx takes no"),
+    "measured": (optfn.record_metrics, "record_metrics: tx takes no"),
+    "in a partition": (
+        lambda tx: optax.partition({"a": tx, "b": optfn.sgd(0.1)}, {"table": "a", "w": "b"}),
+        "tx takes no",
+    ),
+    "twice": (lambda tx: optax.MultiSteps(tx, 2), "tx takes no"),
+}
+
+
+@pytest.mark.parametrize("name", NEED_ARRAYS)
+@pytest.mark.parametrize(
+    "make", [optax.adam, optax.adamw, optax.adafactor], ids=lambda f: f.__name__
+)
+def test_transforms_that_need_arrays_say_that_densify_makes_them(name, make):
+    wrap, message = NEED_ARRAYS[name]
+    params = {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2)}
+
+    def loss(params, ids):
+        return jnp.sum((params["table"][ids] @ params["w"]) ** 2)
+
+    step = optfn.make_train_step(loss, wrap(make(0.1)), tables="table")
+    with pytest.raises(TypeError, match=message + r" row-sparse.*'table'.*sparse\.densify\(\)"):
+        step(step.init(params), IDS)
+
+
+def test_other_errors_of_a_third_party_stay_what_they_are():
+    params, (sparse_grads, _) = {"table": normal(0, ROWS, WIDTH)}, gradients(3)
+    sparse_grads.pop("w")
+    tx = optfn.chain(optax.add_decayed_weights(0.1))
+    with pytest.raises(ValueError, match="You are using a transformation that requires"):
+        tx.update(sparse_grads, tx.init(params))
 
 
 def test_recompute_leaves_the_lookups_out():

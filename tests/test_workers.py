@@ -201,6 +201,31 @@ def test_partitions_and_sums_on_each_device_of_a_pipeline():
             assert all(np.array_equal(parts[0], part) for part in parts[1:])
 
 
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_labels_of_stacked_stages_are_stacked_or_a_function(virtual_stages):
+    params = stack_stages(blocks(), virtual_stages=virtual_stages)
+    labels = dict.fromkeys(blocks()[0], "fast")
+    mask = dict.fromkeys(labels, True)
+
+    def by_labels(labels):
+        return optax.partition({"fast": optfn.adam(0.1)}, labels)
+
+    for tx in (by_labels(labels), optax.masked(optfn.adam(0.1), mask)):
+        with pytest.raises(
+            ValueError, match=r"on_each_device: tx: a tree.*Put it into an optfn\.St"
+        ):
+            on_each_device(tx, mesh_of(False), spec=P()).init(params)
+        with pytest.raises(ValueError, match=r"chain: part 1: a tree.*or give a function"):
+            optfn.chain(optfn.clip_by_norm(1.0), tx).init(params)
+    stacked = optfn.Stacked(labels)
+    stacked = optfn.Stacked(stacked) if virtual_stages > 1 else stacked
+    whole = jax.tree.leaves(optfn.adam(0.1).init(params))
+    for good in (stacked, lambda params: jax.tree.map(lambda _: "fast", params)):
+        state = on_each_device(by_labels(good), mesh_of(False), spec=P()).init(params)
+        for x, y in zip(jax.tree.leaves(state), whole, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_the_recorded_norm_has_one_meaning():
     """The root mean square over workers of the norms of their gradients, in both ways."""
     mesh, tx = mesh_of(False), dgc()

@@ -1,1 +1,1 @@
-"""Functions as lists of equations: pullbacks, and recomputation in the backward pass."""
+"""Recomputation in the backward pass: named values, chains of functions, budgets of memory."""

@@ -15,7 +15,7 @@ from optfn.jaxprs.equations import Equations, variables
 from optfn.jaxprs.pullback import Key, inexact_leaves, pullback
 from optfn.leaves.types import Leaf, Params, PyTree
 
-MAX_TRIALS = 6  # segmentations that are compiled at most to find one within a budget
+MAX_TRIALS = 6  # the most segmentations that are compiled to find one within a budget
 
 
 class _MemoryUse(NamedTuple):
@@ -80,7 +80,7 @@ def _bisect_with_feedback(
         land at the minimum, where segmentations can cost many more FLOPs than just above it;
     but always less than this prediction. Where nothing can be measured and the prediction exceeds
     the budget, the next request is the budget itself. The last trial requests the minimum. If all
-    trials fail, the bytes are the last measured, a budget that would have been met.
+    trials fail, the bytes are those measured last, a budget that could be met.
     """
     needed, request = rotor.min_bytes, max(budget, 1.5 * rotor.min_bytes)
     for trial in range(MAX_TRIALS):

@@ -1,4 +1,4 @@
-"""What a function costs to differentiate, estimated from its equations: FLOPs and bytes.
+"""The cost of differentiating a function, estimated from its equations: FLOPs and bytes.
 
 Bytes are those that a fusing compiler writes to memory. A value that a cheap elementwise equation
 passes to another one is not written: it is computed where it is read.
@@ -52,7 +52,7 @@ def costs_of(
     forward = Equations(run, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
     y_leaves = jax.tree.leaves(y_atoms)
-    # The shapes that eval_shape returns also say over which mesh axes the values vary.
+    # The shapes from eval_shape also have the mesh axes over which the values vary.
     y, leaves = jax.eval_shape(run, params, x)
     backward = Equations(pull, leaves, inexact_leaves(y))
     arguments = {*forward.inputs, *forward.constants}

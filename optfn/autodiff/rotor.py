@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 Segmentation: TypeAlias = list[Any]  # of int and Segmentation
-UNITS = 2000  # the resolution of the table: units of memory in what the whole chain takes
+UNITS = 2000  # the resolution of the table: units into which the memory of the chain is divided
 
 
 class FunctionCosts(NamedTuple):
-    """What one function of a chain costs, in FLOPs and bytes.
+    """The costs of one function of a chain, in FLOPs and bytes.
 
     forward_flops: to compute its output.
     recompute_flops: to compute its residuals alone, when it runs again.
@@ -61,8 +61,8 @@ class Rotor:
         recompute s … c − 1:      ∑ forward_s … forward_{c−2} + recompute_{c−1}
                                   + C(c, t, m − output_{c−1}) + C(s, c − 1, m),    s < c ≤ t
 
-    over the choices whose own peak fits into m. Memory is counted in units, 1/2000 of what the
-    chain takes with all residuals saved, rounded up.
+    over the choices whose own peak fits into m. Memory is counted in units, 1/2000 of the
+    memory that the chain takes with all residuals saved, rounded up.
 
     Args:
       costs: the costs of the n ≥ 1 functions of the chain.

@@ -27,7 +27,8 @@ from optfn.compression.dgc_phases import (
     update_compressed,
 )
 from optfn.leaves import leafwise, numerics, tree
-from optfn.leaves.types import Leaf, Params, PyTree, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged
@@ -35,7 +36,7 @@ from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 
 
-@declares(passes_rows=True)
+@traits(passes_rows=True, skipped="skipped", spans_buffers=True)
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 
@@ -72,7 +73,7 @@ def deep_gradient_compression(
     momentum_masking: bool = True,
     wire: str = "float32",
     selection: str = "exact",
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Exchange the largest entries of what each worker accumulates, and keep the others.
 
     With N workers, each with its own mean gradient g, and step from 0:
@@ -154,7 +155,7 @@ def deep_gradient_compression(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.rule(partial(_init, options), partial(_update, options))
+    return core.Rule(partial(_init, options), partial(_update, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
@@ -190,10 +191,10 @@ def _init(options: Options, params: Params) -> DeepGradientCompressionState:
         core.first_step(),
         jnp.ones((), jnp.int32),
         leafwise.zeros_like(tree.map_arrays(dense, params)),
-        PerWorker(tree.map_arrays(flat, params)),
-        PerWorker(tree.map_arrays(flat, params)),
+        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
+        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
         options.regularization.init(params),
-        exchanged(params, _traffic(options, params)),
+        exchanged(params, options.all_axes, _traffic(options, params)),
     )
 
 
@@ -246,12 +247,11 @@ def _update(
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
-    updates = leafwise.densify(updates)  # row-sparse gradients accumulate and compete like others
+    updates = leafwise.to_dense(updates)  # row-sparse gradients accumulate and compete like others
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_own_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
-    axes = mesh.axes(options.axis_name) + mesh.axes(options.reduce_axis_name)
-    nonfinite, step = agree(updates, state.step, axes)
+    nonfinite, step = agree(updates, state.step, options.all_axes)
     g = _local_gradient(options, updates, ~nonfinite & (step >= options.rampup_begin_step))
     g, regularization = options.regularization.update(g, state.regularization, params)
 
@@ -274,8 +274,8 @@ def _update(
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
         structure.unflatten(velocity),
-        PerWorker(structure.unflatten(u)),
-        PerWorker(structure.unflatten(v)),
+        state.local_velocity._replace(value=structure.unflatten(u)),
+        state.residual._replace(value=structure.unflatten(v)),
         regularization,
         state.exchanged,
     )

@@ -100,7 +100,7 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
-    tx = core.behind_edge("dgc_momentum", chain.rule, chain.needs_params, chain.real_only)
+    tx = core.behind_edge("dgc_momentum", core.rule_of(chain))
     return attributed("dgc_momentum", tx, attrs)
 
 

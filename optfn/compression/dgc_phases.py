@@ -51,6 +51,11 @@ class Options:
     momentum_masking: bool
     wire: str
 
+    @property
+    def all_axes(self) -> mesh.Axes:
+        """The axes over which gradients are exchanged or averaged."""
+        return mesh.joined(self.axis_name, self.reduce_axis_name)
+
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
         return is_compressible(p, self.min_size)

@@ -145,10 +145,10 @@ def exchange(
     )
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
-        tx = core.rule(_init_dense, partial(_update_dense, options))
+        tx = core.Transform(partial(_init_dense, options), partial(_update_dense, options))
     else:
-        rule = core.rule(partial(_init, options), partial(_update, options))
-        tx = core.behind_edge("exchange", rule, real_only="exchange")
+        init, update = partial(_init, options), partial(_update, options)
+        tx = core.behind_edge("exchange", core.Rule(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
 
 
@@ -168,13 +168,13 @@ def _freezing(
     def init(params: Params) -> Any:
         state = without.init(params)
         whole = packed.unpack(leafwise.inexact(params))
-        return state._replace(exchanged=exchanged(whole, state.exchanged.traffic))
+        return state._replace(exchanged=exchanged(whole, *state.exchanged[1:]))
 
     return core.Transform(init, without.update)
 
 
-def _init_dense(params: Params) -> ExchangeDenseState:
-    return ExchangeDenseState(exchanged(params))
+def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
+    return ExchangeDenseState(exchanged(params, options.axis_name))
 
 
 def _update_dense(
@@ -200,9 +200,9 @@ def _init(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        PerWorker(structure.unflatten(residuals)),
+        PerWorker(structure.unflatten(residuals), mesh.axes(options.axis_name)),
         structure.unflatten(states),
-        exchanged(params, _traffic(options, pairs)),
+        exchanged(params, options.axis_name, _traffic(options, pairs)),
     )
 
 
@@ -277,7 +277,7 @@ def _update(
     return _packed_as(updates, structure.unflatten(directions)), ExchangeState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
-        PerWorker(structure.unflatten(residuals)),
+        state.residual._replace(value=structure.unflatten(residuals)),
         structure.unflatten(states),
         state.exchanged,
     )

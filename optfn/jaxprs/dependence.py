@@ -1,11 +1,12 @@
 """Which results of a function depend on which of its arguments, read from its equations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
+from optfn.jaxprs.equations import Atom, Equation, Jaxpr, called, scan_groups
 from optfn.leaves.types import PyTree
 
 Flags = list[bool]
@@ -20,18 +21,18 @@ def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence
       varying: for each argument a tree of bools like it: which leaves are marked.
 
     Returns:
-      A tree of bools like the result. What cannot be told counts as dependent.
+      A tree of bools like the result. A result whose dependence is unknown counts as dependent.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     found = _of_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
-def _of_jaxpr(jaxpr: Any, inputs: Flags) -> Flags:
+def _of_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     """Return which outputs of a jaxpr depend on the inputs that are marked."""
     marked = {v for v, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
 
-    def flags(atoms: Sequence[Any]) -> Flags:
+    def flags(atoms: Sequence[Atom]) -> Flags:
         return [not isinstance(a, jex.Literal) and a in marked for a in atoms]
 
     for equation in jaxpr.eqns:
@@ -42,40 +43,51 @@ def _of_jaxpr(jaxpr: Any, inputs: Flags) -> Flags:
     return flags(jaxpr.outvars)
 
 
-def _of_equation(equation: Any, given: Flags) -> Flags:
-    params, name = equation.params, equation.primitive.name
-    if name == "while":
-        return _of_while(params, given)
-    if name == "scan":
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-        consts, carry, xs = _split(given, num_consts, num_carry)
-
-        def body(carry: Flags) -> Flags:
-            return _of_jaxpr(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
-
-        carry = _fixed_point(lambda carry: body(carry)[:num_carry], carry)
-        return [*carry, *body(carry)[num_carry:]]
-    if name == "cond":
-        branches = [_of_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
-        return [given[0] or any(flags) for flags in zip(*branches, strict=True)]
-    for key in ("jaxpr", "call_jaxpr"):
-        inner = params.get(key)
-        inner = getattr(inner, "jaxpr", inner)
-        if inner is not None and len(getattr(inner, "invars", ())) == len(given):
-            return _of_jaxpr(inner, given)
-    return [any(given)] * len(equation.outvars)
+def _of_equation(equation: Equation, given: Flags) -> Flags:
+    rule, inner, found = _RULES.get(equation.primitive.name), called(equation), None
+    if rule is not None:
+        found = rule(equation.params, given)
+    elif inner is not None:
+        found = _of_jaxpr(inner, given)
+    return [any(given)] * len(equation.outvars) if found is None else found
 
 
-def _of_while(params: dict[str, Any], given: Flags) -> Flags:
+def _of_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
+    groups = scan_groups(params)
+    if groups is None:
+        return None
+    num_carry = groups[1]
+    consts, carry, xs = _split(given, *groups)
+
+    def body(carry: Flags) -> Flags:
+        return _of_jaxpr(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+
+    carry = _fixed_point(lambda carry: body(carry)[:num_carry], carry)
+    return [*carry, *body(carry)[num_carry:]]
+
+
+def _of_while(params: Mapping[str, Any], given: Flags) -> Flags:
     num_condition, num_body = params["cond_nconsts"], params["body_nconsts"]
     of_condition, of_body, carry = _split(given, num_condition, num_body)
 
     def once(carry: Flags) -> Flags:
-        # The number of iterations bears on all results.
+        # All results depend on the number of iterations.
         (condition,) = _of_jaxpr(params["cond_jaxpr"].jaxpr, [*of_condition, *carry])
         return [condition or x for x in _of_jaxpr(params["body_jaxpr"].jaxpr, [*of_body, *carry])]
 
     return _fixed_point(once, carry)
+
+
+def _of_cond(params: Mapping[str, Any], given: Flags) -> Flags:
+    branches = [_of_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
+    return [given[0] or any(flags) for flags in zip(*branches, strict=True)]
+
+
+_RULES: dict[str, Callable[[Mapping[str, Any], Flags], Flags | None]] = {
+    "scan": _of_scan,
+    "while": _of_while,
+    "cond": _of_cond,
+}
 
 
 def _split(flags: Flags, first: int, second: int) -> tuple[Flags, Flags, Flags]:

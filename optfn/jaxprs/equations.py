@@ -9,12 +9,18 @@ import jax.extend.core as jex
 from optfn.leaves.types import PyTree
 
 Variable: TypeAlias = jex.Var
-Atom: TypeAlias = jex.Var | jex.Literal  # what an equation reads
+Atom: TypeAlias = jex.Var | jex.Literal  # an input of an equation
 Equation: TypeAlias = jex.JaxprEqn
+Jaxpr: TypeAlias = jex.Jaxpr
 Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar
 Environment: TypeAlias = dict[Any, Value]  # the values of variables
 
-_CALLS = ("jit", "pjit", "closed_call")
+_JITTED = ("jit", "pjit", "closed_call")
+# Primitives that run a function once on their operands.
+_CALLS = (
+    *(*_JITTED, "core_call", "composite", "shard_map", "checkpoint", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call"),
+)
 
 
 class Equations:
@@ -71,7 +77,7 @@ class Equations:
         known: Environment,
         overrides: Mapping[int, Callable[..., list[Value]]] | None = None,
     ) -> Environment:
-        """Return the values in `known`, the constants, and the results of `equations`.
+        """Return the values of variables: `known`, the constants, and the results of `equations`.
 
         `overrides` maps the id of an equation to a function that replaces it, from the values of
         its arguments to those of its results.
@@ -125,6 +131,31 @@ def read(values: Environment, atoms: Iterable[Atom]) -> list[Value]:
     return [a.val if isinstance(a, jex.Literal) else values[a] for a in atoms]
 
 
+def called(equation: Equation) -> Jaxpr | None:
+    """Return the jaxpr that an equation runs once on its operands; None if it does not call one."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    inner = _inner(equation)
+    return inner.jaxpr if isinstance(inner, jex.ClosedJaxpr) else inner
+
+
+def _inner(equation: Equation) -> Any:
+    return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+
+
+def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return how many constants and how many carries the operands of a scan begin with.
+
+    None if this version of JAX has params of a scan in an unknown form.
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    if "ft_in" in params:  # JAX 0.12: the operands as a tree of constants, carry and elements
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return None
+
+
 def _assign(values: Environment, equation: Equation, results: Sequence[Value]) -> None:
     values.update(zip(equation.outvars, results, strict=True))
 
@@ -137,13 +168,13 @@ def _bind(equation: Equation, arguments: Sequence[Value]) -> list[Value]:
 
 
 def _run_inlined(closed: jex.ClosedJaxpr, arguments: Iterable[Value]) -> list[Value]:
-    """Run a jaxpr equation by equation, those of jitted functions inside included."""
+    """Run a jaxpr equation by equation, including those of jitted functions in it."""
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(closed.jaxpr.invars, arguments, strict=True))
     for equation in closed.jaxpr.eqns:
         operands = read(values, equation.invars)
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in _CALLS and isinstance(inner, jex.ClosedJaxpr):
+        inner = _inner(equation)
+        if equation.primitive.name in _JITTED and isinstance(inner, jex.ClosedJaxpr):
             _assign(values, equation, _run_inlined(inner, operands))
         else:
             _assign(values, equation, _bind(equation, operands))
@@ -216,17 +247,10 @@ class _Scan(NamedTuple):
     @classmethod
     def of(cls, params: dict[str, Any], operands: list[Value]) -> "_Scan | None":
         """Return the scan, or None if the layout of its params is unknown or it has effects."""
-        closed = params["jaxpr"]
-        if "num_consts" in params:
-            num_consts, num_carry = params["num_consts"], params["num_carry"]
-        else:  # newer than JAX 0.10
-            try:
-                groups = params["ft_in"].update(operands).unpack()
-                num_consts, num_carry, _ = (len(list(group)) for group in groups)
-            except (AttributeError, KeyError, TypeError, ValueError):
-                return None
-        if closed.effects:
+        closed, groups = params["jaxpr"], scan_groups(params)
+        if groups is None or closed.effects:
             return None
+        num_consts, num_carry = groups
         body = Equations(jex.jaxpr_as_fun(closed), *shapes_of(closed.jaxpr.invars))
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         start = num_consts + num_carry

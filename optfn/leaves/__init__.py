@@ -1,1 +1,1 @@
-"""What a leaf of a tree may be, and how a rule meets it: dense, row-sparse, packed, masked."""
+"""Leaves of trees, dense, row-sparse, packed or masked, and how a rule meets them."""

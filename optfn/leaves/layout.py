@@ -74,6 +74,11 @@ class BufferLayout:
         return tuple(i for run in self.runs for i in run.leaves)
 
     @property
+    def run_of_leaves(self) -> list[Run]:
+        """The run of each leaf, in the order of `leaves`."""
+        return [run for run in self.runs for _ in run.leaves]
+
+    @property
     def size(self) -> int:
         """The number of elements of the buffer."""
         return self.runs[-1].stop
@@ -92,12 +97,6 @@ class BufferLayout:
             piece.reshape(run.num_tensors, *run.shape[run.stacked :])
             for piece, run in zip(pieces, self.runs, strict=True)
         ]
-
-    def join(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return the array of `shape` that holds these tensors: the inverse of `tensors`."""
-        if len(tensors) == 1:
-            return tensors[0].reshape(shape)
-        return jnp.concatenate([x.reshape(-1) for x in tensors])
 
     def stacked_once(self) -> "BufferLayout":
         """Return the layout with one more leading axis of each leaf counting tensors."""
@@ -121,14 +120,21 @@ class BufferLayout:
         """
         # Joined in units that divide all tensors, since the joined array is kept in memory.
         unit = max(1, math.gcd(*(run.tensor_size for run in self.runs)))
-        units = [
-            jnp.broadcast_to(of_run[:, None], (run.num_tensors, run.tensor_size // unit)).reshape(
-                -1
-            )
-            for of_run, run in zip(values, self.runs, strict=True)
-        ]
-        joined = self.join(units, (-1,))
+        units = []
+        for of_run, run in zip(values, self.runs, strict=True):
+            counted = (run.num_tensors, run.tensor_size // unit)
+            units.append(jnp.broadcast_to(of_run[:, None], counted).reshape(-1))
+        joined = units[0] if len(units) == 1 else jnp.concatenate(units)
         return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
+
+
+def buffer_of(dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]) -> BufferLayout:
+    """Return the layout of a buffer of leaves, (shape, stacked, number) each, in this order."""
+    runs: list[Run] = []
+    for (shape, stacked), group in itertools.groupby(leaves, key=lambda leaf: leaf[:2]):
+        start = runs[-1].stop if runs else 0
+        runs.append(Run(shape, tuple(i for _, _, i in group), start, stacked))
+    return BufferLayout(dtype, tuple(runs))
 
 
 def plain(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:
@@ -168,53 +174,31 @@ class PackedLayout:
         # A jitted step compares layouts at each call, most often a layout with itself.
         return self is other or (isinstance(other, PackedLayout) and self._key == other._key)
 
-    def only(self, flags: tuple[tuple[bool, ...], ...]) -> "PackedLayout":
-        """Return the layout of the flagged leaves alone; `tree.select` gives such flags."""
-        return _only(self, flags)
+    def only(self, chosen: frozenset[int]) -> "PackedLayout":
+        """Return the layout of the chosen leaves alone, which are numbers in the tree."""
+        return _only(self, chosen)
 
-    def stacked(self, axes: tuple[tuple[int, ...], ...]) -> "PackedLayout":
-        """Return the layout in which `axes` says how many leading axes of a leaf count tensors."""
+    def stacked(self, axes: tuple[int, ...]) -> "PackedLayout":
+        """Return the layout in which axes[i] leading axes of leaf i of the tree count tensors."""
         return _stacked(self, axes)
 
 
-def _split_run(run: Run, axes: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the leaves of a run in groups of neighbours with the same number of axes."""
-    pairs = zip(axes, run.leaves, strict=True)
-    groups = itertools.groupby(pairs, key=lambda pair: pair[0])
-    return [(count, tuple(i for _, i in group)) for count, group in groups]
-
-
-def _leaves_by_run(layout: BufferLayout, per_leaf: Sequence[T]) -> list[list[T]]:
-    """Split per-leaf values by run."""
-    values = iter(per_leaf)
-    return [list(itertools.islice(values, len(run.leaves))) for run in layout.runs]
+@lru_cache(maxsize=64)
+def _only(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
+    buffers = []
+    for buffer in layout.buffers:
+        kept = [(run.shape, run.stacked, i) for run in buffer.runs for i in run.leaves]
+        buffers.append(buffer_of(buffer.dtype, [leaf for leaf in kept if leaf[2] in chosen]))
+    frozen = tuple(i for i in layout.frozen if i in chosen)
+    return dataclasses.replace(layout, buffers=tuple(b for b in buffers if b.runs), frozen=frozen)
 
 
 @lru_cache(maxsize=64)
-def _only(layout: PackedLayout, flags: tuple[tuple[bool, ...], ...]) -> PackedLayout:
+def _stacked(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
     buffers = []
-    for buffer, chosen in zip(layout.buffers, flags, strict=False):
-        start, runs = 0, []
-        for run, of_run in zip(buffer.runs, _leaves_by_run(buffer, chosen), strict=True):
-            leaves = tuple(itertools.compress(run.leaves, of_run))
-            if leaves:
-                runs.append(dataclasses.replace(run, leaves=leaves, start=start))
-                start = runs[-1].stop
-        if runs:
-            buffers.append(BufferLayout(buffer.dtype, tuple(runs)))
-    of_frozen = flags[len(layout.buffers) :]
-    frozen = tuple(i for i, (chosen,) in zip(layout.frozen, of_frozen, strict=True) if chosen)
-    return dataclasses.replace(layout, buffers=tuple(buffers), frozen=frozen)
-
-
-@lru_cache(maxsize=64)
-def _stacked(layout: PackedLayout, axes: tuple[tuple[int, ...], ...]) -> PackedLayout:
-    buffers = []
-    for buffer, counts in zip(layout.buffers, axes, strict=False):
-        runs: list[Run] = []
-        for run, of_run in zip(buffer.runs, _leaves_by_run(buffer, counts), strict=True):
-            for stacked, leaves in _split_run(run, of_run):
-                start = runs[-1].stop if runs else 0
-                runs.append(Run(run.shape, leaves, start, max(stacked, run.stacked)))
-        buffers.append(BufferLayout(buffer.dtype, tuple(runs)))
+    for buffer in layout.buffers:
+        leaves = [
+            (run.shape, max(axes[i], run.stacked), i) for run in buffer.runs for i in run.leaves
+        ]
+        buffers.append(buffer_of(buffer.dtype, leaves))
     return dataclasses.replace(layout, buffers=tuple(buffers))

@@ -1,7 +1,7 @@
 """Rules on arrays, applied to the leaves of trees; and trees of arrays that are like others.
 
 The one place where a rule meets a leaf: dense, row-sparse, or several tensors in one array. Rules
-are elementwise; what they need to know of a tensor, such as its norm, is computed before them.
+are elementwise; numbers of a whole tensor, such as its norm, are computed before them.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import PyTreeDef
 
 from optfn import checks
+from optfn.checks import Scalar
 from optfn.leaves import mismatch, numerics, tree
 from optfn.leaves.layout import BufferLayout
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
@@ -51,7 +51,7 @@ class PerLeaf(NamedTuple):
         return [v for values in lists for v in values if v is not None]
 
 
-def norms(
+def tensor_norms(
     updates: Updates,
     *others: PyTree,
     of: Callable[..., jax.Array] = lambda g: g,
@@ -65,20 +65,21 @@ def norms(
       of: an elementwise function of arrays, the gradient itself by default.
       **scalars: numbers and 0-d arrays, the same for all leaves, or a PerLeaf.
     """
-    values: list[Any] = []
-    columns = [tree.flatten(x)[0] for x in (updates, *others)]
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     of = partial(of, **numbers)
-    norm = _shared(lambda arrays, own: numerics.norm(of(*arrays, **own)), columns[0])
-    for i, (layout, *arrays) in enumerate(zip(tree.layouts(updates), *columns, strict=True)):
-        own = {k: _of_leaf(v, i) for k, v in scalars.items() if k not in numbers}
+    norm = _shared(lambda arrays, own: numerics.norm(of(*arrays, **own)), updates)
+    layouts = tree.layouts(updates)
+
+    def of_leaf(place: tree.Place, *arrays: Leaf) -> Any:
+        layout = layouts[place.number]
+        own = {k: _scalar_at(v, place.number) for k, v in scalars.items() if k not in numbers}
         if tree.is_masked(arrays[0]):
-            values.append(None)
-        elif layout.is_one_tensor or isinstance(arrays[0], LeafKind):
-            values.append(norm(list(map(_values, arrays)), own))
-        else:
-            values.append(PerTensor(layout, _norms_of_runs(of, layout, arrays, own)))
-    return PerLeaf(values)
+            return None
+        if layout.is_one_tensor or isinstance(arrays[0], LeafKind):
+            return norm([_numbers(x) for x in arrays], own)
+        return PerTensor(layout, _norms_of_runs(of, layout, arrays, own))
+
+    return PerLeaf([of_leaf(*row) for row in tree.items(updates, *others)])
 
 
 def _norms_of_runs(
@@ -96,7 +97,7 @@ def _norms_of_runs(
 
     runs = zip(*map(layout.tensors, arrays), strict=True)
     return [
-        numerics.norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
+        numerics.row_norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
         for i, tensors in enumerate(runs)
     ]
 
@@ -109,49 +110,49 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
       *numbers: one per leaf or tensor, such as norms.
       **scalars: the same for all leaves, or a PerLeaf.
     """
-    values: list[Any] = []
     fixed = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
-    fn = _shared(partial(fn, **fixed), numbers[0].all())
+    fn = _shared(partial(fn, **fixed), numbers)
     scalars = {k: v for k, v in scalars.items() if k not in fixed}
-    for i, own in enumerate(zip(*(x.values for x in numbers), strict=True)):
-        named = {k: _of_leaf(v, i) for k, v in scalars.items()}
+
+    def of_leaf(i: int) -> Any:
+        own = [_scalar_at(x, i) for x in numbers]
+        named = {k: _scalar_at(v, i) for k, v in scalars.items()}
         layouts = [x.layout for x in (*own, *named.values()) if isinstance(x, PerTensor)]
-        if None in own:
-            values.append(None)
-        elif not layouts:
-            values.append(fn(*own, **named))
-        else:
-            of_runs = [
-                fn(*(_of_run(x, k) for x in own), **{n: _of_run(x, k) for n, x in named.items()})
-                for k in range(len(layouts[0].runs))
-            ]
-            values.append(PerTensor(layouts[0], of_runs))
-    return PerLeaf(values)
+        if any(x is None for x in own):
+            return None
+        if not layouts:
+            return fn(*own, **named)
+        runs = range(len(layouts[0].runs))
+        return PerTensor(layouts[0], [_call_of_run(fn, k, own, named) for k in runs])
+
+    return PerLeaf([of_leaf(i) for i in range(len(numbers[0].values))])
 
 
-def _of_run(x: Any, k: int) -> Any:
-    return x.values[k] if isinstance(x, PerTensor) else x
+def _call_of_run(
+    fn: Callable[..., jax.Array], k: int, own: list[Any], named: dict[str, Any]
+) -> jax.Array:
+    """Return `fn` of the numbers of the tensors in run k."""
+
+    def of_run(x: Any) -> Any:
+        return x.values[k] if isinstance(x, PerTensor) else x
+
+    return fn(*(of_run(x) for x in own), **{name: of_run(x) for name, x in named.items()})
 
 
-def per_leaf(of: Callable[[Any], Any], kinds: Sequence[tuple[Any, ...]], like: PyTree) -> PerLeaf:
-    """Return the scalar of(kind) for each leaf of `like`.
+def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
+    """Return the scalar of(path) for each leaf of `like`, also of those that lie in one array."""
 
-    Args:
-      of: gives a scalar.
-      kinds: for each leaf a tuple, with the kind of each leaf that lies in it, as `tree.select`
-        gives flags.
-      like: the tree.
-    """
-    values: list[Any] = []
-    for group, layout in zip(kinds, tree.layouts(like), strict=True):
-        if len(set(group)) == 1:
-            values.append(of(group[0]))
-        else:
-            numbers = {kind: i for i, kind in enumerate(dict.fromkeys(group))}
-            table = jnp.stack([jnp.asarray(of(kind)) for kind in numbers])
-            runs = layout.by_run([numbers[kind] for kind in group])
-            values.append(PerTensor(layout, [table[np.array(run)] for run in runs]))
-    return PerLeaf(values)
+    def of_leaf(names: Sequence[str], layout: BufferLayout) -> Any:
+        scalars = [of(name) for name in names]
+        distinct = {id(x): x for x in scalars}
+        if len(distinct) == 1:
+            return scalars[0]
+        table = jnp.stack([jnp.asarray(x) for x in distinct.values()])
+        numbers = {key: i for i, key in enumerate(distinct)}
+        runs = layout.by_run([numbers[id(x)] for x in scalars])
+        return PerTensor(layout, [table[np.array(run)] for run in runs])
+
+    return PerLeaf(list(map(of_leaf, tree.names(like), tree.layouts(like))))
 
 
 def merge_rows(updates: Updates) -> Updates:
@@ -159,7 +160,7 @@ def merge_rows(updates: Updates) -> Updates:
     return _map_kinds(lambda g: g.merged(), updates)
 
 
-def densify(updates: Updates, warning: str = "") -> Updates:
+def to_dense(updates: Updates, warning: str = "") -> Updates:
     """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
 
     def dense(g: LeafKind) -> jax.Array:
@@ -171,20 +172,19 @@ def densify(updates: Updates, warning: str = "") -> Updates:
 
 
 def _map_kinds(fn: Callable[[LeafKind], Leaf], updates: Updates) -> Updates:
-    leaves, structure = _checked(updates)
-    return structure.unflatten([fn(g) if isinstance(g, LeafKind) else g for g in leaves])
+    def convert(place: tree.Place, g: Leaf) -> Leaf:
+        return fn(_checked(place, g)) if isinstance(g, LeafKind) else g
+
+    return tree.map_named(convert, updates)
 
 
-def _checked(updates: Updates) -> tuple[list[Leaf], PyTreeDef]:
-    """Return `tree.flatten(updates)`, whose row-sparse leaves must be well formed.
+def _checked(place: tree.Place, g: LeafKind) -> LeafKind:
+    """Return a row-sparse gradient, which must be well formed.
 
-    A third-party transform before this one in a chain may have changed their indices.
+    A third-party transform before this one in a chain may have changed its indices.
     """
-    leaves, structure = tree.flatten(updates)
-    for i, g in enumerate(leaves):
-        if isinstance(g, LeafKind):
-            g.check(f"update: the gradient of {tree.paths(updates)[i]!r}")
-    return leaves, structure
+    g.check(f"update: the gradient of {place!r}")
+    return g
 
 
 def apply(
@@ -206,10 +206,10 @@ def apply(
       params: the parameters, where the rule reads them.
       shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
         it they are shaped like the gradient.
-      rows: what becomes of a row-sparse gradient. "dense": the array that it stands for; "touched":
-        the rule is applied to the rows that it touches, each once, of gradient, accumulators and
-        parameter; "linear": to its rows as they come, repeated or not, for a rule that is linear in
-        g and reads nothing else.
+      rows: how a row-sparse gradient is treated. "dense": as the array that it stands for;
+        "touched": the rule is applied to the touched rows of gradient, accumulators and parameter,
+        each once; "linear": the rule is applied to the rows of the gradient as they are, repeated
+        or not, for a rule that is linear in g and reads nothing else.
       **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf. Where it
         differs between the tensors in one array, the rule takes an array with one number per
         element.
@@ -222,70 +222,65 @@ def apply(
         belongs to other params.
       TypeError: a row-sparse gradient whose indices are not int32.
     """
-    gradients, structure = _checked(updates)
     for accumulators in state:
         tree.check_same_structure("update", "the state", accumulators, "updates", updates)
-    columns = [tree.flatten(accumulators)[0] for accumulators in state]
-    parameters = None if params is None else tree.flatten(params)[0]
-    masked = (optax.MaskedNode(),) * (1 + len(state))
+    # Python numbers are no arguments of the program: 1 − 0.999 is taken in float64.
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
-    program = _program(rule, rows, gradients, numbers)
-    results = []
-    for i, g in enumerate(gradients):
+    arrays = {k: v for k, v in scalars.items() if k not in numbers}
+    program = _shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), updates)
+
+    def on_leaf(place: tree.Place, g: Leaf, *others: Leaf) -> tuple[Any, ...]:
         if tree.is_masked(g):
-            results.append(masked)
-            continue
-        accumulators = [column[i] for column in columns]
-        expected = [g.shape] * len(accumulators) if shapes is None else shapes(g.shape)
-        if [getattr(x, "shape", None) for x in accumulators] != list(expected):
-            raise mismatch.state_error(accumulators, expected, updates, i)
-        p = [] if parameters is None else [parameters[i]]
-        arrays = {k: _of_leaf(v, i) for k, v in scalars.items() if k not in numbers}
-        results.append(program(g, accumulators, p, arrays))
-    trees = tuple(structure.unflatten([row[k] for row in results]) for k in range(len(masked)))
+            return (optax.MaskedNode(),) * (1 + len(state))
+        if isinstance(g, LeafKind):
+            _checked(place, g)
+        accumulators, p = others[: len(state)], others[len(state) :]
+        mismatch.check_state(place, g, accumulators, shapes)
+        own = {k: _scalar_at(v, place.number) for k, v in arrays.items()}
+        results: tuple[Any, ...] = program(g, accumulators, p, own)
+        return results
+
+    others = state if params is None else (*state, params)
+    trees = tree.map_to(1 + len(state), on_leaf, updates, *others)
     return trees if state else trees[0]
 
 
-def _program(
-    rule: Rule, rows: str, gradients: Sequence[Leaf], scalars: dict[str, Any]
-) -> Callable[..., tuple[Any, ...]]:
-    """Return the function (g, accumulators, p, arrays) -> (update, *accumulators) of one leaf.
+def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
+    """Return factor·updates, in the dtypes of the updates."""
 
-    Python numbers stay what they are: 1 − 0.999 is taken in float64.
-    """
-    return _shared(partial(_apply_to_leaf, rule, rows, scalars), gradients)
+    def scaled(g: jax.Array, *, factor: Scalar) -> jax.Array:
+        return numerics.scalar(factor, g) * g
+
+    return apply(scaled, updates, rows="touched", factor=factor)
 
 
-def _shared(program: Callable[..., Any], gradients: Sequence[Leaf]) -> Callable[..., Any]:
+def _shared(program: Callable[..., Any], values: PyTree) -> Callable[..., Any]:
     """Return the program of one leaf, jitted while tracing.
 
-    So leaves of one shape are traced and lowered once: that is most of what a model of many small
-    leaves waits for before its first step.
+    Leaves of one shape are then traced and lowered once. A model of many small leaves would
+    otherwise spend most of the time before its first step on that.
     """
-    traced = any(isinstance(_values(g), jax.core.Tracer) for g in gradients)
-    return jax.jit(program) if traced else program
+    return jax.jit(program) if checks.is_traced(values) else program
 
 
-def _values(g: Leaf) -> Any:
+def _numbers(g: Leaf) -> Any:
     return g.values if isinstance(g, LeafKind) else g
 
 
-def _of_leaf(scalar: Any, i: int) -> Any:
-    """Return what stands for a scalar at leaf i: a number, or a PerTensor."""
+def _scalar_at(scalar: Any, i: int) -> Any:
+    """Return the scalar of leaf i: a number, or a PerTensor."""
     return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
 
 def _apply_to_leaf(
     rule: Rule,
     rows: str,
-    static: dict[str, Any],
     g: Leaf,
-    accumulators: list[jax.Array],
-    p: list[jax.Array],
+    accumulators: Sequence[jax.Array],
+    p: Sequence[jax.Array],
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
-    spread = {k: _spread(v, g.shape) for k, v in scalars.items()}
-    rule = partial(rule, **static, **spread)
+    rule = partial(rule, **{k: _spread(v, g.shape) for k, v in scalars.items()})
     if isinstance(g, LeafKind):
         return _in_own_dtypes(g.apply(rule, rows, accumulators, p), accumulators)
     return _in_own_dtypes(rule(g, *accumulators, *p), accumulators)
@@ -295,13 +290,13 @@ def _spread(scalar: Any, shape: tuple[int, ...]) -> Any:
     return scalar.layout.spread(scalar.values, shape) if isinstance(scalar, PerTensor) else scalar
 
 
-def _in_own_dtypes(result: Any, accumulators: list[jax.Array]) -> tuple[Any, ...]:
+def _in_own_dtypes(result: Any, accumulators: Sequence[jax.Array]) -> tuple[Any, ...]:
     u, *new = result if accumulators else (result,)
     return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
 
 
 def cast(x: jax.Array, dtype: DType) -> jax.Array:
-    """Return x.astype(dtype), x itself where it has that dtype: the question costs less."""
+    """Return x.astype(dtype); x itself where it has that dtype, since a no-op cast costs a call."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
@@ -329,18 +324,30 @@ def zeros_like(
     return tree.map_arrays(zeros, params)
 
 
+def frozen_update(g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a frozen leaf: −0.0, an integer zero, or a masked leaf.
+
+    −0.0 is the only number that leaves p + u = p bit for bit.
+    """
+    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
+    if tree.is_array(p) and not mismatch.is_float0(p):
+        if jnp.issubdtype(p.dtype, jnp.inexact):
+            return jnp.full(p.shape, -0.0, p.dtype)
+        return numerics.integer_zeros(jnp.shape(p), p.dtype)
+    # Without params the dtype is unknown; int8 is the one that promotes no integer.
+    return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
+
+
 def inexact(params: Params) -> Params:
     """Return a tree in which the leaves that are not floating point are masked."""
-    leaves, structure = tree.flatten(params)
-    return structure.unflatten([x if tree.is_inexact(x) else optax.MaskedNode() for x in leaves])
+    return tree.map(lambda x: x if tree.is_inexact(x) else optax.MaskedNode(), params)
 
 
 def all_finite(updates: Updates) -> jax.Array:
     """Tell whether all floating-point leaves are finite, a bool scalar."""
     finite = jnp.asarray(True)
-    for g in tree.flatten(inexact(updates))[0]:
-        if not tree.is_masked(g):
-            finite = finite & jnp.all(jnp.isfinite(_values(g)))
+    for g in tree.arrays(inexact(updates)):
+        finite = finite & jnp.all(jnp.isfinite(_numbers(g)))
     return finite
 
 
@@ -350,10 +357,11 @@ def global_norm(updates: Updates) -> jax.Array:
     Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf are added up before.
     """
 
-    leaves = tree.flatten(merge_rows(updates))[0]
-    arrays = [jnp.asarray(_values(g)) for g in leaves if not tree.is_masked(g)]
-    wide = [cast(x, numerics.accumulator_dtype(x.dtype)) for x in arrays]
-    squares = [numerics.sum_of_squares(x) for x in wide]
+    def square(g: Leaf) -> jax.Array:
+        x = jnp.asarray(_numbers(g))
+        return numerics.sum_of_squares(cast(x, numerics.accumulator_dtype(x.dtype)))
+
+    squares = [square(g) for g in tree.arrays(merge_rows(updates))]
     if not squares:
         return jnp.zeros((), jnp.float32)
     widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)

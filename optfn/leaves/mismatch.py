@@ -1,6 +1,7 @@
-"""Errors about leaves: each names the leaf, what came and what is needed."""
+"""Errors about leaves: each names the leaf, the value that came and the one needed."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,34 +12,32 @@ from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
 
 
-def check_params(name: str, params: Params, real_only: str, what: str = "parameter") -> None:
-    """Raise a TypeError that names the leaf unless each can be trained or left untrained.
+def check_params(name: str, params: Params, real_only: str, kind: str = "parameter") -> None:
+    """Raise a TypeError that names the leaf unless each can be trained or frozen.
 
     Args:
       name: the name of the transformation.
-      params: a tree; masked leaves, integers and bools are accepted, and left untrained.
+      params: a tree; masked leaves, integers and bools are accepted, and frozen.
       real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
-      what: "gradient" where `params` are gradients, because there are no params.
+      kind: "gradient" where `params` are gradients, because there are no params.
     """
-    for i, x in enumerate(tree.flatten(params)[0]):
+    for place, x in tree.items(params):
         is_complex = tree.is_inexact(x) and jnp.iscomplexobj(x)
-        if (tree.is_inexact(x) and not (real_only and is_complex)) or _may_be_untrained(x, what):
+        if (tree.is_inexact(x) and not (real_only and is_complex)) or _may_be_untrained(x, kind):
             continue
-        leaf = f"{what} {tree.paths(params)[i]!r}"
+        leaf = f"{kind} {place!r}"
         if is_complex:
             who = name if name == real_only else f"{name}: {real_only}"
             raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
-        came = f"dtype {x.dtype}" if hasattr(x, "dtype") else checks.shown(x)
+        came = f"dtype {x.dtype}" if tree.is_array(x) else checks.shown(x)
         raise TypeError(f"{name}: {leaf} must be a floating-point array; got {came}{_hint(x)}")
 
 
-def _may_be_untrained(x: Leaf, what: str) -> bool:
+def _may_be_untrained(x: Leaf, kind: str) -> bool:
     if tree.is_masked(x) or is_float0(x) or isinstance(x, bool | int):
         return True
-    is_integer = hasattr(x, "dtype") and (
-        jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_
-    )
-    return is_integer and (what != "gradient" or is_known_zero(x))
+    is_integer = tree.is_array(x) and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
+    return is_integer and (kind != "gradient" or is_known_zero(x))
 
 
 def _hint(x: object) -> str:
@@ -53,18 +52,14 @@ def _hint(x: object) -> str:
 def check_gradients(name: str, updates: Updates, params: Params) -> None:
     """Raise an error that names the leaf unless `updates` are gradients of `params`."""
     tree.check_same_structure(name, "updates", updates, "params", params)
-    pairs = zip(tree.flatten(updates)[0], tree.flatten(params)[0], strict=True)
-    for i, (g, p) in enumerate(pairs):
+    for place, g, p in tree.items(updates, params):
+        if isinstance(g, LeafKind):
+            g.check(f"{name}: the gradient of {place!r}")
         fits = tree.is_masked(g) or is_float0(g) or is_known_zero(g)
         if tree.is_inexact(p):
             fits = tree.is_inexact(g) and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
-        leaf = "" if fits and not isinstance(g, LeafKind) else tree.paths(updates)[i]
-        if isinstance(g, LeafKind):
-            g.check(f"{name}: the gradient of {leaf!r}")
         if fits and (not tree.is_inexact(p) or g.shape == jnp.shape(p)):
             continue
-        came = "None" if g is None else f"{type(g).__name__} {getattr(g, 'dtype', '')}".strip()
-        came += f" of shape {g.shape}" if hasattr(g, "shape") else ""
         needed = "is masked"
         if not tree.is_masked(p):
             needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
@@ -73,53 +68,93 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
             hint = ": an integer leaf cannot be trained (its gradient may be None or float0)"
         error = ValueError if fits or tree.is_masked(g) or tree.is_masked(p) else TypeError
         raise error(
-            f"{name}: the gradient of {tree.paths(updates)[i]!r} is {came}; the parameter "
-            f"{needed}{hint}"
+            f"{name}: the gradient of {place!r} is {_came(g)}; the parameter {needed}{hint}"
         )
 
 
-def state_error(
-    accumulators: list[Leaf], shapes: Sequence[tuple[int, ...]], updates: Updates, i: int
-) -> ValueError:
-    """Return the error for leaf number i, whose accumulators should have these shapes."""
-    pairs = zip(accumulators, shapes, strict=True)
-    came = [getattr(x, "shape", None) for x, shape in pairs if getattr(x, "shape", None) != shape]
-    return ValueError(
-        f"update: the state of leaf {tree.paths(updates)[i]!r} has shape {came[0]}, its gradient "
-        f"{tree.flatten(updates)[0][i].shape}: it was made for other params"
-    )
+def _came(g: Leaf) -> str:
+    """Return a gradient's kind, dtype and shape as text; None and numbers have none."""
+    if isinstance(g, jax.Array | np.ndarray):
+        return f"an array of shape {g.shape} and dtype {g.dtype}"
+    if not tree.is_array(g):
+        return "None" if g is None else type(g).__name__
+    return f"{type(g).__name__} of shape {g.shape} and dtype {g.dtype}"
 
 
-def check_shapes(name: str, updates: Updates, what: str, like: PyTree) -> None:
-    """Raise an error unless `updates` has the structure and the shapes of `like`, named `what`.
+@contextlib.contextmanager
+def naming_integer_leaves(updates: Updates) -> Iterator[None]:
+    """Name the integer leaves in the error of an update that computes with float0 gradients.
+
+    Transformations of optfn freeze such leaves; others, such as `optax.adam`, may not.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        integers = [str(place) for place, g in tree.items(updates) if is_float0(g)]
+        if not integers or "float0 array" not in str(error):
+            raise
+        raise TypeError(
+            "the optimizer computes with the gradients of the integer leaves "
+            f"{tree.listed(integers)}, which are float0: put optax.masked around "
+            "it, or leave these leaves out of params"
+        ) from error
+
+
+def check_state(
+    place: tree.Place,
+    g: Leaf,
+    accumulators: Sequence[Leaf],
+    shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None,
+) -> None:
+    """Raise a ValueError unless the accumulators of a leaf have the shapes of its gradient.
+
+    Args:
+      place: the place of the leaf.
+      g: its gradient.
+      accumulators: its arrays in the state.
+      shapes: the shapes of the accumulators of a gradient of the shape that it is given; None for
+        that of the gradient.
+    """
+    expected = [g.shape] * len(accumulators) if shapes is None else shapes(g.shape)
+    for x, shape in zip(accumulators, expected, strict=True):
+        came = x.shape if tree.is_array(x) else None
+        if came != shape:
+            raise ValueError(
+                f"update: the state of leaf {place!r} has shape {came}, its gradient {g.shape}: "
+                "it was made for other params"
+            )
+
+
+def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None:
+    """Raise an error unless `updates` has the structure and the shapes of `like`, named `source`.
 
     A masked leaf fits any leaf: whether a leaf may have no gradient is decided by the optimizer
     that a wrapper calls.
     """
-    tree.check_same_structure(name, "updates", updates, what, like)
-    pairs = zip(tree.flatten(updates)[0], tree.flatten(like)[0], strict=True)
-    for i, (g, p) in enumerate(pairs):
+    tree.check_same_structure(name, "updates", updates, source, like)
+    for place, g, p in tree.items(updates, like):
         if not (tree.is_inexact(g) and tree.is_inexact(p)):
             continue
-        if _shape(g) != _shape(p):
+        if shape_of(g) != shape_of(p):
             raise ValueError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} has shape {_shape(g)}; "
-                f"in {what} it is {_shape(p)}"
-                + (": made for other params" if "state" in what else "")
+                f"{name}: the gradient of {place!r} has shape {shape_of(g)}; "
+                f"in {source} it is {shape_of(p)}"
+                + (": made for other params" if "state" in source else "")
             )
         if _is_complex(g) and not _is_complex(p):
             raise TypeError(
-                f"{name}: the gradient of {tree.paths(updates)[i]!r} is complex; in {what} the "
-                f"dtype is {_dtype(p)}"
+                f"{name}: the gradient of {place!r} is complex; "
+                f"in {source} the dtype is {_dtype(p)}"
             )
 
 
-def _shape(x: Leaf) -> tuple[int, ...]:
+def shape_of(x: Leaf) -> tuple[int, ...]:
+    """Return the shape of an array, a number or Rows."""
     return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
 
 
 def _dtype(x: Leaf) -> DType:
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    return x.dtype if tree.is_array(x) else jnp.result_type(x)
 
 
 def _is_complex(x: Leaf) -> bool:
@@ -128,7 +163,7 @@ def _is_complex(x: Leaf) -> bool:
 
 def is_float0(x: Leaf) -> bool:
     """Tell whether `x` is a float0, JAX's gradient of an integer."""
-    return getattr(x, "dtype", None) == jax.dtypes.float0
+    return tree.is_array(x) and x.dtype == jax.dtypes.float0
 
 
 def no_gradient(shape: tuple[int, ...]) -> np.ndarray:

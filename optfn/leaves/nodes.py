@@ -1,7 +1,6 @@
-"""Nodes of a tree that say what lies in their leaves: `Stacked` and `Packed`.
+"""Nodes of a tree that describe their leaves: `Stacked` and `Packed`.
 
-`optfn.leaves.tree` asks such a node for the layouts of its leaves, and for their names where a leaf
-has several.
+`tree.layouts` and `tree.names` call their methods `layouts()` and `leaf_names()`.
 """
 
 from collections.abc import Sequence
@@ -11,10 +10,11 @@ import jax
 
 from optfn.leaves import tree
 from optfn.leaves.layout import BufferLayout, PackedLayout
-from optfn.leaves.types import Leaf, PyTree, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, PyTree
 
 
-@declares(transparent=True, describes_leaves=True)
+@traits(transparent=True, describes_leaves=True)
 class Stacked(NamedTuple):
     """A tree whose leaves have the layers of a model stacked along their leading axis.
 
@@ -41,12 +41,12 @@ class Stacked(NamedTuple):
         return key in self.layers
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or hasattr(self.layers, "dtype"):
+        if name.startswith("_") or tree.is_array(self.layers):
             raise AttributeError(name)
         return getattr(self.layers, name)
 
 
-@declares(describes_leaves=True)
+@traits(describes_leaves=True)
 @jax.tree_util.register_pytree_with_keys_class
 class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` gives the tree.
@@ -86,6 +86,14 @@ class Packed:
         """Return the Packed of a layout and its children."""
         count = len(layout.buffers)
         return cls(children[:count], children[count:], layout)
+
+    def by_buffer(self) -> list[tuple[BufferLayout, Leaf]]:
+        """Return the layout and the array of each buffer."""
+        return list(zip(self.layout.buffers, self.buffers, strict=True))
+
+    def frozen_leaves(self) -> dict[int, Leaf]:
+        """Return the frozen leaves by their numbers in the tree."""
+        return dict(zip(self.layout.frozen, self.frozen, strict=True))
 
     def layouts(self) -> list[BufferLayout]:
         """Return the layout of each leaf of this node: the buffers, then the frozen leaves."""

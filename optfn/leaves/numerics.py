@@ -33,6 +33,14 @@ def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return jnp.finfo(dtype).dtype
 
 
+def scalar_dtype() -> np.dtype[Any]:
+    """Return the dtype of scalars such as rates: float64 with `jax_enable_x64`, else float32.
+
+    Such a scalar is rounded to the dtype of the leaf that it multiplies, never to less.
+    """
+    return jnp.dtype(jnp.result_type(float))
+
+
 def scalar(value: Number, like: jax.Array) -> Scalar:
     """Return the hyper-parameter `value` so that `value * like` keeps the dtype of `like`.
 
@@ -60,14 +68,14 @@ def moving_average(average: jax.Array, x: jax.Array, decay: Number) -> jax.Array
 def bias_correction(decay: Number, step: jax.Array) -> jax.Array:
     """Return 1 − decay^step, the sum of the weights of a moving average after `step` steps.
 
-    Computed as −expm1(step·log(decay)), with the logarithm in float64 where `decay` is a Python
-    number: in float32, the relative error of 1 − 0.999 alone is 1e-5.
+    Computed as −expm1(step·log(decay)) in `scalar_dtype`, with the logarithm in float64 where
+    `decay` is a Python number: in float32, the relative error of 1 − 0.999 alone is 1e-5.
     """
     if isinstance(decay, int | float):
         log_decay: Scalar = math.log(decay) if decay > 0 else -math.inf
     else:
-        log_decay = jnp.log(jnp.asarray(decay).astype(jnp.float32))
-    return -jnp.expm1(step.astype(jnp.float32) * log_decay)
+        log_decay = jnp.log(jnp.asarray(decay).astype(scalar_dtype()))
+    return -jnp.expm1(step.astype(scalar_dtype()) * log_decay)
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
@@ -83,10 +91,10 @@ def norm(x: jax.Array) -> jax.Array:
 LANES, LONG_ROW = 8, 256
 
 
-def norms(x: jax.Array) -> jax.Array:
+def row_norms(x: jax.Array) -> jax.Array:
     """Return the L2 norms of x[0], x[1], …, shape (len(x),).
 
-    XLA on CPU sums many long rows slowly, and keeps what is summed in memory. Partial sums of eight
+    XLA on CPU sums many long rows slowly, and keeps the squares in memory. Partial sums of eight
     elements avoid both; the comparison, always false, keeps XLA from summing them in one operation.
     """
     squares = abs_squared(x)

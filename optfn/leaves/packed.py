@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +11,29 @@ import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
 
+from optfn import checks
 from optfn.leaves import slices, tree
-from optfn.leaves.layout import BufferLayout, PackedLayout, Run
+from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of
 from optfn.leaves.nodes import Packed, Stacked, is_packed
-from optfn.leaves.tree import Flags
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree
 
-T = TypeVar("T")
 
-# What a tree is made of where a Packed counts as one node: a Packed, Rows, a masked leaf, an array.
-Node: TypeAlias = Any
-
-
-def layout_of(params: Params) -> PackedLayout:
+def packed_layout(params: Params) -> PackedLayout:
     """Return how `pack` lays out a tree: by dtype, then shape, then the order of the leaves."""
     leaves, structure = tree.flatten(params)
-    groups: dict[str, dict[tuple[Any, ...], list[int]]] = {}
+    groups: dict[str, dict[Any, list[tuple[tuple[int, ...], int, int]]]] = {}
     frozen = []
     for i, (x, stacked) in enumerate(zip(leaves, tree.stacked_axes(params), strict=True)):
         if not tree.is_inexact(x) or not x.size:
             frozen.append(i)
         else:
-            dtype = str(jax.dtypes.canonicalize_dtype(x.dtype))
-            groups.setdefault(dtype, {}).setdefault((x.shape, stacked), []).append(i)
-    buffers = []
-    for dtype, shapes in sorted(groups.items()):
-        runs: list[Run] = []
-        for (shape, stacked), numbers in shapes.items():
-            start = runs[-1].stop if runs else 0
-            runs.append(Run(shape, tuple(numbers), start, stacked))
-        buffers.append(BufferLayout(dtype, tuple(runs)))
-    return PackedLayout(structure, tuple(tree.paths(params)), tuple(buffers), tuple(frozen))
+            dtype, kind = str(jax.dtypes.canonicalize_dtype(x.dtype)), (x.shape, stacked)
+            groups.setdefault(dtype, {}).setdefault(kind, []).append((*kind, i))
+    buffers = tuple(
+        buffer_of(dtype, list(itertools.chain(*by_kind.values())))
+        for dtype, by_kind in sorted(groups.items())
+    )
+    return PackedLayout(structure, tuple(tree.paths(params)), buffers, tuple(frozen))
 
 
 def pack(params: Params) -> Packed:
@@ -71,17 +63,20 @@ def pack(params: Params) -> Packed:
     """
     if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
         raise TypeError("pack: params are packed already")
-    leaves, structure = tree.flatten(params)
-    leaves = [jnp.asarray(x) if isinstance(x, int | float | complex) else x for x in leaves]
-    for path, x in zip(tree.paths(params), leaves, strict=True):
+
+    def array(place: tree.Place, x: Leaf) -> Leaf:
         if isinstance(x, LeafKind):
             raise TypeError(
-                f"pack: leaf {path!r} is row-sparse; a leaf of a buffer must be a dense array"
+                f"pack: leaf {place!r} is row-sparse; a leaf of a buffer must be a dense array"
             )
-        if not tree.is_masked(x) and not hasattr(x, "dtype"):
-            raise TypeError(f"pack: leaf {path!r} must be an array; got {x!r}")
-    params = structure.unflatten(leaves)
-    return pack_like(layout_of(params), params)
+        if isinstance(x, int | float | complex):
+            return jnp.asarray(x)
+        if not tree.is_masked(x) and not tree.is_array(x):
+            raise TypeError(f"pack: leaf {place!r} must be an array; got {x!r}")
+        return x
+
+    params = tree.map_named(array, params)
+    return pack_like(packed_layout(params), params)
 
 
 def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
@@ -101,10 +96,7 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     for buffer in layout.buffers:
         _check_buffer(buffer, leaves, layout.paths, lead)
     parts = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
-    if any(isinstance(x, jax.core.Tracer) for x in itertools.chain(*parts)):
-        buffers = _join(lead, parts)
-    else:
-        buffers = _compiled_join(lead, parts)
+    buffers = _join_leaves(lead, parts) if checks.is_traced(parts) else _compiled_join(lead, parts)
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
 
 
@@ -133,7 +125,7 @@ def _check_buffer(
                 )
 
 
-def _join(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
+def _join_leaves(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
     """Return one buffer for each group of leaves, joined after `lead` leading axes."""
     return tuple(
         optax.MaskedNode()
@@ -143,7 +135,7 @@ def _join(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
     )
 
 
-_compiled_join = jax.jit(_join, static_argnums=0)
+_compiled_join = jax.jit(_join_leaves, static_argnums=0)
 
 
 def unpack(packed: PyTree) -> PyTree:
@@ -169,26 +161,23 @@ def fits(x: object) -> bool:
     The scales of 8-bit moments have one number per block, so they cannot be unpacked.
     """
     return is_packed(x) and all(
-        tree.is_masked(b) or getattr(b, "shape", ())[-1:] == (buffer.size,)
-        for b, buffer in zip(x.buffers, x.layout.buffers, strict=True)
+        tree.is_masked(b) or (tree.is_array(b) and b.shape[-1:] == (buffer.size,))
+        for buffer, b in x.by_buffer()
     )
 
 
 def _unpack(packed: Packed) -> PyTree:
     layout = packed.layout
-    leaves: list[Leaf] = [optax.MaskedNode()] * len(layout.paths)
-    for i, x in zip(layout.frozen, packed.frozen, strict=True):
-        leaves[i] = x
-    for buffer, x in zip(layout.buffers, packed.buffers, strict=True):
+    leaves = dict.fromkeys(range(len(layout.paths)), optax.MaskedNode()) | packed.frozen_leaves()
+    for buffer, x in packed.by_buffer():
         if tree.is_masked(x):
             continue
         if isinstance(x, np.ndarray):
             split: Callable[[BufferLayout, Any], list[Leaf]] = _host_pieces
         else:
-            split = _pieces if isinstance(x, jax.core.Tracer) else _compiled_pieces
-        for i, piece in zip(buffer.leaves, split(buffer, x), strict=True):
-            leaves[i] = piece
-    return layout.structure.unflatten(leaves)
+            split = _pieces if checks.is_traced(x) else _compiled_pieces
+        leaves |= dict(zip(buffer.leaves, split(buffer, x), strict=True))
+    return layout.structure.unflatten(leaves.values())
 
 
 def _host_pieces(buffer: BufferLayout, x: np.ndarray) -> list[np.ndarray]:
@@ -202,7 +191,7 @@ def _host_pieces(buffer: BufferLayout, x: np.ndarray) -> list[np.ndarray]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pieces(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
     """Return the leaves of a buffer; the derivative joins their cotangents in one step."""
-    runs = [run for run in buffer.runs for _ in run.leaves]
+    runs = buffer.run_of_leaves
     starts = [start for run in buffer.runs for start in range(run.start, run.stop, run.size)]
     flat = slices.pieces(x, starts, [run.size for run in runs])
     return [y.reshape(*x.shape[:-1], *run.shape) for y, run in zip(flat, runs, strict=True)]
@@ -214,7 +203,7 @@ def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]
 
 def _backward(buffer: BufferLayout, residual: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
     del residual
-    (x,) = _join(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
+    (x,) = _join_leaves(pieces[0].ndim - len(buffer.runs[0].shape), [pieces])
     return (x,)
 
 
@@ -222,131 +211,89 @@ _pieces.defvjp(_forward, _backward)
 _compiled_pieces = jax.jit(_pieces, static_argnums=0)
 
 
-def _nodes(x: PyTree) -> tuple[list[Node], PyTreeDef]:
-    """Return the nodes of a tree, where a Packed counts as one, and the structure."""
-    return jax.tree.flatten(x, is_leaf=lambda node: is_packed(node) or tree.is_leaf(node))
+def map_nodes(fn: Callable[..., PyTree], values: PyTree, *others: PyTree) -> PyTree:
+    """Map fn(path, node, *nodes of the others), where a Packed counts as one node."""
+
+    def is_node(x: PyTree) -> bool:
+        return is_packed(x) or tree.is_leaf(x)
+
+    flat: tuple[list[PyTree], PyTreeDef] = jax.tree.flatten(values, is_leaf=is_node)
+    nodes, structure = flat
+    columns = (jax.tree.leaves(other, is_leaf=is_node) for other in others)
+    return structure.unflatten(map(fn, tree.paths(values, is_node), nodes, *columns))
 
 
-def _arrays(node: Node) -> list[Leaf]:
-    """Return the leaves of one node."""
-    return [*node.buffers, *node.frozen] if is_packed(node) else [node]
+def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
+    """Return the tree in which axes(path) leading axes of each leaf count tensors.
 
-
-def _by_node(nodes: Sequence[Node], per_leaf: Sequence[T]) -> list[list[T]]:
-    """Split per-leaf values by node."""
-    values = iter(per_leaf)
-    return [list(itertools.islice(values, len(_arrays(node)))) for node in nodes]
-
-
-def keep(values: PyTree, flags: Flags) -> PyTree:
-    """Mask the leaves whose flag is False; see `tree.select`.
-
-    A Packed becomes a Packed of the selected leaves alone.
+    See `Stacked`; the axes that the tree already marks are included in the numbers.
     """
-    nodes, structure = _nodes(values)
-    pairs = zip(nodes, _by_node(nodes, flags), strict=True)
-    return structure.unflatten([_keep(node, of_node) for node, of_node in pairs])
+    runs = tree.runs(values)
+
+    def mark(path: str, node: PyTree) -> PyTree:
+        if is_packed(node):
+            counts = tuple(axes(tree.join(path, name)) for name in node.layout.paths)
+            return Packed(node.buffers, node.frozen, node.layout.stacked(counts))
+        for _ in range(axes(path) - runs[path].stacked):
+            node = Stacked(node) if tree.is_inexact(node) else node
+        return node
+
+    return map_nodes(mark, values)
 
 
-def _keep(node: Node, flags: Flags) -> Node:
-    if not is_packed(node):
-        return node if flags[0][0] else optax.MaskedNode()
-    layout = node.layout.only(tuple(flags))
-    triples = zip(_layouts(node), _arrays(node), flags, strict=True)
-    chosen = [_select(buffer, selected, x) for buffer, x, selected in triples if any(selected)]
-    return Packed(chosen[: len(layout.buffers)], chosen[len(layout.buffers) :], layout)
+def part(whole: Packed, chosen: frozenset[int]) -> Packed:
+    """Return the chosen leaves of a Packed, by their numbers."""
+    layout = whole.layout.only(chosen)
+    buffers = [
+        _chosen_elements(buffer, chosen, x)
+        for buffer, x in whole.by_buffer()
+        if not chosen.isdisjoint(buffer.leaves)
+    ]
+    frozen = whole.frozen_leaves()
+    return Packed(buffers, [frozen[i] for i in layout.frozen], layout)
 
 
-def _layouts(node: Packed) -> list[BufferLayout | None]:
-    """Return the layout of each buffer of a Packed, and None for each frozen leaf."""
-    return [*node.layout.buffers, *[None] * len(node.frozen)]
+def filled(whole: Packed, part: Packed, chosen: frozenset[int]) -> Packed:
+    """Return `whole` with its chosen leaves replaced by those of `part`."""
+    arrays = {buffer.dtype: x for buffer, x in part.by_buffer()}
+    buffers = [
+        _merged_elements(buffer, chosen, arrays.get(buffer.dtype), x)
+        for buffer, x in whole.by_buffer()
+    ]
+    frozen = whole.frozen_leaves() | part.frozen_leaves()
+    return Packed(buffers, list(frozen.values()), whole.layout)
 
 
-def _spans(buffer: BufferLayout, flags: Sequence[bool]) -> Iterator[tuple[bool, int]]:
-    """Yield (flag, number of elements) for each run of neighbouring leaves with the same flag."""
-    sizes = [run.size for run in buffer.runs for _ in run.leaves]
-    pairs = zip(flags, sizes, strict=True)
-    for flag, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        yield flag, sum(size for _, size in group)
+def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
+    """Yield (chosen, number of elements) for neighbouring leaves that are both chosen or not."""
+    sizes = ((i in chosen, run.size) for run in buffer.runs for i in run.leaves)
+    for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
+        yield is_chosen, sum(size for _, size in group)
 
 
-def _select(buffer: BufferLayout | None, flags: tuple[bool, ...], x: Leaf) -> Leaf:
-    """Return the elements of an array that belong to flagged leaves."""
-    if buffer is None or all(flags) or tree.is_masked(x):
+def _chosen_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> Leaf:
+    """Return the elements of a buffer that belong to chosen leaves."""
+    if chosen.issuperset(buffer.leaves) or tree.is_masked(x):
         return x
     pieces, start = [], 0
-    for flag, size in _spans(buffer, flags):
-        if flag:
+    for is_chosen, size in _spans(buffer, chosen):
+        if is_chosen:
             pieces.append(x[start : start + size])
         start += size
     return jnp.concatenate(pieces)
 
 
-def filter_per_leaf(
-    per_leaf: Sequence[tuple[T, ...]], flags: Flags, values: PyTree
-) -> list[tuple[T, ...]]:
-    """Filter per-leaf values to the leaves that `keep(values, flags)` retains."""
-    nodes = _nodes(values)[0]
-    filtered: list[tuple[T, ...]] = []
-    triples = zip(nodes, _by_node(nodes, per_leaf), _by_node(nodes, flags), strict=True)
-    for node, of_node, selected in triples:
-        if not is_packed(node):
-            filtered += of_node
-        else:
-            pairs = zip(of_node, selected, strict=True)
-            filtered += [tuple(itertools.compress(v, flag)) for v, flag in pairs if any(flag)]
-    return filtered
-
-
-def mark_stacked(values: PyTree, axes: Sequence[tuple[int, ...]]) -> PyTree:
-    """Return the tree in which `axes` says how many leading axes of each leaf count tensors.
-
-    See `Stacked`; the axes that the tree already marks are included in the numbers.
-    """
-    nodes, structure = _nodes(values)
-    marked = []
-    marked_before = _by_node(nodes, tree.stacked_axes(values))
-    for node, counts, before in zip(nodes, _by_node(nodes, axes), marked_before, strict=True):
-        if is_packed(node):
-            layout = node.layout.stacked(tuple(counts))
-            marked.append(Packed(node.buffers, node.frozen, layout))
-        else:
-            for _ in range(counts[0][0] - before[0]):
-                node = Stacked(node) if tree.is_inexact(node) else node
-            marked.append(node)
-    return structure.unflatten(marked)
-
-
-def fill(selected: PyTree, flags: Flags, full: PyTree) -> PyTree:
-    """Undo `keep`: return `full` with its flagged leaves replaced by those of `selected`."""
-    nodes, structure = _nodes(full)
-    triples = zip(_nodes(selected)[0], nodes, _by_node(nodes, flags), strict=True)
-    return structure.unflatten([_fill(part, node, of_node) for part, node, of_node in triples])
-
-
-def _fill(selected: Node, full: Node, flags: Flags) -> Node:
-    if not is_packed(full):
-        return selected if flags[0][0] else full
-    parts = iter(_arrays(selected))
-    arrays = [
-        _merge(buffer, of_buffer, next(parts) if any(of_buffer) else x, x)
-        for buffer, x, of_buffer in zip(_layouts(full), _arrays(full), flags, strict=True)
-    ]
-    count = len(full.layout.buffers)
-    return Packed(arrays[:count], arrays[count:], full.layout)
-
-
-def _merge(
-    buffer: BufferLayout | None, flags: tuple[bool, ...], selected: Leaf, full: Leaf
-) -> Leaf:
-    """Return the array `full` with its flagged leaves replaced by `selected`."""
-    if buffer is None or all(flags) or not any(flags):
-        return selected
-    pieces, start, start_selected = [], 0, 0
-    for flag, size in _spans(buffer, flags):
-        array, at = (selected, start_selected) if flag else (full, start)
+def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], part: Leaf, whole: Leaf) -> Leaf:
+    """Return the buffer `whole` with the elements of its chosen leaves from `part`."""
+    if chosen.isdisjoint(buffer.leaves):
+        return whole
+    if chosen.issuperset(buffer.leaves):
+        return part
+    pieces, start, start_of_part = [], 0, 0
+    for is_chosen, size in _spans(buffer, chosen):
+        array, at = (part, start_of_part) if is_chosen else (whole, start)
         pieces.append(array[at : at + size])
-        start, start_selected = start + size, start_selected + size * flag
+        start, start_of_part = start + size, start_of_part + size * is_chosen
     return jnp.concatenate(pieces)
 
 

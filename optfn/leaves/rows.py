@@ -1,6 +1,6 @@
-"""Row-sparse arrays: the gradient of a table of which a step touches a few rows.
+"""Row-sparse arrays: the gradient of a table of which a step reads few rows.
 
-This module has their arithmetic; `optfn.sparse` makes them.
+This module has their arithmetic; `optfn.sparse` computes such gradients.
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class Rows(LeafKind):
       ValueError: indices that are not (k,), values that are not (k, …), num_rows < 0.
     """
 
-    indices: Leaf
-    values: Leaf
+    indices: jax.Array
+    values: jax.Array
     num_rows: int
     unique: bool = False
     parts: int = 1
@@ -72,7 +72,7 @@ class Rows(LeafKind):
         """The shape of the array that the rows represent."""
         return (self.num_rows, *self.values.shape[1:]) if self.view is None else self.view
 
-    def map(self, fn: Callable[[Leaf], Leaf]) -> "Rows":
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "Rows":
         """Return these rows with values fn(values), for an elementwise fn with fn(0) = 0."""
         return _unflatten(_flatten_with_keys(self)[1], (self.indices, fn(self.values)))
 
@@ -80,17 +80,17 @@ class Rows(LeafKind):
         """Return the rows of the array reshaped to `shape`, which has as many elements."""
         return dataclasses.replace(self, view=shape)
 
-    def check(self, what: str) -> None:
-        """Raise unless indices and values are what rows are made of."""
+    def check(self, subject: str) -> None:
+        """Raise an error that begins with `subject` unless indices and values are valid."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
-                f"{what} has indices of dtype {self.indices.dtype}; they must be int32 (a "
+                f"{subject} has indices of dtype {self.indices.dtype}; they must be int32 (a "
                 "transform that scales every array takes no Rows: put optfn.sparse.densify() "
                 "before it)"
             )
         if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
             raise ValueError(
-                f"{what} has indices of shape {self.indices.shape} and values of shape "
+                f"{subject} has indices of shape {self.indices.shape} and values of shape "
                 f"{self.values.shape}; they must be (k,) and (k, …)"
             )
 
@@ -130,7 +130,7 @@ class Rows(LeafKind):
     def __add__(self, other: Leaf) -> Leaf:
         """Return other + self: an array, or Rows where `other` is Rows as well."""
         if isinstance(other, Rows):
-            return joined(other, self)
+            return concatenated(other, self)
         return add(other, self)
 
     __radd__ = __add__
@@ -200,7 +200,7 @@ def dense(rows: Rows) -> jax.Array:
     return add(jnp.zeros(rows.shape, rows.dtype), rows)
 
 
-def joined(a: Rows, b: Rows) -> Rows:
+def concatenated(a: Rows, b: Rows) -> Rows:
     """Return a + b: the rows of both, one after the other."""
     if (a.shape, a.num_rows) != (b.shape, b.num_rows):
         raise ValueError(f"cannot add rows of arrays of shapes {a.shape} and {b.shape}")

@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ import optax
 from jax.tree_util import PyTreeDef
 
 from optfn import checks
-from optfn.leaves.layout import BufferLayout, plain
+from optfn.leaves.layout import BufferLayout, Run, plain
+from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, LeafKind, PyTree
 
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
@@ -36,16 +37,21 @@ def is_leaf(x: Leaf) -> bool:
     return is_masked(x) or isinstance(x, LeafKind)
 
 
+def is_array(x: object) -> TypeGuard[jax.Array]:
+    """Tell whether `x` has a dtype: an array, of NumPy too, its shape, or Rows."""
+    return hasattr(x, "dtype")
+
+
 def is_inexact(x: Leaf) -> bool:
     """Tell whether a leaf is floating point: not masked, not an integer, not a float0."""
-    if not hasattr(x, "dtype"):
+    if not is_array(x):
         return isinstance(x, float | complex)
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def is_key(x: Leaf) -> bool:
     """Tell whether a leaf is a typed PRNG key, or an array of them."""
-    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+    return is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def on_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
@@ -60,12 +66,69 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], PyTreeDef]:
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
+def leaves(tree: PyTree) -> list[Leaf]:
+    """Return the leaves of `tree`, masked ones included."""
+    return jax.tree.leaves(tree, is_leaf=is_leaf)
+
+
+def arrays(tree: PyTree) -> list[Leaf]:
+    """Return the leaves of `tree` that are not masked."""
+    return [x for x in leaves(tree) if not is_masked(x)]
+
+
+def map(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """Map fn(leaf, *leaves of the others in its place) over all leaves, masked ones included."""
+    first, structure = flatten(tree)
+    columns = (leaves(other) for other in others)
+    return structure.unflatten(fn(*row) for row in zip(first, *columns, strict=True))
+
+
 def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
     """Map `fn` over the leaves of `tree` that are not masked; masked ones stay as they are."""
-    return jax.tree.map(lambda x: x if is_masked(x) else fn(x), tree, is_leaf=is_leaf)
+    return map(lambda x: x if is_masked(x) else fn(x), tree)
 
 
-def paths(tree: PyTree) -> list[str]:
+def map_named(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """Map fn(place, leaf, *leaves of the others); the place says the path, for errors."""
+    return flatten(tree)[1].unflatten(fn(*row) for row in items(tree, *others))
+
+
+def map_to(
+    count: int, fn: Callable[..., Sequence[Any]], tree: PyTree, *others: PyTree
+) -> tuple[PyTree, ...]:
+    """Map a function (place, leaf, *others) of `count` results; return a tree of each."""
+    results = [fn(*row) for row in items(tree, *others)]
+    structure = flatten(tree)[1]
+    return tuple(structure.unflatten(result[k] for result in results) for k in range(count))
+
+
+class Place:
+    """The place of a leaf in a tree; its text is the path, made only where an error needs it."""
+
+    def __init__(self, tree: PyTree, number: int) -> None:
+        self._tree, self.number = tree, number
+
+    def __str__(self) -> str:
+        return paths(self._tree)[self.number]
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+
+def items(tree: PyTree, *others: PyTree) -> Iterator[tuple[Any, ...]]:
+    """Yield (place, leaf, *leaves of the others in its place) for all leaves of a tree."""
+    for i, row in enumerate(zip(*(leaves(x) for x in (tree, *others)), strict=True)):
+        yield Place(tree, i), *row
+
+
+def replace_arrays(tree: PyTree, values: Sequence[Any]) -> PyTree:
+    """Return `tree` with one of `values` for each leaf; masked leaves stay as they are."""
+    first, structure = flatten(tree)
+    pairs = zip(first, values, strict=True)
+    return structure.unflatten(x if is_masked(x) else value for x, value in pairs)
+
+
+def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
 
     Keys are joined by "/". The last key of an nnx.Variable (its `value`) is left out: nnx passes
@@ -79,10 +142,10 @@ def paths(tree: PyTree) -> list[str]:
 
     found: list[str] = []
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
-        name = "/".join(map(key_name, keys))
+        name = "/".join(key_name(key) for key in keys)
         if is_transparent(node):
-            (inner,) = node
-            found.extend(join(name, path) for path in paths(inner))
+            inner, *_ = node
+            found.extend(join(name, path) for path in paths(inner, is_leaf))
         elif isinstance(node, variable) and not is_masked(node):
             found.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
         else:
@@ -90,15 +153,19 @@ def paths(tree: PyTree) -> list[str]:
     return found
 
 
+def with_paths(tree: PyTree) -> list[tuple[str, Leaf]]:
+    """Return the path of each leaf, and the leaf."""
+    return list(zip(paths(tree), leaves(tree), strict=True))
+
+
 def array_paths(tree: PyTree) -> list[str]:
     """Return the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
-    pairs = zip(paths(tree), flatten(tree)[0], strict=True)
-    return [path for path, leaf in pairs if not is_masked(leaf)]
+    return [path for path, leaf in with_paths(tree) if not is_masked(leaf)]
 
 
 def is_transparent(x: object) -> bool:
-    """Tell whether `x` is a node that adds no word to paths: a NamedTuple of one field."""
-    return getattr(type(x), "transparent", False) is True
+    """Tell whether `x` is a node that adds no word to paths: its first field is the tree."""
+    return traits_of(x).transparent
 
 
 def join(*words: str) -> str:
@@ -116,7 +183,7 @@ def key_name(key: object) -> str:
 
 def describes_leaves(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
-    return getattr(type(x), "describes_leaves", False) is True
+    return traits_of(x).describes_leaves
 
 
 def layouts(tree: PyTree) -> list[BufferLayout]:
@@ -129,12 +196,21 @@ def layouts(tree: PyTree) -> list[BufferLayout]:
 
 def layout_of_leaf(x: Leaf) -> BufferLayout:
     """Return the layout of a leaf that is one tensor."""
-    return plain(tuple(getattr(x, "shape", ())))
+    return plain(tuple(x.shape) if is_array(x) else ())
 
 
 def stacked_axes(tree: PyTree) -> list[int]:
     """Return for each leaf how many leading axes count tensors: the `Stacked` around it."""
     return [layout.runs[0].stacked for layout in layouts(tree)]
+
+
+def runs(tree: PyTree) -> dict[str, Run]:
+    """Return for each name of a leaf the run of leaves of one shape in which it lies."""
+    return {
+        name: run
+        for group, layout in zip(names(tree), layouts(tree), strict=True)
+        for name, run in zip(group, layout.run_of_leaves, strict=True)
+    }
 
 
 def names(tree: PyTree) -> list[tuple[str, ...]]:
@@ -143,39 +219,27 @@ def names(tree: PyTree) -> list[tuple[str, ...]]:
     A leaf has one name, its path; a buffer of a Packed has the path of each leaf that it holds.
     """
     found: list[tuple[str, ...]] = []
-    for prefix, node in _named_nodes(tree):
-        groups = node.leaf_names() if _has_names(node) else [(path,) for path in paths(node)]
-        found += [tuple(join(prefix, name) for name in group) for group in groups]
+    nodes = jax.tree.leaves(tree, is_leaf=_is_named)
+    for path, node in zip(paths(tree, _is_named), nodes, strict=True):
+        groups = node.leaf_names() if has_names(node) else [("",)]
+        found += [tuple(join(path, name) for name in group) for group in groups]
     return found
 
 
-def _has_names(x: object) -> bool:
-    """Tell whether `x` is a node whose leaves have names of their own."""
+def has_names(x: object) -> bool:
+    """Tell whether `x` is a node whose leaves have names of their own, such as `Packed`."""
     return hasattr(type(x), "leaf_names")
 
 
-def _named_nodes(tree: PyTree) -> Iterator[tuple[str, Any]]:
-    """Yield with their paths the leaves of a tree, and the nodes whose leaves have names."""
-    variable = getattr(sys.modules.get("flax.nnx"), "Variable", ())
-
-    def stop(x: object) -> bool:
-        return _has_names(x) or is_leaf(x) or is_transparent(x) or isinstance(x, variable)
-
-    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
-        prefix = "/".join(map(key_name, keys))
-        if is_transparent(node):
-            (inner,) = node
-            yield from ((join(prefix, path), below) for path, below in _named_nodes(inner))
-        else:
-            yield prefix, node
+def _is_named(x: Any) -> bool:
+    return has_names(x) or is_leaf(x)
 
 
-# For each leaf a tuple of flags: one, or for a buffer of a Packed one per leaf that it holds.
-Flags = list[tuple[bool, ...]]
+def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
+    """Return the names of the leaves of `tree` that `pattern` selects.
 
-
-def select(pattern: Pattern | None, tree: PyTree, argument: str) -> Flags:
-    """Return for each leaf of `tree`, in the order of `flatten`, whether `pattern` selects it.
+    A regular expression must match one of the names that the tree has or, before leaves were taken
+    out of a Packed, had; unless all leaves are masked.
 
     Args:
       pattern: a regular expression that must match a whole path, or a function path -> bool; None
@@ -183,49 +247,45 @@ def select(pattern: Pattern | None, tree: PyTree, argument: str) -> Flags:
       tree: the tree whose leaves are selected; masked leaves have paths too.
       argument: the name of the pattern in errors.
 
-    Returns:
-      For each leaf a tuple of one bool; for a buffer of a Packed, one bool for each leaf in it.
-
     Raises:
       ValueError: a regular expression matches none of the paths of a tree that has leaves.
       TypeError: a function returns something other than a bool.
     """
-    names_of_leaves = names(tree)
-    flat = [name for group in names_of_leaves for name in group]
-    nodes = filter(_has_names, jax.tree.leaves(tree, is_leaf=_has_names))
-    known = flat + [path for node in nodes for path in node.layout.paths]
-    selected = iter(_select(pattern, flat, known, flatten(tree)[0], argument))
-    return [tuple(itertools.islice(selected, len(group))) for group in names_of_leaves]
-
-
-def _select(
-    pattern: Pattern | None,
-    names: Sequence[str],
-    known: Sequence[str],
-    leaves: Sequence[Leaf],
-    argument: str,
-) -> list[bool]:
-    """Return for each of `names` whether it is selected.
-
-    A pattern that matches nothing is an error, unless it matches one of `known`, the names that
-    the tree has or had before leaves were taken out, or all `leaves` are masked.
-    """
     if pattern is None:
-        return [False] * len(names)
-    if isinstance(pattern, str | re.Pattern):
-        compiled = re.compile(pattern)
-        selected = [compiled.fullmatch(name) is not None for name in names]
-        if not (any(map(compiled.fullmatch, known)) or all(map(is_masked, leaves))):
-            raise ValueError(
-                f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
-                f"it must match a whole path. The paths are: {listed(names)}"
-            )
-        return selected
-    selected = [pattern(name) for name in names]
-    for name, chosen in zip(names, selected, strict=True):
-        if not isinstance(chosen, bool):
-            raise TypeError(f"{argument} must give True or False; got {chosen!r} for leaf {name!r}")
-    return selected
+        return frozenset()
+    known = list(itertools.chain(*names(tree)))
+    if callable(pattern):
+        return frozenset(name for name in known if _is_chosen(pattern, name, argument))
+    compiled = re.compile(pattern)
+    chosen = frozenset(name for name in known if compiled.fullmatch(name))
+    if not (chosen or _matched_before(compiled, tree) or all(is_masked(x) for x in leaves(tree))):
+        raise ValueError(
+            f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
+            f"it must match a whole path. The paths are: {listed(known)}"
+        )
+    return chosen
+
+
+def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
+    chosen = pattern(name)
+    if not isinstance(chosen, bool):
+        raise TypeError(f"{argument} must give True or False; got {chosen!r} for leaf {name!r}")
+    return chosen
+
+
+def _matched_before(pattern: re.Pattern[str], tree: PyTree) -> bool:
+    """Tell whether a pattern matches a leaf that a node of named leaves had when it was packed."""
+    nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
+    return any(pattern.fullmatch(path) for node in nodes for path in node.layout.paths)
+
+
+def select(pattern: Pattern | None, tree: PyTree, argument: str) -> list[tuple[bool, ...]]:
+    """Return for each leaf of `tree` whether `pattern` selects it, see `matching`.
+
+    Each leaf has a tuple of one bool; a buffer of a Packed has one bool for each leaf in it.
+    """
+    chosen = matching(pattern, tree, argument)
+    return [tuple(name in chosen for name in group) for group in names(tree)]
 
 
 def check_pattern(argument: str, pattern: object) -> Pattern | None:
@@ -250,12 +310,12 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown
 
 
-def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference: PyTree) -> None:
+def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference: PyTree) -> None:
     """Raise a ValueError that lists the differences unless `tree` has the structure of `reference`.
 
     Args:
       who: the function that the error names.
-      what: the name of `tree` in the error.
+      name: the name of `tree` in the error.
       tree: the tree to check.
       than: the name of `reference` in the error.
       reference: the tree with the expected structure.
@@ -263,8 +323,8 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
     if flatten(tree)[1] == flatten(reference)[1]:
         return
     found, expected = paths(tree), paths(reference)
-    missing = [name for name in expected if name not in set(found)]
-    extra = [name for name in found if name not in set(expected)]
+    missing = [path for path in expected if path not in set(found)]
+    extra = [path for path in found if path not in set(expected)]
     if missing or extra:
         where = "; ".join(
             f"{word} {listed(absent)}"
@@ -273,4 +333,4 @@ def check_same_structure(who: str, what: str, tree: PyTree, than: str, reference
         )
     else:
         where = f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
-    raise ValueError(f"{who}: {what} must have the tree structure of {than}: {where}")
+    raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")

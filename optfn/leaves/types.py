@@ -1,47 +1,31 @@
-"""Names for the kinds of values that functions here take and return, and what a leaf may be."""
+"""Names for the kinds of values that functions here take and return, and of leaves."""
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.typing import DTypeLike
 
 # Any nesting of containers that JAX knows; its leaves are arrays unless the text says otherwise.
 PyTree: TypeAlias = Any
 Params: TypeAlias = PyTree  # parameters of a model
 Updates: TypeAlias = PyTree  # gradients or updates, structured like params
 OptState: TypeAlias = PyTree  # the state of a gradient transformation
-Batch: TypeAlias = PyTree  # what a loss function takes after params
+Batch: TypeAlias = PyTree  # the argument of a loss function after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
-DType: TypeAlias = Any  # whatever jnp.dtype accepts
+DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name
 LossFn: TypeAlias = Callable[..., Any]
-
-T = TypeVar("T", bound=type)
-
-
-def declares(**attributes: bool | str | tuple[str, ...]) -> Callable[[T], T]:
-    """Decorate a NamedTuple class with attributes that other modules read from the type.
-
-    An attribute of the type needs no array in the state and survives every wrapper: see
-    `optfn.state.per_worker`, `optfn.leaves.tree.is_transparent` and
-    `optfn.state.names.retired_fields`.
-    """
-
-    def declare(kind: T) -> T:
-        for name, value in attributes.items():
-            setattr(kind, name, value)
-        return kind
-
-    return declare
 
 
 class LeafKind(abc.ABC):
-    """A leaf that is no dense array, such as `Rows`: it says how a rule on arrays meets it.
+    """A leaf that is no dense array, such as `Rows`: it defines how a rule on arrays applies to it.
 
     A pytree node whose numbers are `values`; it represents an array of `shape`.
     """
 
-    values: Leaf
+    values: jax.Array
 
     @property
     @abc.abstractmethod
@@ -54,12 +38,13 @@ class LeafKind(abc.ABC):
         return len(self.shape)
 
     @property
-    def dtype(self) -> DType:
+    def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
-        return self.values.dtype
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
 
     @abc.abstractmethod
-    def map(self, fn: Callable[[Leaf], Leaf]) -> "LeafKind":
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LeafKind":
         """Return the leaf with fn(values), for an elementwise fn with fn(0) = 0."""
 
     def astype(self, dtype: DType) -> "LeafKind":
@@ -67,8 +52,8 @@ class LeafKind(abc.ABC):
         return self.map(lambda values: values.astype(dtype))
 
     @abc.abstractmethod
-    def check(self, what: str) -> None:
-        """Raise an error that begins with `what` unless the leaf is well formed."""
+    def check(self, subject: str) -> None:
+        """Raise an error that begins with `subject` unless the leaf is well formed."""
 
     @abc.abstractmethod
     def merged(self) -> "LeafKind":
@@ -90,4 +75,4 @@ class LeafKind(abc.ABC):
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
     ) -> Any:
-        """Return what a rule gives for this gradient; see `leafwise.apply` for `rows`."""
+        """Return the result of a rule for this gradient; see `leafwise.apply` for `rows`."""

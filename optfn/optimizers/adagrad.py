@@ -32,15 +32,15 @@ def adagrad(
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the sum of squares.
 
-        m = m + g²
+        m = m + |g|²
         p −= lr·g/(√m + eps)
 
     Args:
       learning_rate: lr.
-      eps: > 0.
+      eps: ≥ 0; with 0, an element whose gradients so far are all 0 stays as it is.
       initial_accumulator_value: m before the first step, ≥ 0.
 
-    State: m, 4 bytes per parameter. Real leaves.
+    State: m, 4 bytes per parameter. Real and complex leaves.
 
     Source: Duchi et al. 2011; fluid's AdagradOptimizer.
     """
@@ -63,15 +63,15 @@ def decayed_adagrad(
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares.
 
-        m = d·m + (1 − d)·g²
+        m = d·m + (1 − d)·|g|²
         p −= lr·g/(√m + eps)
 
     Args:
       learning_rate: lr.
       decay: d, in [0, 1).
-      eps: > 0, outside the root.
+      eps: ≥ 0, outside the root; with 0, an element whose gradient has always been 0 becomes NaN.
 
-    State: m, 4 bytes per parameter. Real leaves.
+    State: m, 4 bytes per parameter. Real and complex leaves.
 
     Source: fluid's DecayedAdagradOptimizer.
     """
@@ -94,9 +94,9 @@ def adadelta(
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale by past updates over past gradients.
 
-        a = ρa + (1 − ρ)g²
+        a = ρa + (1 − ρ)|g|²
         Δ = √((u + eps)/(a + eps))·g
-        u = ρu + (1 − ρ)Δ²
+        u = ρu + (1 − ρ)|Δ|²
         p −= lr·Δ
 
     Args:
@@ -104,7 +104,7 @@ def adadelta(
       rho: ρ, in [0, 1).
       eps: > 0.
 
-    State: a and u, 8 bytes per parameter. Real leaves.
+    State: a and u, 8 bytes per parameter. Real and complex leaves.
 
     Source: Zeiler 2012, arXiv 1212.5701; fluid's AdadeltaOptimizer.
     """
@@ -130,19 +130,20 @@ def rmsprop(
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares, with momentum.
 
-        r = ρr + (1 − ρ)g²;  centered: q = ρq + (1 − ρ)g
-        v = μv + lr·g/√(r + eps),  centered: lr·g/√(max(r − q², 0) + eps)
+        r = ρr + (1 − ρ)|g|²;  centered: q = ρq + (1 − ρ)g
+        v = μv + lr·g/√(r + eps),  centered: lr·g/√(max(r − |q|², 0) + eps)
         p −= v
 
     Args:
       learning_rate: lr, inside v.
       rho: ρ, in [0, 1).
-      eps: > 0, inside the root.
-      momentum: μ, in [0, 1).
+      eps: ≥ 0, inside the root; with 0, an element whose gradient has always been 0 becomes NaN, as
+        in optax.
+      momentum: μ, in [0, 1].
       centered: whether to divide by the root of the variance.
 
     State: r, 4 bytes per parameter; 8 with momentum (v) or if centered (q), 12 with both. A Python
-    or NumPy 0 as μ keeps no v. Real leaves.
+    or NumPy 0 as μ keeps no v. Real and complex leaves.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """

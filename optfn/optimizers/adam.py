@@ -10,10 +10,10 @@ from optfn.checks import Number, Schedule
 from optfn.core import chain
 from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms.adam import scale_by_adam, scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.lamb import scale_by_lamb
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.transforms.moment import scale_by_adam, scale_by_adamax
 from optfn.transforms.quantized_adam import MOMENT_DTYPES, scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.wrappers.attributes import ParamAttrs
@@ -64,7 +64,8 @@ def adam(
       learning_rate: lr.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: > 0.
+      eps: ≥ 0, and > 0 with lazy="exact" or `moment_dtype`; with 0, an element whose gradient has
+        always been 0 becomes NaN, as in optax.
       lazy: how a row-sparse gradient is treated. False: as the dense gradient, at the cost of the
         whole table. True: only the rows in the gradient change, fluid's lazy_mode. "exact": only
         these rows change, and they make up for the steps that they missed; see
@@ -74,8 +75,8 @@ def adam(
       moment_dtype: "bfloat16" or "int8" stores the moments in 16 or 8 bits, stochastically rounded;
         see `scale_by_quantized_adam`. None is float32.
 
-    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and with
-    float32 moments complex ones.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and
+    complex ones except with lazy="exact" or `moment_dtype`.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
@@ -92,7 +93,7 @@ def adamw(
     b2: Number = 0.999,
     eps: Number = 1e-8,
     *,
-    weight_decay: Number = 0.01,
+    weight_decay: Number | Schedule = 0.01,
     exclude: Pattern | None = None,
     lazy: bool | str = False,
     eps_hat: bool = False,
@@ -108,15 +109,15 @@ def adamw(
       learning_rate: lr; the decay of one step is lr·wd.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: > 0.
-      weight_decay: wd, ≥ 0.
+      eps: as in `adam`.
+      weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
       lazy: as in `adam`; then only the rows in the gradient decay.
       eps_hat: the form of Adam's step, see `adam`.
       moment_dtype: "bfloat16" or "int8", see `adam`.
 
-    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Leaves as in `adam`.
 
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
@@ -148,9 +149,9 @@ def adamax(
       learning_rate: lr.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: > 0.
+      eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
 
-    State: m and u, 8 bytes per parameter. Real leaves.
+    State: m and u, 8 bytes per parameter. Real and complex leaves.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; fluid's AdamaxOptimizer.
     """
@@ -165,7 +166,7 @@ def adamax(
 def lamb(
     learning_rate: Number | Schedule = 1e-3,
     *,
-    weight_decay: Number = 0.01,
+    weight_decay: Number | Schedule = 0.01,
     b1: Number = 0.9,
     b2: Number = 0.999,
     eps: Number = 1e-6,
@@ -178,23 +179,23 @@ def lamb(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, scaled to the norm of each tensor.
 
-        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)g²
+        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction
         q = ‖p‖/‖r‖  where both > 0, else 1
         p −= lr·q·r
 
     Args:
       learning_rate: lr.
-      weight_decay: wd, ≥ 0.
+      weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: > 0.
+      eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
       bias_correction: whether to correct the bias of the moments, as the paper and Paddle 2 do; the
         fluid page does not.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool. They keep their trust ratio.
 
-    State: m and v, 8 bytes per parameter. Real leaves.
+    State: m and v, 8 bytes per parameter. Real and complex leaves.
 
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2; fluid's LambOptimizer.
     """

@@ -2,19 +2,18 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
 import optax
 
 from optfn import checks, core
 from optfn.leaves import leafwise
-from optfn.wrappers.attributes import attributed, check_param_attrs, clip_and_regularize
+from optfn.wrappers.attributes import with_attributes
 from optfn.wrappers.master_weights import master_weights
 
 P = ParamSpec("P")
 
-BEFORE = ("grad_clip", "regularization")  # in this order, so that the penalty is not clipped
 COMMON_DOC = """
     Arguments of every optimizer:
       grad_clip: a transform of the raw gradients, such as `clip_by_global_norm(1.0)`.
@@ -29,39 +28,48 @@ COMMON_DOC = """
 def optimizer(
     factory: Callable[P, optax.GradientTransformationExtraArgs],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory of transformations: the result is clip → regularize → what it makes.
+    """Decorate a factory of chains: clip and regularize come before, behind the same edge.
 
-    All of it stands behind one edge.
-
-    The factory has the four common arguments in its signature; this decorator applies them. What
-    it makes, most often a chain, computes in float32 or wider, and its update is rounded once to
-    the dtype of the parameter.
+    The factory has the four common arguments in its signature; this decorator applies them. The
+    chain computes in float32 or wider, and its update is rounded once to the dtype of the
+    parameter.
     """
     signature = inspect.signature(factory)
 
     @core.named
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        made = factory(*args, **kwargs)
+        own = core.rule_of(factory(*args, **kwargs))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         common = bound.arguments
-        param_attrs = check_param_attrs(common["param_attrs"])
-        before = [core.check_transform(k, common[k]) for k in BEFORE if common[k] is not None]
-        if param_attrs:
-            before = clip_and_regularize(common["grad_clip"], common["regularization"], param_attrs)
-        chain = core.chain(*before, *made.links)
-        tx = core.behind_edge(factory.__name__, chain.rule, chain.needs_params, chain.real_only)
-        if checks.flag("multi_precision", common["multi_precision"]):
-            tx = master_weights(tx)
-        return attributed(factory.__name__, tx, param_attrs)
+        is_wide = checks.flag("multi_precision", common["multi_precision"])
+
+        def built(
+            before: Sequence[optax.GradientTransformation],
+        ) -> optax.GradientTransformationExtraArgs:
+            links = [*(core.rule_of(tx) for tx in before), *(own.links or [own])]
+            tx = core.behind_edge(factory.__name__, core.chained(links))
+            return master_weights(tx) if is_wide else tx
+
+        clip = _optional("grad_clip", common["grad_clip"], "optfn.clip_by_global_norm")
+        penalty = _optional("regularization", common["regularization"], "optfn.l2_decay")
+        if common["param_attrs"] is None:
+            return built([tx for tx in (clip, penalty) if tx is not None])
+        return with_attributes(factory.__name__, common["param_attrs"], clip, penalty, built)
 
     make.__doc__ = f"{(factory.__doc__ or '').rstrip()}\n{COMMON_DOC}"
     return make
+
+
+def _optional(
+    argument: str, tx: optax.GradientTransformation | None, usual: str
+) -> optax.GradientTransformationExtraArgs | None:
+    return None if tx is None else core.check_transform(argument, tx, usual)
 
 
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Rule:
     """Make row-sparse gradients dense, with a warning, for a rule that updates all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
-    return core.stateless(lambda updates, params: leafwise.densify(updates, warning))
+    return core.stateless(lambda updates, params: leafwise.to_dense(updates, warning))

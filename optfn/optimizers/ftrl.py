@@ -16,6 +16,7 @@ def ftrl(
     l1: Number = 0.0,
     l2: Number = 0.0,
     lr_power: Number = -0.5,
+    lazy: bool = True,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
@@ -30,11 +31,14 @@ def ftrl(
       l1: ≥ 0.
       l2: ≥ 0.
       lr_power: k, ≤ 0.
+      lazy: how a row-sparse gradient is treated. True: only the rows in the gradient change, as in
+        Paddle's sparse operator. False: as the dense gradient, at the cost of the whole table; all
+        rows that have never had a gradient become 0. A dense gradient is treated the same in both.
 
     State: n and z, 8 bytes per parameter. Real leaves.
 
     Source: McMahan et al. 2013; fluid's FtrlOptimizer.
     """
     return chain(
-        ftrl_proximal(learning_rate, l1=l1, l2=l2, lr_power=lr_power),
+        ftrl_proximal(learning_rate, l1=l1, l2=l2, lr_power=lr_power, lazy=lazy),
     )

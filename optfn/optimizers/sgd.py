@@ -68,7 +68,7 @@ def momentum(
 
     Args:
       learning_rate: lr, outside v.
-      momentum: μ, in [0, 1).
+      momentum: μ, in [0, 1].
       nesterov: whether to use Nesterov's momentum.
 
     State: v, 4 bytes per parameter. Real and complex leaves.
@@ -87,7 +87,7 @@ def lars(
     momentum: Number,
     *,
     lars_coeff: Number = 1e-3,
-    lars_weight_decay: Number = 5e-4,
+    lars_weight_decay: Number | Schedule = 5e-4,
     eps: Number = 0.0,
     exclude: Pattern | None = None,
     grad_clip: optax.GradientTransformation | None = None,
@@ -103,14 +103,14 @@ def lars(
 
     Args:
       learning_rate: lr, inside v.
-      momentum: μ, in [0, 1).
+      momentum: μ, in [0, 1].
       lars_coeff: coeff, > 0.
-      lars_weight_decay: wd, ≥ 0.
+      lars_weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       eps: ≥ 0.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool. The ratio applies to them too.
 
-    State: v, 4 bytes per parameter. Real leaves.
+    State: v, 4 bytes per parameter. Real and complex leaves.
 
     Source: You et al. 2017, arXiv 1708.03888; fluid's LarsMomentumOptimizer.
     """
@@ -127,7 +127,7 @@ def asgd(
     learning_rate: Number | Schedule = 1e-3,
     *,
     batch_num: int = 1,
-    weight_decay: Number = 0.0,
+    weight_decay: Number | Schedule = 0.0,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
@@ -142,9 +142,10 @@ def asgd(
       learning_rate: lr.
       batch_num: n, the number of batches in an epoch, which must come in the same order in every
         epoch; ≥ 1, static.
-      weight_decay: λ, ≥ 0, outside the average; `regularization` changes g and so the average.
+      weight_decay: λ, a number ≥ 0 or a schedule of the 0-based step; outside the average, where
+        `regularization` changes g and so the average.
 
-    State: y, 4·n bytes per parameter. Real leaves.
+    State: y, 4·n bytes per parameter. Real and complex leaves.
 
     Source: Schmidt et al. 2017, arXiv 1309.2388; Paddle's ASGD.
     """

@@ -1,1 +1,1 @@
-"""Meshes, state that belongs to single workers, and the data-parallel step."""
+"""Data parallelism: layouts on a mesh, means over workers, plans of memory."""

@@ -15,11 +15,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optfn import checks
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows, mean_over
-from optfn.leaves.types import Batch, Leaf, OptState, PyTree, Updates
-from optfn.mesh import AxisName, axes, mean_in_one, sharding
-from optfn.state.per_worker import exchanges, own_leaves
+from optfn.leaves.types import Batch, DType, Leaf, OptState, PyTree, Updates
+from optfn.mesh import AxisName, axes, mean_in_one, pmean, sharding, without
+from optfn.state.per_worker import exchanged_axes, exchanges
 from optfn.state.placement import num_workers, specs_of
 
 
@@ -47,7 +48,7 @@ def on_workers(
     return global_step
 
 
-# Up to here an all-reduce costs its messages, not their bytes. A larger one is not worth a copy.
+# Up to this size latency dominates an all-reduce; joining larger arrays is not worth the copy.
 _SMALL_BYTES = 65536
 
 
@@ -59,8 +60,9 @@ def batch_spec(x: Leaf, data_axis: AxisName) -> P:
 def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
-    The mean of a row-sparse leaf consists of the rows of all workers. Small leaves share an
-    all-reduce. Without axes there is one worker, and `x` comes back.
+    Integers of fewer than 32 bits are summed in 32. The mean of a row-sparse leaf consists of the
+    rows of all workers, that of a key is worker 0's. Small leaves share an all-reduce. Without axes
+    there is one worker, and `x` comes back.
     """
     if not axes(axis_name):
         return x
@@ -72,13 +74,21 @@ def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
             return mean_over(leaf, axes(axis_name))
         if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
+        if tree.is_key(leaf):
+            return mean_or_first(leaf, axis_name)
         leaf = jnp.asarray(leaf)
-        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return (lax.pmean if inexact else lax.psum)(leaf, axes(axis_name))
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return pmean(leaf, axis_name)
+        return lax.psum(leaf.astype(sum_dtype(leaf)), axes(axis_name))
 
     means = dict(zip(small, mean_in_one(list(small.values()), axis_name), strict=True))
     found = [means[i] if i in means else reduce(leaf) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, found)
+
+
+def sum_dtype(x: jax.Array) -> DType:
+    """Return the dtype in which to add up integers: one of at least 32 bits."""
+    return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
 def _is_small(leaf: Leaf) -> bool:
@@ -99,7 +109,7 @@ def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
     def reduce(leaf: Leaf) -> Leaf:
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return lax.pmean(leaf, axes(axis_name))
+            return pmean(leaf, axis_name)
         if tree.is_key(leaf):
             return tree.on_key_data(reduce, leaf)
         # One worker's number and zeros: their sum is that number.
@@ -113,17 +123,21 @@ def for_optimizer(
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
 
-    Leaves that a transform exchanges by itself keep each worker's own gradient; the others, and the
-    metrics, are averaged. The extra argument is then the axis name, by which wrappers such as
-    `skip_nonfinite` combine the workers' gradients.
+    A leaf that a transform exchanges by itself is averaged over the other axes only; all other
+    leaves, and the metrics, over all axes of the workers. The extra argument is then the axis name,
+    by which wrappers such as `skip_nonfinite` combine the workers' gradients.
     """
     if not axes(axis_name) or not exchanges(opt_state):
         return *mean_over_workers((grads, metrics), axis_name), {}
     leaves, structure = tree.flatten(grads)
-    shared = [i for i, is_own in enumerate(own_leaves(opt_state, grads)) if not is_own]
-    means, metrics = mean_over_workers(([leaves[i] for i in shared], metrics), axis_name)
-    for i, mean in zip(shared, means, strict=True):
-        leaves[i] = mean
+    remaining = [without(axis_name, done) for done in exchanged_axes(opt_state, grads)]
+    for names in dict.fromkeys([axes(axis_name), *remaining]):
+        numbers = [i for i, own in enumerate(remaining) if own == names]
+        of_all = metrics if names == axes(axis_name) else None
+        means, of_all = mean_over_workers(([leaves[i] for i in numbers], of_all), names)
+        metrics = of_all if names == axes(axis_name) else metrics
+        for i, mean in zip(numbers, means, strict=True):
+            leaves[i] = mean
     return structure.unflatten(leaves), metrics, {"axis_name": axis_name}
 
 
@@ -138,7 +152,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, x)
 
 
-def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
+def split_batch(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:
@@ -164,7 +178,7 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -
                 f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
-        if isinstance(x, jax.core.Tracer):
+        if checks.is_traced(x):
             return x
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return x
@@ -177,8 +191,9 @@ def split(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -
 
 def put(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Return a copy of an array on the devices of `placement`, also those of other processes."""
-    if isinstance(x, jax.core.Tracer):
-        return x
+    if checks.is_traced(x):
+        traced: jax.Array = x
+        return traced
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         copied: jax.Array = jax.jit(jnp.copy, out_shardings=placement)(x)
         return copied

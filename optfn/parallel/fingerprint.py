@@ -1,8 +1,8 @@
 """A checksum of arrays that does not depend on where they lie.
 
 Each 32-bit word of an array is mixed with its position, and the results are summed modulo 2³². The
-sum has no order, so that it is the same whatever the layout, and every device can compute that of
-what it holds. A single changed word always changes it; other changes escape with the probability
+sum has no order, so that it is the same whatever the layout, and every device can sum over its own
+part. A single changed word always changes the sum; other changes escape with the probability
 2⁻⁶⁴, since there are two such sums.
 """
 
@@ -25,7 +25,7 @@ _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 def fingerprint(x: jax.Array) -> jax.Array:
     """Return two uint32 sums over the bits and positions of an array."""
-    words = _words(x)
+    words = _as_words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):
@@ -38,8 +38,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
         m = (seeded ^ (seeded >> 16)) * multiplier
         m = (m ^ (m >> 13)) * _GOLDEN
         mixed.append(m ^ (m >> 16))
-    # One reduction with two results. XLA on CPU writes what goes into two reductions to memory
-    # first: twice the size of x, and ten times as long.
+    # One reduction with two results. XLA on CPU writes the input of two separate reductions to
+    # memory first: twice the size of x, and ten times as long.
     zeros = (np.uint32(0), np.uint32(0))
     return jnp.stack(lax.reduce(tuple(mixed), zeros, _add_pairs, tuple(range(words.ndim))))
 
@@ -48,7 +48,7 @@ def _add_pairs(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.
     return a[0] + b[0], a[1] + b[1]
 
 
-def _words(x: jax.Array) -> jax.Array:
+def _as_words(x: jax.Array) -> jax.Array:
     """Return the bits of an array as uint32, with an axis more for wider elements."""
     if tree.is_key(x):
         x = jax.random.key_data(x)
@@ -87,7 +87,7 @@ def replicas_differ(params: Params, specs: PyTree, mesh: Mesh) -> jax.Array:
 
     Args:
       params: arrays on the mesh.
-      specs: their PartitionSpecs; what is divided over devices is not compared.
+      specs: their PartitionSpecs; arrays that are divided over devices are not compared.
       mesh: all its axes are compared.
     """
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)

@@ -1,4 +1,4 @@
-"""What a way of splitting a model costs: bytes on each device, and bytes sent in a step."""
+"""The costs of each way of sharding a model: bytes on a device, and bytes sent in a step."""
 
 from itertools import compress
 from typing import NamedTuple, cast
@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree
-from optfn.mesh import AxisName, axes, restricted
-from optfn.parallel import sharding as shards
-from optfn.parallel.sharding import Kind, Sharding, is_spec
-from optfn.state.per_worker import own_leaves
-from optfn.state.placement import num_workers, specs_of
+from optfn.mesh import AxisName, axes, restricted, without
+from optfn.parallel.layout import Kind, is_spec, layout_of
+from optfn.state.per_worker import exchanged_axes
+from optfn.state.placement import num_workers, on_workers_of
 
 
 class MemoryPlan(NamedTuple):
@@ -26,8 +25,8 @@ class MemoryPlan(NamedTuple):
     params: of the parameters.
     state: of the optimizer's state.
     gradients: of the gradient that each worker computes, before it is reduced.
-    sent: what each device sends in a step, in a ring; of a transform that exchanges by itself it
-      has only the leaves that this one leaves to others.
+    sent: by each device in a step, in a ring, for the means that the step takes. The packets of
+      a transform that exchanges gradients by itself are not counted.
     """
 
     params: int
@@ -44,7 +43,7 @@ def plan_memory(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
 ) -> MemoryPlan:
-    """Return the bytes that a way of splitting a model takes; nothing is allocated.
+    """Return the bytes that a way of sharding a model takes; nothing is allocated.
 
     With N workers, P bytes of params, G of gradients and S of state:
 
@@ -54,8 +53,8 @@ def plan_memory(
         "params"    P/N     S/N    (N − 1)/N·(G + P), and P once more for a `Stacked`, whose layers
                                    `scan_layers` gathers again in the backward pass
 
-    What cannot be divided by N counts whole, and goes through an all-reduce. Activations and the
-    batch come on top.
+    A leaf that cannot be divided by N counts whole, and goes through an all-reduce. Activations and
+    the batch come on top.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -66,40 +65,35 @@ def plan_memory(
     """
     tx = core.check_transform("plan_memory: tx", tx)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
-    workers = num_workers(mesh, data_axis)
+    num_workers(mesh, data_axis)  # the mesh has these axes
     params = jax.eval_shape(lambda x: x, params)
     state = jax.eval_shape(tx.init, params)
-    if shard is None:
-        whole = jax.tree.map(lambda x: P(), params)
-        layout = whole, whole, specs_of(state, data_axis)
-        # A worker's own part is (n, …) in `init`, and N of them lie on the mesh.
-        state = jax.tree.map(lambda x, spec: _times(x, workers) if spec else x, state, layout[2])
-    else:
-        sharding = Sharding(shards.check(shard, mesh), mesh, data_axis)
-        of_state = sharding.of_state(state, params)
-        layout = sharding.of_params(params), sharding.of_gradients(params), of_state
+    layout = layout_of(shard, mesh, data_axis)
+    all_workers = on_workers_of(tx.init, mesh, layout.worker_axes)
+    kept, of_state = jax.eval_shape(all_workers, params), layout.of_state(state, params)
+    specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     leaves = jax.tree.leaves(params)
-    of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in layout[:2])
+    of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in (specs, grad_specs))
     present = [not tree.is_masked(x) for x in tree.flatten(params)[0]]
-    facts = tree.stacked_axes(params), own_leaves(state, params)
+    facts = tree.stacked_axes(params), exchanged_axes(state, params)
     columns = leaves, of_params, of_grads, *(compress(fact, present) for fact in facts)
     others = set(mesh.axis_names) - set(axes(data_axis))
     sent, gradients = 0.0, 0
-    for p, spec, grad_spec, stacked, is_own in zip(*columns, strict=True):
+    for p, spec, grad_spec, stacked, exchanged in zip(*columns, strict=True):
         if tree.is_inexact(p):
             gathers = 2 if stacked else 1
-            sent += 0 if is_own else _sent(p, spec, grad_spec, mesh, data_axis, gathers)
-            gradients += _bytes(p, restricted(grad_spec, others), mesh)
+            averaged = without(data_axis, exchanged)
+            sent += _sent(p, spec, grad_spec, mesh, averaged, gathers)
+            gradients += _bytes_on_device(p, restricted(grad_spec, others), mesh)
     return MemoryPlan(
-        _bytes(params, layout[0], mesh), _bytes(state, layout[2], mesh), gradients, round(sent)
+        _bytes_on_device(params, specs, mesh),
+        _bytes_on_device(kept, of_state, mesh),
+        gradients,
+        round(sent),
     )
 
 
-def _times(x: Leaf, workers: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((workers * x.shape[0], *x.shape[1:]), x.dtype)
-
-
-def _bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
+def _bytes_on_device(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Return the bytes of arrays on each device."""
     pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
     return sum(
@@ -122,7 +116,7 @@ def _sent(p: Leaf, spec: P, grad_spec: P, mesh: Mesh, data_axis: AxisName, gathe
     """
     workers = num_workers(mesh, data_axis)
     others = set(mesh.axis_names) - set(axes(data_axis))
-    once = (workers - 1) / workers * _bytes(p, restricted(grad_spec, others), mesh)
+    once = (workers - 1) / workers * _bytes_on_device(p, restricted(grad_spec, others), mesh)
 
     def is_divided(spec: P) -> bool:
         return any(restricted(spec, axes(data_axis)))

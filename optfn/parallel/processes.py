@@ -1,4 +1,4 @@
-"""What the processes of a run settle among themselves, on the host."""
+"""Agreement between the processes of a run, on the host: equal params, small all-gathers."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-import optfn  # for its version, when it is loaded
+from optfn import _version, checks
 from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, Params, PyTree
 
@@ -36,15 +36,15 @@ def _are_of_all(devices: Iterable[Any]) -> bool:
     return {device.process_index for device in devices} == set(range(jax.process_count()))
 
 
-def gather(values: Sequence[int]) -> np.ndarray:
-    """Return int32 (processes, len(values)): what each process passes. All call it."""
+def gather_values(values: Sequence[int]) -> np.ndarray:
+    """Return int32 (processes, len(values)): the values of each process. All call it."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
 def send(source: int, content: bytes) -> bytes:
-    """Return in every process what the process `source` passes. All call it."""
-    high, low = map(int, gather(divmod(len(content), _PIECE))[source])
+    """Return in every process the content that `source` passes. All processes call it."""
+    high, low = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
     pieces = []
     for i, size in enumerate([_PIECE] * high + [low] * (low > 0)):
@@ -55,22 +55,22 @@ def send(source: int, content: bytes) -> bytes:
     return b"".join(pieces)
 
 
-def check_params(params: Params) -> None:
+def compare_params(params: Params) -> None:
     """Raise unless all processes have the same params, bit for bit.
 
     Leaves that are spread over processes already are compared by shape only, traced ones not.
 
     Raises:
-      ValueError: in every process, with what differs and the processes where it does; so it is
-        where their versions of optfn or JAX differ.
+      ValueError: the params differ, or the versions of optfn or JAX. It is raised in every
+        process, and names the difference and the processes that have it.
     """
     arrays = jax.tree.leaves(params)
-    if not arrays or any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if not arrays or checks.is_traced(arrays):
         return
-    _check_same("versions", f"optfn {optfn.__version__}, jax {jax.__version__}")
+    _check_same("versions", f"optfn {_version.__version__}, jax {jax.__version__}")
     _check_same("params", spec_of(params))
-    names, leaves = zip(*_named(params), strict=True)
-    digests = gather([_digest(_content(x)) for x in leaves])
+    names, leaves = zip(*_listed(params), strict=True)
+    digests = gather_values([_digest(_content(x)) for x in leaves])
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
         raise ValueError(
             f"processes must start from the same params; {names[i]!r} is another one in process "
@@ -78,7 +78,7 @@ def check_params(params: Params) -> None:
         )
 
 
-def check_batch(batch: Batch) -> None:
+def compare_batch(batch: Batch) -> None:
     """Raise a ValueError unless all processes pass batches of the same structure and shapes."""
     _check_same("batches", spec_of(batch))
 
@@ -87,18 +87,18 @@ def spec_of(values: PyTree) -> str:
     """Return the names, shapes and dtypes of a tree in words."""
     words = [
         f"{name or 'one array'} {np.shape(x)} {getattr(x, 'dtype', type(x).__name__)}"
-        for name, x in _named(values)
+        for name, x in _listed(values)
     ]
     return ", ".join(words) or "no arrays"
 
 
-def _named(values: PyTree) -> list[tuple[str, Leaf]]:
+def _listed(values: PyTree) -> list[tuple[str, Leaf]]:
     pairs = zip(tree.paths(values), tree.flatten(values)[0], strict=True)
     return [(name, x) for name, x in pairs if not tree.is_masked(x)]
 
 
 def _check_same(what: str, text: str) -> None:
-    digests = gather([_digest(text.encode())])
+    digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
             f"processes must have the same {what}; those of process {_others(digests)} are others "

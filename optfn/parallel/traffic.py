@@ -1,7 +1,7 @@
 """How many bytes a worker sends in a step, by formula.
 
-A transform that exchanges by itself says so in its state, in the `traffic` of its `Exchanged`: an
-object without arrays that is a static node of a tree,
+A transform that exchanges gradients by itself says so in its state, in the `traffic` of its
+`Exchanged`: an object without arrays that is a static node of a tree,
 
     @jax.tree_util.register_static
     @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ from optfn import mesh
 from optfn.leaves import tree
 from optfn.leaves.types import LeafKind, OptState, Updates
 from optfn.mesh import AxisName
-from optfn.state.per_worker import Exchanged, nodes_of, own_leaves
+from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:
@@ -31,13 +31,13 @@ def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.A
     return 2 * (num_workers - 1) / num_workers * size
 
 
-def metrics(
+def traffic_metrics(
     grads: Updates, before: OptState, after: OptState, axis_name: AxisName
 ) -> dict[str, jax.Array]:
     """Return the bytes that a worker sends for an update as "bytes_sent"; {} if not known.
 
-    Leaves that no transform exchanges by itself are averaged in an all-reduce. What is not known
-    are row-sparse gradients, and transforms that do not say.
+    Leaves are averaged in an all-reduce over the axes over which no transform exchanges them by
+    itself. Not known are row-sparse gradients, and transforms that do not say.
 
     Args:
       grads: one worker's gradients.
@@ -52,21 +52,19 @@ def metrics(
     )
     if not is_known or any(isinstance(g, LeafKind) for g in leaves):
         return {}
-    pairs = zip(leaves, own_leaves(before, grads), strict=True)
-    averaged = sum(g.size * g.dtype.itemsize for g, is_own in pairs if _is_averaged(g, is_own))
-    total = jnp.asarray(all_reduce_bytes(averaged, mesh.axis_size(axis_name)), jnp.float32)
+    total = jnp.zeros((), jnp.float32)
+    for g, done in zip(leaves, exchanged_axes(before, grads), strict=True):
+        if not tree.is_masked(g) and tree.is_inexact(g):
+            workers = mesh.axis_size(mesh.without(axis_name, done))
+            total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
     for old, new in states:
         sent = new.exchanged.traffic.bytes_sent(old.step, new.num_workers)
         total += jnp.where(new.step != old.step, sent, 0.0)
     return {"bytes_sent": total}
 
 
-def _is_averaged(g: Any, is_own: bool) -> bool:
-    return not is_own and not tree.is_masked(g) and tree.is_inexact(g)
-
-
 def _exchanging(state: OptState) -> list[Any]:
-    """Return the states of transforms that exchange by themselves and count their exchanges."""
+    """Return the states of transforms that exchange gradients by themselves and count exchanges."""
 
     def is_one(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")

@@ -1,7 +1,7 @@
 """Trees of any shape as a few flat buffers of fixed length, one per dtype.
 
-Heterogeneous stages run in one program only if what they exchange and save has one type: each tree
-is ravelled, dtype by dtype, and padded to the longest.
+Heterogeneous stages run in one program only if their activations and residuals have one type:
+each tree is ravelled, dtype by dtype, and padded to the longest.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The clock of a pipeline: one scan per phase of the plan, on every device of the stage axis.
 
-At a tick, a device does what its plan says: a forward of the activation from the stage before, a
+At a tick, a device does the work of its plan: a forward of the activation from the stage before, a
 backward of the cotangent from the stage after, or both; and passes the results on. Where a tick has
 no work for a device (the bubble), it computes with whatever values are there, since all devices run
 one program. Results of bubble iterations are masked out, and only after the gradient is taken, so
@@ -37,7 +37,7 @@ class Microbatches(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a scan over the ticks carries."""
+    """The carry of a scan over the ticks."""
 
     activation: Activation  # received from the stage before
     cotangent: Activation  # received from the stage after
@@ -173,7 +173,7 @@ class Engine:
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
         # Every device takes part at every tick, never inside a branch: a collective that some
-        # devices do not reach never ends.
+        # devices do not reach deadlocks.
         p = self.plan.num_stages
         ring = [(d, (d + distance) % p) for d in range(p)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, ring), arrays)

@@ -28,8 +28,8 @@ from optfn.pipeline.stage import (
 
 # A number that is known when tracing, or a traced integer.
 Index: TypeAlias = int | jax.Array
-# What a stage passes to the next, or the cotangent of that, which it receives from the next; of one
-# type for all stages.
+# The output of a stage, which goes to the next stage, or its cotangent, which comes back from it.
+# It has one type for all stages.
 Activation: TypeAlias = PyTree
 # (outputs, target, shared weights) -> the loss, a scalar
 StageLossFn: TypeAlias = Callable[[PyTree, PyTree, Params], jax.Array]
@@ -38,7 +38,7 @@ BackwardResult: TypeAlias = tuple[jax.Array, Leaves, Activation, Context]
 
 
 class WorkItem(NamedTuple):
-    """What a device works on: a stage of the model, and one microbatch."""
+    """One piece of work of a device: a stage of the model, and one microbatch."""
 
     stage: Index
     model_input: PyTree
@@ -65,10 +65,9 @@ class Gradient(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What the engine runs.
+    """A model as the engine runs it.
 
-    activation: the shapes of what a stage passes to the next; cotangents are those of its inexact
-      leaves.
+    activation: the shapes of the output of a stage; cotangents have those of its inexact leaves.
     loss_dtype: the dtype of the loss.
     forward: (item, weights, activation) -> (activation, stash)
     backward: (item, weights, stash, cotangent) -> (loss, gradient of the loss with respect to the
@@ -84,7 +83,7 @@ class Model(NamedTuple):
 
 
 class StashPolicy(NamedTuple):
-    """What is saved between the forward, the backward and the weight gradient of a microbatch."""
+    """The values saved between forward, backward and weight gradient of a microbatch."""
 
     stash: str  # "input" or "residual"
     splits_backward: bool  # whether the gradient of the weights is scheduled apart from backward
@@ -232,7 +231,7 @@ def heterogeneous_model(
     Args:
       stage_fns: (weights, x, key) -> y, with that stage's params as weights.stage.
       loss_fn: (y, target, shared) -> scalar.
-      policy: what is saved between forward and backward.
+      policy: which values are saved between forward and backward.
       params: the params of each stage; only their shapes are read.
       weights: an example: one stage's params as `buffers.ravel` returns them, and the shared ones.
       item: an example.

@@ -1,4 +1,4 @@
-"""An optimizer that communicates by itself, on the gradients that a pipeline leaves each worker."""
+"""An optimizer that exchanges gradients by itself, on those that a pipeline leaves each worker."""
 
 from typing import Any, NamedTuple
 
@@ -11,15 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn import mesh as meshes
-from optfn.leaves import leafwise, numerics, packed, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.parallel.data_parallel import for_optimizer
 from optfn.pipeline.stacking import PipelineParams
-from optfn.state.per_worker import check_wrappers
+from optfn.state.per_worker import Exchanged, check_wrappers, nodes_of
 from optfn.state.placement import map_state, num_workers
 
 
-@declares(workers_in_front=True)
+@traits(workers_in_front=True)
 class OnEachDeviceState(NamedTuple):
     """State of `on_each_device`: that of the optimizer, of all devices; indexed as that is."""
 
@@ -37,16 +38,16 @@ def on_each_device(
     spec: P,
     data_axis: str = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on each device, on what it holds of params and on its worker's gradients.
+    """Run an optimizer on each device, on its part of params and on its worker's gradients.
 
         f = pipeline_value_and_grad(stage_fn, loss_fn, mesh=mesh, num_microbatches=m,
                                     data_axis="data", grad_reduce=None)
         tx = on_each_device(dgc_momentum(...), mesh, spec=PartitionSpec("stage"))
         step = make_train_step(loss_fn, tx, value_and_grad=f)
 
-    Each device of a stage exchanges with the same stage of the other workers only. A leaf is to
-    `tx` what the device holds of it, so that sizes, selections and norms are those of a stage: as
-    for the whole model on each worker, with the stages' params as leaves of their own.
+    Each device of a stage exchanges with the same stage of the other workers only. `tx` sees the
+    device's part of each leaf, so that sizes, selections and norms are those of a stage: as for the
+    whole model on each worker, with the stages' params as leaves of their own.
 
     Args:
       tx: such as `dgc_momentum`, element by element or leaf by leaf: a norm over all params would
@@ -54,8 +55,8 @@ def on_each_device(
       mesh: as the pipeline's.
       spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
         PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for heterogeneous
-        ones, which lie on every device. What `PipelineParams` says is shared lies on every device
-        in any case, and so does what is kept for it.
+        ones, which lie on every device. The shared params of `PipelineParams` and their optimizer
+        state lie on every device in any case.
       data_axis: the axis of the workers, `axis_name` of `tx`.
 
     State: that of `tx`. Per-worker parts are flat arrays over the data axis and those of `spec`;
@@ -78,17 +79,20 @@ def on_each_device(
 
     def init_on_device(params: Params) -> OptState:
         state = inner.init(params)
-        return map_state(lambda x: x, lambda x: x, state, lambda x: jnp.full_like(x, workers))
+        return map_state(
+            lambda x, own: x, lambda x: x, state, lambda x, own: jnp.full_like(x, workers)
+        )
 
     def init(params: Params) -> OnEachDeviceState:
         def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
             shape = NamedSharding(mesh, spec).shard_shape(jnp.shape(x))
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
-        # What is compressed depends on the size of a device's part.
+        # The choice of leaves to compress depends on the size of a device's part.
         specs = placement.of_params(params)
         shapes = jax.eval_shape(init_on_device, jax.tree.map(part, params, specs))
         check_wrappers("on_each_device", shapes)
+        _check_axes_of_exchange(shapes, data_axis)
         run = jax.shard_map(
             init_on_device,
             mesh=mesh,
@@ -101,16 +105,13 @@ def on_each_device(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        # Updates leave the devices laid out like params, as arrays; and of what the training step
-        # says, only numbers are the same on all devices.
+        # Updates leave the devices as arrays, laid out like params. Of the training step's extra
+        # arguments, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
         _check_workers(updates, workers, data_axis)
-        gradients, structure = tree.flatten(updates)
-        flags: tree.Flags = [(_has_gradient(g),) for g in gradients]
-        parameters = [None] * len(flags) if params is None else tree.flatten(params)[0]
-        frozen = structure.unflatten(map(_frozen_update, gradients, parameters))
-        given, specs = packed.keep(updates, flags), placement.of_state(state.inner_state)
-        kept = None if params is None else packed.keep(params, flags)
+        specs = placement.of_state(state.inner_state)
+        given = tree.map(_with_gradient, updates, updates)
+        kept = None if params is None else tree.map(_with_gradient, params, updates)
 
         def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
             local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
@@ -125,7 +126,8 @@ def on_each_device(
             check_vma=False,
         )
         new, inner_state = run(given, state.inner_state, kept, extra)
-        return packed.fill(new, flags, frozen), OnEachDeviceState(inner_state)
+        whole = tree.map(_with_frozen, new, updates, updates if params is None else params)
+        return whole, OnEachDeviceState(inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -147,7 +149,9 @@ class _Placement(NamedTuple):
 
         def of(spec: P, axes: tuple[str, ...]) -> PyTree:
             per_worker = P((self.data_axis, *axes))
-            return map_state(lambda x: per_worker, lambda x: spec if jnp.ndim(x) else P(), state)
+            return map_state(
+                lambda x, own: per_worker, lambda x: spec if jnp.ndim(x) else P(), state
+            )
 
         return _with_shared(of(P(), ()), of(self.spec, self.stage_axes))
 
@@ -171,15 +175,21 @@ def _with_shared(shared: PyTree, stages: PyTree) -> PyTree:
 
 
 def _has_gradient(g: Leaf) -> bool:
-    # No device takes a float0.
+    # shard_map takes no float0.
     return not tree.is_masked(g) and g.dtype != jax.dtypes.float0
 
 
-def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a leaf without a gradient: an integer zero, or what is masked."""
-    if tree.is_masked(g) or _has_gradient(g):
+def _with_gradient(x: Leaf, g: Leaf) -> Leaf:
+    return x if _has_gradient(g) else optax.MaskedNode()
+
+
+def _with_frozen(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    """Return an update; without a gradient an integer zero, masked where `g` is."""
+    if tree.is_masked(g):
         return g
-    return g[0] if tree.is_masked(p) else numerics.integer_zeros(p.shape, p.dtype)
+    if _has_gradient(g):
+        return u
+    return g[0] if p is g or tree.is_masked(p) else numerics.integer_zeros(p.shape, p.dtype)
 
 
 def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates:
@@ -188,6 +198,16 @@ def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates
         return updates
     bad = lax.pmax((~leafwise.all_finite(updates)).astype(jnp.int32), stage_axes) > 0
     return jax.tree.map(lambda g: jnp.where(bad, jnp.nan, g), updates)
+
+
+def _check_axes_of_exchange(state: OptState, data_axis: str) -> None:
+    """Raise a ValueError if a transform exchanges over other axes than that of the workers."""
+    for node in nodes_of(Exchanged, state):
+        if node.axes != meshes.axes(data_axis):
+            raise ValueError(
+                f"on_each_device: tx exchanges over {tuple(node.axes)}; it must be over the axis "
+                f"of the workers, {data_axis!r}: other devices hold other stages"
+            )
 
 
 def _check_workers(updates: Updates, workers: int, data_axis: str) -> None:

@@ -73,7 +73,7 @@ def backward_order(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """What a schedule costs, and which work it does when; see `plan`."""
+    """The costs of a schedule, and the time of each piece of work; see `plan`."""
 
     num_stages: int
     num_microbatches: int
@@ -261,7 +261,7 @@ def plan(
       num_microbatches: m ≥ 1; a multiple of p where v > 1.
       virtual_stages: v ≥ 1, the chunks of layers on each device.
       schedule: "1f1b", "gpipe" or "zb".
-      activation_bytes: size of what is saved of one microbatch: the input of a chunk
+      activation_bytes: size of the values saved for one microbatch: the input of a chunk
         (stash="input") or its residuals; `.stash` is then in bytes.
 
     Returns:

@@ -36,7 +36,7 @@ Seed: TypeAlias = Callable[[PyTree], tuple[PyTree, Leaves]]
 
 
 class Stage(NamedTuple):
-    """What a schedule runs of a stage.
+    """The functions of a stage that a schedule runs.
 
     forward: (weights, x, key) -> (y, stash)
     backward: (weights, stash, key, seed) -> (auxiliary result of the seed, cotangent of x, context)
@@ -100,8 +100,8 @@ def split_backward_stage(
     """Split backward in two, so that the cotangent of x need not wait for the weights' gradient.
 
     Backward runs the equations that the cotangent of x needs, and the weights' gradient the others.
-    What these read of backward's results and of the residuals is the context. Nothing is computed
-    twice except what depends on the weights alone. A lax.scan inside the stage is split as well; a
+    The results of backward and the residuals that these read are the context. Only values that
+    depend on the weights alone are computed twice. A lax.scan inside the stage is split as well; a
     jax.checkpoint is one equation, which is not split and belongs to backward.
 
     Args:
@@ -208,8 +208,8 @@ class _SplitPullback:
         self.program = program = unsplit if ordered else with_split_scans(unsplit, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
         self.first = program.equations if ordered else program.needed_for(self.cotangent)
-        # What depends on the weights alone is computed in both parts: saving it in the context
-        # would cost the same memory for every microbatch.
+        # Values that depend on the weights alone are computed in both parts: saving them in the
+        # context would cost the same memory for every microbatch.
         weight_inputs = [program.inputs[i] for i in stage.weight_positions]
         from_weights = program.computable_from(() if ordered else weight_inputs)
         in_first = {id(e) for e in self.first if ordered or not from_weights.issuperset(e.outvars)}

@@ -20,7 +20,8 @@ from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.mesh import axes, restricted
-from optfn.parallel.sharding import Sharding, is_spec
+from optfn.parallel.layout import Division, is_spec
+from optfn.parallel.parts import mean_part
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
@@ -29,7 +30,7 @@ from optfn.state.placement import num_workers
 
 @dataclasses.dataclass(frozen=True)
 class StagePlacement:
-    """What both forms have in common.
+    """The common part of both placements.
 
     worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
       a leading axis. Otherwise None.
@@ -55,7 +56,7 @@ class StagePlacement:
     def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
         """Return `arrays` resharded along the mesh's explicit axes.
 
-        shard_map reshards its arguments by itself along the other axes only.
+        shard_map reshards its arguments along the other axes only.
 
         Args:
           arrays: a tree.
@@ -168,10 +169,10 @@ class StackedStages(StagePlacement):
         """
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
-        owners = Sharding(None, self.mesh, self.data_axis)
+        names = axes(self.data_axis)
         dimensions = map(self._data_dimension, self._of_inexact(weights, self.param_specs))
         return [
-            lax.pmean(g, self.data_axis) if d is None else owners.mean_part(g, d)
+            mean_part(g, [] if d is None else [Division(d, names)], names, self.mesh)
             for g, d in zip(gradients, dimensions, strict=True)
         ]
 
@@ -271,7 +272,7 @@ class ListedStages(StagePlacement):
         return P(*self.leading_axes, *self.weight_specs(stages))
 
     def whole_along_data(self, weights: Params) -> Params:
-        """Return a device's weights: what is divided over the data axis came whole."""
+        """Return a device's weights; those divided over the data axis are gathered already."""
         return weights
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:

@@ -21,7 +21,7 @@ from optfn.jaxprs.pullback import Key, inexact_leaves
 from optfn.leaves import tree
 from optfn.leaves.types import LossFn, Params, PyTree, Updates
 from optfn.mesh import axes
-from optfn.parallel.sharding import is_spec
+from optfn.parallel.layout import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item
 from optfn.pipeline.model import (
     Gradient,
@@ -68,7 +68,8 @@ def pipeline_value_and_grad(
     s; loss = loss_fn(y, targets).
 
     The batch is split into m microbatches. In lock step, each of the p devices along the stage axis
-      1. runs its stage on the activation from the device before, and saves what its backward needs;
+      1. runs its stage on the activation from the device before, and saves the values that its
+         backward reads;
       2. runs the backward of its stage on the cotangent from the device after, the last stage on
          that of the loss, and accumulates the gradients;
       3. passes both results on.
@@ -81,7 +82,7 @@ def pipeline_value_and_grad(
     Args:
       stage_fn: (params, x) -> x, the same shapes and dtypes out as in; x is a tree of arrays with
         the examples of a microbatch along the leading axis. Or, for heterogeneous stages, a list of
-        p·v such functions in the model's order, in which each takes what the one before returns:
+        p·v such functions in the model's order, in which each takes the result of the one before:
         embedding, blocks of different widths, head. A function with a parameter `shared` or `rng`
         gets these as keywords (below).
       loss_fn: (outputs, targets) -> a real scalar, the mean over the examples of its arguments; it
@@ -94,18 +95,18 @@ def pipeline_value_and_grad(
       virtual_stages: v ≥ 1, the chunks of the model on each device; stage r·p + d is chunk r of
         device d (interleaved). The idle time is v times shorter. For v > 1, m must be a multiple
         of p.
-      stash: what is saved of a microbatch until its backward: "input", the input of the stage,
+      stash: the values saved for a microbatch until its backward: "input", the input of the stage,
         which then runs again; or "residual", all values that the backward reads and that depend on
         the input. None is "input" for 1f1b, and "residual" for gpipe and zb.
       data_axis: the mesh axis over which the batch is split, if any.
       grad_reduce: "mean" averages the gradients over the data axis; None returns the gradients of
         each worker, with the workers as a new leading axis, sharded over `data_axis`: for an
-        optimizer that does its own communication. The loss is the mean in both cases.
+        optimizer that exchanges gradients by itself. The loss is the mean in both cases.
       param_specs: a tree like the params of a stage, of PartitionSpecs over further axes of the
         mesh; a list of them for a list of functions. Weights and gradients lie so, and `stage_fn`
-        sees the part of its device, which it uses by `copy_to` and `sum_over`. What is divided over
-        `data_axis` is gathered once before the ticks, and its gradient goes to its owners after
-        them (with a list of functions by an all-reduce). None divides nothing.
+        sees the part of its device, which it uses by `copy_to` and `sum_over`. Weights divided
+        over `data_axis` are gathered once before the ticks, and their gradients go to their owners
+        after them (with a list of functions by an all-reduce). None divides nothing.
 
     The arguments of f:
       params: the result of `stack_stages`, leaves (p·v, …) or (v, p, …); for a list of functions

@@ -1,4 +1,4 @@
-"""What all pictures share: axes, checked or new, and curves of any length."""
+"""Helpers of all pictures: axes, checked or new, and curves of any length."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +39,7 @@ def by_name(argument: str, values: Mapping[str, T], kind: type[T] | None = None)
 
     Args:
       argument: the name of the argument, for errors.
-      values: what was passed.
+      values: the value of the argument.
       kind: the class that the values must be of; None for any.
     """
     if not isinstance(values, Mapping):
@@ -57,7 +57,7 @@ def by_name(argument: str, values: Mapping[str, T], kind: type[T] | None = None)
 def curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
     """Draw a curve; a long one as the means of intervals, with a band from least to greatest.
 
-    What is not finite is left out: a point, or the intervals that have one.
+    Points that are not finite are left out, and so are the intervals that have one.
     """
     y = np.where(np.isfinite(y), y, np.nan).astype(np.float64)
     if len(y) > MAX_POINTS:
@@ -71,7 +71,7 @@ def curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) ->
         ax.plot(x, y, label=label, **({"marker": "."} if len(y) == 1 else {}) | style)
 
 
-def scale(ax: "Axes", *curves: np.ndarray) -> None:
+def scale_axis(ax: "Axes", *curves: np.ndarray) -> None:
     """Make the y axis logarithmic where all numbers are positive and span a factor above 100."""
     values = np.concatenate([np.ravel(y) for y in curves])
     values = values[np.isfinite(values)]

@@ -1,4 +1,4 @@
-"""Pictures of what a way of training costs: bytes on a device, recomputation, idle stages."""
+"""Pictures of the costs of training: bytes on a device, recomputation, idle stages."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,12 +17,12 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axes":
-    """Draw the bytes on each device by part, a bar for each way of splitting a model.
+    """Draw the bytes on each device by part, a bar for each way of sharding a model.
 
     The bytes that a device sends in a step stand beside its bar.
 
     Args:
-      plans: what `optfn.distributed.plan_memory` returns, by name.
+      plans: results of `optfn.distributed.plan_memory`, by name.
       ax: where to draw; None for a new figure.
     """
     named = by_name("plans", plans, MemoryPlan)
@@ -104,8 +104,8 @@ def _labels(
 ) -> list[tuple[str, float, float]]:
     """Return the labels as (names, bytes, FLOPs).
 
-    Points side by side, whose labels would overlap, share one that names them from left to right,
-    at the one on the side of the text.
+    Neighbouring points, whose labels would overlap, share a label that names them from left to
+    right, at the point on the side of the text.
     """
     heights = [y for _, y in [*named.values(), *line]]
     near = 0.15 * largest, 0.05 * (max(heights) - min(heights))
@@ -123,10 +123,10 @@ def _labels(
 
 
 def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":
-    """Draw what each stage of a pipeline does at each time.
+    """Draw the work of each stage of a pipeline at each time.
 
     Args:
-      plan: what `optfn.distributed.plan` returns; `plan.draw` is the same.
+      plan: a result of `optfn.distributed.plan`; `plan.draw` is the same.
       ax: where to draw; None for a new figure.
     """
     if not isinstance(plan, Plan):

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from optfn import checks
+from optfn._version import __version__
 from optfn.plot.run import RunHistory, checked
 from optfn.plot.run import history as draw_history
 
@@ -51,10 +52,10 @@ def report(
     summary: str = "",
     local_steps: int = 1,
 ) -> Path:
-    """Write what a run was as one HTML file, and return its path.
+    """Write the report of a run as one HTML file, and return its path.
 
     It has the curves that `history` draws, a table of the first, least, greatest and last number of
-    each, what the optimizer keeps for each parameter, versions and devices. Everything is in the
+    each, the optimizer's state for each parameter, versions and devices. Everything is in the
     file, so that it can be sent or kept; it takes the colours of a light or a dark page.
     `minimize(..., report=path)` writes it while the run goes on.
 
@@ -80,23 +81,21 @@ def report(
         "<h2>Curves</h2>",
         _svg(series, local_steps),
         "<h2>Numbers</h2>",
-        _table(_HEAD, _rows(series, local_steps)),
+        _html_table(_HEAD, _table_rows(series, local_steps)),
     ]
     if summary:
         body += ["<h2>State of the optimizer</h2>", f"<pre>{escape(summary)}</pre>"]
     body += ["<h2>Environment</h2>", _facts(environment())]
-    return _write(checks.path("path", path), _page(title, body))
+    return _write_page(checks.path("path", path), _page(title, body))
 
 
 def environment() -> dict[str, str]:
     """Return versions and devices by name."""
-    import optfn
-
     devices = Counter(device.device_kind for device in jax.devices())
     return {
         "devices": ", ".join(f"{n} × {kind}" for kind, n in devices.items()),
         "processes": str(jax.process_count()),
-        "optfn": optfn.__version__,
+        "optfn": __version__,
         **{name: version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -126,7 +125,7 @@ def _facts(facts: Mapping[str, object]) -> str:
 _HEAD = ("", "first", "least", "at step", "greatest", "at step", "last", "not finite")
 
 
-def _rows(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
+def _table_rows(series: RunHistory, local_steps: int) -> list[tuple[str, ...]]:
     """Return the rows of the table of numbers: a row for each array of the history."""
     rows = []
     for name, values in sorted(series.items(), key=lambda item: item[0] != "loss"):
@@ -149,7 +148,7 @@ def _number(x: float) -> str:
     return f"{x:.6g}"
 
 
-def _table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
+def _html_table(head: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     lines = ["<table>", f"<thead><tr>{titles}</tr></thead>", "<tbody>"]
     for name, *cells in rows:
@@ -175,7 +174,7 @@ def _svg(series: RunHistory, local_steps: int) -> str:
     return svg.replace(_INK, "currentColor").strip()
 
 
-def _write(path: Path, text: str) -> Path:
+def _write_page(path: Path, text: str) -> Path:
     """Write a file so that a reader sees the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")

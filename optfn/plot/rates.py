@@ -33,7 +33,7 @@ def schedules(
       steps: how many steps, ≥ 1.
       ax: where to draw; None for a new figure.
     """
-    named = _named(schedules)
+    named = _by_name(schedules)
     at = np.unique(np.linspace(0, checks.count("steps", steps) - 1, _SAMPLES).round())
     ax = on_axes(ax)
     for name, schedule in named.items():
@@ -43,7 +43,7 @@ def schedules(
     return ax
 
 
-def _named(
+def _by_name(
     schedules: Mapping[str, Schedule] | Sequence[Schedule] | Schedule,
 ) -> dict[str, Schedule]:
     if callable(schedules):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from optfn import checks
-from optfn.plot.axes import by_name, curve, on_axes, scale
+from optfn.plot.axes import by_name, curve, on_axes, scale_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What `minimize` returns beside the state: arrays by name.
+# The history that `minimize` returns beside the state: arrays by name.
 RunHistory: TypeAlias = Mapping[str, np.ndarray]
 
 NORMS = {"grad_norm": "gradient", "update_norm": "update", "param_norm": "parameters"}
@@ -38,7 +38,7 @@ def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = Non
     found = [name for name in _OF_LOSS if name in series]
     for name in found:
         ax.plot(*_evaluation(series, name), "o-", markersize=4, label="evaluation")
-    scale(ax, *(series[name] for name in ("loss", *found)))
+    scale_axis(ax, *(series[name] for name in ("loss", *found)))
     ax.set(xlabel="step", ylabel="loss")
     if found:
         ax.legend(frameon=False)
@@ -105,7 +105,7 @@ def history(
 
 
 def _panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]:
-    """Return functions of `ax` that draw what there is."""
+    """Return functions of `ax` that draw the panels for which `series` has arrays."""
     draws = {"loss": losses, "learning_rate": learning_rate, "grad_norm": norms}
     panels: list[Callable[..., Axes]] = [
         partial(draw, series, local_steps=local_steps)
@@ -132,7 +132,7 @@ def _other_evaluation(series: RunHistory, name: str, ax: "Axes") -> "Axes":
 
 
 def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
-    """Return a history with its arrays as NumPy's; it must have "loss" and what is `needed`."""
+    """Return a history with its arrays as NumPy's; it must have "loss" and those `needed`."""
     series = {name: np.asarray(x) for name, x in by_name("history", history).items()}
     for name in ("loss", *needed):
         if name not in series:
@@ -153,7 +153,7 @@ def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
 
 
 def _per_step(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps after which the numbers of a name hold, and the numbers."""
+    """Return the steps after which a series was recorded, and its numbers."""
     y = series[name]
     return checks.count("local_steps", local_steps) * np.arange(1, len(y) + 1), y
 

@@ -2,52 +2,50 @@
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
+import numpy as np
 
 from optfn import checks
-from optfn.leaves.types import Params
+from optfn.leaves.packed import unpack
 from optfn.plot.page import report
-from optfn.run.history import History
+from optfn.train.state import TrainState
 from optfn.train.state_dict import summary
+from optfn.train.step import TrainStep
 
 # Reading the history waits for the device, and drawing it takes a good part of a second.
 _SECONDS_BETWEEN = 60.0
 
 
 class RunReport:
-    """Writes the report of a run about once a minute, and when the run ends, however it does.
+    """Writes the report of a run about once a minute, and at the end, however the run ends.
 
     In a run of several processes the first one writes it.
 
     Args:
       path: the file; None for no report.
-      history: what is reported.
-      tx: the optimizer.
-      params: what it trains.
-      local_steps: as for `minimize`.
-      **layout: further arguments of `summary`.
+      history: returns the arrays to report.
+      step: the training step.
+      state: a state of it.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str] | None,
-        history: History,
-        tx: optax.GradientTransformation,
-        params: Params,
-        local_steps: int,
-        **layout: Any,
+        history: Callable[[], Mapping[str, np.ndarray]],
+        step: TrainStep,
+        state: TrainState,
     ) -> None:
-        self.history, self.local_steps = history, local_steps
+        self.history, self.local_steps = history, step.local_steps
         self.path = None if path is None else checks.path("report", path)
-        self.optimizer, self.summary = repr(tx), ""
+        self.optimizer, self.summary = repr(step.tx), ""
         self.end = "after its last step"
         self.since = time.monotonic()
         if self.path is not None:
             checks.optional_module("matplotlib", "plot")  # now, and not after hours
-            self.summary = summary(tx, params, **layout)
+            self.summary = _summary(step, state)
 
     def __enter__(self) -> "RunReport":
         return self
@@ -59,7 +57,7 @@ class RunReport:
             self.since = time.monotonic()
 
     def _write(self, end: str) -> None:
-        series = self.history.arrays() if jax.process_index() == 0 else {}
+        series = self.history() if jax.process_index() == 0 else {}
         if self.path is None or "loss" not in series:
             return
         steps = self.local_steps * len(series["loss"])
@@ -75,3 +73,13 @@ class RunReport:
     def __exit__(self, kind: type[BaseException] | None, error: object, *where: Any) -> None:
         if self.path is not None:
             self._write(self.end if kind is None else f"by {kind.__name__}: {error}")
+
+
+def _summary(step: TrainStep, state: TrainState) -> str:
+    """Return the table of the bytes that the optimizer keeps, by parameter."""
+    options, params = step.options, jax.eval_shape(unpack, state.params)
+    if options.shard is None:
+        return summary(step.tx, params)
+    return summary(
+        step.tx, params, mesh=options.mesh, shard=options.shard, data_axis=options.data_axis
+    )

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
 from optfn.train.state_dict import load_state_dict, named_leaves, state_dict
 
-# What a history and the headers of a small file may take.
+# The bytes that a history and the headers of a small file may take.
 _SMALL = 1 << 24
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
 
@@ -46,7 +46,7 @@ def save_checkpoint(
     moment leaves the newest checkpoint intact. In a run of several processes all call it.
 
     A file (`sharded=False`): each process has a directory of its own, and writes the full state,
-    including what other processes hold, so that any of the directories is enough to resume from.
+    with the parts of other processes, so that any of the directories is enough to resume from.
 
     A directory (`sharded=True`, by orbax): all processes name the same one, which they share, and
     each writes its own part, in the background. The next save, a restore and the end of `minimize`
@@ -83,22 +83,22 @@ def save_checkpoint(
     if sharded or (sharded is None and parts.holds_parts(state) and parts.is_available()):
         path = directory / f"step_{int(state.step):09d}"
         kept = {k: np.asarray(v) for k, v in (history or {}).items()}
-        parts.save(path, state, kept, lambda: _remove(checkpoints(directory)[:-keep]))
+        parts.save(path, state, kept, lambda: _remove_others(path, keep))
         return path
     arrays = state_dict(jax.tree.map(_gathered, state)) | {
         f"history/{k}": np.asarray(v) for k, v in (history or {}).items()
     }
     path = directory / f"step_{int(state.step):09d}.npz"
     try:
-        _write(path, lambda file: np.savez(file, **arrays))
+        _write_file(path, lambda file: np.savez(file, **arrays))
     except OSError as error:
         words = f"cannot save the state ({error.strerror}); earlier files stay"
         raise OSError(error.errno, words, str(path)) from error
-    _remove(checkpoints(directory)[:-keep])
+    _remove_others(path, keep)
     return path
 
 
-def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+def _write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
     """Write a file whole, or leave nothing of it."""
     unfinished = path.with_suffix(".unfinished")
     try:
@@ -114,12 +114,17 @@ def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_file():
-            path.unlink(missing_ok=True)
+def _remove_others(path: Path, keep: int) -> None:
+    """Remove the oldest checkpoints beside the one that was just written, until `keep` are left.
+
+    A checkpoint of a later step may lie there, if the run went back to an earlier one.
+    """
+    others = [other for other in checkpoints(path.parent) if other != path]
+    for other in others[: max(0, len(others) + 1 - keep)]:
+        if other.is_file():
+            other.unlink(missing_ok=True)
         elif jax.process_index() == 0:  # the processes share it
-            shutil.rmtree(path)
+            shutil.rmtree(other)
 
 
 def _gathered(x: Leaf) -> Leaf:
@@ -159,8 +164,8 @@ def load_checkpoint(
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the TrainState in a checkpoint, and the history beside it.
 
-    Arrays lie as those of the template. Those that are a worker's own are converted by
-    `rescale_residuals` where there were more workers, or fewer.
+    Arrays lie as those of the template. Per-worker arrays are converted by `rescale_residuals`
+    where the number of workers has changed.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
@@ -186,7 +191,7 @@ def _load_file(
     """Return the arrays in a file by name, as `state_dict` gives them, and the history."""
     try:
         arrays = _read(path, state)
-    except Exception as error:  # zipfile raises errors of many kinds where its fields are damaged
+    except Exception as error:  # zipfile raises many types of errors where its fields are damaged
         raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
     prefix = "history/"
     names = [name for name in arrays if name.startswith(prefix)]
@@ -197,8 +202,8 @@ def _load_file(
 def _read(path: str | os.PathLike[str], state: PyTree) -> dict[str, np.ndarray]:
     """Return the arrays of a file; nothing in it is run, unpickled or unpacked to the disk.
 
-    No more is allocated than the file has bytes, or where it is compressed, than a few times what
-    the template `state` has.
+    Allocations are bounded by the bytes of the file, or where it is compressed, by a few times the
+    bytes of the template `state`.
     """
     with open(path, "rb") as stream:
         with zipfile.ZipFile(stream) as file:
@@ -283,7 +288,7 @@ def restore_checkpoint(
 def _newest(
     paths: list[Path], state: PyTree, problems: list[str]
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Return the last one that is intact; what is wrong with those after it goes to `problems`."""
+    """Return the last one that is intact; `problems` gets the faults of those after it."""
     for path in reversed(paths):
         try:
             return load_checkpoint(path, state)
@@ -298,7 +303,7 @@ def _newest_of_all(
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
     """Return the newest checkpoint that any process has; the others get a copy of its file."""
     step = -1 if loaded is None else int(loaded[0].step)
-    steps = processes.gather([step])[:, 0]
+    steps = processes.gather_values([step])[:, 0]
     if np.all(steps == step):
         return loaded
     source, newest = int(np.argmax(steps)), int(np.max(steps))
@@ -314,5 +319,5 @@ def _newest_of_all(
         return loaded
     checks.warn(f"{path} is a copy of what process {source} has")
     directory.mkdir(parents=True, exist_ok=True)
-    _write(path, lambda file: file.write(content))
+    _write_file(path, lambda file: file.write(content))
     return load_checkpoint(path, state)

@@ -1,5 +1,6 @@
-"""What a run leaves behind: its history, evaluations, and a log of each step."""
+"""The records of a run: its history, its evaluations, and a log of each step."""
 
+import dataclasses
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from optfn.leaves.types import PyTree
 from optfn.train.state import TrainState
 from optfn.wrappers.metrics import RECORDED
 
-# What the history keeps of each step.
+# The metrics of each step that the history keeps.
 PER_STEP = ("loss", "learning_rate", "bytes_sent", *RECORDED)
 
 
@@ -40,7 +41,7 @@ class History:
         self.steps.append({k: metrics[k] for k in PER_STEP if k in metrics})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return an array for each metric, with what a run before this one left first."""
+        """Return an array for each metric, with the entries of the earlier run first."""
         self._move_to_host()
         evaluations = {k: x for k, x in self.earlier.items() if k.startswith("evaluation")}
         per_step = {k: x for k, x in self.earlier.items() if k not in evaluations}
@@ -67,39 +68,45 @@ def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[s
     }
 
 
+@dataclasses.dataclass
 class Evaluator:
-    """Evaluates a run now and then, and knows when it no longer improves.
+    """Evaluates a run every so many steps, and records the best evaluation.
 
     Args:
       function: (params) or (params, model_state) -> a number or a dict of numbers; None for none.
       every: the number of steps between evaluations; None evaluates at the end only.
       monitor: the key of the number that has to fall, where there are several.
       patience: how many evaluations in a row may be no better than the best; None for any number.
+      keep_best: whether the run returns the state of the best evaluation.
       history: where results go; it may hold those of a run before this one.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any] | None,
-        every: int | None,
-        monitor: str | None,
-        patience: int | None,
-        history: History,
-    ) -> None:
-        if function is not None and not callable(function):
-            raise TypeError(f"evaluate must be a function of params; got {function!r}")
-        for name, value in {"evaluate_every": every, "patience": patience}.items():
+    function: Callable[..., Any] | None
+    every: int | None
+    monitor: str | None
+    patience: int | None
+    keep_best: bool
+    history: History
+
+    def __post_init__(self) -> None:
+        if self.function is not None and not callable(self.function):
+            raise TypeError(f"evaluate must be a function of params; got {self.function!r}")
+        counts = {"evaluate_every": self.every, "patience": self.patience}
+        for name, value in counts.items():
             if value is not None:
                 checks.count(name, value)
-                if function is None:
-                    raise ValueError(f"{name} needs evaluate, a function of params")
-        self.function, self.every, self.patience = function, every, patience
-        self.history = history
-        self.best, self.bad = math.inf, 0
-        self.is_best = False
-        self.key = "evaluation" if monitor is None else f"evaluation/{monitor}"
-        for value in history.earlier.get(self.key, ()):
-            self._compare(float(value))
+        checks.flag("keep_best", self.keep_best)
+        for name, value in (counts | {"keep_best": self.keep_best or None}).items():
+            if value is not None and self.function is None:
+                raise ValueError(f"{name} needs evaluate, a function of params")
+        self.key = "evaluation" if self.monitor is None else f"evaluation/{self.monitor}"
+        # The monitored number of each evaluation, by its step.
+        self.monitored: dict[int, float] = {}
+        self.best, self.best_step, self.no_better = math.inf, 0, 0
+        earlier = self.history.earlier
+        if self.key in earlier:
+            for i, value in enumerate(earlier[self.key]):
+                self._compare(int(earlier["evaluation_step"][i]), float(value))
 
     def is_due(self, n: int, per_call: int) -> bool:
         """Tell whether an evaluation is due in the `per_call` steps up to n."""
@@ -110,7 +117,7 @@ class Evaluator:
     @property
     def gave_up(self) -> bool:
         """Whether `patience` evaluations in a row were no better than the best."""
-        return self.patience is not None and self.bad >= self.patience
+        return self.patience is not None and self.no_better >= self.patience
 
     def has_seen(self, n: int) -> bool:
         """Tell whether this run has evaluated the state after step n, or there is nothing to do."""
@@ -118,7 +125,12 @@ class Evaluator:
         return self.function is None or bool(found and found[-1]["evaluation_step"] == n)
 
     def __call__(self, n: int, state: TrainState) -> dict[str, float]:
-        """Evaluate the state after step n; return the numbers by their names in the history."""
+        """Evaluate the state after step n; return the numbers by their names in the history.
+
+        Raises:
+          ValueError: there are several numbers, and `monitor` is none of them, or None where one
+            is needed.
+        """
         assert self.function is not None
         arguments = () if state.model_state is None else (state.model_state,)
         result = self.function(unpack(state.params), *arguments)
@@ -126,20 +138,22 @@ class Evaluator:
         values = {
             "evaluation" + (f"/{k}" if k else ""): _real(k, value) for k, value in named.items()
         }
-        if self.key not in values and (self.patience or self.key != "evaluation"):
+        if self.key in values:
+            self._compare(n, values[self.key])
+        elif self.patience or self.keep_best or self.monitor is not None:
             keys = ", ".join(sorted(named))
             raise ValueError(
                 f"monitor must be one of the numbers that evaluate gives, {keys}; "
-                f"got {self.key.partition('/')[2] or None!r}"
+                f"got {self.monitor!r}"
             )
         self.history.evaluations.append({"evaluation_step": n, **values})
-        self._compare(values.get(self.key, math.inf))
         return values
 
-    def _compare(self, value: float) -> None:
-        self.is_best = value < self.best
-        self.best = min(value, self.best)
-        self.bad = 0 if self.is_best else self.bad + 1
+    def _compare(self, n: int, value: float) -> None:
+        self.monitored[n] = value
+        self.no_better += 1
+        if value < self.best:
+            self.best, self.best_step, self.no_better = value, n, 0
 
 
 def _real(key: str, value: Any) -> float:
@@ -156,13 +170,13 @@ def _real(key: str, value: Any) -> float:
 
 @runtime_checkable
 class SummaryWriter(Protocol):
-    """What writes files for TensorBoard: torch's and tensorboardX's classes of this name."""
+    """A writer of files for TensorBoard: torch's and tensorboardX's classes of this name."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number of a step."""
 
     def flush(self) -> object:
-        """Write what is in memory to the disk."""
+        """Write the buffered values to the disk."""
 
 
 @runtime_checkable
@@ -173,7 +187,7 @@ class FlaxSummaryWriter(Protocol):
         """Write one number of a step."""
 
     def flush(self) -> object:
-        """Write what is in memory to the disk."""
+        """Write the buffered values to the disk."""
 
 
 # Where a run writes its metrics while it goes on: the path of a file of JSON lines, or TensorBoard.
@@ -183,8 +197,8 @@ Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
 class RunLog:
     """Metrics of each step, written while the run goes on.
 
-    They are written when the device has computed them, at the latest at the end, so that writing
-    waits for nothing.
+    They are written once the device has computed them, at the latest at the end, so that writing
+    does not wait for a step.
 
     Args:
       log: a path, a SummaryWriter of torch, tensorboardX or flax, or None for no log.

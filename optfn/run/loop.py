@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import AxisName
 from optfn.parallel import processes
-from optfn.parallel.sharding import Kind
+from optfn.parallel.layout import Kind
 from optfn.plot.run_report import RunReport
 from optfn.run.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.run.history import Evaluator, History, Log, RunLog, as_numbers
@@ -65,63 +66,23 @@ def minimize(
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int = 100,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """Train: one step for each batch.
+    """Train from params: make the step, its first state, and `fit` it.
 
-    Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
-    its end, and what there is comes back. A second Ctrl-C interrupts at once. In a run of several
-    processes a signal to any of them ends all after the same step, within some seconds; with JAX's
-    option `jax_enable_preemption_service` off, signals act there as they do without optfn.
+        step = make_train_step(loss_fn, tx, …)
+        state = step.init(params, model_state)
+        return fit(step, state, batches, …)
 
     Args:
       loss_fn: (params, batch) -> loss, as for `make_train_step`.
       tx: an optimizer of optfn or optax.
       params: the tree to start from; it stays as it is.
       batches: an iterable of batches.
-      steps: how many steps to make at most; None goes to the end of `batches`.
-      progress: whether to show a bar with loss, learning rate and examples per second on the
-        terminal (by tqdm, where it is installed); where there is no terminal, lines
-        `step <n> loss <number>`.
-      model_state: what the model keeps beside params, such as batch statistics: the initial one.
-        `loss_fn` then takes and gives it, as with `make_train_step(model_state=True)`.
-      evaluate: (params) -> a number or a dict of numbers; with `model_state` (params, model_state).
-        It is called every `evaluate_every` steps and at the end.
-      evaluate_every: steps between evaluations, ≥ 1; None means only at the end.
-      monitor: the key of the number that should fall, where `evaluate` gives a dict.
-      patience: the run ends when so many evaluations in a row were no better than the best, ≥ 1.
-      keep_best: whether the state with the best evaluation comes back instead of the last one. It
-        is a copy on the devices, and in `checkpoint`/best where there are checkpoints.
-      callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
-        the run. The next step overwrites the state: copy what is to be kept of it. Reading the
-        metrics waits for the step.
-      log: where the metrics of each step go while the run goes on: a path, for a file with one JSON
-        object a line, with which a run that resumes goes on; or the SummaryWriter of tensorboardX,
-        torch or flax, for TensorBoard: what has `flush()`, and `add_scalar(name, value, step)` or
-        `scalar(name, value, step)`.
-      report: a file of HTML with the curves of the run, a table of its numbers, what the optimizer
-        keeps, versions and devices; see `optfn.plot.report`. It is written about once a minute and
-        at the end, also where an error ends the run. Needs matplotlib.
-      checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
-        the batches that were used, so pass the same ones, and ends bit for bit as if it had not
-        been stopped.
-      save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
+      model_state: the model's arrays beside params, such as batch statistics: the initial ones.
+        `loss_fn` then takes and returns them, as with `make_train_step(model_state=True)`.
 
-    The other arguments, `has_aux` to `compare_replicas_every`, are those of `make_train_step`. With
-    `local_steps` each batch is a round; `steps`, `save_every` and `evaluate_every` count local
-    steps, and what is due within a round happens at its end.
-
-    Returns:
-      The last TrainState, and the history: NumPy arrays "loss" and, where the step gives them,
-      "learning_rate" and "bytes_sent", with one entry per batch, and where `record_metrics` is in
-      tx the norms and the clip factor that it records (without local steps); "evaluation", or
-      "evaluation/<key>" for each number of a dict, with one entry per evaluation, and
-      "evaluation_step", the steps before it. Where only a part of the run, before or after a
-      restart, has a number, the rest is NaN.
-
-    Raises:
-      ValueError: `batches` holds nothing, or ends before `steps`; no checkpoint can be loaded.
-      FloatingPointError: `skip_nonfinite` gave up.
+    The arguments `has_aux` to `compare_replicas_every` are those of `make_train_step`, all others
+    those of `fit`. Returns and errors are those of `fit`.
     """
-    _check_arguments(steps, local_steps, save_every, batches, callback)
     step = make_train_step(
         loss_fn,
         tx,
@@ -140,22 +101,123 @@ def minimize(
         shard_tables=shard_tables,
         compare_replicas_every=compare_replicas_every,
     )
+    return fit(
+        step,
+        step.init(params, model_state),
+        batches,
+        steps=steps,
+        progress=progress,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        monitor=monitor,
+        patience=patience,
+        keep_best=keep_best,
+        callback=callback,
+        log=log,
+        report=report,
+        checkpoint=checkpoint,
+        save_every=save_every,
+    )
+
+
+def fit(
+    step: TrainStep,
+    state: TrainState,
+    batches: Iterable[Batch],
+    *,
+    steps: int | None = None,
+    progress: bool = True,
+    evaluate: Callable[..., Any] | None = None,
+    evaluate_every: int | None = None,
+    monitor: str | None = None,
+    patience: int | None = None,
+    keep_best: bool = False,
+    callback: Callable[[int, TrainState, dict[str, Any]], bool | None] | None = None,
+    log: Log | None = None,
+    report: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    save_every: int = 100,
+) -> tuple[TrainState, dict[str, np.ndarray]]:
+    """Train: one step for each batch.
+
+    Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
+    its end, and its state and history are returned. A second Ctrl-C interrupts at once. In a
+    run of several processes a signal to any of them ends all after the same step, within some
+    seconds; with JAX's option `jax_enable_preemption_service` off, signals act there as they do
+    without optfn.
+
+    Args:
+      step: a training step, from `make_train_step`.
+      state: where to start: `step.init(params)`, or any later state of that step. It is used up,
+        unless the step is made with `donate=False`.
+      batches: an iterable of batches, the first of them for the step after `state`.
+      steps: how many steps to make at most, from `state` on; None goes to the end of `batches`.
+      progress: whether to show a bar with loss, learning rate and examples per second on the
+        terminal (by tqdm, where it is installed); where there is no terminal, lines
+        `step <n> loss <number>`.
+      evaluate: (params) -> a number or a dict of numbers; with `model_state` (params, model_state).
+        It is called every `evaluate_every` steps and at the end.
+      evaluate_every: steps between evaluations, ≥ 1; None means only at the end.
+      monitor: the key of the number that should fall, where `evaluate` gives a dict.
+        It is needed there with `patience` and `keep_best`.
+      patience: the run ends when so many evaluations in a row were no better than the best, ≥ 1.
+        Started again from its checkpoint, it makes no further step.
+      keep_best: whether the state with the best evaluation comes back instead of the last one. It
+        is a copy on the devices, and in `checkpoint`/best where there are checkpoints. A run that
+        resumes compares the state kept there, the one it resumes from and those it evaluates. If
+        an evaluation before was better, and its state was not kept because `keep_best` was off,
+        the best of these comes back with a warning that names the step of the better one.
+      callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
+        the run. The next step overwrites the state: copy the arrays to keep. Reading the metrics
+        waits for the step.
+      log: where the metrics of each step go while the run goes on: a path, for a file with one JSON
+        object a line, with which a run that resumes goes on; or the SummaryWriter of tensorboardX,
+        torch or flax, for TensorBoard: any object with `flush()`, and either
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`.
+      report: a file of HTML with the curves of the run, a table of its numbers, the optimizer's
+        state, versions and devices; see `optfn.plot.report`. It is written about once a minute
+        and at the end, also where an error ends the run. Needs matplotlib.
+      checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
+        the batches that were used, so pass the same ones, and ends bit for bit as if it had not
+        been stopped. It counts the steps since `state` that were made before.
+      save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
+
+    With local steps each batch is a round; `steps`, `save_every` and `evaluate_every` count local
+    steps, and a save or an evaluation due within a round happens at its end.
+
+    Returns:
+      The last TrainState, and the history: NumPy arrays "loss" and, where the step gives them,
+      "learning_rate" and "bytes_sent", with one entry per batch, and where `record_metrics` is in
+      tx the norms and the clip factor that it records (without local steps); "evaluation", or
+      "evaluation/<key>" for each number of a dict, with one entry per evaluation, and
+      "evaluation_step", the steps before it. Where only a part of the run, before or after a
+      restart, has a number, the rest is NaN.
+
+    Raises:
+      ValueError: `batches` holds nothing, or ends before `steps` or before the step of the
+        checkpoint; `evaluate` does not give the number that `monitor` names, or gives a dict where
+        `patience` or `keep_best` needs `monitor`; no checkpoint can be loaded.
+      FloatingPointError: `skip_nonfinite` gave up.
+    """
+    local_steps = step.local_steps
+    _check_arguments(steps, local_steps, save_every, batches, callback)
     saver = _Saver(step, checkpoint, save_every)
-    state, history = saver.restore(step.init(params, model_state))
-    evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, history)
-    best = _Best(checks.flag("keep_best", keep_best), evaluator, saver)
+    begin = int(state.step)
+    state, history = saver.restore(state)
+    evaluator = Evaluator(evaluate, evaluate_every, monitor, patience, keep_best, history)
+    best = _Best(evaluator, saver)
     best.restore(state)
     n = done = int(state.step)
-    stopped = False
-    layout = {} if shard is None else {"mesh": mesh, "shard": shard, "data_axis": data_axis}
+    stopped = evaluator.gave_up
+    last = None if steps is None else begin + steps
     with (
-        Progress(steps, checks.flag("progress", progress), done, per_call=local_steps) as bar,
+        Progress(last, checks.flag("progress", progress), done, per_call=local_steps) as bar,
         RunLog(log, done) as lines,
-        RunReport(report, history, tx, params, local_steps, **layout) as page,
-        _interruptible(mesh) as interrupt,
+        RunReport(report, history.arrays, step, state) as page,
+        _interruptible(step.mesh) as interrupt,
     ):
-        rounds = None if steps is None else steps // local_steps
-        for batch in itertools.islice(batches, done // local_steps, rounds):
+        remaining = _Remaining(batches, done - begin, steps, local_steps)
+        for batch in () if stopped else remaining:
             state, metrics = step(state, batch)
             n += local_steps
             history.append(metrics)
@@ -170,29 +232,62 @@ def minimize(
             saver.save_if_due(n, state, history)
             if stopped:
                 break
-        step.check()
+        step.check(state)
         if not stopped:
-            _check_batches(n, steps, local_steps)
+            remaining.check()
         if n > done and not evaluator.has_seen(n):
             lines(n, evaluator(n, state))
             best.consider(state)
         saver.save(n, state, history)
         finish_saving()
+        page.end = _ending(n, stopped, interrupt.name) or page.end
         if interrupt.name:
-            page.end = f"stopped by {interrupt.name} after step {n}"
             bar.say(page.end)
-        elif stopped:
-            page.end = f"early, after step {n}"
     return best.choose(state), history.arrays()
 
 
-def _check_batches(n: int, steps: int | None, local_steps: int) -> None:
-    """Raise if the batches ended before `steps`, or before the first."""
-    if n < (steps or 1):
-        raise ValueError(
-            f"batches gave {n // local_steps} batches; {steps or 'at least 1'} steps were asked"
-            f" for, {local_steps} for each batch"
-        )
+def _ending(n: int, stopped: bool, by_signal: str) -> str:
+    """Return how a run ended before its last step; "" for one that did not."""
+    if by_signal:
+        return f"stopped by {by_signal} after step {n}"
+    return f"early, after step {n}" if stopped else ""
+
+
+class _Remaining:
+    """The batches that a run has not used yet, and how many were given in all.
+
+    Args:
+      batches: those of the whole run.
+      done: how many steps of it are made.
+      steps: how many steps it makes; None for as many as there are batches.
+      local_steps: how many steps a batch is for.
+    """
+
+    def __init__(
+        self, batches: Iterable[Batch], done: int, steps: int | None, local_steps: int
+    ) -> None:
+        self.batches, self.steps, self.local_steps = batches, steps, local_steps
+        self.used, self.given = done // local_steps, 0
+        self.needed = max(self.used, 1) if steps is None else steps // local_steps
+        self.is_finished = steps is not None and done >= steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        most = 0 if self.is_finished else None if self.steps is None else self.needed
+        for batch in itertools.islice(self.batches, most):
+            self.given += 1
+            if self.given > self.used:
+                yield batch
+
+    def check(self) -> None:
+        """Raise if the batches ended before `steps`, before those that are used, or at once."""
+        if self.is_finished or self.given >= self.needed:
+            return
+        words = "at least " if self.steps is None else ""
+        words += f"{self.needed} are needed"
+        words += "" if self.steps is None else f" for steps={self.steps}"
+        words += f" with local_steps={self.local_steps}" if self.local_steps > 1 else ""
+        words += f"; the run passes over the first {self.used}, used before" if self.used else ""
+        raise ValueError(f"batches gave {self.given} batches; {words}")
 
 
 def _check_arguments(
@@ -223,12 +318,22 @@ class _Saver:
         self.saved: int | None = None
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
-        """Return the state and the history to start from: those that were saved, if any."""
-        history = History()
+        """Return the state and the history to start from: those that were saved, if any.
+
+        Raises:
+          ValueError: those that were saved are of a step before `state`.
+        """
+        history, begin = History(), int(state.step)
         restored = None if self.directory is None else restore_checkpoint(self.directory, state)
         if restored is not None:
             state, history.earlier = restored
             self.saved = int(state.step)
+            if self.saved < begin:
+                raise ValueError(
+                    f"the checkpoint in {self.directory} is of step {self.saved}, before step "
+                    f"{begin} of state: give the state that the run began with, or another "
+                    "directory"
+                )
         return state, history
 
     def save_if_due(self, n: int, state: TrainState, history: History) -> None:
@@ -236,39 +341,53 @@ class _Saver:
             self.save(n, state, history)
 
     def save(self, n: int, state: TrainState, history: History) -> None:
-        """Save the state after step n, unless it is saved."""
+        """Save the state after step n, unless it is saved already."""
         if self.directory is not None and self.saved != n:
-            self.step.check()
+            self.step.check(state)
             save_checkpoint(self.directory, state, history.arrays())
             self.saved = n
 
 
 class _Best:
-    """The state with the best evaluation so far, where it is asked for."""
+    """The state with the best evaluation among those that the run can return, where asked for."""
 
-    def __init__(self, wanted: bool, evaluator: Evaluator, saver: _Saver) -> None:
-        if wanted and evaluator.function is None:
-            raise ValueError("keep_best needs evaluate, a function of params")
-        self.wanted, self.evaluator = wanted, evaluator
+    def __init__(self, evaluator: Evaluator, saver: _Saver) -> None:
+        self.evaluator = evaluator
         self.directory = None if saver.directory is None else Path(saver.directory) / "best"
         self.state: TrainState | None = None
+        self.value = math.inf
 
-    def restore(self, template: TrainState) -> None:
-        """Read the best state of the run that is resumed."""
-        if self.wanted and self.directory is not None and int(template.step):
-            restored = restore_checkpoint(self.directory, template)
-            self.state = None if restored is None else restored[0]
+    def restore(self, resumed: TrainState) -> None:
+        """Begin with the state that was kept, or the one that is resumed if that is better."""
+        if not self.evaluator.keep_best or not int(resumed.step):
+            return
+        found = None if self.directory is None else restore_checkpoint(self.directory, resumed)
+        # A state from after the last checkpoint is not in the history; the run makes it again.
+        if found is not None and int(found[0].step) in self.evaluator.monitored:
+            self.state = found[0]
+            self.value = self.evaluator.monitored[int(self.state.step)]
+        self.consider(resumed)
 
     def consider(self, state: TrainState) -> None:
-        """Keep a copy of the state that was just evaluated, if it is the best."""
-        if self.wanted and self.evaluator.is_best:
-            self.state = jax.tree.map(jnp.copy, state)
+        """Keep a copy of a state if its evaluation is the best."""
+        if not self.evaluator.keep_best:
+            return
+        value = self.evaluator.monitored.get(int(state.step), math.inf)
+        if value < self.value:
+            self.state, self.value = jax.tree.map(jnp.copy, state), value
             if self.directory is not None:
                 save_checkpoint(self.directory, state, keep=1)
 
     def choose(self, last: TrainState) -> TrainState:
-        """Return the best state, or the last one."""
-        return last if self.state is None else self.state
+        """Return the best state, or the last one; warn where an earlier run had a better one."""
+        state = last if self.state is None else self.state
+        if self.evaluator.keep_best and self.evaluator.best < self.value:
+            checks.warn(
+                f"keep_best: the state of step {int(state.step)} comes back. The evaluation of "
+                f"step {self.evaluator.best_step} is better, {self.evaluator.best:g}, but its "
+                "state was not kept when the run was there"
+            )
+        return state
 
 
 class _Interrupt:
@@ -291,7 +410,7 @@ class _Interrupt:
 
 @contextlib.contextmanager
 def _interruptible(mesh: Mesh | None) -> Iterator[_Interrupt]:
-    """Give an object that knows of the first SIGINT or SIGTERM; the next one acts as ever.
+    """Yield an object that records the first SIGINT or SIGTERM; the next one acts as usual.
 
     Signals that the program handles itself stay its own. In a run of several processes JAX takes
     SIGTERM as a notice of preemption, upon which the processes agree on the step to stop after;

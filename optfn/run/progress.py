@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a progress bar, or lines where there is no terminal."""
+"""The progress of a run on the screen: a bar, or lines where there is no terminal."""
 
 import math
 import sys
@@ -107,15 +107,15 @@ def num_examples(batch: Batch) -> int | None:
 
 
 def words(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return the metrics of so many steps as a person reads them: "loss 0.043120 rate 0.001"."""
-    text = f"loss {number(metrics['loss'])}"
+    """Return the metrics of so many steps as readable text: "loss 0.043120 rate 0.001"."""
+    text = f"loss {short(metrics['loss'])}"
     if "learning_rate" in metrics:
         text += f" rate {float(metrics['learning_rate']):.3g}"
     if "bytes_sent" in metrics:
         text += f" sent {size(float(metrics['bytes_sent']) / steps)}/step"
     for key in metrics:
         if key.startswith("evaluation"):
-            text += f" {key.removeprefix('evaluation/')} {number(metrics[key])}"
+            text += f" {key.removeprefix('evaluation/')} {short(metrics[key])}"
     return text
 
 
@@ -128,7 +128,7 @@ def size(x: float) -> str:
     return f"{x:.3g} GB"
 
 
-def number(x: Any) -> str:
+def short(x: Any) -> str:
     """Return a number with five significant digits."""
     x = float(x)
     return f"{x:#.5g}" if math.isfinite(x) else str(x)

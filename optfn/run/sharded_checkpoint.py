@@ -1,8 +1,8 @@
 """Checkpoints whose parts are written by the processes that hold them, in the background: orbax.
 
 A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`, and beside
-them what `state_dict` says about them, a checksum of each array, and the history. Orbax gives the
-directory its name when all of it is written.
+them the metadata of `state_dict` (version, names, and which arrays are per worker), a checksum of
+each array, and the history. Orbax gives the directory its name when all of it is written.
 """
 
 import atexit
@@ -17,12 +17,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from optfn import checks
-from optfn.leaves.packed import unpack
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import fingerprints
 from optfn.state.per_worker import PerWorker
 from optfn.state.placement import PER_WORKER_KEY
+from optfn.train.packed_state import unpack_state
 from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
 
 _ABOUT, _CHECKSUMS, _HISTORY = "about", "checksums", "history/"
@@ -57,12 +57,12 @@ def _checkpointer() -> Any:
     return checkpointer
 
 
-# What is to be done when the checkpoint that is being written is on the disk.
+# Functions to call when the checkpoint that is being written is on the disk.
 _afterwards: list[Callable[[], None]] = []
 
 
 def wait() -> None:
-    """Wait until what is being written is on the disk; raise what went wrong."""
+    """Wait until the checkpoint being written is on the disk; raise its error, if any."""
     if _checkpointer.cache_info().currsize:
         pending = _afterwards.copy()
         _afterwards.clear()
@@ -83,7 +83,8 @@ def save(
       then: is called by `wait` when all is written.
     """
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
-    arrays = {name: _data(x) for name, x in named_leaves(unpack(state)) if x.size}
+    state = unpack_state(state)
+    arrays = {name: _data(x) for name, x in named_leaves(state) if x.size}
     about = {
         "version": VERSION,
         PER_WORKER_KEY: per_worker_names(state),
@@ -110,14 +111,14 @@ def load(
     Args:
       path: a directory that `save` wrote.
       state: a state of the same run, as a template.
-      convert: makes of the arrays that are a worker's own those for as many workers as there are
-        now; it gets them on the host, with the numbers of workers.
+      convert: converts per-worker arrays to the present number of workers; it gets them on the
+        host, with the numbers of workers.
 
     Raises:
       ValueError: an array is missing or damaged, or does not fit.
     """
     try:
-        about, history, arrays = _read(path, dict(named_leaves(unpack(state))))
+        about, history, arrays = _read_parts(path, dict(named_leaves(unpack_state(state))))
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds
@@ -129,10 +130,10 @@ def load(
     return mapping, history
 
 
-def _read(
+def _read_parts(
     path: Path, templates: Mapping[str, Leaf]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
-    """Return what is said about the arrays, the history, and the arrays, checked."""
+    """Return the metadata, the history, and the arrays, checked."""
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
     checkpointer = _checkpointer()
     shapes = checkpointer.metadata(path.absolute()).item_metadata.tree
@@ -173,6 +174,6 @@ def _read(
     if damaged:
         raise ValueError(f"the checksum of {listed(damaged)} does not fit")
     history = {name.removeprefix(_HISTORY): np.asarray(x) for name, x in beside.items()}
-    # What has no elements is not written.
+    # Arrays without elements are not written.
     empty = {name: np.asarray(x) for name, x in templates.items() if not x.size}
     return about, history, empty | arrays

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.lax import GatherScatterMode
 
 from optfn import core
@@ -27,20 +26,21 @@ __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 
 
 @core.transform(complex_leaves=True)
-def densify() -> optax.GradientTransformationExtraArgs:
+def densify() -> core.Rule:
     """Make row-sparse gradients dense, for third-party transforms that follow.
 
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
     """
-    return core.stateless(lambda updates, params: leafwise.densify(updates))
+    return core.stateless(lambda updates, params: leafwise.to_dense(updates))
 
 
 @jax.tree_util.register_pytree_node_class
 class Table:
     """The form of an embedding leaf inside a loss, which allows lookups and nothing else.
 
-    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …).
+    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …). Ids out of range are
+    treated as in an array.
 
     Args:
       array: the leaf, (rows, …).
@@ -83,8 +83,9 @@ class Table:
             raise TypeError(
                 f"table {self._path!r} is looked up by integer ids, table[ids]; got {came}"
             )
-        rows = self._array[ids.reshape(-1)]  # a single id would be a slice, not a gather
-        return rows.reshape(*ids.shape, *self.shape[1:])
+        # As in an array: JAX reads a single id by a slice, whose start it moves into the array, and
+        # its gradient goes to the row that was read. Here it is a gather with that rule.
+        return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
 
     def __jax_array__(self) -> Any:
         raise TypeError(_dense_use(self._path, "an operation on the whole array"))
@@ -177,11 +178,12 @@ def value_and_grad(
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         leaves, structure = tree.flatten(params)
-        paths, chosen = tree.paths(params), _single_flags(tree.select(pattern, params, "tables"))
+        paths, tables = tree.paths(params), tree.matching(pattern, params, "tables")
+        chosen = [path in tables for path in paths]
         for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
             if is_table:
                 _check_table(path, leaf)
-        # What the loss is traced with: whole tables, or negative ids would count from their parts.
+        # Trace the loss with whole tables, or negative ids would count from the end of their parts.
         seen = [
             _whole(x, owners) if is_table else x for x, is_table in zip(leaves, chosen, strict=True)
         ]
@@ -240,11 +242,6 @@ def value_and_grad(
     return value_and_rows
 
 
-def _single_flags(flags: tree.Flags) -> list[bool]:
-    """Return the flag of each leaf of a tree without packed buffers."""
-    return [flag for (flag,) in flags]
-
-
 def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
     """Return the shape of the table of which a worker keeps `part`; the array where it has all."""
     if owners is None:
@@ -255,7 +252,7 @@ def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
 def _from_owners(
     equation: Equation, owners: Owners, part: jax.Array, starts: jax.Array
 ) -> list[jax.Array]:
-    """Return what a lookup gives, from the workers that keep the rows."""
+    """Return the results of a lookup, from the workers that keep the rows."""
     ids, rows = starts[..., 0], part.shape[1:]
     count = owners.num_rows(part)
     # A gather reads the nearest row where it may not be told that an id is outside.

@@ -1,8 +1,8 @@
 """Embedding tables whose rows are spread over the workers: each keeps 1/N of them, in order.
 
 A worker asks the owners of the rows that its batch looks up, and sends them their gradients. Each
-id goes over the link once per worker, in rounds of a fixed number of ids for each owner, as many
-rounds as the fullest owner needs: none to tune, and exact whatever the ids are.
+id goes over the link once per worker, in rounds of a fixed number of ids for each owner. The
+number of rounds is that of the fullest owner: there is nothing to tune, and no id is dropped.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ class Owners(NamedTuple):
         return OwnedRows(indices, sums / self.workers, grads.num_rows, self)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        """Return what each worker has sent to this one: row k of x goes to worker k."""
+        """Send row k of x to worker k, and return the rows that come from each worker."""
         received: jax.Array = lax.all_to_all(x, axes(self.data_axis), 0, 0)
         return received
 
@@ -242,7 +242,7 @@ class OwnedRows(LeafKind):
     __radd__ = __add__
 
     def _local(self, indices: jax.Array, values: jax.Array) -> Rows:
-        """Return the rows of one worker as rows of what it keeps."""
+        """Return the rows of one worker as rows of its part of the table."""
         return Rows(indices, values, self.num_rows // self.owners.workers, unique=True)
 
     def apply(

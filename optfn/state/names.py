@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from optfn.leaves.tree import is_masked, is_transparent, join, key_name, paths
+from optfn.leaves.traits import traits_of
+from optfn.leaves.tree import is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
 
 
@@ -20,8 +21,8 @@ def with_owners(
 ) -> Iterator[tuple[str | None, Any]]:
     """Yield leaves of a state with the path of the parameter that each belongs to.
 
-    That is the longest of `paths` that its name ends with; None for counters and rates. Where the
-    only parameter has no path, all arrays that are not scalars belong to it.
+    The path is the longest of `paths` that the leaf's name ends with; None for counters and rates.
+    Where the only parameter has no path, all arrays that are not scalars belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
     for name, leaf in parts:
@@ -30,16 +31,16 @@ def with_owners(
 
 
 def main_part(state: OptState) -> OptState:
-    """Return what speaks for a state where no part is named.
+    """Return the part of a state that accessors read where no path is given.
 
-    That is the main field of a node whose type declares one; `state` itself where there is none.
+    It is the main field of a node whose type declares one; `state` itself where there is none.
     """
 
     def has_main(x: object) -> bool:
-        return hasattr(type(x), "main")
+        return bool(traits_of(x).main)
 
     found = [x for x in jax.tree.leaves(state, is_leaf=has_main) if has_main(x)]
-    return getattr(found[0], type(found[0]).main) if found else state
+    return found[0]._asdict()[traits_of(found[0]).main] if found else state
 
 
 def _has_states(x: object) -> bool:
@@ -55,6 +56,12 @@ def state_word(state_type: type) -> str:
     kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
     name = kind.__name__.removesuffix("State")
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def _field_words(state: OptState) -> tuple[str, ...]:
+    """Return the words of the fields of a state."""
+    fields: tuple[str, ...] = state._fields
+    return traits_of(state).words or fields
 
 
 def named_parts(
@@ -77,28 +84,28 @@ def named_parts(
       stop: selects states that are yielded as they are, not leaf by leaf.
       unnamed: selects states that add no word, because that of the state around them is enough.
 
-    A type may declare that its fields are labels, as the keys of a dict are (`labels`), or that it
-    adds no word (`adds_no_word`).
+    A type may declare that its fields are labels, as the keys of a dict are (`labels`), that it
+    adds no word (`adds_no_word`), or other words for its fields than their names (`words`).
     """
     seen: dict[str, int] = {}
 
     def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
         if is_state(node) and node._fields:
             name = prefix
-            if not (unnamed(node) or getattr(type(node), "adds_no_word", False)):
+            if not (unnamed(node) or traits_of(node).adds_no_word):
                 name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
             if stop(node):
                 yield name, node
                 return
-            for field, child in zip(node._fields, node, strict=True):
+            for field, child in zip(_field_words(node), node, strict=True):
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
-            (inner,) = node
+            inner, *_ = node
             yield from walk(inner, prefix, labels)
-        elif getattr(type(node), "labels", False):
+        elif traits_of(node).labels:
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
         elif _has_states(node):
@@ -107,8 +114,7 @@ def named_parts(
                 label = key_name(key) if isinstance(node, dict) else ""
                 yield from walk(child, prefix, join(labels, label))
         else:
-            leaves = jax.tree.leaves(node, is_leaf=is_masked)
-            for path, leaf in zip(paths(node), leaves, strict=True):
+            for path, leaf in with_paths(node):
                 if not is_masked(leaf):
                     yield join(prefix, path), leaf
 
@@ -120,7 +126,7 @@ def retired_fields(
 ) -> list[str]:
     """Return the names of the fields of which earlier versions kept arrays and this one does not.
 
-    Such a state declares them: `@declares(retired=("velocity",))`. Its type is a subclass of the
+    Such a state declares them: `@traits(retired=("velocity",))`. Its type is a subclass of the
     one that kept the arrays, so that a transform of the same kind after it keeps its number.
 
     Args:
@@ -129,7 +135,7 @@ def retired_fields(
     """
 
     def retires(x: object) -> bool:
-        return hasattr(x, "retired")
+        return bool(traits_of(x).retired)
 
     parts = named_parts(state, stop=retires, unnamed=unnamed)
-    return [join(name, field) for name, part in parts if retires(part) for field in part.retired]
+    return [join(name, field) for name, part in parts for field in traits_of(part).retired]

@@ -1,23 +1,29 @@
-"""What a state says about the workers of a mesh: an open protocol that names no scheme.
+"""How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that communicates needs three things that others do not. Its state says each of them,
-and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
-asks the state:
+A transform that exchanges gradients by itself needs three things that others do not. Its state
+says each of them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the
+training step) asks the state:
 
-* which arrays are a worker's own: they lie in a `PerWorker`, beside an int32 field `num_workers`;
-* whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has the leaves,
-  and may say how many bytes that takes (`optfn.parallel.traffic`);
-* whether its updates may be row-sparse: its state type has `passes_rows = True`, and `update` takes
-  `row_updates=True`.
+* which arrays are per-worker, that is a worker's own: they lie in a `PerWorker`, beside an int32
+  field `num_workers`;
+* the leaves whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has
+  them and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
+  other axes of the workers the training step averages the gradients first;
+* whether its updates may be row-sparse: its state type has `@traits(passes_rows=True)`, and
+  `update` takes `row_updates=True`.
 
 A wrapper may stand around such a transform if its own state is right on every worker; its state
-type then has `passes_own_gradients = True`. Where gradients come with the workers as a leading axis
-(`on_each_device`), the state type has `workers_in_front = True`.
+type then has `@traits(passes_own_gradients=True)`. Where gradients come with the workers as a
+leading axis (`on_each_device`), the state type has `@traits(workers_in_front=True)`.
+
+`state_dict` gives flat per-worker arrays of a packed buffer as flat arrays of its leaves. Where
+the order in the buffer matters, as to a selection over the whole buffer, the state type has
+`@traits(spans_buffers=True)`, and they stay whole.
 
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
         residual: PerWorker         # flat arrays (n,) in init; (N·n,) on a mesh
-        exchanged: Exchanged        # exchanged(params) in init
+        exchanged: Exchanged        # exchanged(params, axis_name) in init
 """
 
 from collections.abc import Callable
@@ -27,18 +33,24 @@ import jax
 import optax
 
 from optfn.leaves import tree
-from optfn.leaves.types import OptState, Params, PyTree, declares
+from optfn.leaves.traits import traits, traits_of
+from optfn.leaves.types import OptState, Params, PyTree
+from optfn.mesh import Axes, AxisName, axes, joined
 
 
-@declares(transparent=True)
+@traits(transparent=True)
 class PerWorker(NamedTuple):
-    """A part of a state that is a worker's own: arrays with at least one axis, (n, …).
+    """A per-worker part of a state: arrays with at least one axis, (n, …).
 
     On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
     It adds no word to the names of `state_dict`.
+
+    value: a tree of arrays.
+    axes: the mesh axes along which workers differ in it; none means all axes of the workers.
     """
 
     value: PyTree
+    axes: Axes = Axes()
 
     def __getitem__(self, key: Any) -> Any:
         # A tuple's own keys are integers and slices; others are those of the tree.
@@ -55,19 +67,21 @@ class Exchanged(NamedTuple):
 
     leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each
       array.
-    traffic: what says how many bytes a worker sends, see `optfn.parallel.traffic`; () where nothing
-      is known.
+    axes: the mesh axes over which it exchanges or averages.
+    traffic: a record of the bytes that a worker sends, see `optfn.parallel.traffic`; () if unknown.
 
     It holds no array.
     """
 
     leaves: PyTree
+    axes: Axes
     traffic: Any = ()
 
 
-def exchanged(params: Params, traffic: Any = ()) -> Exchanged:
+def exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
-    return Exchanged(tree.map_arrays(lambda p: ExchangedLeaf(), params), traffic)
+    leaves = tree.map_arrays(lambda p: ExchangedLeaf(), params)
+    return Exchanged(leaves, axes(axis_name), traffic)
 
 
 def _is(kind: type) -> Callable[[Any], bool]:
@@ -80,35 +94,38 @@ def nodes_of(kind: type, state: OptState) -> list[Any]:
 
 
 def exchanges(state: OptState) -> bool:
-    """Tell whether there is a transform in a state that exchanges by itself."""
+    """Tell whether a transform in the state exchanges gradients by itself."""
     return bool(nodes_of(Exchanged, state))
 
 
 def has_own_state(state: OptState) -> bool:
-    """Tell whether a part of a state is a worker's own."""
+    """Tell whether a state has per-worker arrays."""
     return bool(nodes_of(PerWorker, state))
 
 
-def own_leaves(state: OptState, params: Params) -> list[bool]:
-    """Tell for each leaf of `params` whether a transform in `state` exchanges its gradient itself.
+def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
+    """Return for each leaf of `params` the axes over which a transform in `state` exchanges it.
 
-    The gradients of the others have to be averaged over workers before the transform sees them.
-    Leaves are told by their names, because a wrapper may mask some of them.
+    Over all others gradients have to be averaged before the transform sees them. Leaves are told
+    by their names, because a wrapper may mask some of them.
 
     Raises:
-      ValueError: a transform exchanges a leaf that `params` does not have: what stands around it
-        has another tree than params, so that nobody knows whose gradient it takes.
+      ValueError: a transform exchanges a leaf that `params` does not have: a wrapper around it
+        changes the tree, and the gradients that it takes have no place in params.
     """
-    covered = {name for node in nodes_of(Exchanged, state) for name in _covered(node)}
+    covered: dict[str, Axes] = {}
+    for node in nodes_of(Exchanged, state):
+        for name in _covered(node):
+            covered[name] = joined(covered.get(name), node.axes)
     names_of_leaves = tree.names(params)
-    unknown = sorted(covered.difference(*names_of_leaves))
+    unknown = sorted(set(covered).difference(*names_of_leaves))
     if unknown:
         raise ValueError(
             "a transform that exchanges gradients by itself has other leaves than params, "
             f"{tree.listed(unknown)}: what stands around it, such as optax.flatten, must keep the "
             "tree of params"
         )
-    return [not covered.isdisjoint(names) for names in names_of_leaves]
+    return [joined(*map(covered.get, names)) for names in names_of_leaves]
 
 
 def _is_mark(x: Any) -> bool:
@@ -117,8 +134,8 @@ def _is_mark(x: Any) -> bool:
 
 def has_workers_in_front(state: OptState) -> bool:
     """Tell whether the transform of a state takes gradients with the workers as leading axis."""
-    found = jax.tree.leaves(state, is_leaf=lambda x: hasattr(type(x), "workers_in_front"))
-    return any(getattr(type(x), "workers_in_front", False) for x in found)
+    found = jax.tree.leaves(state, is_leaf=lambda x: traits_of(x).workers_in_front)
+    return any(traits_of(x).workers_in_front for x in found)
 
 
 # Wrappers of optax whose own state is the same on all workers.
@@ -131,23 +148,23 @@ _PASSING = (
 
 
 def check_wrappers(who: str, state: OptState) -> None:
-    """Raise a ValueError if what stands around a transform that exchanges is not known to be right.
+    """Raise a ValueError if a wrapper that is not known to be correct encloses an `Exchanged`.
 
-    A wrapper that looks at gradients or keeps them would do so on each worker for itself, and
-    decide otherwise there.
+    A wrapper is known by `passes_own_gradients`. Any other may see or keep the gradients of each
+    worker apart, so that workers would diverge.
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return
     children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
     is_collection = _is_chain(state) or isinstance(state, list | dict)
     if not (is_collection or any(isinstance(x, Exchanged) for x in children)):
-        known = isinstance(state, _PASSING) or getattr(type(state), "passes_own_gradients", False)
+        known = isinstance(state, _PASSING) or traits_of(state).passes_own_gradients
         if not known:
             raise ValueError(
                 f"{who}: {type(state).__name__} stands around a transform that exchanges gradients "
                 "by itself, and would keep or judge those of each worker apart. Put it inside, or "
                 "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
-                "state that is the same on all workers says so: declares(passes_own_gradients=True)"
+                "state that is the same on all workers says so: traits(passes_own_gradients=True)"
             )
     if _is_chain(state):
         _check_before(who, state)
@@ -158,7 +175,7 @@ def check_wrappers(who: str, state: OptState) -> None:
 def _check_before(who: str, chain: OptState) -> None:
     """Raise a ValueError if a part of a chain keeps gradients that a later part exchanges.
 
-    It sees each worker's own: on a mesh its state would be taken for the same on all workers.
+    That part sees each worker's own gradients, but on a mesh its state counts as replicated.
     """
     for i, part in enumerate(chain):
         marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]
@@ -199,14 +216,14 @@ def may_give_rows(state: OptState) -> bool:
     Some transforms treat Rows as two arrays, so that all transforms that updates pass through must
     be known to take them. The state answers:
 
-    * A NamedTuple may give rows if its type has `passes_rows = True`, and it has an `Exchanged`
-      field or a field whose value may give rows.
+    * A NamedTuple may give rows if its type has `@traits(passes_rows=True)`, and it has an
+      `Exchanged` field or a field whose value may give rows.
     * A plain tuple, the state of a chain, may give rows if one of its members may and all others
       pass them.
     * Anything else may not.
 
-    A NamedTuple passes rows if its type has `passes_rows = True` and what its field `inner_state`
-    holds, if it has one, passes them; a plain tuple if all its members do.
+    A NamedTuple passes rows if its type has that trait and the state in its field `inner_state`,
+    if it has one, passes them; a plain tuple if all its members do.
     """
     if _is_chain(state):
         return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))
@@ -220,7 +237,7 @@ def _is_chain(state: OptState) -> bool:
 
 
 def _declares_rows(state: OptState) -> bool:
-    return isinstance(state, tuple) and getattr(type(state), "passes_rows", False) is True
+    return isinstance(state, tuple) and traits_of(state).passes_rows
 
 
 def _passes_or_gives_rows(state: OptState) -> bool:

@@ -5,6 +5,7 @@ wrapped. On a mesh a per-worker array has the shape (N·n, …) and is sharded a
 that each worker sees the (n, …) of `tx.init`; all other arrays are replicated.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn import mesh as meshes
+from optfn.leaves.tree import is_key, on_key_data
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
+from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
 from optfn.state.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
@@ -42,27 +45,28 @@ def _counts_workers(x: PyTree) -> bool:
 
 
 def map_state(
-    per_worker: Callable[[Any], Any],
+    per_worker: Callable[[Any, meshes.Axes], Any],
     shared: Callable[[Any], Any],
     opt_state: OptState,
-    count: Callable[[Any], Any] | None = None,
+    count: Callable[[Any, meshes.Axes], Any] | None = None,
 ) -> OptState:
     """Map each array of a state by its kind.
 
     Args:
-      per_worker: the function of per-worker arrays.
+      per_worker: the function of per-worker arrays and the axes along which workers differ.
       shared: the function of all other arrays.
       opt_state: the state of an optimizer, however wrapped.
-      count: the function of the fields `num_workers`; None means `shared`.
+      count: the function of the fields `num_workers` and the same axes; None means `shared`.
     """
 
     def convert(node: PyTree) -> PyTree:
         if _is_per_worker(node):
-            return jax.tree.map(per_worker, node)
+            return jax.tree.map(lambda x: per_worker(x, node.axes), node)
         if count is None or not _counts_workers(node):
             return shared(node)
+        own = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
         fields = {
-            name: jax.tree.map(count, child)
+            name: jax.tree.map(lambda x: count(x, own), child)
             if name == "num_workers"
             else map_state(per_worker, shared, child, count)
             for name, child in node._asdict().items()
@@ -78,8 +82,7 @@ def map_state(
 def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
     check_wrappers("the optimizer", opt_state)
-    sharded = P(meshes.axes(axis_name))
-    return map_state(lambda x: sharded, lambda x: P(), opt_state)
+    return map_state(lambda x, own: P(meshes.axes(own or axis_name)), lambda x: P(), opt_state)
 
 
 def state_specs(
@@ -90,7 +93,7 @@ def state_specs(
     Args:
       tx: an optimizer, however wrapped, with or without per-worker state.
       params: the parameters, arrays or ShapeDtypeStructs.
-      axis_name: the mesh axes over which workers exchange.
+      axis_name: the mesh axes of the workers, for per-worker arrays that do not name their own.
 
     Returns:
       A tree like the state: P(axis_name) for per-worker arrays, P() for all others.
@@ -104,46 +107,29 @@ def state_specs(
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
-def init_state(
-    tx: optax.GradientTransformation,
-    params: Params,
-    mesh: Mesh,
-    *,
-    axis_name: AxisName = "data",
-) -> OptState:
-    """Return the state of step 0 on a mesh: per-worker arrays sharded, the rest replicated.
-
-    Each device stores only its worker's part of the per-worker arrays. In a run of several
-    processes, each process must call it with the same params.
+def on_workers_of(
+    init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
+) -> Callable[[Params], OptState]:
+    """Turn a function that returns one worker's state into one that returns that of all workers.
 
     Args:
-      tx: an optimizer, however wrapped.
-      params: the parameters, arrays on the host or replicated over the mesh.
-      mesh: a mesh, such as `data_mesh()`.
-      axis_name: the mesh axes over which workers exchange.
+      init: gives one worker's state.
+      mesh: the mesh of the workers.
+      axis_name: the axes of the workers, for per-worker arrays that do not name their own.
     """
-    return init_on_mesh(core.check_transform("init_state: tx", tx).init, params, mesh, axis_name)
 
-
-def init_on_mesh(
-    init: Callable[[Params], OptState], params: Params, mesh: Mesh, axis_name: AxisName
-) -> OptState:
-    """Return what `init_state` does, for an init function."""
-    workers = num_workers(mesh, axis_name)
+    def workers(own: meshes.Axes) -> int:
+        return num_workers(mesh, own or axis_name)
 
     def init_all(params: Params) -> OptState:
         return map_state(
-            lambda x: jnp.tile(x, (workers, *[1] * (x.ndim - 1))),
+            lambda x, own: jnp.tile(x, (workers(own), *[1] * (x.ndim - 1))),
             lambda x: x,
             init(params),
-            lambda x: jnp.full_like(x, workers),
+            lambda x, own: jnp.full_like(x, workers(own)),
         )
 
-    shapes = jax.eval_shape(init, params)
-    shardings = jax.tree.map(
-        lambda spec, x: meshes.sharding(mesh, spec, x.ndim), specs_of(shapes, axis_name), shapes
-    )
-    return jax.jit(init_all, out_shardings=shardings)(params)
+    return init_all
 
 
 def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
@@ -172,7 +158,9 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         x_j = x of the old worker 0             for all others
 
     The mean over workers of a residual, the part of the updates that the parameters have not yet
-    received, does not change.
+    received, does not change. Codes, such as 8-bit moments, are decoded, averaged and encoded as
+    the nearest code under the mean of their scales. In a mapping uint16 stands for the bits of
+    bfloat16, as `state_dict` gives them.
 
     Args:
       opt_state: a state in the layout of `init_state`, or a tree that contains one; or a mapping
@@ -193,12 +181,51 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker part")
     old_count = _agreed(_worker_counts(opt_state))
+    parts = map_state(lambda x, own: _parts(x, old_count), lambda x: x, opt_state)
+    is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
+    means = map_state(lambda x, own: _mean(x), lambda x: x, parts)
+    means = jax.tree.map(_mean_of_codes, parts, means, is_own, is_leaf=has_codes)
     return map_state(
-        lambda x: _rescaled(np.asarray(x), old_count, count, "a per-worker array"),
-        lambda x: x,
-        opt_state,
-        lambda x: jnp.full_like(x, count),
+        lambda x, own: _repeated(x, count),
+        _on_host,
+        means,
+        lambda x, own: np.full_like(x, count),
     )
+
+
+def _on_host(x: object) -> object:
+    """Return an array that this process can read on the host, a key on its first device."""
+    if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
+        return x
+    if is_key(x):
+        return on_key_data(lambda data: jnp.asarray(np.asarray(data)), x)
+    return np.asarray(x)
+
+
+def _mean_of_codes(parts: OptState, mean: OptState, is_own: OptState) -> OptState:
+    """Return `mean` with the mean of the numbers that codes stand for, where a node has codes.
+
+    Args:
+      parts: a node of a state, in which each per-worker array is (workers, n, …).
+      mean: the node with the mean over workers of each array; of codes, worker 0's.
+      is_own: a flag for each array, whether it is per-worker.
+    """
+    for field in encoded_fields(parts):
+        found = jax.tree.map(
+            functools.partial(_mean_if_own, field),
+            getattr(is_own, field.codes),
+            getattr(parts, field.codes),
+            getattr(parts, field.scale),
+            getattr(mean, field.codes),
+        )
+        mean = mean._replace(**{field.codes: found})
+    return mean
+
+
+def _mean_if_own(
+    field: Encoded, is_own: bool, codes: np.ndarray, scales: np.ndarray, shared: np.ndarray
+) -> np.ndarray:
+    return field.mean(codes, scales) if is_own else shared
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -217,8 +244,17 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
         and any(name.startswith(key.removesuffix("num_workers")) for name in names)
     ]
     old_count = _agreed([mapping[key] for key in count_keys])
-    for key in names:
-        rescaled[key] = _rescaled(np.asarray(mapping[key]), old_count, count, key)
+    parts = {key: _parts(mapping[key], old_count, key) for key in names}
+    encoded = encoded_names(parts)
+    for key, x in parts.items():
+        if key in encoded:
+            field, scale = encoded[key]
+            mean = field.mean(x, parts[scale])
+        elif x.dtype == np.uint16:
+            mean = _mean(x.view(jnp.bfloat16)).view(np.uint16)
+        else:
+            mean = _mean(x)
+        rescaled[key] = _repeated(mean, count)
     for key in count_keys:
         rescaled[key] = np.full_like(np.asarray(mapping[key]), count)
     return rescaled
@@ -228,12 +264,22 @@ def _worker_counts(opt_state: OptState) -> list[Leaf]:
     """Return the fields `num_workers` of a state."""
     counts: list[Leaf] = []
 
-    def collect(x: Leaf) -> Leaf:
+    def collect(x: Leaf, own: meshes.Axes) -> Leaf:
         counts.append(x)
         return x
 
-    map_state(lambda x: x, lambda x: x, opt_state, collect)
+    map_state(lambda x, own: x, lambda x: x, opt_state, collect)
     return counts
+
+
+def workers_of(opt_state: OptState) -> int:
+    """Return the number of workers whose parts a state has; 0 if it has none, or is traced."""
+    counts = _worker_counts(opt_state)
+    are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
+    if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap
+        return 0
+    numbers = {int(np.asarray(count)) for count in counts}
+    return numbers.pop() if len(numbers) == 1 else 0
 
 
 def _unlisted_names(mapping: Mapping[str, Any]) -> list[str]:
@@ -254,23 +300,25 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _rescaled(x: np.ndarray, old_count: int, count: int, name: str) -> np.ndarray:
-    """Return the mean of the workers' parts of `x`, or worker 0's part, for `count` workers.
-
-    Args:
-      x: an array of shape (old_count·n, …).
-      old_count: the number of workers whose parts `x` has.
-      count: the number of workers of the result, (count·n, …).
-      name: the name of the array in errors.
-    """
-    if x.ndim < 1 or x.shape[0] % old_count:
+def _parts(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array") -> np.ndarray:
+    """Return the workers' parts of an array of shape (count·n, …) on the host: (count, n, …)."""
+    array = np.asarray(x)
+    if array.ndim < 1 or array.shape[0] % count:
         raise ValueError(
-            f"rescale_residuals: {name} has shape {x.shape}; its first axis must be divisible by "
-            f"the {old_count} workers, as in the layout of init_state"
+            f"rescale_residuals: {name} has shape {array.shape}; its first axis must be divisible "
+            f"by the {count} workers, as in the layout of init_state"
         )
-    parts = x.reshape(old_count, x.shape[0] // old_count, *x.shape[1:])
-    part = parts[0]
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        wide = np.complex128 if np.iscomplexobj(x) else np.float64
-        part = np.mean(parts, axis=0, dtype=wide).astype(x.dtype)
-    return np.tile(part, (count, *[1] * (x.ndim - 1)))
+    return array.reshape(count, array.shape[0] // count, *array.shape[1:])
+
+
+def _mean(parts: np.ndarray) -> np.ndarray:
+    """Return the mean of the workers' parts (workers, n, …); worker 0's if they are integers."""
+    if not jnp.issubdtype(parts.dtype, jnp.inexact):
+        return np.asarray(parts[0])
+    wide = np.complex128 if np.iscomplexobj(parts) else np.float64
+    return np.asarray(np.mean(parts, axis=0, dtype=wide).astype(parts.dtype))
+
+
+def _repeated(part: np.ndarray, count: int) -> np.ndarray:
+    """Return `part` for each of `count` workers: (count·n, …)."""
+    return np.asarray(np.tile(part, (count, *[1] * (part.ndim - 1))))

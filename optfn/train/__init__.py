@@ -1,1 +1,1 @@
-"""Around the optimizer: its state, and the step that trains."""
+"""The training step: its loss and gradients, the update, rounds of local steps, its state."""

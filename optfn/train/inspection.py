@@ -1,4 +1,4 @@
-"""What a compiled step does to memory."""
+"""A check of a compiled step: it overwrites its state, and copies no large array."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 
 
 def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
-    """Check that a compiled step overwrites what it is given, and copies no large array.
+    """Check that a compiled step overwrites its donated arguments, and copies no large array.
 
     JAX pairs donated arguments with results of the same shape in their order; in another order, or
     where the loss reads parameters after they are overwritten, XLA copies whole arrays, and the
@@ -20,7 +20,7 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
 
     Args:
       step: a TrainStep, or a function from `jax.jit(..., donate_argnums=...)`.
-      *args: what it is called with: arrays or ShapeDtypeStructs. Nothing is run.
+      *args: the arguments of the step, arrays or ShapeDtypeStructs. Nothing is run.
       min_size: the elements from which a copy counts, ≥ 1.
 
     Raises:

@@ -1,41 +1,46 @@
-"""Local steps: workers train apart for a while, and then exchange how far they have come.
+"""Local steps: workers train apart for some steps, and then average the drift of their params.
 
-Each worker's optimizer keeps a state of its own. The leaves of it that cannot differ between
-workers, such as step counters and rates, are found by tracing its update: they depend neither on
-gradients nor on params.
+Each worker's optimizer has a state of its own. Its leaves that cannot differ between workers, such
+as step counters and rates, are found by tracing the update: they depend neither on gradients nor
+on params.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from optfn import core
+from optfn import checks, core
 from optfn.jaxprs.dependence import depends
 from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates, declares
+from optfn.leaves.traits import traits, traits_of
+from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.mesh import AxisName, axes
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import traffic
-from optfn.state.per_worker import PerWorker, exchanges
+from optfn.parallel.layout import Layout
+from optfn.state.per_worker import PerWorker, exchanges, has_own_state
+from optfn.state.placement import num_workers
 from optfn.train.state import StepFn, TrainState
+from optfn.wrappers.nonfinite import with_gave_up
 
 
-@declares(adds_no_word=True)
+@traits(adds_no_word=True)
 class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
     num_workers: int32.
-    inner_state: the state of `tx`; the leaves that are a worker's own are in `PerWorker`s.
+    inner_state: the state of `tx`; its per-worker leaves are in `PerWorker`s.
     """
 
     num_workers: jax.Array
     inner_state: OptState
 
 
-@declares(labels=True, passes_own_gradients=True, main="inner")
+@traits(labels=True, passes_own_gradients=True, main="inner")
 class InnerAndOuter(NamedTuple):
     """The optimizer state of a run with local steps: that of the workers, and the outer one's."""
 
@@ -54,7 +59,7 @@ class LocalSteps(NamedTuple):
         """Return the state of one worker at step 0.
 
         Raises:
-          ValueError: `tx` communicates, or keeps copies of params.
+          ValueError: `tx` exchanges gradients by itself, or keeps copies of params.
         """
         state = self.tx.init(params)
         _check_inner(self.tx, state, params)
@@ -66,28 +71,30 @@ class LocalSteps(NamedTuple):
         """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
         Args:
-          local_step: a step on what a worker has alone.
+          local_step: a step on the state and the batch of one worker.
           axis_name: the mesh axes of the workers.
         """
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
             own = is_own(self.tx, state.params)
             like = jax.eval_shape(self.tx.init, state.params)
-            opt_state = _taken(state.opt_state.inner.inner_state, like)
+            opt_state = _unwrapped(state.opt_state.inner.inner_state, like)
             start = state._replace(opt_state=opt_state)
             end, metrics = _scan(local_step, start, batch, self.steps)
             drift = jax.tree.map(_drift, state.params, end.params)
             finite = _all_finite(drift, axis_name)
             metrics = _mean_of_metrics(metrics, axis_name)
             params, outer = self._exchange(drift, state, finite, metrics["loss"], axis_name)
-            metrics |= traffic.metrics(drift, state.opt_state.outer, outer, axis_name)
-            # A worker that has gone astray would do so again: its optimizer starts anew.
+            metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
+            # A worker whose drift is not finite starts again with a fresh optimizer state.
             fresh = self.tx.init(params)
             astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(
                 lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,
                 end.opt_state, fresh, own,
             )  # fmt: skip
+            if "gave_up" in metrics:  # in any step of the round
+                opt_state = with_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
             model_state = jax.tree.map(
                 lambda old, new: jnp.where(finite, new, old),
@@ -117,6 +124,41 @@ class LocalSteps(NamedTuple):
         )
 
 
+def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
+    """Raise unless a state is that of a step with these local steps, on as many workers.
+
+    The number of workers is compared only where its value is ready, so that no call waits for a
+    step under way; the result of a step has the right number.
+    """
+    if isinstance(opt_state, InnerAndOuter) != (local is not None):
+        made = ("without local steps", "with local_steps > 1")
+        steps = 1 if local is None else local.steps
+        raise TypeError(
+            f"the step is made with local_steps={steps}; the state was made "
+            f"{made[isinstance(opt_state, InnerAndOuter)]}: begin with the state that the "
+            "step's own init returns"
+        )
+    if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
+        return
+    found, workers = (
+        int(np.asarray(opt_state.inner.num_workers)),
+        num_workers(layout.mesh, layout.worker_axes),
+    )
+    if found != workers and has_own_state(opt_state.inner):
+        raise ValueError(
+            f"the state has the parts of {found} workers, and the step has {workers}: pass "
+            f"optfn.distributed.rescale_residuals(state, {workers}), or restore a checkpoint of it "
+            "by optfn.restore_checkpoint, which converts it"
+        )
+
+
+def _can_be_read(x: jax.Array) -> bool:
+    """Tell whether the value of an array can be read without waiting."""
+    if not isinstance(x, jax.Array):
+        return True
+    return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
+
+
 def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
     """Tell for each leaf of the state of `tx` whether workers that train apart may differ in it."""
 
@@ -144,7 +186,7 @@ def _like_gradient(p: Leaf) -> Leaf:
 def _check_inner(
     tx: optax.GradientTransformationExtraArgs, state: OptState, params: Params
 ) -> None:
-    """Raise a ValueError for optimizers that are not right where params are exchanged."""
+    """Raise a ValueError for optimizers that are incorrect between exchanges of params."""
     if exchanges(state):
         raise ValueError(
             "local_steps > 1 with a tx that communicates by itself: workers train apart, and outer "
@@ -161,17 +203,17 @@ def _check_inner(
 
 
 def _follows_params(x: object) -> bool:
-    return bool(getattr(type(x), "follows_params", False))
+    return traits_of(x).follows_params
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:
-    """Return a state with the workers' own leaves in PerWorkers; scalars have the shape (1,)."""
+    """Return a state with the per-worker leaves in PerWorkers; scalars have the shape (1,)."""
     return jax.tree.map(
         lambda x, is_own: PerWorker(jnp.reshape(x, x.shape or (1,))) if is_own else x, state, own
     )
 
 
-def _taken(laid_out: OptState, like: OptState) -> OptState:
+def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
     """Return the state of `tx` from that of `_laid_out`."""
     pairs = zip(jax.tree.leaves(laid_out), jax.tree.leaves(like), strict=True)
     return jax.tree.unflatten(jax.tree.structure(like), [x.reshape(y.shape) for x, y in pairs])
@@ -212,13 +254,17 @@ def _all_finite(drift: Updates, axis_name: AxisName) -> jax.Array:
     return lax.pmax(bad.astype(jnp.int32), axes(axis_name)) == 0
 
 
+def _of_steps(x: jax.Array) -> jax.Array:
+    """Return the mean over steps of numbers, the sum of integers, the first of keys."""
+    if tree.is_key(x):
+        return x[0]
+    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=parallel.sum_dtype(x))
+
+
 def _mean_of_metrics(metrics: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
     means = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = jax.tree.map(
-        lambda x: jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=x.dtype), means
-    )
-    reduced = parallel.mean_over_workers(reduced, axis_name)
+    reduced = parallel.mean_over_workers(jax.tree.map(_of_steps, means), axis_name)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
         reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axes(axis_name))
     if "gave_up" in metrics:

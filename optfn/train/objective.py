@@ -14,18 +14,20 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
+from optfn.checks import shown
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
-from optfn.mesh import AxisName, axes
+from optfn.mesh import AxisName, restricted
 from optfn.parallel.data_parallel import batch_spec, mean_or_first, mean_over_workers
-from optfn.parallel.sharding import Sharding, is_spec
+from optfn.parallel.layout import Layout, is_spec
+from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.tables import Owners
 
 
 class Values(NamedTuple):
-    """What a loss function gives: the loss, and with it the new model state and auxiliary data."""
+    """The results of a loss function: the loss, the new model state and auxiliary data."""
 
     loss: jax.Array
     model_state: PyTree = None
@@ -33,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a step minimizes, two functions of (params, model_state, batch, *keys).
+    """The objective of a step: two functions of (params, model_state, batch, *keys).
 
     value: gives the Values.
     value_and_grad: gives the Values and the gradients.
@@ -45,19 +47,19 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a loss function takes and gives beside params, the batch and the loss."""
+    """The further arguments and results of a loss function, beside params, batch and loss."""
 
     has_model_state: bool
     has_aux: bool
 
     def arguments(self, model_state: PyTree, *others: Any) -> tuple[Any, ...]:
-        """Return what follows the params in a call."""
+        """Return the arguments that follow the params in a call."""
         # A new tree for each call: equinox marks a State as used up.
         return (jax.tree.map(lambda x: x, model_state), *others) if self.has_model_state else others
 
     @property
     def result(self) -> str:
-        """What the function has to return, for errors."""
+        """The results that the function must return, for errors."""
         rest = {
             (False, False): "",
             (False, True): "aux",
@@ -67,15 +69,15 @@ class Form:
         return f"(loss, {rest})" if rest else "loss"
 
     def values(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Return what a function gave, checked.
+        """Return the checked results of a function.
 
         Args:
           who: the function's name in errors.
-          returned: what it gave.
-          model_state: the one it was given; the new one must be like it.
+          returned: its results.
+          model_state: the one passed to the function; the new one must be like it.
 
         Raises:
-          TypeError: it is not of this form, or the loss is not a real number.
+          TypeError: the results are not of this form, or the loss is not a real number.
           ValueError: the loss is not a scalar, or the model state has changed its structure.
         """
         if not (self.has_model_state or self.has_aux):
@@ -86,10 +88,11 @@ class Form:
                 )
             return Values(_loss(who, returned))
         loss, rest = self._pair(who, returned)
-        if not self.has_model_state:
-            return Values(_loss(who, loss), aux=rest)
-        new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
-        _check_model_state(who, new, model_state)
+        new, aux = None, rest
+        if self.has_model_state:
+            new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
+            _check_model_state(who, new, model_state)
+        _check_aux(who, aux)
         return Values(_loss(who, loss), new, aux)
 
     def _pair(self, who: str, returned: Any) -> Any:
@@ -116,6 +119,14 @@ def _loss(who: str, loss: Any) -> jax.Array:
     return jnp.asarray(loss)
 
 
+def _check_aux(who: str, aux: PyTree) -> None:
+    """Raise a TypeError unless the leaves of aux are arrays and numbers."""
+    for path, x in zip(tree.array_paths(aux), jax.tree.leaves(aux), strict=True):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
+            at = f" at {path!r}" if path else ""
+            raise TypeError(f"{who}: aux must hold arrays and numbers; got {shown(x)}{at}")
+
+
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
     """Raise a ValueError unless the new model state has the arrays of the old one."""
     tree.check_same_structure(who, "the new model_state", new, "the old one", old)
@@ -130,14 +141,14 @@ def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
             )
 
 
-# Gives the params that a function sees, for the time in which it is traced.
-Whole: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
+# A context manager from stored params to those that a function sees while it is traced.
+Seen: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
 
 
 def of_loss(
     loss_fn: LossFn,
     form: Form,
-    whole: Whole = contextlib.nullcontext,
+    seen: Seen = contextlib.nullcontext,
     *,
     tables: Pattern | None = None,
     owners: Owners | None = None,
@@ -147,16 +158,17 @@ def of_loss(
 
     Args:
       loss_fn: (params, batch) -> loss, or another form.
-      form: what it takes and gives beside.
-      whole: gives the params that it sees; gradients are those of the params before.
+      form: its further arguments and results.
+      seen: a context manager from the stored params to those that the loss sees; gradients are
+        with respect to the stored ones.
       tables: leaves that are looked up only; see `sparse.value_and_grad`.
       owners: the workers that keep their rows, where they are sharded.
       recompute: names of values that are kept for the backward pass.
     """
 
     def value(params: Params, model_state: PyTree, *others: Any) -> Values:
-        with whole(params) as seen:
-            returned = loss_fn(seen, *form.arguments(model_state, *others))
+        with seen(params) as whole_params:
+            returned = loss_fn(whole_params, *form.arguments(model_state, *others))
         return form.values("loss_fn", returned, model_state)
 
     def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
@@ -184,21 +196,23 @@ def of_loss(
 
 
 def of_value_and_grad(
-    function: Callable[..., Any], form: Form, whole: Whole = contextlib.nullcontext
+    function: Callable[..., Any], form: Form, seen: Seen = contextlib.nullcontext
 ) -> Objective:
     """Return the objective of a user's own (params, batch) -> (loss, gradients).
 
-    Its gradients are those of the params that it sees, which `whole` gives.
+    Its gradients are with respect to the params that it sees, those from `seen`.
     """
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
-        with whole(params) as seen:
-            result = function(seen, *form.arguments(model_state, batch))
+        with seen(params) as whole_params:
+            result = function(whole_params, *form.arguments(model_state, batch))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(f"value_and_grad must return the pair ({form.result}, gradients)")
         returned, grads = result
         values = form.values("the value of value_and_grad", returned, model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
+        if seen is not contextlib.nullcontext:  # else they may have the workers in front
+            mismatch.check_gradients("value_and_grad", grads, whole_params)
         return values, jax.tree.map(_as_array, grads)
 
     return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
@@ -217,75 +231,96 @@ def of_packed(objective: Objective) -> Objective:
     return Objective(value, unpacked(objective.value_and_grad))
 
 
-def of_workers(make: Callable[[Whole], Objective], sharding: Sharding, params: Params) -> Objective:
-    """Return the objective of all workers, a function of whole arrays that lie on a mesh.
+def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
+    """Return the objective of all devices of the part axes, a function of whole arrays on the mesh.
 
-    Loss and gradients are means over the workers. Each worker gathers the params that it needs, and
-    gets the part of the gradients that it keeps.
+    Loss and gradients are means over these devices. Each device gathers the params that its
+    loss needs, and gets its own part of the gradients.
 
     Args:
-      make: returns the objective of one worker.
-      sharding: where params lie.
-      params: of their shapes.
+      make: returns the objective of one device.
+      layout: how params lie.
     """
-    specs, grad_specs = sharding.of_params(params), sharding.of_gradients(params)
-    tables = sharding.is_table(params)
-    objective = make(lambda parts: sharding.whole(parts, specs, tables))
-    axis_name = sharding.data_axis
+    objective = _OnParts(make, layout)
+    return Objective(objective.value, objective.value_and_grad)
 
-    def mean(values: Values) -> Values:
-        loss, aux = mean_over_workers((values.loss, values.aux), axis_name)
-        return Values(loss, mean_or_first(values.model_state, axis_name), aux)
 
-    def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
-        return mean(objective.value(params, model_state, batch, *_own_keys(keys, axis_name)))
+class _OnParts(NamedTuple):
+    """The objective of the devices of the part axes; see `on_parts`."""
 
-    def value_and_grad(
-        params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array
-    ) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(
-            params, model_state, batch, *_own_keys(keys, axis_name)
+    make: Callable[[Seen], Objective]
+    layout: Layout
+
+    def value(self, params: Params, *rest: Any) -> Values:
+        """Return the mean of the values over the devices."""
+        objective = self._of_one(params)
+
+        def on_device(parts: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
+            return self._mean(objective.value(parts, model_state, batch, *self._own_keys(keys)))
+
+        return self._run(on_device, P(), params, *rest)
+
+    def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
+        """Return the mean of the values, and of the gradients, each divided as its layout says."""
+        objective, layout = self._of_one(params), self.layout
+        specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
+
+        def on_device(
+            parts: Params, model_state: PyTree, batch: Batch, *keys: Any
+        ) -> tuple[Values, Updates]:
+            values, grads = objective.value_and_grad(
+                parts, model_state, batch, *self._own_keys(keys)
+            )
+            grads = mean_gradients(grads, parts, specs, of_gradients, layout)
+            # No device gives back a float0.
+            grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
+            return self._mean(values), grads
+
+        trained = jax.tree.map(
+            lambda p, spec: spec if tree.is_inexact(p) else None, params, of_gradients
         )
-        grads = sharding.own_part(grads, params, grad_specs)
-        # No device gives back a float0.
-        return mean(values), tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
+        out_specs = P(), self._on_devices(trained)
+        values, grads = self._run(on_device, out_specs, params, *rest)
+        return values, jax.tree.map(
+            lambda p, g: mismatch.no_gradient(jnp.shape(p)) if g is None else g, params, grads
+        )
 
-    def run(function: Callable[..., Any], out_specs: PyTree, *arguments: Any) -> Any:
-        batch, *keys = arguments[2:]
+    def _of_one(self, params: Params) -> Objective:
+        """Return the objective of one device, which sees whole params."""
+        specs, tables = self.layout.of_params(params), self.layout.is_table(params)
+        return self.make(lambda parts: whole(parts, specs, tables, self.layout))
+
+    def _mean(self, values: Values) -> Values:
+        names = self.layout.part_axes
+        loss, aux = mean_over_workers((values.loss, values.aux), names)
+        return Values(loss, mean_or_first(values.model_state, names), aux)
+
+    def _own_keys(self, keys: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return keys that are different on each device."""
+        return [jax.random.fold_in(key, lax.axis_index(self.layout.part_axes)) for key in keys]
+
+    def _on_devices(self, specs: PyTree) -> PyTree:
+        """Return specs restricted to the part axes, which `shard_map` binds."""
+        names = self.layout.part_axes
+        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+
+    def _run(self, function: Callable[..., Any], out_specs: PyTree, *arguments: Any) -> Any:
+        params, model_state, batch, *keys = arguments
+        names = self.layout.part_axes
         in_specs = (
-            jax.tree.map(sharding.on_workers, specs, is_leaf=is_spec),
+            self._on_devices(self.layout.of_params(params)),
             P(),
-            jax.tree.map(lambda x: batch_spec(x, axis_name), batch),
+            jax.tree.map(lambda x: batch_spec(x, names), batch),
             *[P()] * len(keys),
         )
         return jax.shard_map(
             function,
-            mesh=sharding.mesh,
+            mesh=self.layout.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=frozenset(axes(axis_name)),
+            axis_names=frozenset(names),
             check_vma=False,
-        )(*arguments)
-
-    def whole_value_and_grad(params: Params, *arguments: Any) -> tuple[Values, Updates]:
-        out_specs = jax.tree.map(
-            lambda p, spec: sharding.on_workers(spec) if tree.is_inexact(p) else None,
-            params,
-            grad_specs,
-        )
-        values, grads = run(value_and_grad, (P(), out_specs), params, *arguments)
-
-        def filled(p: Leaf, g: Leaf) -> Leaf:
-            return mismatch.no_gradient(jnp.shape(p)) if g is None else g
-
-        return values, jax.tree.map(filled, params, grads)
-
-    return Objective(functools.partial(run, value, P()), whole_value_and_grad)
-
-
-def _own_keys(keys: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
-    """Return keys that are different on each worker."""
-    return [jax.random.fold_in(key, lax.axis_index(axis_name)) for key in keys]
+        )(params, model_state, batch, *keys)
 
 
 def value_fn(
@@ -294,7 +329,7 @@ def value_fn(
     """Return params -> loss on the batch of a step, as transforms that search a line call it.
 
     Args:
-      objective: what the step minimizes.
+      objective: that of the step.
       axis_name: the mesh axes over whose workers loss and gradients are averaged; None for none.
       *arguments: model state, batch and keys of the step.
     """
@@ -313,7 +348,7 @@ def value_fn(
                 return mismatch.no_gradient(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
-        return (tree.map_arrays(scaled, leafwise.densify(grads)),)
+        return (tree.map_arrays(scaled, leafwise.to_dense(grads)),)
 
     loss.defvjp(forward, backward)
     return loss

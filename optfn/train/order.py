@@ -1,12 +1,10 @@
-"""Links of a chain that stand where they do not do what they are for.
+"""Warnings of transforms whose position in a chain defeats their purpose.
 
-Nothing fails there, but an average averages other params, a rate counts twice, or what workers have
-exchanged is exchanged once more.
+Nothing fails there, but an average averages other params, a rate counts twice, or gradients that
+workers have exchanged are exchanged once more.
 """
 
 from collections.abc import Iterator
-
-import jax
 
 from optfn import checks
 from optfn.leaves.types import OptState
@@ -16,14 +14,14 @@ from optfn.wrappers.averaging import is_average
 
 
 def warn_of_order(opt_state: OptState) -> None:
-    """Warn of links that stand at the wrong place, as the states of their chains show it."""
+    """Warn of transforms at the wrong position in a chain, which the state of the chain shows."""
     for links in _chains(opt_state):
         for message in (*_averages(links), *_rates(links), *_exchanges(links)):
             checks.warn(message)
 
 
 def _chains(state: OptState) -> Iterator[tuple[OptState, ...]]:
-    """Yield the states of the links of each chain, of those inside wrappers as well."""
+    """Yield the states of the links of each chain, also of chains inside wrappers."""
     if not isinstance(state, tuple):
         return
     if type(state) is tuple:
@@ -48,7 +46,7 @@ def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
     before = nodes_of(rates.LearningRateState, links[: is_plateau.index(True)])
     # A schedule in front of it is meant to be multiplied.
     own = [x.learning_rate for x in before if type(x) is rates.LearningRateState]
-    for rate in (rates.largest(x) for x in own if not isinstance(x, jax.core.Tracer)):
+    for rate in (rates.largest(x) for x in own if not checks.is_traced(x)):
         if rate != 1:
             yield (
                 "reduce_on_plateau multiplies the updates of an optimizer whose learning rate is "

@@ -1,4 +1,4 @@
-"""What a training run carries from step to step, and where it begins."""
+"""The state of a training run, which each step takes and returns, and its initial value."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optfn import checks
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree
 
 
 class TrainState(NamedTuple):
-    """What a training run carries from step to step.
+    """The state of a training run, which each step takes and returns.
 
     step: int32, the number of steps made.
-    params: what is trained.
+    params: the parameters that are trained.
     opt_state: the state of the optimizer.
-    model_state: what the model keeps beside params, such as batch statistics; None without.
+    model_state: further arrays of the model, such as batch statistics; None without.
     """
 
     step: jax.Array
@@ -36,7 +37,7 @@ def copy(x: Leaf) -> jax.Array:
 
 
 def distinct(state: TrainState) -> TrainState:
-    """Copy the arrays that stand in two places, as an average that begins with params does.
+    """Copy arrays that occur twice in a state, such as an average that begins as the params.
 
     A buffer can be donated once only.
     """
@@ -52,12 +53,13 @@ def distinct(state: TrainState) -> TrainState:
 
 
 def on_one_mesh(state: TrainState) -> TrainState:
-    """Replicate what lies on one device, such as counters, over the mesh of the params if any.
+    """Replicate arrays on one device, such as counters, over the mesh of the params if any.
 
-    The first step would do so itself, and the second would be compiled anew for its result.
+    Otherwise the first step would replicate them, and the second would be compiled again for the
+    new sharding.
     """
     leaves = jax.tree.leaves(state.params)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if checks.is_traced(leaves):
         return state
     meshes = {x.sharding.mesh for x in leaves if isinstance(x.sharding, NamedSharding)}
     if len(meshes) != 1:

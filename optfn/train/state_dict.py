@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.packed import fits, pack_like, unpack
+from optfn.leaves.packed import unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
-from optfn.parallel import sharding as shards
-from optfn.parallel.sharding import Kind, Sharding
+from optfn.parallel.layout import Kind, layout_of
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY, map_state
+from optfn.train.packed_state import holds_packed, pack_state, unpack_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
@@ -45,8 +45,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
     The names are words that stay when a transform is inserted in the chain, and are the same
     whether the learning rate is a number, an array or a schedule, and whether params are packed.
     `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    the bits they are made of, PRNG keys as their data. Where there are arrays that are a worker's
-    own, "per_worker" lists their names.
+    their bits, PRNG keys as their data. If there are per-worker arrays, "per_worker" lists their
+    names.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
@@ -64,7 +64,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
             f"got {checks.shown(opt_state)}"
         )
-    host = unpack(jax.tree.map(_to_host, opt_state))
+    host = unpack_state(jax.tree.map(_to_host, opt_state))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
@@ -72,8 +72,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 
 def per_worker_names(opt_state: OptState) -> list[str]:
-    """Return the names of the arrays in a state that are a worker's own."""
-    is_own = map_state(lambda x: True, lambda x: False, opt_state)
+    """Return the names of the per-worker arrays in a state."""
+    is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
     return sorted(name for name, flag in named_leaves(is_own) if flag)
 
 
@@ -87,7 +87,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 
 
 def _to_host(leaf: Leaf) -> Leaf:
-    if isinstance(leaf, jax.core.Tracer) or not getattr(leaf, "is_fully_addressable", True):
+    if checks.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
     array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
     return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array
@@ -110,7 +110,7 @@ def load_state_dict(
     Args:
       opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
         structure, wrappers, dtypes and shardings.
-      mapping: arrays by name: a dict, or what `numpy.load` gives.
+      mapping: arrays by name: a dict, or the result of `numpy.load`.
       strict: whether every name of the template must be in `mapping` and no other. If not, parts
         that are missing stay as the template has them, and others are passed over. Names of fields
         that earlier versions kept are passed over in either case.
@@ -130,7 +130,7 @@ def load_state_dict(
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
-    plain = unpack(jax.tree.map(_template, opt_state)) if _holds_packed(opt_state) else opt_state
+    plain = _unpacked_for(mapping, opt_state) if holds_packed(opt_state) else opt_state
     named = list(named_leaves(plain))
     names = {name for name, _ in named}
     wrong = []
@@ -156,15 +156,30 @@ def load_state_dict(
     if wrong:
         raise ValueError("the state does not fit: " + "; ".join(wrong))
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    return loaded if plain is opt_state else _packed_as(opt_state, loaded)
+    return loaded if plain is opt_state else _placed(pack_state(opt_state, loaded), opt_state)
 
 
 def _is_within(name: str, fields: Sequence[str]) -> bool:
     return any(f"{name}/".startswith(f"{field}/") for field in fields)
 
 
-def _holds_packed(x: PyTree) -> bool:
-    return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
+def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
+    """Return a state without buffers as the template for a mapping; packed again, it is placed.
+
+    Earlier versions saved per-worker buffers packed; where `mapping` has such buffers, those of the
+    result stay packed too.
+    """
+
+    def on_host(node: PyTree) -> PyTree:
+        return jax.tree.map(_template, node) if is_packed(node) else node
+
+    def is_in(mapping: Mapping[str, Any], state: OptState) -> bool:
+        named, own = dict(named_leaves(state)), per_worker_names(state)
+        return all(k in mapping and np.shape(mapping[k]) == named[k].shape for k in own)
+
+    template = jax.tree.map(on_host, opt_state, is_leaf=is_packed)
+    forms = [unpack_state(template), unpack(template)]
+    return next((form for form in forms if is_in(mapping, form)), forms[0])
 
 
 def _template(leaf: Leaf) -> Leaf:
@@ -174,21 +189,19 @@ def _template(leaf: Leaf) -> Leaf:
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
-def _packed_as(opt_state: OptState, plain: OptState) -> OptState:
-    """Return `plain` packed where `opt_state` is, on the same devices."""
+def _placed(state: OptState, like: OptState) -> OptState:
+    """Return a state whose buffers lie as those of `like`."""
 
-    def packed(node: PyTree, loaded: PyTree) -> PyTree:
-        if not fits(node):
-            return loaded
-        lead = max((x.ndim - 1 for x in node.buffers if not tree.is_masked(x)), default=0)
-        whole = pack_like(node.layout, loaded, lead)
-        return jax.tree.map(lambda x, like: _fitted(x, like)[0], whole, node)
+    def place(like: PyTree, node: PyTree) -> PyTree:
+        if not is_packed(like):
+            return node
+        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
 
-    return jax.tree.map(packed, opt_state, plain, is_leaf=is_packed)
+    return jax.tree.map(place, like, state, is_leaf=is_packed)
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return `value` as an array like `leaf`, and what keeps it from being one."""
+    """Return `value` as an array like `leaf`, and the reason if it cannot be one, else ""."""
     if tree.is_key(leaf):
         data, problem = _fitted(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
@@ -211,7 +224,7 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
 
 
 def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
-    """Tell whether an array is where it belongs, or nowhere this process could move it from."""
+    """True if sharding and dtype already match, or the array is not fully addressable here."""
     return not value.is_fully_addressable or (
         value.sharding == getattr(leaf, "sharding", None) and value.dtype == leaf.dtype
     )
@@ -220,8 +233,8 @@ def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
     """Return the average of the parameters that a state holds: fluid's apply.
 
-    Nothing is changed; restoring is keeping the parameters one has. Before the first update, and
-    for leaves that are not averaged, it is the parameters themselves, copied.
+    The state and `params` are not changed, so that nothing has to be restored afterwards. Before
+    the first update, and for leaves that are not averaged, the result is a copy of `params`.
 
     Args:
       opt_state: the state of an optimizer with an average in it.
@@ -251,7 +264,7 @@ def summary(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
 ) -> str:
-    """Return a table of what an optimizer keeps for each parameter.
+    """Return a table of the arrays that an optimizer keeps for each parameter.
 
     Args:
       tx: an optimizer, however wrapped; nothing is allocated and no mesh axis is needed.
@@ -295,18 +308,18 @@ def _layout_columns(
     """Return how each leaf lies and its bytes on a device, and at the end their sum."""
     if mesh is None:
         raise ValueError("summary: shard needs mesh, over whose devices params and state lie")
-    sharding = Sharding(shards.check(shard, mesh), mesh, data_axis)
-    names, specs = tree.paths(params), tree.flatten(sharding.of_gradients(params))[0]
+    layout = layout_of(shard, mesh, data_axis)
+    names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
 
     def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
         def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(part, values, sharding.place(specs))
+        return jax.tree.map(part, values, layout.place(specs))
 
-    parts = on_a_device(state, sharding.of_state(state, params))
+    parts = on_a_device(state, layout.of_state(state, params))
     kept = _bytes_by_leaf(parts, names)
-    of_params = tree.flatten(on_a_device(params, sharding.of_params(params)))[0]
+    of_params = tree.flatten(on_a_device(params, layout.of_params(params)))[0]
     sizes = [
         0 if tree.is_masked(p) else _bytes(p) + kept[name]
         for name, p in zip(names, of_params, strict=True)

@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics, tree
-from optfn.leaves.types import OptState, Params, Updates
-from optfn.transforms.moment import adam_direction, adam_factors, adam_rule
+from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn.transforms.adam import adam_direction, adam_factors, adam_rule
 
 
 class ScaleByCatchUpAdamState(NamedTuple):
@@ -75,7 +74,7 @@ def catch_up_adam_rule(
 @core.transform()
 def scale_by_catch_up_adam(
     b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, *, eps_hat: bool = True
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Adam that updates only the rows of a row-sparse gradient, and makes up for missed steps.
 
     For a row last touched at step s, with n = t − 1 − s missed steps:
@@ -140,7 +139,7 @@ def scale_by_catch_up_adam(
         )
         return updates, state._replace(step=step, mu=mu, nu=nu, last_step=last)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)
 
 
 def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
@@ -148,13 +147,12 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
 
     For inspection only: the parameters do not catch up, so continue training with `state` itself.
     """
-    mu, columns = tree.flatten(state.mu)[0], tree.flatten(state.last_step)
-    pairs = [
-        (m, v) if tree.is_masked(m) else catch_up(m, v, state.step - last, b1=state.b1, b2=state.b2)
-        for m, v, last in zip(mu, tree.flatten(state.nu)[0], columns[0], strict=True)
-    ]
-    build = columns[1].unflatten
-    now = tree.map_arrays(lambda last: jnp.full_like(last, state.step), state.last_step)
-    return state._replace(
-        mu=build([m for m, _ in pairs]), nu=build([v for _, v in pairs]), last_step=now
-    )
+
+    def now(place: tree.Place, m: Leaf, v: Leaf, last: Leaf) -> tuple[Leaf, ...]:
+        if tree.is_masked(m):
+            return m, v, last
+        missed = state.step - last
+        return *catch_up(m, v, missed, b1=state.b1, b2=state.b2), jnp.full_like(last, state.step)
+
+    mu, nu, last_step = tree.map_to(3, now, state.mu, state.nu, state.last_step)
+    return state._replace(mu=mu, nu=nu, last_step=last_step)

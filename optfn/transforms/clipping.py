@@ -1,10 +1,11 @@
 """Gradient clipping by value, by the norm of each tensor and by the norm of all."""
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from optfn import checks, core
@@ -26,15 +27,13 @@ def _unclipped(params: Params) -> ClipState:
 
 
 def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
-    """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 included."""
+    """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 and ∞ included."""
     max_norm = numerics.scalar(max_norm, norm)
-    return max_norm / jnp.maximum(norm, max_norm)
+    return jnp.where(norm <= max_norm, 1, max_norm / jnp.maximum(norm, max_norm))
 
 
 @core.transform()
-def clip_by_value(
-    max_value: Number, min_value: Number | None = None
-) -> optax.GradientTransformationExtraArgs:
+def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Rule:
     """Limit each element: g = min(max(g, min_value), max_value).
 
     Args:
@@ -63,32 +62,44 @@ def clip_by_value(
     return core.stateless(lambda updates, params: leafwise.apply(clip, updates, rows=rows))
 
 
-@core.transform(complex_leaves=True)
-def clip_by_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+@core.transform(complex_leaves=True, reads_state=False)
+def clip_by_norm(max_norm: Number) -> core.Rule:
     """Limit the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
     Args:
-      max_norm: c, > 0.
+      max_norm: c, > 0; with ∞ the gradient is unchanged.
 
     State: the smallest factor of the last update, 4 bytes. Real and complex leaves.
 
     Source: fluid.clip.GradientClipByNorm.
     """
-    c = checks.positive("max_norm", max_norm)
+
+    def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
+        factors = leafwise.combine(clip_factor, leafwise.tensor_norms(updates), max_norm=c)
+        smallest = jnp.ones((), jnp.float32)
+        for factor in factors.all():
+            smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
+        return leafwise.scale(updates, factors), smallest
+
+    return _by_norm(max_norm, clip)
+
+
+def _by_norm(
+    max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
+) -> core.Rule:
+    """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
+    c = checks.number("max_norm", max_norm, low=0.0, low_open=True, finite=False)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ClipState]:
-        del state, params
-        updates = leafwise.merge_rows(updates)
-        factors = leafwise.combine(clip_factor, leafwise.norms(updates), max_norm=c)
-        smallest = jnp.ones((), jnp.float32)
-        for factor in factors.all():
-            smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
-        new = leafwise.apply(_multiply, updates, rows="touched", factor=factors)
-        return new, ClipState(_smallest_of_workers(smallest, extra))
+        del state
+        if isinstance(c, float) and math.isinf(c):
+            return updates, _unclipped(params)
+        updates, factor = clip(leafwise.merge_rows(updates), c)
+        return updates, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
 
-    return core.rule(_unclipped, update)
+    return core.Rule(_unclipped, update)
 
 
 def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
@@ -97,33 +108,23 @@ def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
     return factor if axis_name is None else lax.pmin(factor, axes(axis_name))
 
 
-def _multiply(g: jax.Array, *, factor: Scalar) -> jax.Array:
-    return g * numerics.scalar(factor, g)
-
-
-@core.transform(complex_leaves=True)
-def clip_by_global_norm(max_norm: Number) -> optax.GradientTransformationExtraArgs:
+@core.transform(complex_leaves=True, reads_state=False)
+def clip_by_global_norm(max_norm: Number) -> core.Rule:
     """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
     Each tensor is multiplied by one scalar factor, which XLA fuses into the operations that follow;
     the result of an elementwise division would be kept in memory.
 
     Args:
-      max_norm: c, > 0.
+      max_norm: c, > 0; with ∞ the gradient is unchanged.
 
     State: the factor of the last update, 4 bytes. Real and complex leaves.
 
     Source: Pascanu et al. 2013, arXiv 1211.5063; fluid.clip.GradientClipByGlobalNorm.
     """
-    c = checks.positive("max_norm", max_norm)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, ClipState]:
-        del state, params
-        updates = leafwise.merge_rows(updates)
+    def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
         factor = clip_factor(leafwise.global_norm(updates), c)
-        new = leafwise.apply(_multiply, updates, rows="touched", factor=factor)
-        return new, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
+        return leafwise.scale(updates, factor), factor
 
-    return core.rule(_unclipped, update)
+    return _by_norm(max_norm, clip)

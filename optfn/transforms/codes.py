@@ -49,7 +49,7 @@ UNSIGNED = Code(top=255, start=(127 - 32) << 3)  # for a magnitude alone; down t
 _compiled = functools.partial(jax.jit, inline=True)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _float_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
@@ -62,8 +62,8 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
     *lead, length = shape or (1,)
     c = 0x9E3779B1
     # number·c + seed, from a vector for the last axis and one for the others, with which XLA on CPU
-    # vectorizes the hash. The longer one, most often, has the seed in it: in a loop over steps an
-    # array without would be kept in memory.
+    # vectorizes the hash. The vector for the last axis, mostly the longer one, includes the seed:
+    # in a loop over steps an array without the seed would be kept in memory.
     first = jax.lax.iota(jnp.uint32, math.prod(lead)) * np.uint32(length * c % 2**32)
     last = (jax.lax.iota(jnp.uint32, length) + seed * np.uint32(pow(c, -1, 2**32))) * np.uint32(c)
     x = first.reshape(*lead, 1) + last
@@ -80,7 +80,7 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
       x: float32.
       noise: uint32 in [0, 2¹⁶), of the same shape.
     """
-    upper = ((_bits(x) + noise) >> 16).astype(jnp.uint16)
+    upper = ((_float_bits(x) + noise) >> 16).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
 
 
@@ -133,7 +133,7 @@ def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax
     """Return the code of x/scale·largest, x ≥ 0; `noise` is uint32 in [0, 2¹⁶)."""
     factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per block, not per element
     shifted = x * _per_element(factor, x.shape) + code.smallest
-    k = ((_bits(shifted) + (noise << 4)) >> 20) - np.uint32(code.start)
+    k = ((_float_bits(shifted) + (noise << 4)) >> 20) - np.uint32(code.start)
     return jnp.minimum(k, np.uint32(code.top))
 
 

@@ -5,20 +5,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, numerics
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
-from optfn.transforms.in_place import when
+from optfn.transforms.in_place import in_passes
 
 
 class FtrlProximalState(NamedTuple):
     """State of `ftrl_proximal`: 8 bytes per parameter, the step and the rate."""
 
-    rate: rates.LearningRateState
+    rate: rates.RateState
     accumulator: Params
     linear: Params
 
@@ -73,6 +72,12 @@ def ftrl_minimiser(
     return jnp.where(is_zero, 0, new_p - p)
 
 
+def _minimiser_of_leaf(
+    g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
+) -> tuple[jax.Array, ...]:
+    return ftrl_minimiser(n, z, p, **scalars), n, z
+
+
 @core.transform(needs_params=True)
 def ftrl_proximal(
     learning_rate: Number | Schedule,
@@ -80,7 +85,8 @@ def ftrl_proximal(
     l1: Number = 0.0,
     l2: Number = 0.0,
     lr_power: Number = -0.5,
-) -> optax.GradientTransformationExtraArgs:
+    lazy: bool = True,
+) -> core.Rule:
     """Step to the minimiser of the regularized sum of all gradients so far.
 
         n' = n + g²
@@ -91,7 +97,7 @@ def ftrl_proximal(
 
     The recursion contains the rate, so no `scale_by_learning_rate` follows. As in fluid, 1e-10 is
     added to l1 and l2. Where lr = 0, p, n and z do not change. A gradient whose square overflows
-    counts as 0. An element whose gradient has always been 0 becomes 0.
+    counts as 0. An element of a dense gradient that has always been 0 becomes 0.
 
     z', n' and p' are computed in three passes, one after the other, since z' reads the old n and p'
     the new n and z: a compiled step with donated state changes all three in place.
@@ -101,6 +107,9 @@ def ftrl_proximal(
       l1: ≥ 0; makes parameters exactly zero.
       l2: ≥ 0.
       lr_power: k, ≤ 0; −½ divides by the root of n.
+      lazy: whether a row-sparse gradient changes only n, z and p of the rows that it touches, as
+        Paddle's sparse operator; else it becomes dense, by which all rows that have never had a
+        gradient become 0. A dense gradient is treated the same in both.
 
     State: accumulator (n) and linear (z), 8 bytes per parameter, and the rate. Needs params; real
     leaves.
@@ -108,9 +117,11 @@ def ftrl_proximal(
     Source: McMahan et al. 2013, "Ad click prediction", algorithm 1; fluid's FtrlOptimizer. Paddle
     1.8.5 hands l1 over as l2 in Python; that is not repeated here.
     """
-    lr = rates.check(learning_rate)
+    lr = rates.check_rate(learning_rate)
     l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)
     lr_power = checks.number("lr_power", lr_power, high=0.0)
+    lazy = checks.flag("lazy", lazy)
+    apply = partial(leafwise.apply, rows="touched")
 
     def init(params: Params) -> FtrlProximalState:
         return FtrlProximalState(
@@ -127,36 +138,22 @@ def ftrl_proximal(
     ) -> tuple[Updates, OptState]:
         del extra
         rate, rate_state = rates.advance(lr, state.rate)
-        updates = leafwise.densify(updates)
+        # Once for the three passes.
+        updates = leafwise.merge_rows(updates) if lazy else leafwise.to_dense(updates)
 
         def linear(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
-            return leafwise.apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]
+            return apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]
 
         def accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
-            return leafwise.apply(ftrl_accumulate, g, n, **rates)[1], z
+            return apply(ftrl_accumulate, g, n, **rates)[1], z
 
-        # The condition is always true. The loops of one iteration keep the passes apart: z' reads
-        # the old n, and is computed before n is overwritten; what follows reads the new ones.
+        # z' reads the old n, and is computed before n is overwritten.
         fns = [partial(f, factor=rate_factors, rate=rate) for f in (linear, accumulate)]
-        n, z = when(rate_state.step > 0, fns, (state.accumulator, state.linear), updates, params)
+        n, z = in_passes(fns, (state.accumulator, state.linear), updates, params)
 
-        def step(
-            g: jax.Array, n: jax.Array, z: jax.Array, p: jax.Array, **scalars: Scalar
-        ) -> tuple[jax.Array, ...]:
-            return ftrl_minimiser(n, z, p, **scalars), n, z
-
-        updates = leafwise.apply(
-            step,
-            updates,
-            n,
-            z,
-            params=params,
-            rate=rate,
-            factor=rate_factors,
-            l1=l1,
-            l2=l2,
-            lr_power=lr_power,
-        )[0]
+        at: dict[str, Any] = {"rate": rate, "factor": rate_factors}
+        minimise = partial(_minimiser_of_leaf, l1=l1, l2=l2, lr_power=lr_power)
+        updates = apply(minimise, updates, n, z, params=params, **at)[0]
         return updates, FtrlProximalState(rate_state, n, z)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)

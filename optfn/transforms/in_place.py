@@ -1,4 +1,4 @@
-"""Conditional updates in place that can still be differentiated."""
+"""Updates in place, in passes over memory or under a condition, that can be differentiated."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,8 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from optfn import checks
 from optfn.leaves.types import PyTree
 from optfn.mesh import varying_axes
+
+
+def in_passes(
+    fns: Sequence[Callable[..., tuple[PyTree, ...]]], carry: tuple[PyTree, ...], *reads: PyTree
+) -> tuple[PyTree, ...]:
+    """Return the carry after each of `fns`, one pass over the arrays after the other.
+
+    Nothing that one pass computes is kept for the next, but the carry, which changes in place; see
+    `when`. The barrier hides from XLA that the condition is always true.
+    """
+    return when(jax.lax.optimization_barrier(jnp.asarray(True)), fns, carry, *reads)
 
 
 def when(
@@ -20,9 +32,9 @@ def when(
 ) -> tuple[PyTree, ...]:
     """Return the carry after each of `fns` where `due`, a bool scalar, is true, else `carry`.
 
-    Each function gets (*carry, *reads) and runs in a loop of one iteration or none: what a cond
-    returns is new memory, what a loop carries is updated in place, and nothing that comes after is
-    fused into it. One loop waits for the other, so that an array which one function reads may be
+    Each function gets (*carry, *reads) and runs in a loop of one iteration or none: the results of
+    a cond are new memory, the carry of a loop is updated in place, and nothing after it is fused
+    into it. One loop waits for the other, so that an array which one function reads may be
     overwritten by the next. The derivative is that of a cond, which JAX can differentiate in both
     modes.
 
@@ -33,7 +45,7 @@ def when(
       *reads: trees of arrays that the functions read, all integers among them. They may close over
         others, such as a hyper-parameter that is differentiated.
     """
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((due, carry, reads))):
+    if not checks.is_traced((due, carry, reads)):
         return _run(fns, carry, reads) if due else carry  # eager: there is no loop to compile
     converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
     closed = tuple(fn for fn, _ in converted)
@@ -46,7 +58,7 @@ Fns: TypeAlias = tuple[Callable[..., Any], ...]
 def _run(
     fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree, owns: PyTree = None
 ) -> PyTree:
-    """Return the carry after each of `fns`; `owns` are what each has of constants."""
+    """Return the carry after each of `fns`; `owns` are the constants of each."""
     for fn, own in zip(fns, owns or [()] * len(fns), strict=True):
         carry = tuple(fn(*carry, *reads, *own))
     return carry
@@ -77,7 +89,7 @@ def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
     varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
 
     def plain(*values: jax.Array) -> PyTree:
-        # What does not vary is a constant: the root of an accumulator that is 0 has no derivative.
+        # The other leaves are constants: the square root at an accumulator of 0 has no derivative.
         given = dict(zip(varied, values, strict=True))
         rest = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
         return jax.lax.cond(due, lambda: _run(fns, *rest), lambda: rest[0])
@@ -92,7 +104,7 @@ def _is_zero(x: Any) -> bool:
 def _variant(left: jax.Array, values: PyTree) -> PyTree:
     """Return `values` behind a barrier that the counter of the loop passes too.
 
-    So nothing is invariant in the loop, and XLA computes nothing before it. There is one barrier
+    Otherwise XLA would hoist computations that are invariant in the loop. There is one barrier
     for each set of mesh axes over which values vary, since all results of a barrier vary over the
     same axes.
     """
@@ -108,9 +120,9 @@ def _variant(left: jax.Array, values: PyTree) -> PyTree:
 
 
 def _less_one(left: jax.Array) -> jax.Array:
-    """Return left − 1, the first of two numbers in order.
+    """Return left − 1, computed by a sort, so that XLA on CPU keeps the loop multi-threaded.
 
-    XLA on CPU, from jaxlib 0.12 on, takes a loop whose number of iterations it does not know for
-    small, whatever its arrays, and runs it on one core; but not one with a sort in it.
+    From jaxlib 0.12 on, XLA on CPU takes a loop with an unknown number of iterations for small,
+    whatever its arrays, and runs it on one core; but not a loop with a sort in it.
     """
     return jax.lax.sort(jnp.stack([left, left - 1]))[0]

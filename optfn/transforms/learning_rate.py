@@ -10,26 +10,46 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, numerics
-from optfn.leaves.types import OptState, Params, PyTree, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.state import names as state_names
 
 
 class LearningRateState(NamedTuple):
-    """A rate that `set_learning_rate` may change: int32 step, float32 rate; 8 bytes."""
+    """A rate that `set_learning_rate` may change: int32 step, float32 rate; 8 bytes.
+
+    The rate is float64 where `jax_enable_x64` is set at init.
+    """
 
     step: jax.Array
     learning_rate: jax.Array
 
 
 class DrivenLearningRateState(LearningRateState):
-    """A rate that a schedule or an array drives: the state shows the one last used."""
+    """A rate that a schedule drives: the state shows the one last used."""
 
     __slots__ = ()
+
+
+@traits(words=("step", "learning_rate"))
+class GivenLearningRateState(NamedTuple):
+    """A rate that an array drives, as in `optax.inject_hyperparams`.
+
+    The array is in the state of the function that gives it, under the name `learning_rate`, by
+    which `optax.tree.get` finds it; so the field here has another name.
+    """
+
+    step: jax.Array
+    given: jax.Array
+
+    @property
+    def learning_rate(self) -> jax.Array:
+        """The rate last used."""
+        return self.given
 
 
 class PlateauLearningRateState(LearningRateState):
@@ -38,63 +58,68 @@ class PlateauLearningRateState(LearningRateState):
     __slots__ = ()
 
 
-def check(learning_rate: Number | Schedule) -> Scalar | Schedule:
+RateState = LearningRateState | GivenLearningRateState
+
+
+def check_rate(learning_rate: Number | Schedule) -> Scalar | Schedule:
     """Return `learning_rate` if it is a number ≥ 0, a real 0-d array or a schedule."""
     if callable(learning_rate):
         return learning_rate
     return checks.nonnegative("learning_rate", learning_rate)
 
 
-def init(learning_rate: Scalar | Schedule) -> LearningRateState:
+def init(learning_rate: Scalar | Schedule) -> RateState:
     """Return the initial state, which shows the rate of step 0."""
-    step = core.first_step()
+    step, dtype = core.first_step(), numerics.scalar_dtype()
     if checks.is_host_number(learning_rate):
-        return LearningRateState(step, jnp.asarray(learning_rate, jnp.float32))
-    return DrivenLearningRateState(step, _driven(learning_rate, step))
+        return LearningRateState(step, jnp.asarray(learning_rate, dtype))
+    kind = DrivenLearningRateState if callable(learning_rate) else GivenLearningRateState
+    return kind(step, at_step("learning_rate", learning_rate, step, dtype))
 
 
 def init_plateau(learning_rate: Scalar) -> LearningRateState:
     """Return the initial state of the rate of `reduce_on_plateau`."""
-    rate = jnp.array(learning_rate, jnp.float32, copy=True)
+    rate = jnp.array(learning_rate, numerics.scalar_dtype(), copy=True)
     return PlateauLearningRateState(core.first_step(), rate)
 
 
-def advance(
-    learning_rate: Scalar | Schedule, state: LearningRateState
-) -> tuple[jax.Array, LearningRateState]:
-    """Return the rate of this step, a float32 scalar, and the state after it."""
+def advance(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Array, RateState]:
+    """Return the rate of this step, a scalar of the state's dtype, and the state after it."""
     if checks.is_host_number(learning_rate):
         rate = state.learning_rate
     else:
-        rate = _driven(learning_rate, state.step)
-    return rate, state._replace(step=core.next_step(state.step), learning_rate=rate)
+        rate = at_step("learning_rate", learning_rate, state.step, state.learning_rate.dtype)
+    return rate, type(state)(core.next_step(state.step), rate)
 
 
-def _driven(learning_rate: Scalar | Schedule, step: jax.Array) -> jax.Array:
-    rate = learning_rate(step) if callable(learning_rate) else learning_rate
-    if not (checks.is_host_number(rate) or isinstance(rate, complex | jax.Array | np.ndarray)):
-        raise TypeError(f"learning_rate: the schedule must give a number; got {checks.shown(rate)}")
-    rate = jnp.asarray(rate)
-    if rate.shape != () or jnp.iscomplexobj(rate):
+def at_step(
+    argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
+) -> jax.Array:
+    """Return the value of a schedule at `step`, or of an array; errors name `argument`."""
+    number = value(step) if callable(value) else value
+    if not (checks.is_host_number(number) or isinstance(number, complex | jax.Array | np.ndarray)):
+        raise TypeError(f"{argument}: the schedule must give a number; got {checks.shown(number)}")
+    number = jnp.asarray(number)
+    if number.shape != () or jnp.iscomplexobj(number):
         raise ValueError(
-            "learning_rate must be a real scalar; the schedule gave an array of shape "
-            f"{rate.shape} and dtype {rate.dtype}"
+            f"{argument} must be a real scalar; the schedule gave an array of shape "
+            f"{number.shape} and dtype {number.dtype}"
         )
     # A copy: a step that is given the state to overwrite must not overwrite the caller's array.
-    return jnp.array(rate, jnp.float32, copy=True)
+    return jnp.array(number, dtype, copy=True)
 
 
-@declares(passes_rows=True)
+@traits(passes_rows=True)
 class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
 
-    rate: LearningRateState
+    rate: RateState
 
 
 @core.transform(complex_leaves=True)
 def scale_by_learning_rate(
     learning_rate: Number | Schedule,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Turn an ascent direction into a step: u = −lr·u.
 
     Args:
@@ -105,10 +130,10 @@ def scale_by_learning_rate(
     `update` takes `rate_factors`, a factor of the rate for each leaf; an optimizer with
     `param_attrs` passes it.
 
-    State: the step and the rate last used (after init, that of step 0), float32. Real and complex
-    leaves.
+    State: the step and the rate last used (after init, that of step 0), float32, or float64 with
+    `jax_enable_x64`. Real and complex leaves.
     """
-    lr = check(learning_rate)
+    lr = check_rate(learning_rate)
 
     def init_rate(params: Params) -> ScaleByLearningRateState:
         del params
@@ -130,12 +155,16 @@ def scale_by_learning_rate(
         updates = leafwise.apply(scale, updates, rows="linear", rate=rate, factor=rate_factors)
         return updates, ScaleByLearningRateState(new)
 
-    return core.rule(init_rate, update)
+    return core.Rule(init_rate, update)
 
 
-def is_rate(x: object) -> TypeGuard[LearningRateState]:
+def is_rate(x: object) -> TypeGuard[RateState]:
     """Tell whether `x` is the state of a learning rate."""
-    return isinstance(x, LearningRateState)
+    return isinstance(x, LearningRateState | GivenLearningRateState)
+
+
+def _is_driven(x: RateState) -> bool:
+    return isinstance(x, DrivenLearningRateState | GivenLearningRateState)
 
 
 def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
@@ -147,17 +176,18 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
         as the label of the partition. With local steps None means the inner one, "outer" the other.
 
     Returns:
-      A float32 scalar; the largest where workers have rates of their own.
+      A scalar, float32, or float64 with `jax_enable_x64`; the largest where workers have rates of
+      their own.
 
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
-    found = _rates(opt_state, path)
+    found = _selected_rates(opt_state, path)
     values: dict[str, jax.Array] = {
         name: largest(jax.tree.leaves(rate.learning_rate)[0]) for name, rate in found.items()
     }
     first, *others = values.values()
-    if any(not _equal(first, other) for other in others):
+    if any(not _is_same(first, other) for other in others):
         listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
         raise ValueError(
             f"the state holds several learning rates; choose one by path=. They are {listed}"
@@ -177,8 +207,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
       ValueError: the state has no rate, or a schedule or an array drives it.
     """
     checks.nonnegative("value", value)
-    found = _rates(opt_state, path)
-    driven = [name for name, rate in found.items() if isinstance(rate, DrivenLearningRateState)]
+    found = _selected_rates(opt_state, path)
+    driven = [name for name, rate in found.items() if _is_driven(rate)]
     if driven:
         raise ValueError(
             f"the learning rate of {', '.join(map(repr, driven))} is driven by a schedule or an "
@@ -196,7 +226,7 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     return jax.tree.map(put, opt_state, is_leaf=is_rate)
 
 
-def _rates(opt_state: OptState, path: str | None) -> dict[str, LearningRateState]:
+def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return the rates in a state, by name, that `path` selects."""
     if path is None:
         opt_state = state_names.main_part(opt_state)
@@ -220,7 +250,5 @@ def largest(rate: jax.Array) -> jax.Array:
     return jnp.max(rate) if rate.ndim else rate
 
 
-def _equal(a: jax.Array, b: jax.Array) -> bool:
-    if isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
-        return a is b
-    return bool(jnp.array_equal(a, b))
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

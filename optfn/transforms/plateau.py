@@ -4,11 +4,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, numerics
+from optfn.leaves import leafwise
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.transforms import learning_rate as rates
 
@@ -35,7 +34,7 @@ def reduce_on_plateau(
     threshold_mode: str = "rel",
     cooldown: int = 0,
     min_lr: float = 0.0,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Multiply updates by a rate that falls when a metric stops improving.
 
     Put it after an optimizer of rate 1, and before an average:
@@ -73,11 +72,15 @@ def reduce_on_plateau(
     checks.choice("mode", mode, ("min", "max"))
     checks.choice("threshold_mode", threshold_mode, ("rel", "abs"))
     factor = checks.number("decay_rate", decay_rate, low=0, high=1, low_open=True, high_open=True)
-    patience = checks.count("patience", patience, low=0)
-    smallest_gap = checks.nonnegative("threshold", threshold)
-    cooldown = checks.count("cooldown", cooldown, low=0)
-    smallest_rate = checks.nonnegative("min_lr", min_lr)
-    sign = 1.0 if mode == "min" else -1.0
+    plateau = _Plateau(
+        sign=1.0 if mode == "min" else -1.0,
+        factor=factor,
+        patience=checks.count("patience", patience, low=0),
+        threshold=checks.nonnegative("threshold", threshold),
+        is_relative=threshold_mode == "rel",
+        cooldown=checks.count("cooldown", cooldown, low=0),
+        min_lr=checks.nonnegative("min_lr", min_lr),
+    )
 
     def init(params: Params) -> ReduceOnPlateauState:
         del params
@@ -99,61 +102,57 @@ def reduce_on_plateau(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
                 "value=metric), or value=None at a step without a metric"
             )
-        state = _observe(
-            state,
-            sign=sign,
-            factor=factor,
-            patience=patience,
-            threshold=smallest_gap,
-            relative=threshold_mode == "rel",
-            cooldown=cooldown,
-            min_lr=smallest_rate,
-        )
+        state = plateau.after_value(state)
+        updates = leafwise.scale(updates, state.rate.learning_rate)
+        return updates, plateau.with_value(state, extra["value"])
+
+    return core.Rule(init, update)
+
+
+class _Plateau(NamedTuple):
+    """When and how the rate falls; see `reduce_on_plateau`.
+
+    sign: 1 where a smaller metric is better, else −1; `best` and `value` are multiplied by it.
+    """
+
+    sign: float
+    factor: Scalar
+    patience: int
+    threshold: Scalar
+    is_relative: bool
+    cooldown: int
+    min_lr: Scalar
+
+    def with_value(
+        self, state: ReduceOnPlateauState, value: jax.Array | None
+    ) -> ReduceOnPlateauState:
+        """Return the state after a step, with the metric that was passed to it."""
+        rate = state.rate._replace(step=core.next_step(state.rate.step))
+        state = state._replace(rate=rate, observed=jnp.asarray(value is not None))
+        if value is None:
+            return state
+        value = jnp.asarray(value)
+        if value.shape != ():
+            raise ValueError(f"value must be a scalar; got an array of shape {value.shape}")
+        return state._replace(value=self.sign * value.astype(jnp.float32))
+
+    def after_value(self, state: ReduceOnPlateauState) -> ReduceOnPlateauState:
+        """Return the state after the metric of the previous update."""
+        gap = self.sign * self.threshold * state.best if self.is_relative else self.threshold
+        better = jnp.isinf(state.best) | (state.value < state.best - gap)
+        bad = jnp.where(better, 0, state.bad_values + 1)
+        reduce = bad > self.patience
         rate = state.rate.learning_rate
-        updates = leafwise.apply(lambda u: numerics.scalar(rate, u) * u, updates, rows="touched")
-        value = extra["value"]
-        state = state._replace(
-            rate=state.rate._replace(step=core.next_step(state.rate.step)),
-            observed=jnp.asarray(value is not None),
+        lower = jnp.minimum(rate, jnp.maximum(rate * self.factor, self.min_lr))
+        counted = state._replace(
+            rate=state.rate._replace(learning_rate=jnp.where(reduce, lower, rate)),
+            best=jnp.where(better, state.value, state.best),
+            bad_values=jnp.where(reduce, 0, bad),
+            cooldown=jnp.where(reduce, self.cooldown, 0),
         )
-        if value is not None:
-            value = jnp.asarray(value)
-            if value.shape != ():
-                raise ValueError(f"value must be a scalar; got an array of shape {value.shape}")
-            state = state._replace(value=sign * value.astype(jnp.float32))
-        return updates, state
-
-    return core.rule(init, update)
-
-
-def _observe(
-    state: ReduceOnPlateauState,
-    *,
-    sign: float,
-    factor: Scalar,
-    patience: int,
-    threshold: Scalar,
-    relative: bool,
-    cooldown: int,
-    min_lr: Scalar,
-) -> ReduceOnPlateauState:
-    """Return the state after the metric of the previous update."""
-    # `best` and `value` are multiplied by the sign of the mode, so that smaller is better.
-    gap = sign * threshold * state.best if relative else threshold
-    better = jnp.isinf(state.best) | (state.value < state.best - gap)
-    bad = jnp.where(better, 0, state.bad_values + 1)
-    reduce = bad > patience
-    rate = state.rate.learning_rate
-    lower = jnp.minimum(rate, jnp.maximum(rate * factor, min_lr))
-    counted = state._replace(
-        rate=state.rate._replace(learning_rate=jnp.where(reduce, lower, rate)),
-        best=jnp.where(better, state.value, state.best),
-        bad_values=jnp.where(reduce, 0, bad),
-        cooldown=jnp.where(reduce, cooldown, 0),
-    )
-    cooled = state._replace(cooldown=state.cooldown - 1)
-    observed = _choose(state.cooldown > 0, cooled, counted)
-    return _choose(state.observed, observed, state)
+        cooled = state._replace(cooldown=state.cooldown - 1)
+        observed = _choose(state.cooldown > 0, cooled, counted)
+        return _choose(state.observed, observed, state)
 
 
 def _choose(

@@ -1,22 +1,29 @@
 """Adam's moments in 8 or 16 bits."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn.state.encoded import Encoded, encodes
 from optfn.transforms import codes
-from optfn.transforms.in_place import when
-from optfn.transforms.moment import ScaleByAdamState, adam_direction, adam_factors
+from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors
+from optfn.transforms.in_place import in_passes
 
 
+@traits(spans_buffers=True)
+@encodes(
+    Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
+    Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),
+)
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.03 bytes per parameter, and the step."""
 
@@ -27,21 +34,24 @@ class ScaleByInt8AdamState(NamedTuple):
     nu_scale: Params
 
 
+Arrays: TypeAlias = tuple[jax.Array, ...]
+
+
 class _Storage(NamedTuple):
     """An encoding of the moments of a leaf as two or four arrays.
 
     state_type: the NamedTuple class of the state, (step, *trees of the arrays).
     init: params -> trees of the arrays.
     shapes: the shape of a leaf -> the shapes of its arrays.
-    advance: (g, *arrays, b1, b2, seed) -> arrays, the moments after a gradient.
-    moments: (*arrays) -> (m, v), decoded.
+    advance: (g, arrays, b1, b2, seed) -> arrays, the moments after a float32 gradient.
+    moments: arrays -> (m, v), decoded.
     """
 
     state_type: Callable[..., OptState]
     init: Callable[[Params], tuple[PyTree, ...]]
     shapes: Callable[[tuple[int, ...]], list[tuple[int, ...]]]
-    advance: Callable[..., tuple[jax.Array, ...]]
-    moments: Callable[..., tuple[jax.Array, jax.Array]]
+    advance: Callable[[jax.Array, Arrays, Scalar, Scalar, jax.Array], Arrays]
+    moments: Callable[[Arrays], tuple[jax.Array, jax.Array]]
 
 
 def _init_bfloat16(params: Params) -> tuple[PyTree, ...]:
@@ -49,8 +59,9 @@ def _init_bfloat16(params: Params) -> tuple[PyTree, ...]:
 
 
 def _advance_bfloat16(
-    g: jax.Array, mu: jax.Array, nu: jax.Array, *, b1: Scalar, b2: Scalar, seed: jax.Array
-) -> tuple[jax.Array, ...]:
+    g: jax.Array, arrays: Arrays, b1: Scalar, b2: Scalar, seed: jax.Array
+) -> Arrays:
+    mu, nu = arrays
     noise = codes.random_bits(g.shape, seed)
     m = numerics.moving_average(mu.astype(jnp.float32), g, b1)
     v = numerics.moving_average(nu.astype(jnp.float32), jnp.square(g), b2)
@@ -60,7 +71,8 @@ def _advance_bfloat16(
     )
 
 
-def _moments_bfloat16(mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _moments_bfloat16(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    mu, nu = arrays
     return mu.astype(jnp.float32), nu.astype(jnp.float32)
 
 
@@ -75,17 +87,8 @@ def _init_int8(params: Params) -> tuple[PyTree, ...]:
     return zero_codes(jnp.int8), next(scales), zero_codes(jnp.uint8), next(scales)
 
 
-def _advance_int8(
-    g: jax.Array,
-    mu: jax.Array,
-    mu_scale: jax.Array,
-    nu: jax.Array,
-    nu_scale: jax.Array,
-    *,
-    b1: Scalar,
-    b2: Scalar,
-    seed: jax.Array,
-) -> tuple[jax.Array, ...]:
+def _advance_int8(g: jax.Array, arrays: Arrays, b1: Scalar, b2: Scalar, seed: jax.Array) -> Arrays:
+    mu, mu_scale, nu, nu_scale = arrays
     noise = codes.random_bits(g.shape, seed)
     # A scale follows the same recursion as its moment, so that no moment of the block exceeds it,
     # and moments can be encoded without computing the maximum of the block first.
@@ -102,9 +105,8 @@ def _advance_int8(
     )
 
 
-def _moments_int8(
-    mu: jax.Array, mu_scale: jax.Array, nu: jax.Array, nu_scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _moments_int8(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    mu, mu_scale, nu, nu_scale = arrays
     return codes.decode_signed(mu, mu_scale), codes.decode_unsigned(nu, nu_scale)
 
 
@@ -134,7 +136,7 @@ def scale_by_quantized_adam(
     *,
     eps_hat: bool = True,
     dtype: str = "int8",
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Adam's direction with moments stored in 8 or 16 bits, stochastically rounded.
 
         m, v = decode(state)
@@ -178,54 +180,36 @@ def scale_by_quantized_adam(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step, updates = core.next_step(state.step), leafwise.densify(updates)
+        step, updates = core.next_step(state.step), leafwise.to_dense(updates)
+
+        def narrow(g: jax.Array, *arrays: jax.Array, seed: jax.Array) -> Arrays:
+            # The moments are computed in float32 for gradients of any dtype.
+            return g, *storage.advance(g.astype(jnp.float32), arrays, b1, b2, seed)
 
         def advance(*arguments: PyTree) -> PyTree:
             *moments, g, step = arguments
-            return leafwise.apply(
-                _narrow(storage.advance),
-                g,
-                *moments,
-                shapes=storage.shapes,
-                b1=b1,
-                b2=b2,
-                seed=step.astype(jnp.uint32) * np.uint32(0x85EBCA6B),
-            )[1:]
+            seed = step.astype(jnp.uint32) * np.uint32(0x85EBCA6B)
+            return leafwise.apply(narrow, g, *moments, shapes=storage.shapes, seed=seed)[1:]
 
-        # The condition is always true. The loop of one iteration keeps XLA from computing the new
-        # moments a second time where they are read, for which it would have to keep the old ones.
-        rows = state._replace(mu=_as_rows(state.mu), nu=_as_rows(state.nu))
-        moments = when(step > 0, [advance], tuple(rows[1:]), _as_rows(updates), step)
+        # In one program XLA would recompute the new moments where they are read, and for that keep
+        # the old ones.
+        rows = state._replace(mu=_blocks(state.mu), nu=_blocks(state.nu))
+        moments = in_passes([advance], tuple(rows[1:]), _blocks(updates), step)
         moments = jax.tree.map(lambda new, old: new.reshape(old.shape), moments, tuple(state[1:]))
 
-        def direction(
-            g: jax.Array, *moments: jax.Array, **factors: Scalar
-        ) -> tuple[jax.Array, ...]:
-            m, v = storage.moments(*moments)
-            u = adam_direction(m, v, **factors)
-            return u.astype(g.dtype), *moments
-
         scale, root = adam_factors(b1, b2, step, eps_hat)
-        updates = leafwise.apply(
-            direction, updates, *moments, shapes=storage.shapes, eps=eps, scale=scale, root=root
-        )[0]
+        rule = partial(_direction, storage, eps=eps, scale=scale, root=root)
+        updates = leafwise.apply(rule, updates, *moments, shapes=storage.shapes)[0]
         return updates, storage.state_type(step, *moments)
 
-    return core.rule(init, update)
+    return core.Rule(init, update)
 
 
-def _as_rows(values: PyTree) -> PyTree:
+def _direction(storage: _Storage, g: jax.Array, *arrays: jax.Array, **factors: Any) -> Arrays:
+    u = adam_direction(*storage.moments(arrays), **factors)
+    return u.astype(g.dtype), *arrays
+
+
+def _blocks(values: PyTree) -> PyTree:
+    """Return arrays with one block in each row, see `codes.as_rows`."""
     return tree.map_arrays(codes.as_rows, values)
-
-
-def _narrow(advance: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a rule for `leafwise.apply` that computes in float32, whatever dtype the gradient has.
-
-    Args:
-      advance: (g, *moments, **scalars) -> moments.
-    """
-
-    def rule(g: jax.Array, *moments: jax.Array, **scalars: Any) -> tuple[jax.Array, ...]:
-        return g, *advance(g.astype(jnp.float32), *moments, **scalars)
-
-    return rule

@@ -1,14 +1,17 @@
 """Weight decay: penalties added to the gradient, and decay decoupled from it."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
-from optfn.checks import Number, Scalar
+from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Params, Updates
+from optfn.leaves.types import OptState, Params, Updates
+from optfn.transforms import learning_rate as rates
 
 _DENSE = "a regularizer changes all rows, so a row-sparse gradient becomes dense"
 
@@ -25,12 +28,57 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Scalar) -> jax.Array:
 
 def decay_of_leaves(exclude: Pattern | None, coeff: Scalar, updates: Updates) -> leafwise.PerLeaf:
     """Return the coefficient of each leaf: 0 where `exclude` selects the leaf, else `coeff`."""
-    excluded = tree.select(exclude, updates, "exclude")
-    return leafwise.per_leaf(lambda flag: 0.0 if flag else coeff, excluded, updates)
+    excluded = tree.matching(exclude, updates, "exclude")
+    return leafwise.per_leaf(lambda path: 0.0 if path in excluded else coeff, updates)
+
+
+class AddDecayedWeightsState(NamedTuple):
+    """State of `add_decayed_weights` with a schedule: the step, 4 bytes."""
+
+    step: jax.Array
+
+
+def check_weight_decay(argument: str, weight_decay: Number | Schedule) -> Scalar | Schedule:
+    """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule."""
+    return weight_decay if callable(weight_decay) else checks.nonnegative(argument, weight_decay)
+
+
+def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) -> Scalar:
+    """Return the coefficient of a step."""
+    if callable(coeff):
+        return rates.at_step(argument, coeff, step, numerics.scalar_dtype())
+    return coeff
+
+
+def decaying(
+    argument: str,
+    coeff: Scalar | Schedule,
+    update: Callable[[Updates, Params, Scalar], Updates],
+    state_type: Callable[[jax.Array], OptState],
+) -> core.Rule:
+    """Return a rule from (updates, params, coefficient) -> updates.
+
+    Args:
+      argument: the name of the coefficient in errors.
+      coeff: a number, for which there is no state, or a schedule.
+      update: the rule.
+      state_type: makes the state of a schedule from the step.
+    """
+    if not callable(coeff):
+        return core.stateless(lambda updates, params: update(updates, params, coeff))
+
+    def scheduled(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del extra
+        value = weight_decay_at(argument, coeff, state.step)
+        return update(updates, params, value), state_type(core.next_step(state.step))
+
+    return core.Rule(lambda params: state_type(core.first_step()), scheduled)
 
 
 @core.transform(needs_params=True)
-def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
+def l1_decay(coeff: Number) -> core.Rule:
     """Add the gradient of coeff·‖p‖₁: g = g + coeff·sign(p), sign(0) = 0.
 
     Args:
@@ -43,13 +91,13 @@ def l1_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
-            l1_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
+            l1_penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
         )
     )
 
 
 @core.transform(needs_params=True, complex_leaves=True)
-def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
+def l2_decay(coeff: Number) -> core.Rule:
     """Add the gradient of coeff/2·‖p‖₂²: g = g + coeff·p.
 
     Args:
@@ -62,34 +110,34 @@ def l2_decay(coeff: Number) -> optax.GradientTransformationExtraArgs:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
-            l2_penalty, leafwise.densify(updates, _DENSE), params=params, coeff=coeff
+            l2_penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
         )
     )
 
 
-@core.transform(needs_params=True)
+@core.transform(needs_params=True, complex_leaves=True)
 def add_decayed_weights(
-    weight_decay: Number, *, exclude: Pattern | None = None
-) -> optax.GradientTransformationExtraArgs:
+    weight_decay: Number | Schedule, *, exclude: Pattern | None = None
+) -> core.Rule:
     """Add decoupled weight decay to a direction: u = u + weight_decay·p.
 
     Unlike `l2_decay` it follows the moments, so that they do not scale the decay. Where the
     direction is row-sparse (Adam's lazy mode), only the rows in it decay.
 
     Args:
-      weight_decay: the coefficient, ≥ 0.
+      weight_decay: the coefficient, a number ≥ 0 or a schedule of the 0-based step.
       exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
 
-    No state. Needs params; real leaves.
+    No state; with a schedule the step, 4 bytes. Needs params; real and complex leaves.
 
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2.
     """
-    coeff = checks.nonnegative("weight_decay", weight_decay)
+    wd = check_weight_decay("weight_decay", weight_decay)
     exclude = tree.check_pattern("exclude", exclude)
 
-    def update(updates: Updates, params: Params) -> Updates:
+    def update(updates: Updates, params: Params, coeff: Scalar) -> Updates:
         coeffs = decay_of_leaves(exclude, coeff, updates)
         return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
-    return core.stateless(update)
+    return decaying("weight_decay", wd, update, AddDecayedWeightsState)

@@ -1,15 +1,21 @@
 """Trust ratios, which scale the step of a tensor by its norm, as in LAMB and LARS."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import checks, core
-from optfn.checks import Number, Scalar
+from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
-from optfn.transforms.regularization import decay_of_leaves, l2_penalty
+from optfn.transforms.regularization import (
+    check_weight_decay,
+    decay_of_leaves,
+    decaying,
+    l2_penalty,
+)
 
 
 def trust_ratio(
@@ -30,40 +36,39 @@ def trust_ratio(
     return jnp.where(valid, coeff * p_norm / denominator, 1)
 
 
-@core.transform(needs_params=True)
-def scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
+@core.transform(needs_params=True, complex_leaves=True)
+def scale_by_trust_ratio() -> core.Rule:
     """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
 
     q = 1 where either norm is 0.
 
-    No state. Needs params; real leaves.
+    No state. Needs params; real and complex leaves.
 
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2 (with φ the identity).
     """
 
     def update(updates: Updates, params: Params) -> Updates:
-        updates = leafwise.densify(updates)
-        p_norms, u_norms = leafwise.norms(params), leafwise.norms(updates)
-        return leafwise.apply(
-            scaled, updates, factor=leafwise.combine(trust_ratio, p_norms, u_norms)
-        )
+        updates = leafwise.to_dense(updates)
+        p_norms, u_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
+        return leafwise.scale(updates, leafwise.combine(trust_ratio, p_norms, u_norms))
 
     return core.stateless(update)
 
 
-def scaled(u: jax.Array, *, factor: Scalar) -> jax.Array:
-    """Return factor·u."""
-    return numerics.scalar(factor, u) * u
+class ScaleByLarsState(NamedTuple):
+    """State of `scale_by_lars` with a schedule: the step, 4 bytes."""
+
+    step: jax.Array
 
 
-@core.transform(needs_params=True)
+@core.transform(needs_params=True, complex_leaves=True)
 def scale_by_lars(
     lars_coeff: Number = 1e-3,
-    lars_weight_decay: Number = 5e-4,
+    lars_weight_decay: Number | Schedule = 5e-4,
     eps: Number = 0.0,
     *,
     exclude: Pattern | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> core.Rule:
     """Adapt the rate of each tensor to its norms: u = L·(g + wd·p).
 
         L = coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)     where ‖p‖ > 0 and ‖g‖ > 0, else 1
@@ -72,28 +77,28 @@ def scale_by_lars(
 
     Args:
       lars_coeff: coeff, > 0.
-      lars_weight_decay: wd, ≥ 0.
+      lars_weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       eps: ≥ 0.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool.
 
-    No state. Needs params; real leaves.
+    No state; with a schedule the step, 4 bytes. Needs params; real and complex leaves.
 
     Source: You et al. 2017, arXiv 1708.03888, algorithm 1; fluid's LarsMomentumOptimizer.
     """
     coeff = checks.positive("lars_coeff", lars_coeff)
-    wd = checks.nonnegative("lars_weight_decay", lars_weight_decay)
+    wd = check_weight_decay("lars_weight_decay", lars_weight_decay)
     eps = checks.nonnegative("eps", eps)
     exclude = tree.check_pattern("exclude", exclude)
 
-    def update(updates: Updates, params: Params) -> Updates:
-        updates = leafwise.densify(updates)
-        wds = decay_of_leaves(exclude, wd, updates)
-        p_norms, g_norms = leafwise.norms(params), leafwise.norms(updates)
+    def update(updates: Updates, params: Params, coefficient: Scalar) -> Updates:
+        updates = leafwise.to_dense(updates)
+        wds = decay_of_leaves(exclude, coefficient, updates)
+        p_norms, g_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
         factors = leafwise.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
         updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
-        return leafwise.apply(scaled, updates, factor=factors)
+        return leafwise.scale(updates, factors)
 
-    return core.stateless(update)
+    return decaying("lars_weight_decay", wd, update, ScaleByLarsState)

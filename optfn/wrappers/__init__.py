@@ -1,1 +1,1 @@
-"""What goes around a rule: attributes of parameters, averages, precision, accumulation, guards."""
+"""Wrappers of rules: attributes of parameters, averages, precision, accumulation, guards."""

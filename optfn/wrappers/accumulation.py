@@ -1,21 +1,23 @@
 """Gradient accumulation: one step of an optimizer for several gradients."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import PyTreeDef
 
 from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates, declares
-from optfn.state.per_worker import PerWorker, has_workers_in_front, own_leaves
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.mesh import joined
+from optfn.state.per_worker import PerWorker, exchanged_axes, has_workers_in_front
 from optfn.transforms.in_place import when
 
 
-@declares(passes_own_gradients=True)
+@traits(passes_own_gradients=True)
 class AccumulateState(NamedTuple):
     """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
 
@@ -56,7 +58,7 @@ def accumulate(
       ValueError: `every` < 1, or `tx` is an `on_each_device`; accumulate must be inside it.
     """
     every = checks.count("accumulate: every", every)
-    inner = optax.with_extra_args_support(core.check_transform("accumulate: tx", tx))
+    inner = core.check_transform("accumulate: tx", tx)
 
     def init(params: Params) -> AccumulateState:
         inner_state = inner.init(params)
@@ -65,14 +67,17 @@ def accumulate(
                 "accumulate cannot wrap on_each_device, whose gradients have a leading axis of "
                 "workers; put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
             )
-        totals, structure = tree.flatten(leafwise.zeros_like(leafwise.inexact(params)))
-        per_worker = own_leaves(inner_state, params)
-        totals = [
-            x.reshape(-1) if is_own and not tree.is_masked(x) else x
-            for x, is_own in zip(totals, per_worker, strict=True)
-        ]
-        sums = _by_owner(totals, per_worker, structure)
-        return AccumulateState(core.first_step(), *sums, inner_state)
+        own_axes = exchanged_axes(inner_state, params)
+
+        def by_owner(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
+            is_own = own_axes[place.number] and not tree.is_masked(total)
+            return (
+                (optax.MaskedNode(), total.reshape(-1)) if is_own else (total, optax.MaskedNode())
+            )
+
+        shared, owned = tree.map_to(2, by_owner, leafwise.zeros_like(leafwise.inexact(params)))
+        own_total = PerWorker(owned, joined(*own_axes))
+        return AccumulateState(core.first_step(), shared, own_total, inner_state)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -81,26 +86,14 @@ def accumulate(
         mismatch.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:
             mismatch.check_shapes("accumulate", updates, "params", params)
-        gradients, structure = tree.flatten(updates)
-        shared, owned = (tree.flatten(x)[0] for x in (state.total, state.own_total.value))
-        per_worker = [not tree.is_masked(x) for x in owned]
-        totals = [
-            b if is_own else a for a, b, is_own in zip(shared, owned, per_worker, strict=True)
-        ]
         due = state.micro_step + 1 == every
-        is_first = state.micro_step == 0
-        totals = [_added(total, g, is_first) for total, g in zip(totals, gradients, strict=True)]
+        add = partial(_added, state.micro_step == 0)
+        totals = tree.map(add, state.total, state.own_total.value, updates)
         arrays, others = _split_extra(extra)
 
-        def step(
-            totals: list[Leaf], inner_state: OptState, reads: PyTree
-        ) -> tuple[Updates, OptState]:
+        def step(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
             params, arrays = reads
-            means = [
-                total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
-                for total, g in zip(totals, gradients, strict=True)
-            ]
-            mean = structure.unflatten(means)
+            mean = tree.map(partial(_mean, every), updates, totals)
             updated, inner_state = inner.update(mean, inner_state, params, **arrays, **others)
             if params is None:
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
@@ -110,21 +103,17 @@ def accumulate(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
-        sums = _by_owner(totals, per_worker, structure)
-        return updated, AccumulateState(micro_step, *sums, inner_state)
+        shared = tree.map(_without, state.own_total.value, totals)
+        owned = tree.map(_without, state.total, totals)
+        own_total = state.own_total._replace(value=owned)
+        return updated, AccumulateState(micro_step, shared, own_total, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _by_owner(
-    totals: list[Leaf], per_worker: list[bool], structure: PyTreeDef
-) -> tuple[Updates, PerWorker]:
-    """Return a tree of the totals that all workers share, and one of the per-worker totals."""
-    masked = optax.MaskedNode()
-    pairs = list(zip(totals, per_worker, strict=True))
-    shared = structure.unflatten([masked if is_own else total for total, is_own in pairs])
-    owned = structure.unflatten([total if is_own else masked for total, is_own in pairs])
-    return shared, PerWorker(owned)
+def _without(other: Leaf, total: Leaf) -> Leaf:
+    """Return a total, masked where the `other` total has the leaf."""
+    return total if tree.is_masked(other) else optax.MaskedNode()
 
 
 def _is_summed(total: Leaf, g: Leaf) -> bool:
@@ -132,16 +121,22 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
-def _added(total: Leaf, g: Leaf, is_first: jax.Array) -> Leaf:
+def _added(is_first: jax.Array, shared: Leaf, own: Leaf, g: Leaf) -> Leaf:
+    """Return the total of a leaf, which is masked in one of the two, with a gradient added."""
+    total = shared if tree.is_masked(own) else own
     if not _is_summed(total, g):
         return total
     return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
 
 
+def _mean(every: int, g: Leaf, total: Leaf) -> Leaf:
+    return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
+
+
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the extra arguments that are trees of arrays, and the others.
 
-    Without those that speak of one gradient only.
+    Arguments about one gradient only are left out.
     """
     extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
 
@@ -154,11 +149,11 @@ def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 def _step_when(
     due: jax.Array,
-    step: Callable[[list[Leaf], OptState, PyTree], tuple[Updates, OptState]],
-    totals: list[Leaf],
+    step: Callable[[Updates, OptState, PyTree], tuple[Updates, OptState]],
+    totals: Updates,
     inner_state: OptState,
     reads: PyTree,
-) -> tuple[Updates, list[Leaf], OptState]:
+) -> tuple[Updates, Updates, OptState]:
     """Return (updates, totals, inner_state) after `step` where `due`.
 
     Elsewhere the updates are −0.0, and the totals and the state are those passed in. The updates
@@ -166,25 +161,20 @@ def _step_when(
     integer leaves are zero in both cases, and stay outside the conditional.
     """
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
-    leaves, structure = tree.flatten(shapes)
 
-    def run(
-        totals: list[Leaf], inner_state: OptState, reads: PyTree
-    ) -> tuple[list[Leaf], OptState]:
+    def run(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
         updates, inner_state = step(totals, inner_state, reads)
-        pairs = zip(totals, tree.flatten(updates)[0], strict=True)
-        return [_in_place_of(total, u) for total, u in pairs], inner_state
+        return tree.map(_in_place_of, totals, updates), inner_state
+
+    def read(like: Leaf, total: Leaf) -> Leaf:
+        return _update_of(due, total, like) if tree.is_inexact(like) else _zero(like)
 
     totals, inner_state = when(due, [run], (totals, inner_state), reads)
-    updates = [
-        _update_of(due, total, leaf) if tree.is_inexact(leaf) else _zero(leaf)
-        for total, leaf in zip(totals, leaves, strict=True)
-    ]
-    return structure.unflatten(updates), totals, inner_state
+    return tree.map(read, shapes, totals), totals, inner_state
 
 
 def _in_place_of(total: Leaf, u: Leaf) -> Leaf:
-    """Return an update in the shape and dtype of the total, whose memory it takes."""
+    """Return an update in the shape and dtype of the total, whose memory it overwrites."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total
 
 

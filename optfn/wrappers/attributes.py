@@ -1,6 +1,7 @@
 """Attributes of parameters, by path: fluid's ParamAttr, no_grad_set and parameter_list."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,9 +10,9 @@ from typing import Any
 import optax
 
 from optfn import checks, core
-from optfn.leaves import leafwise, mismatch, packed, tree
-from optfn.leaves.layout import BufferLayout
-from optfn.leaves.tree import Flags
+from optfn.leaves import leafwise, mismatch, tree
+from optfn.leaves.packed import mark_stacked
+from optfn.leaves.selection import Selection
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 
 
@@ -61,7 +62,7 @@ class ParamAttr:
         checks.flag("ParamAttr: trainable", self.trainable)
         checks.count("ParamAttr: stacked", self.stacked, low=0)
         if self.regularization is not None and self.regularization is not INHERIT:
-            core.check_transform("ParamAttr: regularization", self.regularization)
+            core.check_transform("ParamAttr: regularization", self.regularization, "optfn.l2_decay")
 
     def __repr__(self) -> str:
         given = (
@@ -94,24 +95,16 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     return dict(param_attrs)
 
 
-# For each leaf of a tree a tuple: its attributes, or for a buffer those of each leaf in it.
-LeafAttrs = list[tuple[ParamAttr, ...]]
-
-
-def resolve(param_attrs: ParamAttrs, params: Params) -> LeafAttrs:
-    """Return the attributes of the leaves of `params`; the first pattern that matches counts.
+def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
+    """Return the attributes of each leaf by path: those of the first pattern that matches.
 
     Raises:
       ValueError: a pattern matches none of the paths.
     """
-    attrs = [(DEFAULT,) * len(names) for names in tree.names(params)]
+    attrs = dict.fromkeys(itertools.chain(*tree.names(params)), DEFAULT)
     # Backwards, so that an earlier pattern overwrites a later one.
     for pattern, attr in reversed(list(param_attrs.items())):
-        flags = tree.select(pattern, params, "param_attrs")
-        attrs = [
-            tuple(attr if chosen else before for chosen, before in zip(*pair, strict=True))
-            for pair in zip(flags, attrs, strict=True)
-        ]
+        attrs |= dict.fromkeys(tree.matching(pattern, params, "param_attrs"), attr)
     return attrs
 
 
@@ -122,13 +115,11 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
     libraries are not.
     """
     found: dict[str, ParamAttr] = {}
-    for part in getattr(tx, "parts", []):
+    if not isinstance(tx, core.Transform):
+        return found
+    for part in tx.parts:
         found |= attributes_of(part, params)
-    param_attrs = getattr(tx, "param_attrs", None)
-    if param_attrs:
-        pairs = zip(tree.names(params), resolve(param_attrs, params), strict=True)
-        found |= {name: attr for leaf in pairs for name, attr in zip(*leaf, strict=True)}
-    return found
+    return found | resolve(tx.param_attrs, params) if tx.param_attrs else found
 
 
 def for_leaves(
@@ -138,31 +129,28 @@ def for_leaves(
 
     Only the selected leaves must be real where `tx` takes no complex leaves.
     """
-    rule = optax.with_extra_args_support(core.rule_of(tx))
-    real_only = getattr(tx, "real_only", "")
+    rule = core.rule_of(tx)
 
-    def chosen(updates: Updates) -> Flags:
-        return [tuple(map(choose, leaf)) for leaf in resolve(param_attrs, updates)]
+    def selection(updates: Updates) -> Selection:
+        attrs = resolve(param_attrs, updates)
+        return Selection(lambda path: bool(choose(attrs[path])), updates)
 
     def init(params: Params) -> optax.MaskedState:
-        selected = packed.keep(params, chosen(params))
-        mismatch.check_params(real_only, selected, real_only)
+        selected = selection(params).keep(params)
+        mismatch.check_params(rule.real_only, selected, rule.real_only)
         return optax.MaskedState(rule.init(selected))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        flags = chosen(updates)
-        selected_params = None if params is None else packed.keep(params, flags)
-        selected = packed.keep(updates, flags)
-        mismatch.check_params(real_only, selected, real_only, "gradient")
+        chosen = selection(updates)
+        selected_params = None if params is None else chosen.keep(params)
+        selected = chosen.keep(updates)
+        mismatch.check_params(rule.real_only, selected, rule.real_only, "gradient")
         selected, inner = rule.update(selected, state.inner_state, selected_params, **extra)
-        return packed.fill(selected, flags, updates), optax.MaskedState(inner)
+        return chosen.fill(selected, updates), optax.MaskedState(inner)
 
-    made = core.Transform(init, update)
-    made.rule = core.rule(init, update)
-    made.needs_params = getattr(tx, "needs_params", False)
-    return made
+    return core.Transform(init, update, rule=core.Rule(init, update, rule.needs_params))
 
 
 def attributed(
@@ -190,75 +178,67 @@ def attributed(
         if params is not None:
             tree.check_same_structure(name, "updates", updates, "params", params)
         attrs = resolve(param_attrs, updates)
-        gradients, structure = tree.flatten(updates)
-        parameters = [None] * len(gradients) if params is None else tree.flatten(params)[0]
-        frozen = [
-            g if all(attr.trainable for attr in leaf) else _frozen_update(g, p)
-            for leaf, g, p in zip(attrs, gradients, parameters, strict=True)
-        ]
         trained = _trained(updates, attrs)
-        if any(attr.learning_rate != 1.0 for leaf in attrs for attr in leaf):
-            rates = [tuple(attr.learning_rate for attr in leaf) for leaf in attrs]
-            rates = packed.filter_per_leaf(rates, _trainable(attrs), updates)
-            extra["rate_factors"] = leafwise.per_leaf(lambda rate: rate, rates, trained)
+        if any(attr.learning_rate != 1.0 for attr in attrs.values()):
+            rates = leafwise.per_leaf(lambda path: attrs[path].learning_rate, trained)
+            extra["rate_factors"] = rates
         trained_params = None if params is None else _trained(params, attrs)
         updated, state = tx.update(trained, state, trained_params, **extra)
-        return packed.fill(updated, _trainable(attrs), structure.unflatten(frozen)), state
+        names = tree.names(updates)
 
-    made = core.Transform(init, update)
-    made.param_attrs = param_attrs
-    return made
+        def frozen(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
+            is_trained = all(attrs[name].trainable for name in names[place.number])
+            return g if is_trained else leafwise.frozen_update(g, g if p is None else p)
+
+        others = tree.map_named(frozen, updates, updates if params is None else params)
+        return _trainable(updates, attrs).fill(updated, others), state
+
+    return core.Transform(init, update, param_attrs=param_attrs)
 
 
-def _trainable(attrs: LeafAttrs) -> Flags:
-    return [tuple(attr.trainable for attr in leaf) for leaf in attrs]
+def _trainable(values: PyTree, attrs: dict[str, ParamAttr]) -> Selection:
+    return Selection(lambda path: bool(attrs[path].trainable), values)
 
 
-def _trained(values: PyTree, attrs: LeafAttrs) -> PyTree:
+def _trained(values: PyTree, attrs: dict[str, ParamAttr]) -> PyTree:
     """Return a tree like params with frozen leaves masked and stacked leaves in a `Stacked`."""
-    # A gradient may be missing where nothing is trained, so no mark may be there either.
-    stacked = [tuple(attr.stacked * attr.trainable for attr in leaf) for leaf in attrs]
-    if any(axes for leaf in stacked for axes in leaf):
-        pairs = zip(tree.names(values), tree.layouts(values), stacked, strict=True)
-        for names, layout, leaf in pairs:
-            _check_axes(names, layout, leaf)
-        values = packed.mark_stacked(values, stacked)
-    return packed.keep(values, _trainable(attrs))
+    if any(attr.stacked and attr.trainable for attr in attrs.values()):
+        for path, run in tree.runs(values).items():
+            _check_stacked(path, run.shape, attrs[path])
+        # A gradient may be missing where nothing is trained, so no mark may be there either.
+        values = mark_stacked(values, lambda path: attrs[path].stacked * attrs[path].trainable)
+    return _trainable(values, attrs).keep(values)
 
 
-def _check_axes(names: tuple[str, ...], layout: BufferLayout, stacked: tuple[int, ...]) -> None:
-    shapes = [run.shape for run in layout.runs for _ in run.leaves]
-    for name, shape, axes in zip(names, shapes, stacked, strict=True):
-        if axes > len(shape) and shape:
-            raise ValueError(
-                f"param_attrs: stacked={axes} for leaf {name!r} of shape {shape}; it must be at "
-                f"most the number of axes, {len(shape)}"
-            )
+def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
+    if attr.trainable and attr.stacked > len(shape) > 0:
+        raise ValueError(
+            f"param_attrs: stacked={attr.stacked} for leaf {path!r} of shape {shape}; it must be "
+            f"at most the number of axes, {len(shape)}"
+        )
 
 
-def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    return core.frozen_update(g, g if p is None else p)
-
-
-def clip_and_regularize(
+def with_attributes(
+    name: str,
+    param_attrs: object,
     grad_clip: optax.GradientTransformation | None,
     regularization: optax.GradientTransformation | None,
-    param_attrs: ParamAttrs,
-) -> list[optax.GradientTransformation]:
-    """Return the transforms that precede the optimizer's own chain, each for its leaves."""
+    built: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer whose clip, penalty, rates and frozen leaves are as `param_attrs` says.
+
+    Args:
+      name: the optimizer's name in errors.
+      param_attrs: the argument of the optimizer.
+      grad_clip: likewise.
+      regularization: likewise.
+      built: makes the optimizer from the transforms that precede its own chain.
+    """
     attrs = check_param_attrs(param_attrs)
-    return [*_clipping(grad_clip, attrs), *regularizing(regularization, attrs)]
-
-
-def _clipping(
-    grad_clip: optax.GradientTransformation | None, attrs: ParamAttrs
-) -> list[optax.GradientTransformation]:
-    """Return `grad_clip` for the leaves with need_clip; nothing if it is None."""
-    if grad_clip is None:
-        return []
-    if all(attr.need_clip for attr in attrs.values()):
-        return [grad_clip]
-    return [for_leaves(grad_clip, attrs, lambda attr: attr.need_clip)]
+    clips = [] if grad_clip is None else [grad_clip]
+    if not all(attr.need_clip for attr in attrs.values()):
+        clips = [for_leaves(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
+    return attributed(name, built([*clips, *regularizing(regularization, attrs)]), attrs)
 
 
 def regularizing(

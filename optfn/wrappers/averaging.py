@@ -15,10 +15,12 @@ import optax
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics, tree
-from optfn.leaves.types import Leaf, OptState, Params, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn.leaves.updates import apply_updates
 
 
-@declares(passes_rows=True, follows_params=True)
+@traits(passes_rows=True, follows_params=True)
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
@@ -27,7 +29,7 @@ class ExponentialMovingAverageState(NamedTuple):
     average: Params
 
 
-@declares(passes_rows=True, follows_params=True)
+@traits(passes_rows=True, follows_params=True)
 class ModelAverageState(NamedTuple):
     """State of `model_average`: 12 bytes per parameter and three counters."""
 
@@ -41,15 +43,14 @@ class ModelAverageState(NamedTuple):
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
     """Return the parameters after the update, rounded as `apply_updates` rounds them."""
-    if params is None:
-        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-    return leafwise.inexact(core.apply_updates(params, updates))
+    core.check_params_given(name, params)
+    return leafwise.inexact(apply_updates(params, updates))
 
 
 def _widen(p: jax.Array) -> jax.Array:
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
-        # XLA leaves out a rounding that the next operation widens again, unless it is this one.
+        # XLA removes a rounding that is widened again, except for reduce_precision.
         wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     return wide
 
@@ -82,7 +83,7 @@ def exponential_moving_average(
     thres_steps = checks.flag("thres_steps", thres_steps)
 
     def init(params: Params) -> ExponentialMovingAverageState:
-        zero = jnp.zeros((), jnp.float32)
+        zero = jnp.zeros((), numerics.scalar_dtype())
         average = leafwise.zeros_like(leafwise.inexact(params))
         return ExponentialMovingAverageState(core.first_step(), zero, average)
 
@@ -100,12 +101,12 @@ def exponential_moving_average(
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
-            s = state.step.astype(jnp.float32)
+            s = state.step.astype(state.weight.dtype)
             d = jnp.minimum(decay, (1 + s) / (10 + s))
             # 1 − d, but not computed from the rounded d.
             complement = jnp.maximum(1 - decay, 9 / (10 + s))
         _, average = leafwise.apply(rule, p, state.average, d=d, complement=complement)
-        weight = (d * state.weight + complement).astype(jnp.float32)
+        weight = (d * state.weight + complement).astype(state.weight.dtype)
         step = core.next_step(state.step)
         return updates, ExponentialMovingAverageState(step, weight, average)
 
@@ -115,6 +116,22 @@ def exponential_moving_average(
 # As in fluid, the first sum moves into the second after this many updates: a float32 sum of fewer
 # terms is more accurate.
 _SUM_LENGTH = 16384
+
+
+def model_average_rule(
+    p: jax.Array,
+    s1: jax.Array,
+    s2: jax.Array,
+    s3: jax.Array,
+    *,
+    full: jax.Array,
+    close: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Return (p, s1, s2, s3) after p is added; `full` and `close` move the sums on."""
+    s1 = s1 + _widen(p)
+    s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
+    total = s1 + s2
+    return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
 
 
 @core.named
@@ -155,20 +172,6 @@ def model_average(
         sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
-    def rule(
-        p: jax.Array,
-        s1: jax.Array,
-        s2: jax.Array,
-        s3: jax.Array,
-        *,
-        full: jax.Array,
-        close: jax.Array,
-    ) -> tuple[jax.Array, ...]:
-        s1 = s1 + _widen(p)
-        s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
-        total = s1 + s2
-        return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
-
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
@@ -182,7 +185,7 @@ def model_average(
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
         sums = leafwise.apply(
-            rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
+            model_average_rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
         )[1:]
         old = jnp.where(close, acc, state.old_num_accumulates)
         return updates, ModelAverageState(num_updates, jnp.where(close, 0, acc), old, *sums)
@@ -209,23 +212,20 @@ def read_average(state: OptState, params: Params) -> Params:
         step, acc, old = (jax.tree.leaves(x)[0] for x in state[:3])
         count = (acc + old).astype(jnp.float32)
 
-    def read(p: Leaf, *parts: Leaf) -> Leaf:
+    def read(place: tree.Place, p: Leaf, *parts: Leaf) -> Leaf:
         if tree.is_masked(p):
             return p
         if tree.is_masked(parts[0]):
             return jnp.array(p, copy=True)
+        if jnp.shape(p) != parts[0].shape:
+            raise ValueError(
+                f"averaged_params: leaf {place!r} has shape {jnp.shape(p)}, its average "
+                f"{parts[0].shape}: the average was made for other params"
+            )
         total = functools.reduce(operator.add, parts)
         average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
         return jnp.where(step > 0, average.astype(p.dtype), p)
 
-    leaves, structure = tree.flatten(params)
-    columns = [tree.flatten(part)[0] for part in sums]
-    if any(len(column) != len(leaves) for column in columns):
+    if len(tree.leaves(sums[0])) != len(tree.leaves(params)):
         raise ValueError("averaged_params: the average was made for other params")
-    for i, (p, total) in enumerate(zip(leaves, columns[0], strict=True)):
-        if not (tree.is_masked(p) or tree.is_masked(total)) and jnp.shape(p) != total.shape:
-            raise ValueError(
-                f"averaged_params: leaf {tree.paths(params)[i]!r} has shape {jnp.shape(p)}, its "
-                f"average {total.shape}: the average was made for other params"
-            )
-    return structure.unflatten([read(*row) for row in zip(leaves, *columns, strict=True)])
+    return tree.map_named(read, params, *sums)

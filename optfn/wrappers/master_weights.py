@@ -4,14 +4,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optfn import core
 from optfn.leaves import tree
-from optfn.leaves.types import DType, Leaf, OptState, Params, Updates, declares
+from optfn.leaves.traits import traits
+from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
+from optfn.leaves.updates import apply_updates
 
 
-@declares(passes_own_gradients=True, follows_params=True)
+@traits(passes_own_gradients=True, follows_params=True)
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 
@@ -45,59 +48,54 @@ def master_weights(
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision.
     """
-    try:
-        wide_dtype = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
-        wide_dtype = None
-    if wide_dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
-    inner = optax.with_extra_args_support(core.check_transform("master_weights: tx", tx))
+    wide_dtype = _wide_dtype(dtype)
+    inner = core.check_transform("master_weights: tx", tx)
 
     def narrow(p: Leaf) -> bool:
-        return (
-            tree.is_inexact(p)
-            and jnp.issubdtype(p.dtype, jnp.floating)
-            and jnp.finfo(p.dtype).bits < jnp.finfo(wide_dtype).bits
-        )
+        is_real = tree.is_inexact(p) and jnp.issubdtype(p.dtype, jnp.floating)
+        return is_real and jnp.finfo(p.dtype).bits < jnp.finfo(wide_dtype).bits
 
     def init(params: Params) -> MasterWeightsState:
         if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
             raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
-        leaves, structure = tree.flatten(params)
-        wide = [jnp.asarray(p).astype(wide_dtype) if narrow(p) else p for p in leaves]
-        masters = [
-            w if narrow(p) else optax.MaskedNode() for w, p in zip(wide, leaves, strict=True)
-        ]
-        inner_state = inner.init(structure.unflatten(wide))
-        return MasterWeightsState(structure.unflatten(masters), inner_state)
+
+        def widened(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
+            if not narrow(p):
+                return p, optax.MaskedNode()
+            wide = jnp.asarray(p).astype(wide_dtype)
+            return wide, wide
+
+        wide, masters = tree.map_to(2, widened, params)
+        return MasterWeightsState(masters, inner.init(wide))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if params is None:
-            raise ValueError(
-                "master_weights needs the parameters: call update(updates, state, params)"
-            )
+        core.check_params_given("master_weights", params)
         core.check_state("master_weights", state, MasterWeightsState)
         tree.check_same_structure("master_weights", "the state", state.master, "params", params)
-        leaves, structure = tree.flatten(params)
-        masters = tree.flatten(state.master)[0]
-        wide = structure.unflatten(
-            [p if tree.is_masked(m) else m for m, p in zip(masters, leaves, strict=True)]
-        )
+        wide = tree.map(lambda m, p: p if tree.is_masked(m) else m, state.master, params)
         updates, inner_state = inner.update(updates, state.inner_state, wide, **extra)
-        moved = tree.flatten(core.apply_updates(wide, updates))[0]
-        narrow_updates = [
-            u if tree.is_masked(m) else update_to(p, w)
-            for u, m, p, w in zip(tree.flatten(updates)[0], masters, leaves, moved, strict=True)
-        ]
-        masters = [m if tree.is_masked(m) else w for w, m in zip(moved, masters, strict=True)]
-        return (
-            structure.unflatten(narrow_updates),
-            MasterWeightsState(structure.unflatten(masters), inner_state),
-        )
+
+        def moved(place: tree.Place, m: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
+            return (u, m) if tree.is_masked(m) else (update_to(p, w), w)
+
+        after = apply_updates(wide, updates)
+        updates, masters = tree.map_to(2, moved, state.master, params, updates, after)
+        return updates, MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _wide_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return float32 or float64, the dtypes that masters may have."""
+    wide = (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64))
+    try:
+        if dtype is not None and jnp.dtype(dtype) in wide:
+            return jnp.dtype(dtype)
+    except TypeError:
+        pass
+    raise ValueError(f"master_weights: dtype must be float32 or float64; got {dtype!r}")
 
 
 def update_to(p: jax.Array, master: jax.Array) -> jax.Array:

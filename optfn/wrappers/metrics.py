@@ -8,16 +8,16 @@ import optax
 
 from optfn import core
 from optfn.leaves import leafwise, tree
-from optfn.leaves.types import OptState, Params, Updates, declares
-from optfn.mesh import AxisName, check_axis, check_names
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, Updates
+from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
 from optfn.state import names as state_names
 from optfn.state.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
-from optfn.wrappers.nonfinite import axis_names
 
 
-@declares(passes_own_gradients=True, passes_rows=True)
+@traits(passes_own_gradients=True, passes_rows=True)
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state."""
 
@@ -29,7 +29,7 @@ class RecordMetricsState(NamedTuple):
     inner_state: OptState
 
 
-# What a training step reports of the state beside the learning rate.
+# The fields that a training step reports beside the learning rate.
 RECORDED = RecordMetricsState._fields[:4]
 
 
@@ -45,7 +45,7 @@ def record_metrics(
       tx: an optimizer of optfn or optax.
       axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
         has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
-        passes them by itself. Around `on_each_device` the norm of the gradient is the same root
+        adds its own axes. Around `on_each_device` the norm of the gradient is the same root
         mean square over workers.
 
     State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
@@ -53,8 +53,7 @@ def record_metrics(
     where `tx` has none or several; 20 bytes, and the state of `tx`. Needs params.
     """
     check_names("record_metrics: axis_name", axis_name, optional=True)
-    tx = core.check_transform("record_metrics: tx", tx)
-    inner = optax.with_extra_args_support(tx)
+    inner = core.check_transform("record_metrics: tx", tx)
 
     def init(params: Params) -> RecordMetricsState:
         inner_state = inner.init(params)
@@ -64,14 +63,11 @@ def record_metrics(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if params is None:
-            raise ValueError(
-                "record_metrics needs the parameters: call update(updates, state, params)"
-            )
+        core.check_params_given("record_metrics", params)
         core.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        axes = axis_names(axis_name, extra)
-        norms = [_norm(x, axes) for x in (updates, updated, params)]
+        names = joined(axis_name, extra.get("axis_name"))
+        norms = [_norm(x, names) for x in (updates, updated, params)]
         if has_workers_in_front(inner_state):
             norms[0] = norms[0] / jnp.sqrt(float(_num_workers(updates)))
         return updated, RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
@@ -79,16 +75,16 @@ def record_metrics(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _norm(x: Updates, axis_name: AxisName) -> jax.Array:
+def _norm(x: Updates, axes: Axes) -> jax.Array:
     norm = leafwise.global_norm(leafwise.inexact(x)).astype(jnp.float32)
-    if axis_name is None:
+    if not axes:
         return norm
-    check_axis("record_metrics", axis_name)
-    return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axis_name))
+    check_axis("record_metrics", axes)
+    return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axes))
 
 
 def _num_workers(updates: Updates) -> int:
-    leaves = [g for g in tree.flatten(updates)[0] if tree.is_inexact(g)]
+    leaves = tree.arrays(leafwise.inexact(updates))
     return leaves[0].shape[0] if leaves else 1
 
 
@@ -106,7 +102,7 @@ def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
         rate = jnp.asarray(jnp.nan, jnp.float32)
-    return factor, jnp.array(rate, copy=True)
+    return factor, jnp.array(rate, jnp.float32, copy=True)
 
 
 def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array]:
@@ -147,7 +143,7 @@ def _inside(recorder: RecordMetricsState) -> list[RecordMetricsState]:
 
 
 def _of_workers(name: str, value: jax.Array) -> jax.Array:
-    """Return one number for those of all workers, where each has recorded its own."""
+    """Reduce the numbers of all workers to one, where each worker has recorded its own."""
     if not value.ndim:
         return value
     if name.endswith("norm"):

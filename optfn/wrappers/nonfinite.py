@@ -1,18 +1,21 @@
 """A guard that skips the update where a gradient is not finite."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import PyTreeDef
 
 from optfn import checks, core
 from optfn.leaves import leafwise, tree
-from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates, declares
-from optfn.mesh import AxisName, check_axis, check_names
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn.mesh import AxisName, check_axis, check_names, joined
 
 
-@declares(passes_own_gradients=True, passes_rows=True)
+@traits(passes_own_gradients=True, passes_rows=True, skipped="skipped")
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""
 
@@ -20,6 +23,32 @@ class SkipNonfiniteState(NamedTuple):
     skipped: jax.Array
     gave_up: jax.Array
     inner_state: OptState
+
+
+def gave_up(state: OptState) -> list[jax.Array]:
+    """Return the flags of the guards in a state: scalars, or one for each worker, (N,)."""
+    leaves, structure = jax.tree.flatten(state)
+    return [leaves[i] for i in _flags(structure)]
+
+
+def with_gave_up(state: OptState, flag: jax.Array) -> OptState:
+    """Return a state in which the flag of each guard is `flag`."""
+    leaves, structure = jax.tree.flatten(state)
+    for i in _flags(structure):
+        leaves[i] = flag
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.cache
+def _flags(structure: PyTreeDef) -> list[int]:
+    """Return the positions of the guards' flags among the leaves of a state."""
+
+    def is_guard(x: object) -> bool:
+        return isinstance(x, SkipNonfiniteState)
+
+    numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+    guards = jax.tree.leaves(numbered, is_leaf=is_guard)
+    return [i for x in guards if is_guard(x) for i in jax.tree.leaves(x.gave_up)]
 
 
 @core.named
@@ -43,14 +72,13 @@ def skip_nonfinite(
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
       axis_name: the mesh axes over which the workers must agree, where each has its own gradient;
-        they must be bound by shard_map, pmap or vmap. `make_train_step` passes them by itself.
+        they must be bound by shard_map, pmap or vmap. `make_train_step` adds its own axes.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """
     most = checks.count("max_consecutive", max_consecutive, low=0)
     check_names("skip_nonfinite: axis_name", axis_name, optional=True)
-    tx = core.check_transform("skip_nonfinite: tx", tx)
-    inner = optax.with_extra_args_support(tx)
+    inner = core.check_transform("skip_nonfinite: tx", tx)
 
     def init(params: Params) -> SkipNonfiniteState:
         zero = core.first_step
@@ -61,8 +89,8 @@ def skip_nonfinite(
     ) -> tuple[Updates, OptState]:
         core.check_state("skip_nonfinite", state, SkipNonfiniteState)
         bad = ~leafwise.all_finite(updates)
-        axes = axis_names(axis_name, extra)
-        if axes is not None:
+        axes = joined(axis_name, extra.get("axis_name"))
+        if axes:
             check_axis("skip_nonfinite", axes)
             bad = jax.lax.pmax(bad.astype(jnp.int32), axes) > 0
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
@@ -85,8 +113,3 @@ def skip_nonfinite(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def axis_names(axis_name: AxisName, extra: dict[str, Any]) -> AxisName:
-    """Return the axis names that a wrapper was made with, else those of the training step."""
-    return extra.get("axis_name") if axis_name is None else axis_name

@@ -1,0 +1,83 @@
+"""Third-party transformations on kinds of leaves that they do not know: `Rows` and `Stacked`.
+
+To them `Rows` is two arrays, one of them indices, and `Stacked` a tuple. Some
+transformations then fail with an error about tree structures. This module replaces that error by
+one with a remedy, if the transformation accepts the same arrays without these nodes.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from optfn.leaves import leafwise, tree
+from optfn.leaves.types import LeafKind, OptState, Params, PyTree, Updates
+
+
+def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return `tx`, a third-party transformation, with errors that begin with `argument`.
+
+    Raises, at init and update:
+      TypeError: it takes no row-sparse gradients.
+      ValueError: it holds a tree, such as labels, that does not match stacked params.
+    """
+
+    @functools.wraps(tx.init)
+    def init(params: Params) -> OptState:
+        try:
+            return tx.init(params)
+        except (TypeError, ValueError) as error:
+            inner = _without_stacked(params)
+            if inner is not params and _is_defined(lambda: tx.init(inner)):
+                raise ValueError(
+                    f"{argument}: a tree of labels, or of a mask, does not match params that are "
+                    "stacked. Put it into an optfn.Stacked, as they are, or give a function of "
+                    "params"
+                ) from error
+            raise
+
+    @functools.wraps(tx.update)
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        def of_dense() -> PyTree:
+            return tx.update(leafwise.to_dense(updates), state, params, **extra)
+
+        try:
+            result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)
+            return result
+        except (TypeError, ValueError) as error:
+            pairs = zip(tree.paths(updates), tree.flatten(updates)[0], strict=True)
+            sparse = [path for path, x in pairs if isinstance(x, LeafKind)]
+            if sparse and _is_defined(of_dense):
+                raise TypeError(
+                    f"{argument} takes no row-sparse gradients, and that of {tree.listed(sparse)} "
+                    "is row-sparse: put optfn.sparse.densify() before it"
+                ) from error
+            raise
+
+    return tx._replace(init=init, update=update)
+
+
+def _without_stacked(params: Params) -> Params:
+    """Return `params` with the trees inside `Stacked` nodes; itself where there are none."""
+
+    def is_stacked(x: object) -> bool:
+        return tree.is_transparent(x) and tree.describes_leaves(x)
+
+    if not any(map(is_stacked, jax.tree.leaves(params, is_leaf=is_stacked))):
+        return params
+    return jax.tree.map(
+        lambda x: _without_stacked(x.layers) if is_stacked(x) else x, params, is_leaf=is_stacked
+    )
+
+
+def _is_defined(fn: Callable[[], PyTree]) -> bool:
+    """Tell whether `fn` can be traced."""
+    try:
+        jax.eval_shape(fn)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,214 @@
+"""Params that are divided over devices, inside `shard_map`.
+
+Each device gathers the params that its loss needs, and sends each part of its gradient to the one
+that keeps it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from optfn.checks import shown
+from optfn.leaves import tree
+from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
+from optfn.mesh import Axes, joined, pmean, reducible, without
+from optfn.parallel.layout import Division, Layout, is_spec
+from optfn.state.placement import num_workers
+
+
+def mean_part(x: jax.Array, divisions: Sequence[Division], names: Axes, mesh: Mesh) -> jax.Array:
+    """Return a device's part of the mean of an array over the axes `names`, by reduce-scatters.
+
+    Args:
+      x: each device's own array.
+      divisions: how the mean is divided, over some of `names`.
+      names: the axes over which the mean is taken.
+      mesh: the mesh of these axes.
+    """
+    for dimension, along in divisions:
+        x = _mean_along(x, dimension, along, mesh)
+    rest = without(names, joined(*(along for _, along in divisions)))
+    return pmean(x, rest) if rest else x
+
+
+def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
+    """Return a device's part along one dimension of the mean over the axes `names`."""
+    count = num_workers(mesh, names)
+    if not _is_gloo(mesh):
+        total = lax.psum_scatter(reducible(x), names, scatter_dimension=dimension, tiled=True)
+        mean: jax.Array = (total / count).astype(x.dtype)
+        return mean
+    # Between CPU processes the reduce-scatter is wrong (jax issue 40830).
+    parts = jnp.stack(jnp.split(x, count, dimension))
+    return jnp.mean(lax.all_to_all(parts, names, 0, 0), 0)
+
+
+def _is_gloo(mesh: Mesh) -> bool:
+    """Tell whether CPU devices of several processes take part."""
+    devices = mesh.devices.flat
+    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+
+
+def gather(part: jax.Array, divisions: Sequence[Division], layout: Layout) -> jax.Array:
+    """Return a whole array; its gradient is the device's part of the mean over the part axes."""
+
+    @jax.custom_vjp
+    def gather(x: jax.Array) -> jax.Array:
+        for dimension, names in divisions:
+            x = lax.all_gather(x, names, axis=dimension, tiled=True)
+        return x
+
+    def backward(residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        return (mean_part(cotangent, divisions, layout.part_axes, layout.mesh),)
+
+    gather.defvjp(lambda x: (gather(x), None), backward)
+    return gather(part)
+
+
+class _Part(NamedTuple):
+    """The part of an array that a device keeps, and how the whole array is gathered."""
+
+    part: jax.Array
+    divisions: list[Division]
+    layout: Layout
+
+    def of_each_layer(self) -> "_Part | None":
+        """Return the same array by parts of each layer, instead of some whole layers.
+
+        None if no dimension of a layer is divisible by the number of parts.
+        """
+        of_layers, rest = self.divisions[0], self.divisions[1:]
+        if of_layers.dimension > 0:
+            return self
+        count = num_workers(self.layout.mesh, of_layers.axes)
+        divided = {division.dimension for division in self.divisions}
+        sizes = enumerate(self.part.shape)
+        fitting = [d for d, n in sizes if d not in divided and n % count == 0]
+        if not fitting:
+            return None
+        part = lax.all_to_all(self.part, of_layers.axes, fitting[0], 0, tiled=True)
+        return self._replace(part=part, divisions=[Division(fitting[0], of_layers.axes), *rest])
+
+    def layer(self, part: jax.Array) -> jax.Array:
+        """Return a whole layer of this device's part of it."""
+        of_layer = [Division(d - 1, names) for d, names in self.divisions]
+        return gather(part, of_layer, self.layout)
+
+
+# The parts of the arrays that a loss function sees whole, by their id, while it is traced.
+_parts: ContextVar[dict[int, _Part]] = ContextVar("parts", default={})  # noqa: B039
+
+
+@contextlib.contextmanager
+def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iterator[Params]:
+    """Give the whole params of a device's parts, for the time in which a loss is traced.
+
+    `scan_layers` finds the parts of its stacked params, and gathers them layer by layer. Tables are
+    only looked up, and stay parts.
+
+    Args:
+      params: the parts that a device keeps.
+      specs: the PartitionSpecs of whole params.
+      tables: which leaves are tables.
+      layout: how params lie.
+    """
+    found: dict[int, _Part] = {}
+
+    def gathered(spec: P, is_table: bool, x: Leaf) -> Leaf:
+        divisions = layout.divisions(spec)
+        if not divisions or is_table:
+            return x
+        gathered = gather(x, divisions, layout)
+        found[id(gathered)] = _Part(x, divisions, layout)
+        return gathered
+
+    token = _parts.set(found)
+    try:
+        yield jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
+    finally:
+        _parts.reset(token)
+
+
+def mean_gradients(
+    grads: Updates, params: Params, specs: PyTree, of_gradients: PyTree, layout: Layout
+) -> Updates:
+    """Return a device's part of the mean gradient over the part axes.
+
+    Args:
+      grads: the device's own gradients: of whole params, or of parts, which `gather` has made means
+        already.
+      params: the parts that a device keeps.
+      specs: the PartitionSpecs of whole params.
+      of_gradients: the PartitionSpecs of whole gradients.
+      layout: how params lie.
+    """
+
+    def reduced(g: Leaf, p: Leaf, spec: P, of_gradient: P) -> Leaf:
+        if isinstance(g, LeafKind) or not tree.is_inexact(g):
+            return g  # rows are at their owners
+        if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
+            return g
+        return mean_part(g, layout.divisions(of_gradient), layout.part_axes, layout.mesh)
+
+    return jax.tree.map(reduced, grads, params, specs, of_gradients, is_leaf=tree.is_leaf)
+
+
+def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
+    """Return x after x = fn(layer, x) for each layer of stacked params.
+
+    With `make_train_step(..., shard="params")` the layers are gathered one at a time, in the
+    forward pass and again in the backward pass, which also computes the activations inside a layer
+    again: a worker holds its part of all layers, one whole layer, and x after each. Otherwise this
+    is `jax.lax.scan`.
+
+    Args:
+      fn: (params of one layer, x) -> x.
+      stacked: params with the layers along the leading axis of each leaf; a leaf of the params
+        that the loss is given, as it is (a leaf that is cast before is gathered whole).
+      x: the input of the first layer, a tree of arrays.
+
+    Raises:
+      TypeError: `fn` is no function, or `stacked` a list, as of layers that are not stacked.
+    """
+    if not callable(fn):
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
+    if isinstance(stacked, list):
+        raise TypeError(
+            f"scan_layers: stacked is a list of {len(stacked)}; put the layers into one tree: "
+            "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
+        )
+    known = _parts.get()
+    leaves, structure = jax.tree.flatten(_unmarked(stacked))
+    found = [x and x.of_each_layer() for x in map(known.get, map(id, leaves))]
+    parts = [leaf if x is None else x.part for leaf, x in zip(leaves, found, strict=True)]
+
+    def body(x: PyTree, parts: list[jax.Array]) -> tuple[PyTree, None]:
+        pairs = zip(parts, found, strict=True)
+        layer = [part if x is None else x.layer(part) for part, x in pairs]
+        return fn(jax.tree.unflatten(structure, layer), x), None
+
+    if any(x is not None for x in found):
+        body = jax.checkpoint(body, prevent_cse=False)
+    return lax.scan(body, x, parts)[0]
+
+
+def _unmarked(stacked: PyTree) -> PyTree:
+    """Return a tree without the marks of stacked layers."""
+
+    def is_mark(x: object) -> bool:
+        return tree.is_transparent(x)
+
+    def without(x: PyTree) -> PyTree:
+        if not is_mark(x):
+            return x
+        inner, *_ = x
+        return _unmarked(inner)
+
+    return jax.tree.map(without, stacked, is_leaf=is_mark)

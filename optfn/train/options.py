@@ -1,0 +1,109 @@
+"""The options of a training step: which need another, and which exclude each other."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from optfn import checks
+from optfn import mesh as meshes
+from optfn.leaves.tree import Pattern
+from optfn.leaves.types import Updates
+from optfn.mesh import AxisName
+from optfn.parallel.layout import Kind
+from optfn.state.placement import num_workers
+
+# (option, the option that it needs, why)
+NEEDS = (
+    ("shard", "mesh", "its devices have the parts"),
+    ("shard_tables", "tables", "a pattern of the leaves whose rows are divided"),
+    ("shard_tables", "mesh", "its devices have the rows"),
+    ("local_steps", "mesh", "its workers train apart"),
+    ("outer", "local_steps", "it is the optimizer of rounds of several steps"),
+    ("compare_replicas_every", "mesh", "its devices are compared"),
+)
+
+_OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
+_APART = "workers that train apart differ in their params, so that none can keep a part for others"
+
+# (option, an option that excludes it, why)
+EXCLUDES = (
+    ("recompute", "value_and_grad", _OF_LOSS),
+    ("tables", "value_and_grad", _OF_LOSS),
+    ("rng", "value_and_grad", _OF_LOSS),
+    ("tables", "packed", "a buffer of several leaves has no rows"),
+    ("shard_tables", "packed", "a buffer of several leaves has no rows"),
+    ("shard", "packed", "a buffer of several leaves is not divided by leaf"),
+    ("shard", "tables", "pass shard_tables=True to divide their rows as well"),
+    ("shard", "local_steps", _APART),
+    ("shard_tables", "local_steps", _APART),
+    ("local_steps", "tables", "the drift of a table is dense"),
+    ("local_steps", "value_and_grad", "rounds take gradients of loss_fn"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """The arguments of `make_train_step` beside the loss and the optimizer, checked."""
+
+    has_aux: bool = False
+    model_state: bool = False
+    mesh: Mesh | None = None
+    data_axis: AxisName = "data"
+    recompute: Sequence[str] | None = None
+    packed: bool = False
+    tables: Pattern | None = None
+    rng: bool | int | jax.Array = False
+    value_and_grad: Callable[..., tuple[Any, Updates]] | None = None
+    local_steps: int = 1
+    outer: optax.GradientTransformation | None = None
+    shard: Kind | None = None
+    shard_tables: bool = False
+    compare_replicas_every: int | None = None
+    donate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("has_aux", "model_state", "packed", "shard_tables", "donate"):
+            checks.flag(name, getattr(self, name))
+        checks.count("local_steps", self.local_steps)
+        if self.compare_replicas_every is not None:
+            checks.count("compare_replicas_every", self.compare_replicas_every)
+        _check_mesh(self.mesh, self.data_axis)
+        _check_together(self.given())
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value is not default}
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    for option, needed, why in NEEDS:
+        if option in given and needed not in given:
+            raise ValueError(f"{_shown(option, given)} needs {needed}: {why}")
+    # The flag speaks for the tables: their rows are divided as params may be.
+    present = set(given) - ({"tables"} if "shard_tables" in given else set())
+    for option, other, why in EXCLUDES:
+        if {option, other} <= present:
+            raise ValueError(
+                f"{_shown(option, given)} cannot be with {_shown(other, given)}: {why}"
+            )
+
+
+def _shown(option: str, given: Mapping[str, Any]) -> str:
+    value = given[option]
+    return f"{option}={value!r}" if isinstance(value, str | int) else option
+
+
+def _check_mesh(mesh: object, data_axis: AxisName) -> None:
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
+            f"got {checks.shown(mesh)}"
+        )
+    meshes.check_names("data_axis", data_axis)
+    if mesh is not None:
+        num_workers(mesh, data_axis)

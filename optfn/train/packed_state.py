@@ -1,0 +1,153 @@
+"""Conversion of the state of packed params to that of the tree, and back, for checkpoints.
+
+On a mesh a per-worker buffer has the parts of N workers, each with the elements of all leaves,
+(N·size,). In the state of the tree each leaf has the parts of N workers:
+
+* of a Packed inside a `PerWorker` they are flat, (N·n,), as `accumulate` keeps them;
+* of a Packed of `PerWorker`s they are (N·d₀, …), of scalars (N,), as local steps keep them.
+
+Some transforms compute over the elements of a whole buffer, such as the scales of blocks. The type
+of their state has the trait `spans_buffers`, and its per-worker buffers stay as they are.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+import optax
+
+from optfn.leaves import tree
+from optfn.leaves.layout import PackedLayout
+from optfn.leaves.nodes import Packed, is_packed
+from optfn.leaves.packed import fits, pack_like, unpack
+from optfn.leaves.traits import traits_of
+from optfn.leaves.types import Leaf, OptState, PyTree
+from optfn.mesh import joined
+from optfn.state.per_worker import PerWorker
+from optfn.state.placement import workers_of
+
+
+def holds_packed(x: PyTree) -> bool:
+    """Tell whether there is a Packed in a tree."""
+    return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
+
+
+def unpack_state(state: OptState) -> OptState:
+    """Return a state with the leaves of the tree in the place of buffers."""
+    workers = workers_of(state)
+
+    def flat(node: PyTree) -> PyTree:
+        if not is_packed(node):
+            return node
+        return _leaves_of_buffers(node, node.buffers, workers, lambda x: x.reshape(-1))
+
+    def convert(node: PyTree) -> PyTree:
+        if workers and isinstance(node, PerWorker):
+            return jax.tree.map(flat, node, is_leaf=is_packed)
+        if workers and _is_of_own_buffers(node):
+            own = joined(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
+            return _leaves_of_buffers(
+                node,
+                _bare(node.buffers),
+                workers,
+                lambda x: PerWorker(x.reshape(-1, *x.shape[2:]), own),
+            )
+        return unpack(node)
+
+    return jax.tree.map(convert, state, is_leaf=_is_unit)
+
+
+def pack_state(like: OptState, state: OptState) -> OptState:
+    """Return a state with buffers where the state `like` has them: the inverse of `unpack_state`.
+
+    Args:
+      like: a state with buffers.
+      state: a state of the tree; a Packed in it stays as it is.
+    """
+    workers = workers_of(like)
+
+    def of_workers(node: PyTree, leaves: PyTree) -> PyTree:
+        if not is_packed(node) or is_packed(leaves):
+            return leaves
+        arrays = jax.tree.leaves(_buffers_of_leaves(node.layout, leaves, workers))
+        return jax.tree.unflatten(jax.tree.structure(node), arrays)
+
+    def convert(node: PyTree, leaves: PyTree) -> PyTree:
+        is_own = isinstance(node, PerWorker) or _is_of_own_buffers(node)
+        pack = of_workers if workers and is_own else _pack_one
+        return jax.tree.map(pack, node, leaves, is_leaf=is_packed)
+
+    return jax.tree.map(convert, like, state, is_leaf=_is_unit)
+
+
+def _is_unit(x: object) -> bool:
+    """Tell whether a node of a state is converted as one."""
+    return is_packed(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
+
+
+def _is_of_own_buffers(x: object) -> bool:
+    return is_packed(x) and any(isinstance(buffer, PerWorker) for buffer in x.buffers)
+
+
+def _bare(arrays: Sequence[Leaf]) -> list[Leaf]:
+    """Return the arrays in PerWorkers."""
+    return [x.value if isinstance(x, PerWorker) else x for x in arrays]
+
+
+def _pack_one(like: PyTree, leaves: PyTree) -> PyTree:
+    """Return leaves packed as `like` is, if it is and its buffers can be unpacked."""
+    if not fits(like) or is_packed(leaves):
+        return leaves
+    lead = max((x.ndim - 1 for x in like.buffers if not tree.is_masked(x)), default=0)
+    return pack_like(like.layout, leaves, lead)
+
+
+def _leaves_of_buffers(
+    packed: Packed,
+    buffers: Sequence[Leaf],
+    workers: int,
+    made: Callable[[jax.Array], PyTree],
+) -> PyTree:
+    """Return the tree of a Packed; the Packed itself unless it has one number for each element.
+
+    Args:
+      packed: a Packed of buffers with the parts of all workers.
+      buffers: the arrays in it, (workers·size,).
+      workers: the number of workers.
+      made: turns the parts of a leaf, (workers, *shape), into the leaf of the tree.
+    """
+    layout = packed.layout
+    shapes = [(workers * buffer.size,) for buffer in layout.buffers]
+    if not all(map(_has_shape, buffers, shapes)):
+        return packed
+    rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]
+    frozen = [optax.MaskedNode()] * len(layout.frozen)
+    leaves = unpack(Packed(rows, frozen, layout))
+    leaves = layout.structure.flatten_up_to(tree.map_arrays(made, leaves))
+    for number, x in enumerate(packed.frozen):
+        leaves[layout.frozen[number]] = x
+    return layout.structure.unflatten(leaves)
+
+
+def _has_shape(x: np.ndarray | jax.Array | optax.MaskedNode, shape: tuple[int, ...]) -> bool:
+    return tree.is_masked(x) or np.shape(x) == shape
+
+
+def _buffers_of_leaves(layout: PackedLayout, whole: PyTree, workers: int) -> Packed:
+    """Return the Packed of arrays of a tree: the inverse of `_leaves_of_buffers`.
+
+    Args:
+      layout: that of the Packed.
+      whole: the tree, of arrays or PerWorkers.
+      workers: the number of workers.
+    """
+    leaves = _bare(layout.structure.flatten_up_to(whole))
+    rows = list(leaves)
+    for run in itertools.chain.from_iterable(buffer.runs for buffer in layout.buffers):
+        for i in run.leaves:
+            if not tree.is_masked(rows[i]):
+                rows[i] = rows[i].reshape(workers, *run.shape)
+    packed = pack_like(layout, layout.structure.unflatten(rows), lead=1)
+    buffers = [tree.map_arrays(lambda x: x.reshape(-1), x) for x in packed.buffers]
+    return Packed(buffers, [leaves[i] for i in layout.frozen], layout)

@@ -1,0 +1,149 @@
+"""The training step of one worker: gradients, their mean over the workers, the update.
+
+It runs where the worker axes are bound, or on one device. Over the part axes of a layout it is
+written for whole arrays: the compiler divides the update, so that norms are those of all parts.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optfn import checks, core
+from optfn.leaves import mismatch, tree
+from optfn.leaves.traits import traits_of
+from optfn.leaves.types import Batch, OptState, PyTree
+from optfn.mesh import Axes
+from optfn.parallel import data_parallel as parallel
+from optfn.parallel import traffic
+from optfn.state.per_worker import may_give_rows
+from optfn.train.objective import Objective, value_fn
+from optfn.train.state import StepFn, TrainState
+from optfn.transforms.learning_rate import get_learning_rate
+from optfn.wrappers.metrics import RECORDED
+from optfn.wrappers.metrics import metrics as recorded_metrics
+from optfn.wrappers.nonfinite import gave_up
+
+_ApplyIfFinite = optax.transforms.ApplyIfFiniteState
+
+# From the number of a step to its key.
+KeyOf = Callable[[jax.Array], jax.Array]
+
+
+def keys_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
+    """Return the function from a step to its key, on each worker another; None without rng."""
+    if rng is False:
+        return None
+    if rng is True or checks.is_host_number(rng):
+        rng = jax.random.key(0 if rng is True else checks.count("rng", rng, low=0))
+    if not isinstance(rng, jax.Array) or not tree.is_key(rng):
+        raise TypeError(
+            f"rng must be True, a seed or a key from jax.random.key; got {checks.shown(rng)}"
+        )
+
+    def key_of(step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(rng, step)
+        return jax.random.fold_in(key, lax.axis_index(workers)) if workers else key
+
+    return key_of
+
+
+def worker_step(
+    objective: Objective,
+    tx: optax.GradientTransformationExtraArgs,
+    key_of: KeyOf | None,
+    workers: Axes,
+) -> StepFn:
+    """Return the step of one worker; the names of the worker axes are bound where it runs.
+
+    Args:
+      objective: the loss and its gradients.
+      tx: the optimizer.
+      key_of: gives the key of a step; None where the loss takes none.
+      workers: the mesh axes of the workers; none where there is one.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        keys = () if key_of is None else (key_of(state.step),)
+        arguments = (state.model_state, batch, *keys)
+        values, grads = objective.value_and_grad(state.params, *arguments)
+        grads, (loss, aux), extra = parallel.for_optimizer(
+            grads, state.opt_state, workers, (values.loss, values.aux)
+        )
+        exchanges_itself = bool(extra)
+        params, grads, loss = _barrier((state.params, grads, loss))
+        # An optimizer that exchanges gradients by itself gets each worker's; `grad` is their mean.
+        mean = parallel.mean_over_workers(grads, workers) if exchanges_itself else grads
+        extra |= {"value": loss, "grad": mean}
+        extra["value_fn"] = value_fn(objective, workers, *arguments)
+        if may_give_rows(state.opt_state):
+            extra["row_updates"] = True
+        with mismatch.naming_integer_leaves(grads):
+            updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
+        params = core.apply_updates(params, updates)
+        model_state = parallel.mean_or_first(values.model_state, workers)
+        model_state = _kept_where_skipped(model_state, state, opt_state)
+        metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
+        if exchanges_itself:
+            metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, workers)
+        new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
+        return new_state, metrics
+
+    return step
+
+
+def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
+    """Return the new model state, or the one before where a guard has skipped the step."""
+    pairs = zip(_skips(before.opt_state), _skips(opt_state), strict=True)
+    changed = [old != new for old, new in pairs]
+    if not changed or model_state is None:
+        return model_state
+    skipped = functools.reduce(jnp.logical_or, changed)
+    return jax.tree.map(
+        lambda old, new: jnp.where(skipped, old, new), before.model_state, model_state
+    )
+
+
+def _skips(opt_state: OptState) -> list[jax.Array]:
+    """Return the counters of skipped steps in a state, those of `optax.apply_if_finite` too."""
+
+    def counter(x: object) -> str:
+        return "total_notfinite" if isinstance(x, _ApplyIfFinite) else traits_of(x).skipped
+
+    def inside(state: PyTree) -> Iterator[jax.Array]:
+        for x in jax.tree.leaves(state, is_leaf=lambda x: x is not state and bool(counter(x))):
+            if counter(x):
+                yield x._asdict()[counter(x)]
+                yield from inside(x)
+
+    return list(inside((opt_state,)))
+
+
+def _barrier(values: PyTree) -> PyTree:
+    """Keep XLA from interleaving the update with the loss, which reads the same parameters.
+
+    If it does, it keeps a copy of the parameters.
+    """
+    leaves, structure = jax.tree.flatten(values)
+    kept = iter(lax.optimization_barrier([x for x in leaves if not mismatch.is_float0(x)]))
+    whole = [x if mismatch.is_float0(x) else next(kept) for x in leaves]
+    return jax.tree.unflatten(structure, whole)
+
+
+def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
+    """Return the metrics in a state: its rate, norms, and whether a guard gave up."""
+
+    metrics = {}
+    if flags := gave_up(opt_state):
+        metrics["gave_up"] = functools.reduce(jnp.logical_or, flags)
+    with contextlib.suppress(ValueError):  # no rate, or several
+        metrics["learning_rate"] = get_learning_rate(opt_state)
+    with contextlib.suppress(ValueError):  # no recorder, or several
+        recorded = recorded_metrics(opt_state)
+        metrics |= {name: recorded[name] for name in RECORDED}
+    return metrics

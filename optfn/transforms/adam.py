@@ -1,0 +1,176 @@
+"""Adam's and Adamax's moments: rules on arrays, and the transforms that map them over a tree.
+
+Accumulators are float32 or wider, as in `optfn.transforms.moment`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optfn import checks, core
+from optfn.checks import Number, Scalar
+from optfn.leaves import leafwise, numerics
+from optfn.leaves.types import OptState, Params, Updates
+
+
+def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
+    """Return the state (step, first moment, second moment), all zero; the second is real."""
+    zeros = leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
+    return state_type(core.first_step(), *zeros)
+
+
+class ScaleByAdamState(NamedTuple):
+    """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
+
+    step: jax.Array
+    mu: Params
+    nu: Params
+
+
+def adam_moments(
+    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Scalar, b2: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (g, m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
+    m = numerics.moving_average(m, g, b1)
+    return g, m, numerics.moving_average(v, numerics.abs_squared(g), b2)
+
+
+def adam_rule(
+    g: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    *,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    scale: Scalar,
+    root: Scalar,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (scale·m/(root·√v + eps), m, v) with the m and v of `adam_moments`."""
+    _, m, v = adam_moments(g, m, v, b1=b1, b2=b2)
+    return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
+
+
+def adam_direction(
+    m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
+) -> jax.Array:
+    """Return scale·m/(root·√v + eps)."""
+    denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
+    return numerics.scalar(scale, v) * m / denominator
+
+
+def adam_factors(
+    b1: Scalar, b2: Scalar, step: jax.Array, eps_hat: bool
+) -> tuple[jax.Array, Scalar]:
+    """Return the factors of m and of √v: the bias corrections of step t, in either form."""
+    scale = 1 / numerics.bias_correction(b1, step)
+    root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
+    return (scale / root, 1.0) if eps_hat else (scale, root)
+
+
+@core.transform(complex_leaves=True)
+def scale_by_adam(
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    *,
+    eps_hat: bool = True,
+    bias_correction: bool = True,
+    lazy: bool = False,
+) -> core.Rule:
+    """Divide the mean of the gradient by the root of the mean of its square.
+
+        m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
+        eps_hat:      u = √(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)
+        otherwise:    u = m̂/(√v̂ + eps),  m̂ = m/(1 − β₁ᵗ),  v̂ = v/(1 − β₂ᵗ)
+        uncorrected:  u = m/(√v + eps)
+
+    Args:
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
+      eps_hat: which of the two forms; they differ in whether eps is added to √v or to √v̂.
+      bias_correction: whether to correct the bias of the moments, which start at zero; LAMB does
+        not.
+      lazy: whether a row-sparse gradient changes only the moments of the rows that it touches; else
+        it becomes dense, and the moments of all rows decay. All rows share one step count.
+
+    State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
+
+    Source: Kingma & Ba 2015, arXiv 1412.6980. eps_hat is the form of §2, "efficiency", and of the
+    fluid page; the other form is Algorithm 1, as in optax and torch.
+    """
+    b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
+    eps = checks.nonnegative("eps", eps)
+    eps_hat = checks.flag("eps_hat", eps_hat)
+    bias_correction = checks.flag("bias_correction", bias_correction)
+    lazy = checks.flag("lazy", lazy)
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del params, extra
+        step = core.next_step(state.step)
+        scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
+        updates, mu, nu = leafwise.apply(
+            partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root),
+            updates,
+            state.mu,
+            state.nu,
+            rows="touched" if lazy else "dense",
+        )
+        return updates, ScaleByAdamState(step, mu, nu)
+
+    return core.Rule(partial(init_moments, ScaleByAdamState), update)
+
+
+class ScaleByAdamaxState(NamedTuple):
+    """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
+
+    step: jax.Array
+    mu: Params
+    infinity_norm: Params
+
+
+def adamax_rule(
+    g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Scalar, b2: Scalar, eps: Scalar, scale: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (scale·m/u, m, u) with m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
+    m = numerics.moving_average(m, g, b1)
+    u = jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
+    return numerics.scalar(scale, g) * m / u, m, u
+
+
+@core.transform(complex_leaves=True)
+def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) -> core.Rule:
+    """Divide the mean of the gradient by its decaying maximum.
+
+        m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps);  direction = m/u/(1 − β₁ᵗ)
+
+    Args:
+      b1: β₁, in [0, 1).
+      b2: β₂, in [0, 1).
+      eps: ≥ 0, added to the decayed maximum at every step; with 0, 0/0 is NaN, as in optax.
+
+    State: step, mu (m) and infinity_norm (u), 8 bytes per parameter; u of a complex leaf is real.
+
+    Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; eps as in fluid's AdamaxOptimizer.
+    """
+    b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
+    eps = checks.nonnegative("eps", eps)
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del params, extra
+        step = core.next_step(state.step)
+        scale = 1 / numerics.bias_correction(b1, step)
+        updates, mu, infinity_norm = leafwise.apply(
+            adamax_rule, updates, state.mu, state.infinity_norm, b1=b1, b2=b2, eps=eps, scale=scale
+        )
+        return updates, ScaleByAdamaxState(step, mu, infinity_norm)
+
+    return core.Rule(partial(init_moments, ScaleByAdamaxState), update)
