@@ -19,7 +19,6 @@ from jax import lax
 from optfn.compression import bits
 from optfn.compression.segments import Chunks, Segments
 from optfn.compression.values import ValueFormat
-from optfn.leaves import slices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,10 +77,6 @@ class PacketFormat:
         first = np.cumsum(self._num_blocks) - self._num_blocks
         return np.repeat(first, self.k).astype(np.int32)
 
-    def _per_entry(self, per_chunk: jax.Array) -> jax.Array:
-        """Return a number per chunk for each of its entries."""
-        return Chunks(self.count, int(self.k[0])).spread(per_chunk)
-
     def _scales(self, values: jax.Array) -> jax.Array:
         """Return the scale of each chunk, (0,) where there are none."""
         if not self.values.has_scale:
@@ -89,7 +84,7 @@ class PacketFormat:
         return Chunks(self.count, int(self.k[0])).map(self.values.scales, values, self.k)
 
     def _with_scales(self, scales: jax.Array) -> jax.Array:
-        return self._per_entry(scales) if self.values.has_scale else scales
+        return self.segments.of_entries(scales, self.k) if self.values.has_scale else scales
 
     def rounded(self, values: jax.Array) -> jax.Array:
         """Return float32 values as they come out of a packet, (count,)."""
@@ -130,13 +125,12 @@ class PacketFormat:
             block = jnp.searchsorted(of_blocks, number, side="right").astype(jnp.int32)
             index += (block - self._first_block).astype(jnp.uint32) << np.uint32(self.index_bits)
         if self.segments.chunk is not None:
-            index += self._per_entry(jnp.asarray(self.segments.row_starts.astype(np.uint32)))
+            index += self.segments.of_entries(self.segments.row_starts.astype(np.uint32), self.k)
         return values, index
 
     def split(self, entries: jax.Array) -> list[jax.Array]:
         """Split numbers per entry by array."""
-        per_array = np.add.reduceat(self.k, self.segments.first_segment)
-        return slices.split(entries, per_array.tolist())
+        return self.segments.split(entries, self.k)
 
     def add_to(
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optfn.leaves import slices
+
 # Segments that are whole arrays consist of rows of this many entries.
 _ROW = 256
 
@@ -160,6 +162,24 @@ class Segments:
     def of_rows(self, per_segment: jax.Array) -> jax.Array:
         """Return for each row the number of its segment, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
+
+    def of_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
+        """Return a number per segment for each of its k entries, (∑k,).
+
+        It is broadcast: a constant of this size would take seconds to compile.
+
+        Args:
+          per_segment: (segments,).
+          k: (segments,); all chunks of an array but the last have the same, and that one no more.
+        """
+        counts = np.split(k, self.first_segment[1:])
+        numbers = slices.split(jnp.asarray(per_segment), self.per_array)
+        pairs = zip(counts, numbers, strict=True)
+        return jnp.concatenate([Chunks(int(k.sum()), int(k[0])).spread(x) for k, x in pairs])
+
+    def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
+        """Split numbers for each of k entries of the segments by array."""
+        return slices.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def totals(self, per_row: jax.Array) -> jax.Array:
         """Return the sums over the rows of each segment of numbers per row, int32 (segments,)."""

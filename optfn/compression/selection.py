@@ -59,7 +59,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 
 def magnitudes(arrays: Sequence[jax.Array], segments: Segments) -> jax.Array:
     """Return the magnitudes of arrays as rows, with −1 for padding."""
-    valid = np.arange(segments.row) < segments.row_lengths[:, None]
+    valid = jnp.arange(segments.row) < jnp.asarray(segments.row_lengths)[:, None]
     return jnp.where(valid, magnitude(segments.padded(arrays)), -1)
 
 
@@ -112,9 +112,9 @@ def _cumulative(words: jax.Array) -> jax.Array:
 def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
     """Return the positions of the k bits that are set of each segment, flat."""
     number = jnp.arange(k.sum(), dtype=jnp.int32)
-    first, most = np.zeros(1, np.int32), segments.words * segments.owner.size
+    first, most = jnp.zeros(1, jnp.int32), segments.words * segments.owner.size
     if segments.chunk is not None:
-        first, most = np.repeat(segments.first_word, k), segments.words
+        first, most = segments.of_entries(segments.first_word, k), segments.words
     return bits.positions(words, _cumulative(words), number, first, most)
 
 
@@ -218,17 +218,24 @@ class Search(abc.ABC):
         first = jnp.repeat(segments.first_word[slots.owner], slots.row)
         most = int(segments.num_rows.max()) * segments.words
         at = bits.positions(words, ends, number.reshape(-1), first, most)
-        row, inside = at // (32 * segments.words), at % (32 * segments.words)
-        in_array = inside + jnp.asarray(segments.row_starts)[row]
-        # Unsigned, so that JAX adds no code per array that tests for negative indices.
-        per_array = [rows.count * slots.row for rows in slots.arrays]
-        parts = slices.split(in_array.astype(jnp.uint32), per_array)
-        values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
+        room = slots.num_rows.astype(np.int32) * np.int32(slots.row)
+        values, index = self._entries(arrays, at, room)
         valid = place < slots.of_rows(num_set(words, segments))
         m = jnp.where(valid, magnitude(values).reshape(valid.shape), -1)
         largest = _all_set(largest_mask(m, k, slots), k, slots)
-        index = in_array if segments.chunk is None else inside
         return values[largest], index[largest]
+
+    def _entries(
+        self, arrays: Sequence[jax.Array], bit: jax.Array, k: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return values and indices in the segment of the entries of k bits of each segment."""
+        width = 32 * self.segments.words
+        row, inside = bit // width, bit % width
+        in_array = inside + jnp.asarray(self.segments.row_starts)[row]
+        # Unsigned, so that JAX adds no code per array that tests for negative indices.
+        parts = self.segments.split(in_array.astype(jnp.uint32), k)
+        values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
+        return values, in_array if self.segments.chunk is None else inside
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
         """Return the segments of the candidates, for which there is room; rows are whole words."""
@@ -302,6 +309,14 @@ class BlockSearch(Search):
         """The number of entries of a block, a power of two."""
         blocks = max(1, self.segments.row // (_BLOCKS_PER_ENTRY * self.most))
         return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
+
+    def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Return values and indices of the k largest; see `extract`."""
+        if self.block > 1:
+            return super().largest(arrays, k)
+        # Maxima of single entries bound nothing: bisection over all entries, which compiles faster.
+        words = largest_mask(magnitudes(arrays, self.segments), k, self.segments)
+        return self._entries(arrays, _all_set(words, k, self.segments), k)
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
         """Return the maxima of blocks of entries that are far apart: large ones are often close."""
