@@ -70,7 +70,7 @@ def test_fields_come_out_as_they_went_in(widths):
         rng.integers(0, 2**w, n, np.uint64).astype(np.uint32)
         for w, n in zip(widths, counts, strict=True)
     ]
-    words = jax.jit(lambda fields: packing.pack(fields, widths))(fields)
+    words = jax.jit(lambda fields: packing.pack_fields(fields, widths))(fields)
     assert words.size == packing.num_words(widths, counts)
     stream = sum(
         int(x) << (w * i + sum(w2 * n2 for w2, n2 in zip(widths[:j], counts, strict=False)))
@@ -79,7 +79,7 @@ def test_fields_come_out_as_they_went_in(widths):
     )
     got = sum(int(x) << (32 * i) for i, x in enumerate(np.asarray(words)))
     assert got == stream
-    for field, out in zip(fields, packing.unpack(words, widths, counts), strict=True):
+    for field, out in zip(fields, packing.unpack_fields(words, widths, counts), strict=True):
         np.testing.assert_array_equal(out, field)
 
 
@@ -404,6 +404,67 @@ def test_a_compressor_of_ones_own():
     assert state.compressor["w"]["calls"].tolist() == [1] * N
     mapping = optfn.state_dict(first(state))
     assert "exchange/compressor/w/calls" in mapping
+
+
+class Together:
+    """Sends matrices as they are, by the optional methods alone: `encode`, `decode` would raise."""
+
+    def init(self, shape):
+        return ()
+
+    def encode(self, x, state):
+        raise AssertionError("encode")
+
+    def decode(self, packet, shape):
+        raise AssertionError("decode")
+
+    def num_bytes(self, shape):
+        return 4 * math.prod(shape)
+
+    def accepts(self, shape):
+        return len(shape) == 2
+
+    def encode_all(self, xs, states):
+        return [(2 * x, state) for x, state in zip(xs, states, strict=True)]
+
+    def add_to(self, total, packet, scale):
+        return total + scale * packet / 2
+
+
+class Summed(Together):
+    """Sends matrices through an all-reduce, half of each; `encode_all`, `add_to` would raise."""
+
+    is_reduced = True
+    encode_all = add_to = None
+
+    @staticmethod
+    def reduced(leaves, axis_name):
+        return [
+            leaf._replace(
+                direction=jax.lax.pmean(leaf.accumulated / 2, axis_name), residual=leaf.residual / 2
+            )
+            for leaf in leaves
+        ]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "share", "num_bytes"),
+    [(Together(), 1.0, (4800, 4800)), (Summed(), 0.5, (0, 9600))],
+)
+def test_optional_methods_of_a_class_of_ones_own_are_called(compressor, share, num_bytes):
+    """Also without BaseCompressor as the base."""
+    shapes = {"w": (40, 30), "b": (1200,)}
+    g = {k: normal((N, *shape), i) for i, (k, shape) in enumerate(shapes.items())}
+    tx = exchange(compressor, min_size=100)
+    state = stacked(tx.init({k: jnp.zeros(shape) for k, shape in shapes.items()}))
+    direction, state = simulated(tx)(g, state)
+    np.testing.assert_allclose(direction["w"][0], share * g["w"].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(direction["b"][0], g["b"].mean(0), rtol=1e-5, atol=1e-6)
+    kept = np.asarray(state.residual.value["w"]).reshape(g["w"].shape)
+    np.testing.assert_allclose(kept, (1 - share) * g["w"], rtol=1e-6, atol=1e-6)
+    assert isinstance(state.residual.value["b"], optax.MaskedNode)
+    traffic = state.exchanged.traffic
+    assert (traffic.gathered, traffic.reduced) == num_bytes
 
 
 # Leaves of other kinds

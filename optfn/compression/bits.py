@@ -24,7 +24,7 @@ def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
     return -(-sum(w * n for w, n in zip(widths, counts, strict=True)) // 32)
 
 
-def pack(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
+def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
     """Return the words of several fields, one after the other.
 
     Args:
@@ -40,7 +40,9 @@ def pack(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
     return _of_digits(stream, 32, digit)
 
 
-def unpack(words: jax.Array, widths: Sequence[int], counts: Sequence[int]) -> list[jax.Array]:
+def unpack_fields(
+    words: jax.Array, widths: Sequence[int], counts: Sequence[int]
+) -> list[jax.Array]:
     """Return the fields that were packed, in so many entries each."""
     digit = math.gcd(32, *widths)
     lengths = [n * width // digit for n, width in zip(counts, widths, strict=True)]

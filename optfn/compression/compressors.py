@@ -1,7 +1,7 @@
-"""Compressors: what one worker sends of one leaf. The protocol, and the choice by path.
+"""Compressors: the packet of one leaf of one worker. The protocol, and the choice by path.
 
 A compressor is a value with four methods; `top_k`, `quantize` and `power_sgd` make some. Any object
-with these methods serves, such as one that sends what is above a threshold as signs:
+with these methods serves, such as one that sends signs and one magnitude:
 
     class Signs:
         def init(self, shape):
@@ -35,12 +35,12 @@ P = ParamSpec("P")
 
 
 class Compressor(Protocol):
-    """What one worker sends of one leaf.
+    """A map from a leaf of one worker to a packet, and back.
 
     A packet is a tree of arrays, of the same shapes in each step. State is a tree of arrays too, ()
-    for none; it is taken to be the same on all workers, but for what is in a `PerWorker`.
+    for none; it is taken to be the same on all workers, except for arrays in a `PerWorker`.
 
-    A class that inherits from `BaseCompressor` may have more methods.
+    A compressor may also have the methods of `BaseCompressor`, which has a default of each.
     """
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
@@ -50,7 +50,7 @@ class Compressor(Protocol):
         """Return the packet for a float32 leaf, and the next state."""
 
     def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
-        """Return the float32 leaf of this shape that a packet stands for."""
+        """Return the float32 leaf of this shape that is encoded in a packet."""
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
@@ -60,7 +60,7 @@ class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
     direction: zeros, to which the mean may be added in place; then the mean over workers.
-    residual: flat, the accumulated updates of a worker; then those that it has not sent.
+    residual: flat float32, the accumulated updates of a worker; then the part not sent.
     state: of the compressor.
     """
 
@@ -75,13 +75,22 @@ class LeafInExchange(NamedTuple):
 
 
 class BaseCompressor(Compressor):
-    """A compressor with the methods that `exchange` calls besides those of the protocol.
+    """A compressor with defaults of the methods that `exchange` calls beside the protocol.
 
     is_reduced: whether packets go through all-reduces, in `reduced`, instead of one
       all-gather with those of other compressors.
     """
 
     is_reduced = False
+
+    @classmethod
+    def completing(cls, own: Compressor) -> "BaseCompressor":
+        """Return a compressor of any class with the defaults of the methods that it lacks."""
+        if isinstance(own, BaseCompressor):
+            return own
+        completed, names = cls(), [name for name in dir(cls) if not name.startswith("_")]
+        vars(completed).update({name: getattr(own, name) for name in names if hasattr(own, name)})
+        return completed
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Tell whether leaves of this shape are compressed; others are exchanged densely."""
@@ -104,25 +113,6 @@ class BaseCompressor(Compressor):
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True)
-class _OfUser(BaseCompressor):
-    """A compressor with the methods of the protocol."""
-
-    own: Compressor
-
-    def init(self, shape: tuple[int, ...]) -> PyTree:
-        return self.own.init(shape)
-
-    def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        return self.own.encode(x, state)
-
-    def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
-        return self.own.decode(packet, shape)
-
-    def num_bytes(self, shape: tuple[int, ...]) -> int:
-        return self.own.num_bytes(shape)
-
-
 C = TypeVar("C", bound="ShownAsCall")
 
 
@@ -136,7 +126,7 @@ class ShownAsCall(BaseCompressor):
         return self.call
 
 
-def named(factory: Callable[P, C]) -> Callable[P, C]:
+def showing_call(factory: Callable[P, C]) -> Callable[P, C]:
     """Decorate a factory of compressors so that they show its call."""
 
     @functools.wraps(factory)
@@ -178,7 +168,7 @@ def _check(argument: str, compressor: Any) -> BaseCompressor:
             f"{', '.join(_METHODS)}, a mapping from patterns of paths to compressors, or None; got "
             f"{checks.shown(compressor)}"
         )
-    return compressor if isinstance(compressor, BaseCompressor) else _OfUser(compressor)
+    return BaseCompressor.completing(compressor)
 
 
 def chosen(

@@ -1,8 +1,8 @@
-"""Deep Gradient Compression: workers exchange the few largest entries of what they accumulate.
+"""Deep Gradient Compression: workers exchange the few largest entries of their residuals.
 
 `selection` finds the entries, `packets` encodes them, `gathering` takes their mean over workers, as
-for every compressor; `dgc_phases` has what is DGC's own, momentum correction, masking and the ramp,
-for the compressed leaves of a step; and `deep_gradient_compression` here is the transform.
+for every compressor; `dgc_phases` has the momentum correction, masking and ramp of DGC for the
+compressed leaves of a step; and `deep_gradient_compression` here is the transform.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class DeepGradientCompressionState(NamedTuple):
     compressed parameter. Everything else is the same on all workers: the step; the number of steps
     that were skipped because a gradient was not finite; the number of workers; the velocity of the
     leaves that are not compressed, 4 bytes per parameter; the state of the penalty; and the mark of
-    the leaves that are exchanged, compressed or not, which holds no array.
+    the leaves that are exchanged, compressed or not, without arrays.
     """
 
     step: jax.Array
@@ -74,7 +74,7 @@ def deep_gradient_compression(
     wire: str = "float32",
     selection: str = "exact",
 ) -> core.Rule:
-    """Exchange the largest entries of what each worker accumulates, and keep the others.
+    """Exchange the largest entries of each worker's residual, and keep the others.
 
     With N workers, each with its own mean gradient g, and step from 0:
 
@@ -83,10 +83,10 @@ def deep_gradient_compression(
         after it:   g = g·c/‖g‖ where ‖g‖ > c,  c = local_grad_clip_norm/√N;  g = g + reg
                     u = μu + g;  v = v + u          (nesterov: u = μ(u + g);  v = v + u + g)
                     the k = max(1, round(n·(1 − s))) largest |v| are sent; v and u are 0 there
-                    direction = mean over workers of what was sent
+                    direction = mean over workers of the entries sent, 0 elsewhere
 
     s is sparsity[min(⌊(step − rampup_begin_step)·len(sparsity)/rampup_step⌋, len(sparsity) − 1)].
-    Nothing is lost: the sum of what was sent and what v keeps is what was accumulated, exactly.
+    Nothing is lost: the entries sent and the residual add up to the accumulated v, exactly.
     Leaves below `min_size` or wider than float32 follow plain momentum on the mean gradient in all
     phases, in one all-reduce. Where a gradient of any worker is not finite, all workers leave u, v
     and params unchanged, and count the step as skipped.
@@ -155,7 +155,7 @@ def deep_gradient_compression(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.Rule(partial(_init, options), partial(_update, options))
+    return core.Rule(partial(_state_of_zeros, options), partial(_accumulate_and_send, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
@@ -179,7 +179,7 @@ def _check_clip_norm(norm: Number | None) -> Number | None:
     return checks.number("local_grad_clip_norm", norm, low=0.0, low_open=True)
 
 
-def _init(options: Options, params: Params) -> DeepGradientCompressionState:
+def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompressionState:
     def dense(p: Leaf) -> Leaf:
         return optax.MaskedNode() if options.compresses(p) else p
 
@@ -194,14 +194,14 @@ def _init(options: Options, params: Params) -> DeepGradientCompressionState:
         PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
         PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
         options.regularization.init(params),
-        exchanged(params, options.all_axes, _traffic(options, params)),
+        exchanged(params, options.all_axes, _bytes_of_leaves(options, params)),
     )
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DgcTraffic:
-    """What a worker sends in a step, in bytes.
+    """The bytes that a worker sends in a step.
 
     rampup_begin_step, rampup_step: as in `deep_gradient_compression`.
     packets: one worker's packet in each ramp step.
@@ -224,7 +224,7 @@ class DgcTraffic:
         return large + all_reduce_bytes(self.small, num_workers)
 
 
-def _traffic(options: Options, params: Params) -> DgcTraffic:
+def _bytes_of_leaves(options: Options, params: Params) -> DgcTraffic:
     leaves = [p for p in tree.flatten(params)[0] if not tree.is_masked(p)]
     large = [p for p in leaves if options.compresses(p)]
     small = [p for p in leaves if not options.compresses(p)]
@@ -237,7 +237,7 @@ def _traffic(options: Options, params: Params) -> DgcTraffic:
     )
 
 
-def _update(
+def _accumulate_and_send(
     options: Options,
     updates: Updates,
     state: DeepGradientCompressionState,

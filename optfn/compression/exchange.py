@@ -1,11 +1,11 @@
 """The exchange of updates between workers, for any optimizer: compressors with error feedback.
 
-`compressors` has the protocol of what one worker sends of one leaf, `gathering` the mean over
-workers of it, and `exchange` here is the transform.
+`compressors` has the protocol of packets, `gathering` the mean over workers of decoded packets, and
+`exchange` here is the transform.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class ExchangeState(NamedTuple):
 
     residual is a worker's own: a flat float32 array, 4 bytes per compressed parameter. Everything
     else is the same on all workers: the step, the number of workers, the states of the compressors,
-    and the mark of the leaves that are exchanged, which holds no array.
+    and the mark of the leaves that are exchanged, without arrays.
     """
 
     step: jax.Array
@@ -54,7 +54,7 @@ class ExchangeState(NamedTuple):
 
 
 class ExchangeDenseState(NamedTuple):
-    """State of `exchange(None)`: the mark of the leaves that are exchanged, which is no array."""
+    """State of `exchange(None)`: the mark of the leaves that are exchanged, without arrays."""
 
     exchanged: Exchanged
 
@@ -90,7 +90,7 @@ def exchange(
     param_attrs: ParamAttrs | None = None,
     warmup_steps: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Exchange updates between workers in compressed form: in go a worker's own, out the mean.
+    """Exchange updates between workers in compressed form: per-worker updates become their mean.
 
         residual = error_feedback·residual + update
         sent = decode(encode(residual))
@@ -99,12 +99,12 @@ def exchange(
 
     In front of any optimizer, as in `chain(exchange(top_k(0.05)), adamw(1e-3))`, it takes the place
     of the dense mean of the gradients. All workers get the same direction, bit for bit. With
-    `error_feedback` 1 nothing is lost: what was sent and what is kept is what came in.
+    `error_feedback` 1 nothing is lost: sent parts and residual add up to the sum of the updates.
 
     It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes the worker's own gradient,
-    which `make_train_step` with a mesh gives it. With `shard_map(check_vma=True)` JAX itself sums
-    the gradient of replicated params: take that of `jax.lax.pcast(params, axis_name, to="varying")`
-    instead.
+    which `make_train_step` with a mesh passes to it. With `shard_map(check_vma=True)` JAX itself
+    sums the gradient of replicated params: take that of
+    `jax.lax.pcast(params, axis_name, to="varying")` instead.
 
     Args:
       compressor: `top_k`, `quantize`, `power_sgd`, or a value with the same methods; a mapping from
@@ -123,13 +123,13 @@ def exchange(
     without residual. The chunks of packed params are those of the original leaves.
 
     Where an update of any worker is not finite, the direction of all workers is zero, and residuals
-    and compressors' states stay; `skip_nonfinite` around the chain keeps what follows it too. An
-    accumulated entry that exceeds float32 is set to its largest number. `exchange(None)` is the
-    mean, whatever the updates are.
+    and compressors' states stay; `skip_nonfinite` around the chain keeps the states of the
+    transforms after it too. An accumulated entry that exceeds float32 is set to its largest number.
+    `exchange(None)` is the mean of all updates, finite or not.
 
     State: the residual, flat float32, one per worker, 4 bytes per compressed parameter; step and
-    num_workers; and what a compressor keeps. `exchange(None)` keeps no arrays. `init` needs no axis
-    and gives one worker's state. Real leaves.
+    num_workers; and the states of compressors. `exchange(None)` keeps no arrays. `init` needs no
+    axis and returns one worker's state. Real leaves.
 
     Raises, at update:
       ValueError: an axis is not bound; or an update is already averaged, where JAX can tell.
@@ -145,9 +145,9 @@ def exchange(
     )
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
-        tx = core.Transform(partial(_init_dense, options), partial(_update_dense, options))
+        tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
     else:
-        init, update = partial(_init, options), partial(_update, options)
+        init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
         tx = core.behind_edge("exchange", core.Rule(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
 
@@ -155,7 +155,7 @@ def exchange(
 def _freezing(
     tx: optax.GradientTransformationExtraArgs, attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx`, which does not see the leaves that `attrs` freezes but is marked for them too.
+    """Return `tx` with the leaves that `attrs` freezes masked, but marked as exchanged.
 
     Without the mark a training step would average their gradients.
     """
@@ -173,11 +173,11 @@ def _freezing(
     return core.Transform(init, without.update)
 
 
-def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
+def _mark_exchanged(options: _Options, params: Params) -> ExchangeDenseState:
     return ExchangeDenseState(exchanged(params, options.axis_name))
 
 
-def _update_dense(
+def _plain_mean(
     options: _Options,
     updates: Updates,
     state: ExchangeDenseState,
@@ -190,7 +190,7 @@ def _update_dense(
     return mean_over_workers(updates, options.axis_name), state
 
 
-def _init(options: _Options, params: Params) -> ExchangeState:
+def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
     pairs = list(zip(options.compressor_of(whole), leaves, strict=True))
@@ -202,17 +202,17 @@ def _init(options: _Options, params: Params) -> ExchangeState:
         jnp.ones((), jnp.int32),
         PerWorker(structure.unflatten(residuals), mesh.axes(options.axis_name)),
         structure.unflatten(states),
-        exchanged(params, options.axis_name, _traffic(options, pairs)),
+        exchanged(params, options.axis_name, _bytes_of_packets(options, pairs)),
     )
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ExchangeTraffic:
-    """What a worker sends in an exchange, in bytes of one worker's packets.
+    """The bytes that a worker sends in an exchange.
 
-    gathered, reduced: what goes through the all-gather, and through all-reduces.
-    dense: what an all-reduce of all leaves takes, in the first `warmup_steps` exchanges.
+    gathered, reduced: the bytes of one worker's packets in the all-gather, and in all-reduces.
+    dense: the bytes of all leaves, all-reduced in the first `warmup_steps` exchanges.
     """
 
     gathered: int
@@ -227,10 +227,10 @@ class ExchangeTraffic:
         return jnp.where(exchange < self.warmup_steps, dense, packets)
 
 
-def _traffic(
+def _bytes_of_packets(
     options: _Options, pairs: Sequence[tuple[BaseCompressor | None, Leaf]]
 ) -> ExchangeTraffic:
-    """Return what a worker sends of leaves with these compressors."""
+    """Return the bytes that a worker sends for leaves with these compressors."""
     dense = [0 if tree.is_masked(p) else numerics.accumulated_bytes(p) for _, p in pairs]
     sizes = zip(pairs, dense, strict=True)
     reduced = sum(size for (compressor, _), size in sizes if compressor is None)
@@ -243,7 +243,7 @@ def _traffic(
     return ExchangeTraffic(gathered, reduced, sum(dense), options.warmup_steps)
 
 
-def _update(
+def _compressed_mean(
     options: _Options,
     updates: Updates,
     state: ExchangeState,
@@ -306,7 +306,7 @@ def _compressed(updates: Updates, leaves: list[Leaf], residuals: list[Leaf]) -> 
 def _exchanged_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: AxisName
 ) -> list[Leaf]:
-    """Return the leaves with means in the place of those that are not compressed."""
+    """Return the leaves with those that are not compressed replaced by their means."""
 
     def finite(x: jax.Array) -> jax.Array:
         return jnp.where(nonfinite, 0.0, x)
@@ -339,9 +339,9 @@ def _compress(
     updates: list[jax.Array],
     leaves: list[LeafInExchange],
 ) -> list[LeafInExchange]:
-    """Accumulate and send; where an update is not finite, give zeros and keep the state.
+    """Accumulate and send; where an update is not finite, return zeros and keep the state.
 
-    All workers decide the same, so that collectives may stand in branches. Everything changes in
+    The branch is the same on all workers, so that it may contain collectives. All arrays change in
     place: residuals have the size of the model.
     """
     axis_name = options.axis_name
@@ -349,7 +349,7 @@ def _compress(
     checked = mesh.checked_axes(axis_name)
 
     def with_update(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
-        total = accumulate(g, mesh.vary(leaf.residual, checked), options.error_feedback)
+        total = with_feedback(g, mesh.vary(leaf.residual, checked), options.error_feedback)
         return leaf._replace(residual=jnp.where(sends, total, leaf.residual))
 
     leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
@@ -374,22 +374,22 @@ def _send(
 ) -> tuple[list[LeafInExchange]]:
     """Send the accumulated updates, and keep the rest."""
     # Matrices of all ranks share their all-reduces, all packets that are gathered one all-gather.
-    groups: dict[type[BaseCompressor] | None, list[int]] = {}
+    groups: dict[Callable[..., list[LeafInExchange]] | None, list[int]] = {}
     for i, compressor in enumerate(compressors):
-        groups.setdefault(type(compressor) if compressor.is_reduced else None, []).append(i)
+        groups.setdefault(compressor.reduced if compressor.is_reduced else None, []).append(i)
     sent = list(leaves)
-    for kind, numbers in groups.items():
+    for reduced, numbers in groups.items():
         group = [leaves[i] for i in numbers]
-        if kind is None:
+        if reduced is None:
             group = mean_by_all_gather([compressors[i] for i in numbers], group, axis_name)
         else:
-            group = kind.reduced(group, axis_name)
+            group = reduced(group, axis_name)
         for i, leaf in zip(numbers, group, strict=True):
             sent[i] = leaf
     return (sent,)
 
 
-def accumulate(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
+def with_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
     """Return error_feedback·residual + update, at most the largest float32 number in magnitude."""
     largest = np.finfo(np.float32).max
     total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)

@@ -1,4 +1,4 @@
-"""The mean over workers of what packets stand for, by one all-gather."""
+"""The mean over workers of decoded packets, by one all-gather."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,9 +57,9 @@ def _encode_all(
 def mean_of_packets(
     packet: PyTree, zeros: list[jax.Array], add: Adder, axis_name: AxisName
 ) -> list[jax.Array]:
-    """Return the mean over workers of the arrays that their packets stand for.
+    """Return the mean over workers of the arrays that are encoded in their packets.
 
-    The sum goes over workers in their order, so that all replicas get the same bits.
+    Packets are added in the order of the workers, so that all replicas get the same bits.
 
     Args:
       packet: of one worker, a tree of arrays.

@@ -87,7 +87,7 @@ class PacketFormat:
         return self.segments.of_entries(scales, self.k) if self.values.has_scale else scales
 
     def rounded(self, values: jax.Array) -> jax.Array:
-        """Return float32 values as they come out of a packet, (count,)."""
+        """Return float32 values as they are decoded from a packet, (count,)."""
         scales = self._with_scales(self._scales(values))
         return self.values.decode(self.values.encode(values, scales), scales)
 
@@ -109,13 +109,13 @@ class PacketFormat:
             sent = np.flatnonzero(self._end_is_sent).astype(np.int32)
             fields[0] &= np.uint32((1 << self.index_bits) - 1)
             fields.append(jnp.searchsorted(block, sent, side="right").astype(jnp.uint32))
-        words = bits.pack(fields, self._fields[0])
+        words = bits.pack_fields(fields, self._fields[0])
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words])
 
     def decode(self, packet: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the values, float32 (count,), and indices in their array, uint32 (count,)."""
         scales = lax.bitcast_convert_type(packet[: self._num_scales], jnp.float32)
-        index, codes, *ends = bits.unpack(packet[self._num_scales :], *self._fields)
+        index, codes, *ends = bits.unpack_fields(packet[self._num_scales :], *self._fields)
         values = self.values.decode(codes, self._with_scales(scales))
         if ends:
             of_segments = np.repeat(np.cumsum(self.k), self._num_blocks).astype(np.int32)
@@ -135,7 +135,7 @@ class PacketFormat:
     def add_to(
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array
     ) -> list[jax.Array]:
-        """Return flat arrays plus scale times what is decoded, touching the entries sent."""
+        """Return flat arrays plus scale times the decoded entries, without a pass over all."""
         values, index = self.decode(packet)
         parts = zip(totals, self.split(scale * values), self.split(index), strict=True)
         return [

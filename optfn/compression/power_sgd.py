@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import checks, mesh
-from optfn.compression.compressors import LeafInExchange, ShownAsCall, named
+from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
 from optfn.leaves.types import PyTree
 from optfn.mesh import AxisName
 
-# On accelerators the default precision would make what is sent differ from what is subtracted.
+# On accelerators the default precision would make the product sent differ from that subtracted.
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
@@ -86,20 +86,20 @@ class PowerSgd(ShownAsCall):
         return _matmul(p, q.T).reshape(shape)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes that one worker gives to the two all-reduces."""
+        """Return the bytes of one worker in the two all-reduces."""
         if not self.accepts(shape):
             return 4 * math.prod(shape)
         m, n, rank = self._sizes(shape)
         return 4 * rank * (m + n)
 
 
-@named
+@showing_call
 def power_sgd(rank: int) -> PowerSgd:
     """Send a matrix as the product of two thin ones: a compressor for `exchange`.
 
         P̂ = orthonormal columns of (mean over workers of M_w·Q̄)
         Q_w = M_wᵀ·P̂;  worker w sends P̂·Q_wᵀ
-        Q̄ = mean over workers of Q_w;  the mean of what is sent is P̂·Q̄ᵀ
+        Q̄ = mean over workers of Q_w;  direction = P̂·Q̄ᵀ
 
     One step of the power method on the mean matrix, which begins with the Q̄ of the step before.
     Two all-reduces of thin matrices serve all leaves.

@@ -57,8 +57,8 @@ class Chunks:
     ) -> jax.Array:
         """Return fn(rows, *per_chunk) of a flat array, (count, …).
 
-        A shorter last chunk is padded with `fill`, and goes through `fn` by itself: to pad the
-        whole array would copy it.
+        A shorter last chunk is padded with `fill`, and has its own call of `fn`: to pad the whole
+        array would copy it.
         """
         missing = self.length - self.last_length
         if not missing:

@@ -249,7 +249,7 @@ class Search(abc.ABC):
 _SAMPLE_STRIDE = 256
 _MIN_SAMPLE = 4096
 # By how many standard deviations the bound is loosened, so that at least k entries reach it, and by
-# how many more the number of candidates may exceed what is expected before the sample is rejected.
+# how many more the number of candidates may exceed its mean before the sample is rejected.
 # The addends serve small k, where the count is not close to normal.
 _LOOSENING, _LOOSENING_MIN = 3.5, 3
 _TOLERANCE, _TOLERANCE_MIN = 4, 4
@@ -289,8 +289,8 @@ class SampleSearch(Search):
 _MAX_BLOCK = 32
 # How many blocks there are for each entry to be selected, at least.
 _BLOCKS_PER_ENTRY = 4
-# By how many standard deviations the candidates beyond k may exceed what is expected of entries in
-# random order, and an addend for where that is close to none.
+# By how many standard deviations the number of candidates beyond k may exceed its mean for entries
+# in random order, and an addend for means close to 0.
 _BLOCK_TOLERANCE, _BLOCK_TOLERANCE_MIN = 6, 8
 
 

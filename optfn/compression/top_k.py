@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optfn import checks
-from optfn.compression.compressors import ShownAsCall, named
+from optfn.compression.compressors import ShownAsCall, showing_call
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.selection import num_selected, search_of
@@ -75,7 +75,7 @@ class TopK(ShownAsCall):
         return self.format(math.prod(shape)).num_bytes
 
 
-@named
+@showing_call
 def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") -> TopK:
     """Send the largest entries of each chunk: a compressor for `exchange`.
 
@@ -91,7 +91,7 @@ def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") 
         chunk of a leaf may be shorter.
       values: "float32", exact; "bfloat16"; "int8", x/s rounded, ties to even, s = max|x|/127; or
         "int2", the nearest of ±s/3 and ±s, s = max|x|. The last two have one float32 scale s per
-        chunk, taken from what is sent.
+        chunk, that of the entries sent.
 
     Bytes of a leaf: ∑k·(index bits + value bits) bits in whole 4-byte words, and 4 bytes a chunk
     for "int8" and "int2". No state.

@@ -30,8 +30,8 @@ _LARGEST = {8: 127, 4: 7}
 def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | np.float32) -> jax.Array:
     """Return x/divisor, rounded once, for a divisor that is broadcast.
 
-    XLA would multiply by the rounded reciprocal. That the divisor stands in a choice by x, which
-    matters to NaN only, keeps it from that.
+    The `where`, which changes nothing but the divisor of NaN, stops XLA from multiplying by the
+    rounded reciprocal.
     """
     return x / jnp.where(jnp.isnan(x), x, divisor)
 
@@ -97,7 +97,7 @@ class ValueFormat(NamedTuple):
         return jnp.where(place < 2, 3 - place, place - 2)
 
     def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
-        """Return the float32 values that the codes stand for, with the scales of `encode`."""
+        """Return the float32 values of the codes, with the scales of `encode`."""
         if self.bits == 32:
             return lax.bitcast_convert_type(codes, jnp.float32)
         if self.bits == 16:
