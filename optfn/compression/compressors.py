@@ -179,12 +179,5 @@ def chosen(
     Raises:
       ValueError: a pattern matches none of the paths.
     """
-    found: list[BaseCompressor | None] = [None] * len(tree.flatten(params)[0])
-    # Backwards, so that an earlier pattern overwrites a later one.
-    for pattern, compressor in reversed(list(choice.items())):
-        flags = tree.select(pattern, params, "compressor")
-        found = [
-            compressor if selected else before
-            for (selected,), before in zip(flags, found, strict=True)
-        ]
-    return found
+    selected = [(tree.matching(p, params, "compressor"), c) for p, c in choice.items()]
+    return [next((c for names, c in selected if n in names), None) for (n,) in tree.names(params)]

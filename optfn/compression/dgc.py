@@ -17,7 +17,7 @@ from jax import lax
 
 from optfn import checks, core, mesh
 from optfn.checks import Number
-from optfn.compression.agreement import agree, check_own_gradients
+from optfn.compression.agreement import agree, check_own_gradients, check_state_of_leaf
 from optfn.compression.dgc_phases import (
     VALUES,
     DgcLeaf,
@@ -286,19 +286,11 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
     u, v = state.local_velocity.value, state.residual.value
     for part in (state.velocity, u, v):
         tree.check_same_structure("update", "the state", part, "updates", updates)
-    columns = (tree.flatten(x)[0] for x in (updates, state.velocity, v))
-    for i, (g, velocity, residual) in enumerate(zip(*columns, strict=True)):
-        if tree.is_masked(g):
-            continue
-        found, want = velocity, g.shape
-        if options.compresses(g):
-            found, want = residual, (g.size,)
-        if tree.is_masked(found) or jnp.shape(found) != want:
-            raise ValueError(
-                f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
-                f"{getattr(found, 'shape', None)}, not {want}: it was made for other params, or is "
-                "not laid out over the workers (see init_state and state_specs)"
-            )
+    for place, g, velocity, residual in tree.items(updates, state.velocity, v):
+        if not tree.is_masked(g):
+            is_flat = options.compresses(g)
+            found, shape = (residual, (g.size,)) if is_flat else (velocity, g.shape)
+            check_state_of_leaf("update", place, found, shape)
 
 
 def _local_gradient(options: Options, updates: Updates, compressing: jax.Array) -> Updates:

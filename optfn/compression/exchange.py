@@ -17,7 +17,12 @@ from jax import lax
 
 from optfn import checks, core, mesh
 from optfn.checks import Number
-from optfn.compression.agreement import agree, check_own_gradients, is_compressible
+from optfn.compression.agreement import (
+    agree,
+    check_own_gradients,
+    check_state_of_leaf,
+    is_compressible,
+)
 from optfn.compression.compressors import (
     BaseCompressor,
     Choice,
@@ -231,16 +236,16 @@ def _bytes_of_packets(
     options: _Options, pairs: Sequence[tuple[BaseCompressor | None, Leaf]]
 ) -> ExchangeTraffic:
     """Return the bytes that a worker sends for leaves with these compressors."""
-    dense = [0 if tree.is_masked(p) else numerics.accumulated_bytes(p) for _, p in pairs]
-    sizes = zip(pairs, dense, strict=True)
-    reduced = sum(size for (compressor, _), size in sizes if compressor is None)
-    gathered = 0
+    gathered = reduced = dense = 0
     for compressor, p in pairs:
-        if compressor is not None and compressor.is_reduced:
-            reduced += int(compressor.num_bytes(p.shape))
-        elif compressor is not None:
-            gathered += int(compressor.num_bytes(p.shape))
-    return ExchangeTraffic(gathered, reduced, sum(dense), options.warmup_steps)
+        whole = 0 if tree.is_masked(p) else numerics.accumulated_bytes(p)
+        packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
+        if compressor is None or compressor.is_reduced:
+            reduced += packet
+        else:
+            gathered += packet
+        dense += whole
+    return ExchangeTraffic(gathered, reduced, dense, options.warmup_steps)
 
 
 def _compressed_mean(
@@ -259,19 +264,16 @@ def _compressed_mean(
     leaves, structure = tree.flatten(whole)
     residuals = tree.flatten(state.residual.value)[0]
     states = structure.flatten_up_to(state.compressor)
-    numbers = _compressed(whole, leaves, residuals)
+    numbers = _compressed(whole, state.residual.value)
     directions = _exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
     if numbers:
         of_leaves = chosen(options.compressors, whole)
         compressors = [c for i in numbers if (c := of_leaves[i]) is not None]
-        updates_of = [leaves[i] for i in numbers]
-        pending = [
-            LeafInExchange(
-                mesh.zeros_of_mean(leaves[i], options.axis_name), residuals[i], states[i]
-            )
-            for i in numbers
-        ]
-        sent = _compress(options, compressors, nonfinite, step, updates_of, pending)
+        zeros = [mesh.zeros_of_mean(leaves[i], options.axis_name) for i in numbers]
+        pairs = zip(zeros, numbers, strict=True)
+        pending = [LeafInExchange(zero, residuals[i], states[i]) for zero, i in pairs]
+        own = [leaves[i] for i in numbers]
+        sent = _compress(options, compressors, nonfinite, step, own, pending)
         for i, leaf in zip(numbers, sent, strict=True):
             directions[i], residuals[i], states[i] = leaf
     return _packed_as(updates, structure.unflatten(directions)), ExchangeState(
@@ -283,23 +285,17 @@ def _compressed_mean(
     )
 
 
-def _compressed(updates: Updates, leaves: list[Leaf], residuals: list[Leaf]) -> list[int]:
+def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
     """Return the numbers of the leaves that are compressed: dense arrays that have a residual.
 
     Raises:
       ValueError: a residual is not that of one worker, for a leaf like the update.
     """
     numbers = []
-    for i, (g, residual) in enumerate(zip(leaves, residuals, strict=True)):
-        if tree.is_masked(g) or tree.is_masked(residual) or isinstance(g, LeafKind):
-            continue
-        if jnp.shape(residual) != (g.size,):
-            raise ValueError(
-                f"exchange: the residual of leaf {tree.paths(updates)[i]!r} has shape "
-                f"{jnp.shape(residual)}, not {(g.size,)}: it was made for other params, or is not "
-                "laid out over the workers (see init_state and state_specs)"
-            )
-        numbers.append(i)
+    for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):
+        if not (tree.is_masked(g) or tree.is_masked(residual) or isinstance(g, LeafKind)):
+            check_state_of_leaf("exchange", place, residual, (g.size,))
+            numbers.append(i)
     return numbers
 
 

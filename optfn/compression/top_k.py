@@ -14,7 +14,6 @@ from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.selection import num_selected, search_of
 from optfn.compression.values import BFLOAT16, FLOAT32, scaled
-from optfn.leaves import slices
 from optfn.leaves.types import PyTree
 
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": scaled(8), "int2": scaled(2)}
@@ -44,8 +43,7 @@ class TopK(ShownAsCall):
         segments = Segments(tuple(x.size for x in flat), self.chunk)
         k = num_selected(self.density, segments.lengths)
         values, index = search_of(segments, k).largest(flat, k)
-        counts = [self.format(x.size).count for x in flat]
-        parts = zip(flat, slices.split(values, counts), slices.split(index, counts), strict=True)
+        parts = zip(flat, segments.split(values, k), segments.split(index, k), strict=True)
         packets = [self._packet(x.size, values, index) for x, values, index in parts]
         return list(zip(packets, states, strict=True))
 
