@@ -248,6 +248,23 @@ def test_leaves_are_searched_together():
             np.testing.assert_array_equal(packet, alone)
 
 
+def test_a_third_of_each_chunk():
+    """Dense selections have no summary; ties, short chunks and other leaves do not matter."""
+    compressor = top_k(0.3, chunk=1000)
+    xs = [with_ties(normal(4300, 1)), normal(70, 2), normal(2000, 3)]
+    together = jax.jit(lambda xs: compressor.encode_all(xs, [()] * 3))(xs)
+    for x, (packet, _) in zip(xs, together, strict=True):
+        expected = reference.top_k(x, density=0.3, chunk=1000)
+        np.testing.assert_array_equal(compressor.decode(packet, x.shape), expected)
+
+
+@pytest.mark.parametrize("chunk", [4096, None])
+def test_a_program_has_no_constant_of_the_size_of_a_packet(chunk):
+    x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    program = jax.jit(lambda x: top_k(0.3, chunk=chunk).encode(x, ())[0]).lower(x)
+    assert len(program.as_text()) < x.size
+
+
 def test_the_rows_of_chunks():
     chunks = Chunks(10, 4)
     assert (chunks.count, chunks.last_length) == (3, 2)
