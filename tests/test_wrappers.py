@@ -424,6 +424,19 @@ def test_training_stops_on_the_host_after_too_many():
 # Metrics
 
 
+@pytest.mark.optimized
+def test_a_guard_does_not_repeat_its_verdict_in_the_update_of_each_leaf():
+    tx = optfn.skip_nonfinite(optfn.sgd(0.1))
+
+    def conjunctions(leaves):
+        params = {str(i): jnp.ones(3) for i in range(leaves)}
+        compiled = jax.jit(tx.update).lower(params, tx.init(params), params).compile()
+        return compiled.as_text().count(" and(")
+
+    # Each leaf adds the same number of them; the verdict in each update would make it quadratic.
+    assert conjunctions(48) - conjunctions(32) == conjunctions(32) - conjunctions(16)
+
+
 def test_metrics_are_norms_factor_and_rate():
     tx = optfn.record_metrics(optfn.sgd(0.1, grad_clip=optfn.clip_by_global_norm(0.5)))
     params, grads = tree(0), tree(1)
