@@ -189,7 +189,7 @@ class Layout:
         keeps_own = bool(jax.tree.leaves(nodes_of(PerWorker, shapes)))
         if not self.worker_axes and (exchanges(shapes) or keeps_own):
             raise ValueError(
-                "shard: tx communicates by itself or keeps a state on each worker, and no axis of "
+                "shard: tx exchanges gradients or keeps a state on each worker, and no axis of "
                 f"workers is left: params or state are divided over all of {(*self.data_axes,)}; "
                 "leave shard out"
             )
