@@ -190,7 +190,7 @@ def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
         optfn.restore_checkpoint(tmp_path / "1", template)
     monkeypatch.setattr(processes, "send", lambda source, mine: content)
     for directory in ("1", "lost"):
-        with pytest.warns(UserWarning, match=r"10\.npz is a copy of what process 0 has"):
+        with pytest.warns(UserWarning, match=r"10\.npz is a copy of the file of process 0"):
             state, _ = optfn.restore_checkpoint(tmp_path / directory, template)
         chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(want))
 

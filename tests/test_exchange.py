@@ -21,8 +21,8 @@ from test_pipeline_compression import simulated as unpipelined
 
 import optfn
 from optfn.compression import bits as packing
-from optfn.compression.chunks import Chunks, chunks_of
 from optfn.compression.exchange import ExchangeState
+from optfn.compression.segments import Chunks, Segments, chunks_of
 from optfn.distributed import (
     data_mesh,
     exchange,
@@ -70,7 +70,7 @@ def test_fields_come_out_as_they_went_in(widths):
         rng.integers(0, 2**w, n, np.uint64).astype(np.uint32)
         for w, n in zip(widths, counts, strict=True)
     ]
-    words = jax.jit(lambda fields: packing.pack(fields, widths))(fields)
+    words = jax.jit(lambda fields: packing.pack_fields(fields, widths))(fields)
     assert words.size == packing.num_words(widths, counts)
     stream = sum(
         int(x) << (w * i + sum(w2 * n2 for w2, n2 in zip(widths[:j], counts, strict=False)))
@@ -79,7 +79,7 @@ def test_fields_come_out_as_they_went_in(widths):
     )
     got = sum(int(x) << (32 * i) for i, x in enumerate(np.asarray(words)))
     assert got == stream
-    for field, out in zip(fields, packing.unpack(words, widths, counts), strict=True):
+    for field, out in zip(fields, packing.unpack_fields(words, widths, counts), strict=True):
         np.testing.assert_array_equal(out, field)
 
 
@@ -248,15 +248,36 @@ def test_leaves_are_searched_together():
             np.testing.assert_array_equal(packet, alone)
 
 
+def test_a_third_of_each_chunk():
+    """Dense selections have no summary; ties, short chunks and other leaves do not matter."""
+    compressor = top_k(0.3, chunk=1000)
+    xs = [with_ties(normal(4300, 1)), normal(70, 2), normal(2000, 3)]
+    together = jax.jit(lambda xs: compressor.encode_all(xs, [()] * 3))(xs)
+    for x, (packet, _) in zip(xs, together, strict=True):
+        expected = reference.top_k(x, density=0.3, chunk=1000)
+        np.testing.assert_array_equal(compressor.decode(packet, x.shape), expected)
+
+
+@pytest.mark.parametrize("chunk", [4096, None])
+def test_a_program_has_no_constant_of_the_size_of_a_packet(chunk):
+    x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
+    program = jax.jit(lambda x: top_k(0.3, chunk=chunk).encode(x, ())[0]).lower(x)
+    assert len(program.as_text()) < x.size
+
+
 def test_the_rows_of_chunks():
     chunks = Chunks(10, 4)
-    assert (chunks.count, chunks.last_length, chunks.index_bits) == (3, 2, 2)
+    assert (chunks.count, chunks.last_length) == (3, 2)
     rows = chunks.map(lambda rows: rows, jnp.arange(10), fill=-1)
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, -1, -1]]
     assert chunks.spread(jnp.arange(3)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
-    assert chunks_of([10, 30], None) == [Chunks(10, 10), Chunks(30, 30)]
-    assert chunks_of([10, 30], 4096) == [Chunks(10, 30), Chunks(30, 30)]
-    assert [Chunks(n, 4096).index_bits for n in (1, 2, 1000, 4096, 9999)] == [0, 1, 10, 12, 12]
+    assert [chunks_of(10, chunk) for chunk in (None, 4096, 4)] == [
+        *(Chunks(10, 10), Chunks(10, 10), Chunks(10, 4))
+    ]
+    assert Segments((10, 30), 4096).arrays == [Chunks(10, 30), Chunks(30, 30)]
+    assert Segments((10, 30)).per_array == [1, 1] and Segments((10, 30), 4).per_array == [3, 8]
+    widths = [top_k(0.1).format(n).index_bits for n in (1, 2, 1000, 4096, 9999)]
+    assert widths == [0, 1, 10, 12, 12]
 
 
 def test_power_sgd_of_one_worker():
@@ -402,6 +423,67 @@ def test_a_compressor_of_ones_own():
     assert "exchange/compressor/w/calls" in mapping
 
 
+class Together:
+    """Sends matrices as they are, by the optional methods alone: `encode`, `decode` would raise."""
+
+    def init(self, shape):
+        return ()
+
+    def encode(self, x, state):
+        raise AssertionError("encode")
+
+    def decode(self, packet, shape):
+        raise AssertionError("decode")
+
+    def num_bytes(self, shape):
+        return 4 * math.prod(shape)
+
+    def accepts(self, shape):
+        return len(shape) == 2
+
+    def encode_all(self, xs, states):
+        return [(2 * x, state) for x, state in zip(xs, states, strict=True)]
+
+    def add_to(self, total, packet, scale):
+        return total + scale * packet / 2
+
+
+class Summed(Together):
+    """Sends matrices through an all-reduce, half of each; `encode_all`, `add_to` would raise."""
+
+    is_reduced = True
+    encode_all = add_to = None
+
+    @staticmethod
+    def reduced(leaves, axis_name):
+        return [
+            leaf._replace(
+                direction=jax.lax.pmean(leaf.accumulated / 2, axis_name), residual=leaf.residual / 2
+            )
+            for leaf in leaves
+        ]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "share", "num_bytes"),
+    [(Together(), 1.0, (4800, 4800)), (Summed(), 0.5, (0, 9600))],
+)
+def test_optional_methods_of_a_class_of_ones_own_are_called(compressor, share, num_bytes):
+    """Also without BaseCompressor as the base."""
+    shapes = {"w": (40, 30), "b": (1200,)}
+    g = {k: normal((N, *shape), i) for i, (k, shape) in enumerate(shapes.items())}
+    tx = exchange(compressor, min_size=100)
+    state = stacked(tx.init({k: jnp.zeros(shape) for k, shape in shapes.items()}))
+    direction, state = simulated(tx)(g, state)
+    np.testing.assert_allclose(direction["w"][0], share * g["w"].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(direction["b"][0], g["b"].mean(0), rtol=1e-5, atol=1e-6)
+    kept = np.asarray(state.residual.value["w"]).reshape(g["w"].shape)
+    np.testing.assert_allclose(kept, (1 - share) * g["w"], rtol=1e-6, atol=1e-6)
+    assert isinstance(state.residual.value["b"], optax.MaskedNode)
+    traffic = state.exchanged.traffic
+    assert (traffic.gathered, traffic.reduced) == num_bytes
+
+
 # Leaves of other kinds
 
 
@@ -511,7 +593,7 @@ def test_what_has_accumulated_beyond_float32():
         chex.assert_tree_all_finite(state)
 
 
-# Warm-up, peers
+# Warm-up
 
 
 def test_warm_up():
@@ -528,27 +610,6 @@ def test_warm_up():
     want = simulated(cold)(gradients(2), stacked(cold.init(zeros())))
     chex.assert_trees_all_equal(got[0], want[0])
     chex.assert_trees_all_equal(got[1].residual, want[1].residual)
-
-
-@pytest.mark.parametrize("name", ["top_k", "power_sgd"])
-def test_peers_are_clipped_to_the_median_norm(name):
-    g = gradients(0)
-    for k in PARAMS:
-        g[k] *= np.array([1, 5, 100, 0], np.float32).reshape(N, *[1] * (g[k].ndim - 1))
-    compressor = power_sgd(3) if name == "power_sgd" else top_k(0.05)
-    tx = exchange(compressor, peer_clip=True)
-    direction, state = simulated(tx)(g, stacked(tx.init(zeros())))
-    if name == "power_sgd":
-        q = np.asarray(compressor.init((50, 40)))
-        sent, _, _ = reference.power_sgd(g["w"].astype(np.float64), q)
-    else:
-        sent = np.stack([reference.top_k(x, 0.05) for x in g["w"]])
-    want = reference.clipped(sent.astype(np.float64)).mean(axis=0)
-    np.testing.assert_allclose(direction["w"][0], want, atol=1e-5)
-    assert np.abs(want - sent.mean(axis=0)).max() > 0.1
-    # What is clipped away is not kept.
-    np.testing.assert_allclose(state.residual.value["w"], (g["w"] - sent).reshape(N, -1), atol=2e-4)
-    np.testing.assert_allclose(direction["b"][0], g["b"].mean(axis=0), atol=1e-5)
 
 
 # The plain mean
@@ -685,10 +746,9 @@ def test_all_ways_to_run_agree():
 @pytest.mark.parametrize("compressor", [top_k(0.1), power_sgd(2)], ids=repr)
 def test_several_axes(compressor):
     """Workers along two axes, with all that has collectives of its own, where JAX tracks axes."""
-    options = {"warmup_steps": 1, "peer_clip": True}
     axes, params = ("host", "device"), {"w": np.zeros((50, 40), np.float32)}
     mesh = Mesh(np.array(jax.devices()[:N]).reshape(2, 2), axes)
-    tx, flat = (exchange(compressor, axis_name=name, **options) for name in (axes, "data"))
+    tx, flat = (exchange(compressor, axis_name=name, warmup_steps=1) for name in (axes, "data"))
     specs = state_specs(tx, params, axis_name=axes)
     run = jax.jit(
         jax.shard_map(
@@ -762,7 +822,7 @@ def test_bytes_on_the_network(compressor):
     flags, small = 8, 4 * 39
     if isinstance(compressor, Threshold):  # its codes are int8, its sizes float32
         assert sorted(operands["all_gather"]) == [8, expected - 8]
-    elif hasattr(compressor, "mean_of_sent"):
+    elif compressor == power_sgd(2):
         assert "all_gather" not in operands and len(operands["all_reduce"]) == 4
         assert sum(operands["all_reduce"]) == expected + flags + small
         return
@@ -935,7 +995,6 @@ def test_compressors_are_values():
         (lambda: exchange(min_size=0), ValueError, "min_size must be >= 1; got 0"),
         (lambda: exchange(param_attrs=3), TypeError, "param_attrs must be a mapping"),
         (lambda: exchange(warmup_steps=-1), ValueError, "warmup_steps must be >= 0; got -1"),
-        (lambda: exchange(peer_clip=1), TypeError, "peer_clip must be True or False"),
         (lambda: top_k(0.0), ValueError, r"density must be in \(0, 1\]; got 0\.0"),
         (lambda: top_k(1.5), ValueError, "density"),
         (lambda: top_k("x"), TypeError, "density must be a Python number"),

@@ -429,7 +429,10 @@ def test_what_rounds_cannot_be_with(options, words):
 @pytest.mark.parametrize(
     ("tx", "words"),
     [
-        (lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0), "communicates by itself"),
+        (
+            lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0),
+            "with a tx that exchanges gradients",
+        ),
         (lambda: optfn.master_weights(optfn.sgd(0.1)), "keeps copies or averages of params"),
         (
             lambda: optfn.chain(optfn.sgd(0.1), optfn.exponential_moving_average(0.9)),

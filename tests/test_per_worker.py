@@ -14,22 +14,21 @@ from jax.sharding import PartitionSpec as P
 import optfn
 from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.distributed import (
-    PacketFormat,
     data_mesh,
     init_state,
-    mean_of_sent,
     rescale_residuals,
-    select_top_k,
     state_specs,
-    subtract_sent,
+    top_k,
 )
 from optfn.leaves import tree
 from optfn.leaves.traits import traits
+from optfn.mesh import all_gather
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
 N = 4
 BETA, CHUNK, K = 0.95, 64, 4
+LARGEST = top_k(K / CHUNK, chunk=CHUNK, values="bfloat16")
 
 
 class SparseLocoState(NamedTuple):
@@ -40,12 +39,12 @@ class SparseLocoState(NamedTuple):
     exchanged: Exchanged
 
 
-def top_k_of_chunks(e):
-    """Return values and indices of the k largest of each chunk of a flat array."""
-    chunk = min(CHUNK, e.size)
-    values, inside = jax.vmap(lambda x: select_top_k(x, K))(e.reshape(-1, chunk))
-    starts = chunk * jnp.arange(e.size // chunk, dtype=jnp.int32)
-    return values.reshape(-1), (starts[:, None] + inside).reshape(-1)
+def send(e, axis_name):
+    """Return the mean over workers of the largest entries of a flat array, and what is left."""
+    packet, _ = LARGEST.encode(e, ())
+    packets = all_gather(packet, axis_name)
+    decoded = jax.vmap(lambda packet: LARGEST.decode(packet, e.shape))(packets)
+    return jnp.mean(decoded, axis=0), e - LARGEST.decode(packet, e.shape)
 
 
 def sparse_loco(axis_name="data"):
@@ -62,17 +61,7 @@ def sparse_loco(axis_name="data"):
             BETA * old + g.reshape(-1)
             for old, g in zip(jax.tree.leaves(state.residual), gradients, strict=True)
         ]
-        values, indices = zip(*map(top_k_of_chunks, e), strict=True)
-        sizes, k = (tuple(x.size for x in column) for column in (e, values))
-        packet_format = PacketFormat(sizes, k, "bfloat16")
-        values, indices = jnp.concatenate(values), jnp.concatenate(indices)
-        sent = packet_format.rounded(values)
-        places, left = packet_format.split(indices), packet_format.split(values - sent)
-        e = [
-            subtract_sent(x, x, i, r, momentum_masking=False)[1]
-            for x, i, r in zip(e, places, left, strict=True)
-        ]
-        means = mean_of_sent(sent, indices, packet_format, axis_name)
+        means, e = zip(*(send(x, axis_name) for x in e), strict=True)
         directions = [mean.reshape(g.shape) for mean, g in zip(means, gradients, strict=True)]
         residual = PerWorker(structure.unflatten(e))
         return structure.unflatten(directions), state._replace(residual=residual)

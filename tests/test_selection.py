@@ -6,14 +6,9 @@ import numpy as np
 import pytest
 from reference_compression import largest
 
-from optfn.compression.selection import (
-    Search,
-    candidates,
-    extract,
-    extract_sampled,
-    nth_bit,
-    pack_bits,
-)
+from optfn.compression import bits
+from optfn.compression.segments import Segments
+from optfn.compression.selection import SampleSearch
 from optfn.distributed import select_top_k
 
 SELECT = jax.jit(select_top_k, static_argnums=1)
@@ -106,62 +101,34 @@ def test_many_arrays_at_once():
     k = (20, 3, 1, 700, 500)
     for fourth in (arrays[3], np.ones(70000, np.float32)):
         arrays[3] = fourth
-        search = Search(tuple(x.size for x in arrays))
-
-        @jax.jit
-        def both(arrays, search=search):
-            kept = jnp.asarray(k, jnp.int32)
-            words = candidates(arrays, kept, search.rank(k), search.max_candidates(k), search)
-            return extract(arrays, words, k, search.max_candidates(k))
-
-        values, indices = (np.split(x, np.cumsum(k)[:-1]) for x in both(arrays))
+        search = SampleSearch(Segments(tuple(x.size for x in arrays)))
+        run = jax.jit(lambda arrays, search=search: search.largest(arrays, np.array(k, np.int32)))
+        values, indices = (np.split(x, np.cumsum(k)[:-1]) for x in run(arrays))
         for x, n, v, i in zip(arrays, k, values, indices, strict=True):
             np.testing.assert_array_equal(i, np.flatnonzero(largest(x.astype(np.float64), n)))
             np.testing.assert_array_equal(v, x[i])
 
 
-def test_sampled_candidates_and_others_the_next_time():
-    """k of each array's candidates, in order; no candidate waits for ever."""
-    rng = np.random.default_rng(4)
-    arrays = [rng.standard_normal(n).astype(np.float32) for n in (300_000, 3, 70_000)]
-    k, search = (300, 1, 700), Search((300_000, 3, 70_000))
-    kept = jnp.asarray(k, jnp.int32)
-    words = candidates(arrays, kept, search.rank(k), search.max_candidates(k), search)
-    run = jax.jit(lambda shift: extract_sampled(list(map(jnp.asarray, arrays)), words, k, shift))
-    seen = [set(), set(), set()]
-    for shift in range(0, 3000, 150):
-        values, indices = (np.split(x, np.cumsum(k)[:-1]) for x in run(jnp.int32(shift)))
-        for x, n, v, i, all_of_them in zip(arrays, k, values, indices, seen, strict=True):
-            assert (np.diff(i) > 0).all() and i.size == n
-            np.testing.assert_array_equal(v, x[i])
-            all_of_them |= set(i.tolist())
-    for x, n, all_of_them in zip(arrays, k, seen, strict=True):
-        assert all_of_them >= set(np.flatnonzero(largest(x.astype(np.float64), n)).tolist())
-        assert len(all_of_them) < 20 * n + 3
-
-
 def test_the_sample_decides_on_ordinary_data():
     """The bounds are tight enough to exclude nearly everything, and rarely wrong."""
     rng = np.random.default_rng(5)
-    search, k = Search((300_000,)), [300]
-    rank, most = search.rank(k), search.max_candidates(k)
-    assert most[0] < 20 * k[0]
-    run = jax.jit(
-        lambda x: candidates([x], jnp.asarray(k, jnp.int32), rank, most, search),
-    )
+    search, k = SampleSearch(Segments((300_000,))), np.array([300], np.int32)
+    counts = search.counts(k)
+    assert counts.room[0] < 20 * k[0]
+    run = jax.jit(lambda x: search.candidates([x], counts))
     for _ in range(5):
         x = rng.standard_normal(300_000).astype(np.float32)
         count = np.sum(np.bitwise_count(np.asarray(run(x))))
-        assert k[0] < count <= most[0]  # the exact path would give k
+        assert k[0] < count <= counts.room[0]  # the exact path would give k
 
 
 def test_bits():
     words = np.random.default_rng(6).integers(0, 2**32, 500, dtype=np.uint32)
     masks = (words[:, None] >> np.arange(32)) & 1 == 1
-    np.testing.assert_array_equal(pack_bits(jnp.asarray(masks.reshape(-1))), words)
+    np.testing.assert_array_equal(bits.pack_mask(jnp.asarray(masks.reshape(-1))), words)
     for word, mask in zip(words[:20], masks, strict=False):
         places = np.flatnonzero(mask)
-        found = nth_bit(jnp.full(places.size, word), jnp.arange(places.size))
+        found = bits.nth_bit(jnp.full(places.size, word), jnp.arange(places.size))
         np.testing.assert_array_equal(found, places)
 
 

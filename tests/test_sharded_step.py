@@ -418,7 +418,7 @@ def test_bad_arguments(options, error, words):
         (
             lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0),
             "state",
-            "shard: tx communicates by itself",
+            "shard: tx exchanges gradients",
         ),
         (lambda: optfn.sgd(0.1), {"nothing": P("data")}, "'nothing' matches no leaf"),
         (lambda: optfn.sgd(0.1), {"odd": P("data")}, r"dimension 0 of leaf 'odd', of shape \(3,\)"),

@@ -10,13 +10,23 @@ from grids import thinned
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import PacketFormat, data_mesh, mean_of_sent
+from optfn.compression.dgc_phases import VALUES, Ramp
+from optfn.compression.gathering import mean_of_packets
+from optfn.compression.packets import PacketFormat
+from optfn.compression.segments import Segments
+from optfn.distributed import data_mesh
 
 N = 4
 
 
 def normal(shape, seed):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def of_leaves(sizes, k, wire):
+    """Return the format of the packets of Deep Gradient Compression."""
+    bits = {"float32": 32, "bfloat16": 16}[wire]
+    return PacketFormat(Segments(sizes), np.array(k, np.int32), VALUES[wire], bits)
 
 
 @pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
@@ -31,7 +41,7 @@ def test_a_packet_comes_out_as_it_went_in(value_dtype):
     ]
     indices = np.concatenate(indices).astype(np.int32)
     values = normal(sum(k), 0)
-    packet_format = PacketFormat(sizes, k, value_dtype)
+    packet_format = of_leaves(sizes, k, value_dtype)
     sent = packet_format.rounded(values)
     packet = jax.jit(packet_format.encode)(sent, indices)
     assert packet.dtype == np.uint32 and packet.nbytes == packet_format.num_bytes
@@ -45,7 +55,7 @@ def test_a_packet_comes_out_as_it_went_in(value_dtype):
 
 
 def test_rounding_keeps_what_is_finite_finite():
-    packet_format = PacketFormat((9,), (5,), "bfloat16")
+    packet_format = of_leaves((9,), (5,), "bfloat16")
     largest = np.finfo(np.float32).max
     values = np.array([largest, -largest, np.inf, 0.0, 1.00390625], np.float32)
     rounded = np.asarray(packet_format.rounded(values))
@@ -59,8 +69,9 @@ def test_what_is_sent_dense():
         for workers in (2, 4, 16):
             least = 8 * 60_000 // (workers * entry)  # k·b·N = 8·n
             for k, dense in ((least, False), (least + 1, True)):
-                packet_format = PacketFormat((60_000,), (min(k, 60_000),), value_dtype)
-                assert packet_format.exceeds_all_reduce(workers) == (dense and k <= 60_000)
+                packet_format = of_leaves((60_000,), (min(k, 60_000),), value_dtype)
+                ramp = Ramp(options=None, sizes=(60_000,), row_updates=False, workers=workers)
+                assert ramp.is_sent_dense(packet_format) == (dense and k <= 60_000)
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
@@ -75,13 +86,17 @@ def test_params_without_a_leaf_to_compress(wire):
     assert update(grads)["w"].tolist() == [-1.0] * 4
 
 
-def test_the_mean_of_what_is_sent():
-    packet_format = PacketFormat((5, 3), (2, 1))
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_the_mean_of_packets(wire):
+    packet_format = of_leaves((5, 3), (2, 1), wire)
     values = np.array([[1, 2, 3], [10, 20, 30]], np.float32)
     indices = np.array([[0, 4, 2], [1, 4, 2]], np.int32)
-    first, second = jax.vmap(
-        lambda v, i: mean_of_sent(v, i, packet_format, "data"), axis_name="data"
-    )(values, indices)
+
+    def mean(values, indices):
+        packet, zeros = packet_format.encode(values, indices), [jnp.zeros(5), jnp.zeros(3)]
+        return mean_of_packets(packet, zeros, packet_format.add_to, "data")
+
+    first, second = jax.vmap(mean, axis_name="data")(values, indices)
     assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]
 
 

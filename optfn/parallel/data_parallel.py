@@ -17,7 +17,8 @@ from optfn import checks
 from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, PyTree
-from optfn.mesh import AxisName, axes, sharding
+from optfn.mesh import AxisName, axes, joined, sharding
+from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.state.placement import num_workers, specs_of
 
 
@@ -37,7 +38,9 @@ def on_workers(
         placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
-        run = meshes.mapped(step, mesh, axes(data_axis), in_specs, out_specs)
+        # An exchange may be over axes along which the batch is not split.
+        names = joined(data_axis, *(x.axes for x in nodes_of(Exchanged, state.opt_state)))
+        run = meshes.mapped(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result
 

@@ -248,7 +248,7 @@ class Layout:
                 "be as large as one. Divide over other axes, sharded(..., axis=), or leave the "
                 "exchange out"
             )
-        if not self.worker_axes and nodes_of(PerWorker, state):
+        if not self.worker_axes and jax.tree.leaves(nodes_of(PerWorker, state)):
             raise ValueError(
                 "shard: tx keeps a state on each worker, and no axis of workers is left: params or "
                 f"state are divided over all of {(*self.data_axes,)}; name the axes that divide "
