@@ -32,7 +32,8 @@ nightly:
 
 # Eighteen times as many cases as in the suite, other ones each time.
 properties: $(VENV)/.test
-	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto --quick-compiler tests/test_properties.py
+	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto \
+	  --quick-compiler tests/contract/test_properties.py
 
 # ONLY="sigterm_one disk_full" tries these; links and disks need root, and ip, tc, unshare and mount.
 faults: $(VENV)/.test

@@ -23,7 +23,7 @@ import optfn
 
 pytestmark = pytest.mark.optimized  # float32 as users compile it
 
-RECORDINGS = Path(__file__).parent / "recordings"
+RECORDINGS = Path(__file__).parents[1] / "recordings"
 MANIFEST = json.loads((RECORDINGS / "manifest.json").read_text())
 CASES = {case["case"]: case for case in MANIFEST["cases"]}
 ELSEWHERE = {"ema", "model_average", "sparse", "dgc"}  # families with a test file of their own

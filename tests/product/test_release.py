@@ -15,7 +15,7 @@ import pytest
 
 import optfn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "user_program.py"
 
 

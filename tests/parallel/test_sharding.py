@@ -41,7 +41,7 @@ def expected(entry):
     return steps(entry, tx, params, tx.init(params), gradients)
 
 
-# Exchanges have axes and states of their own, which tests/test_exchange.py is about.
+# Exchanges have axes and states of their own, which tests/compression/test_exchange.py is about.
 PROGRAMS = {k: v for k, v in registry.PROGRAMS.items() if k in registry.EVERYTHING}
 
 

@@ -7,12 +7,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import registry
 from PIL import Image
+from sklearn.metrics import roc_auc_score
 
 import optfn
 from examples import demo, gallery, recommender, text, transformer, words
@@ -100,7 +97,7 @@ def test_word_vectors_are_the_same_with_rows(monkeypatch, capsys):
 def test_the_notebook_runs(monkeypatch, capsys):
     """Its cells one after the other, in one namespace, as a kernel runs them."""
     monkeypatch.setenv("MPLBACKEND", "agg")
-    notebook = json.loads((Path(__file__).parent.parent / "examples/digits.ipynb").read_text())
+    notebook = json.loads((Path(__file__).parents[2] / "examples/digits.ipynb").read_text())
     names = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":

@@ -13,7 +13,7 @@ import pytest
 
 import optfn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {"README.md": ROOT / "README.md"}
 PAGES |= {str(p.relative_to(DOCS)): p for p in sorted(DOCS.rglob("*.md"))}

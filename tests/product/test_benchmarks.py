@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import optfn
 from benchmarks import __main__ as suite
 from benchmarks import (
@@ -39,7 +37,7 @@ from benchmarks import (
 from optfn.autodiff.budget import is_effective
 from optfn.distributed import data_mesh
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ABOUT = {"device", "jax", "optax", "commit"}
 
 

@@ -1,12 +1,9 @@
 """The pipeline's example, at toy size."""
 
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from examples import pipeline, text, transformer
 

@@ -21,7 +21,7 @@ from optfn.distributed import data_mesh, rescale_residuals, stack_stages
 
 # Fields of these files that the state does not have any more.
 RETIRED = dict.fromkeys(("rmsprop_centered", "skip_nonfinite"), "scale_by_momentum/velocity/")
-FILES = Path(__file__).parent / "checkpoints"
+FILES = Path(__file__).parents[1] / "checkpoints"
 NAMES = sorted(p.stem for p in FILES.glob("*.npz") if p.stem in registry.EVERYTHING)
 
 

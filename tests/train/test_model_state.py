@@ -3,17 +3,12 @@
 And the extra arguments of the update that transforms of optax ask for.
 """
 
-import sys
-from pathlib import Path
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import optfn
 from optfn.distributed import data_mesh, on_each_device, pipeline_value_and_grad

@@ -15,7 +15,7 @@ import train_worker
 
 import optfn
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # Within which the others notice that a worker is gone: its sockets close, or heartbeats stop.
 TIME_BOUND = 60
 
@@ -29,9 +29,9 @@ def launch(directory, processes, steps, *words):
     environment = os.environ | {
         "XLA_FLAGS": flags,  # one device each
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
-    program = str(HERE / "train_worker.py")
+    program = str(TESTS / "train_worker.py")
     started = [
         subprocess.Popen(
             [sys.executable, program, *map(str, (port, processes, i, steps, directory)), *words],

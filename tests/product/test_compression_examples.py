@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import optfn
 from benchmarks import compression_accuracy, compression_link, exchange_link, measure, network
 from examples import compression, text, transformer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def namespaces():

@@ -16,7 +16,7 @@ import registry
 
 import optfn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "optfn"
 SIGNATURES = {
     "sgd": "learning_rate, *",
