@@ -184,10 +184,10 @@ def pytest_testnodedown(node, error):
 
 def pytest_terminal_summary(terminalreporter):
     """Print the recordings that are not compared, each with its reason, and the memory taken."""
-    import test_recordings
+    import recorded
 
     terminalreporter.section("recordings not compared")
-    for case, reason in test_recordings.skipped().items():
+    for case, reason in recorded.skipped().items():
         terminalreporter.write_line(f"{case}: {reason}")
     peaks = PEAKS or {"this process": peak_memory()}
     terminalreporter.section("memory at most, MB")

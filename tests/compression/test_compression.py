@@ -15,6 +15,7 @@ import reference_compression as reference
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from simulation import follow, one_step, stacked
 
 import optfn
 from optfn.compression.dgc import DeepGradientCompressionState
@@ -27,33 +28,8 @@ N = 4
 LR = 0.1
 
 
-def stacked(tree, workers=N):
-    return jax.tree.map(lambda x: jnp.stack([x] * workers), tree)
-
-
 def normal(shape, seed, scale=1.0):
     return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
-
-
-def one_step(tx, params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optfn.apply_updates(params, updates), state
-
-
-@functools.lru_cache(maxsize=1)
-def simulated(tx):
-    """Return the step of all workers, params and state and gradients stacked."""
-    return jax.jit(jax.vmap(functools.partial(one_step, tx), axis_name="data"))
-
-
-def follow(tx, params, gradients, workers=N):
-    """Return params and DGC state after each step, stacked over workers."""
-    step, p, s = simulated(tx), stacked(params, workers), stacked(tx.init(params), workers)
-    series = []
-    for g in gradients:
-        p, s = step(p, s, g)
-        series.append((jax.device_get(p), jax.device_get(s)))
-    return series
 
 
 def warned(options):

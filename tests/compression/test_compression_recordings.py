@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_compression import LR, simulated, stacked
-from test_recordings import arrays, leaves
+from recorded import arrays, leaves
+from simulation import simulated, stacked
 
 import optfn
 from optfn.distributed import deep_gradient_compression
@@ -22,7 +22,7 @@ def test_follows_paddles_momentum(nesterov):
     sums = leaves(name, "g")
     with pytest.warns(UserWarning, match="little momentum remains"):
         tx = optfn.dgc_momentum(
-            LR, 0.9, rampup_begin_step=6, sparsity=(0.0,), nesterov=nesterov, min_size=1
+            0.1, 0.9, rampup_begin_step=6, sparsity=(0.0,), nesterov=nesterov, min_size=1
         )
     step, p, s = simulated(tx), stacked(params, 2), stacked(tx.init(params), 2)
     for t in range(20):

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 import reference_exchange as reference
-import test_pipeline_step as pipeline_step
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_pipeline_compression import pipelined
-from test_pipeline_compression import simulated as unpipelined
+from simulation import pipelined, unpipelined
 
 import optfn
 from optfn.compression import bits as packing
@@ -834,10 +833,10 @@ def test_beside_a_pipeline():
     """on_each_device: each stage exchanges with the same stage of the other workers."""
     choice = {".*in": top_k(0.2), ".*out": quantize(1)}
     tx = optfn.chain(exchange(choice, min_size=20), optfn.momentum(0.05, 0.9))
-    mesh, batches = pipeline_step.mesh_of(False), [pipeline_step.batch(k) for k in range(3)]
-    params = stack_stages(pipeline_step.blocks(), mesh=mesh)
-    losses, state = pipelined(tx, pipeline_step.block, params, batches, mesh, P("stage"))
-    want, want_params, want_state = unpipelined(tx, pipeline_step.blocks(), batches)
+    mesh, batches = problems.mesh_of(False), [problems.batch(k) for k in range(3)]
+    params = stack_stages(problems.blocks(), mesh=mesh)
+    losses, state = pipelined(tx, problems.block, params, batches, mesh, P("stage"))
+    want, want_params, want_state = unpipelined(tx, problems.blocks(), batches)
     np.testing.assert_allclose(losses, want, atol=1e-5)
     chex.assert_trees_all_close(unstack_stages(state.params), want_params, atol=1e-5)
     got, expected = state.opt_state[0].residual.value, want_state[0].residual.value

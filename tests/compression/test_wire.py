@@ -1,12 +1,11 @@
 """Packets: their encoding, their sums, and the bytes of the compiled program."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from grids import thinned
+from hlo import collectives
 from jax.sharding import PartitionSpec as P
 
 import optfn
@@ -83,18 +82,6 @@ def test_the_mean_of_what_is_sent():
         lambda v, i: mean_of_sent(v, i, packet_format, "data"), axis_name="data"
     )(values, indices)
     assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]
-
-
-def collectives(text):
-    """Return the bytes of the results of each kind of collective in a compiled program."""
-    size = {"f32": 4, "u32": 4, "s32": 4, "bf16": 2, "u16": 2, "pred": 1}
-    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = {}
-    for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
-        total = sum(size[d] * int(np.prod([int(x) for x in s.split(",") if x])) for d, s in shapes)
-        found.setdefault(kind, []).append(total)
-    return found
 
 
 @pytest.mark.optimized

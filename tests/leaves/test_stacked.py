@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import registry
 from grids import thinned
-from test_pipeline_step import STAGES, batch, block, blocks, mean_square, mesh_of, whole
+from problems import STAGES, batch, block, blocks, mean_square, mesh_of, whole
 
 import optfn
 from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages

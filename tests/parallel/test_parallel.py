@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 from grids import thinned
+from hlo import collectives
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_compression import follow, one_step
-from test_wire import collectives
+from simulation import follow, one_step
 
 import optfn
 from optfn.compression.dgc import DeepGradientCompressionState

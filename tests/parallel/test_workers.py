@@ -11,7 +11,7 @@ import optax
 import pytest
 from grids import thinned
 from jax.sharding import PartitionSpec as P
-from test_pipeline_step import batch, block, blocks, mean_square, mesh_of
+from problems import batch, block, blocks, mean_square, mesh_of
 
 import optfn
 from optfn.distributed import (

@@ -11,7 +11,7 @@ import pytest
 from grids import thinned
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_pipeline_step import (
+from problems import (
     STAGES,
     WIDTH,
     batch,
@@ -20,14 +20,13 @@ from test_pipeline_step import (
     mean_square,
     mesh_of,
     random,
-    whole,
 )
+from simulation import pipelined, unpipelined
 
 import optfn
 from optfn.distributed import (
     PipelineParams,
     on_each_device,
-    pipeline_value_and_grad,
     stack_stages,
     unstack_stages,
 )
@@ -50,47 +49,6 @@ def compressing(nesterov=False, sparsity=(0.5, 0.9)):
         )
 
 
-def simulated(tx, params, batches, loss_fn=whole):
-    """Return losses, params and state of two workers side by side on one device."""
-
-    def worker(params, state, part):
-        loss, grads = jax.value_and_grad(loss_fn, allow_int=True)(params, part)
-        grads = jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, grads)
-        updates, state = tx.update(grads, state, params)
-        return jax.lax.pmean(loss, "data"), optfn.apply_updates(params, updates), state
-
-    step = jax.jit(jax.vmap(worker, axis_name="data"))
-    params, state = jax.tree.map(lambda x: jnp.stack([x, x]), (params, tx.init(params)))
-    losses = []
-    for single in batches:
-        parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), single)
-        loss, params, state = step(params, state, parts)
-        losses.append(float(loss[0]))
-    return losses, jax.tree.map(lambda x: x[0], params), state
-
-
-def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b"):
-    f = pipeline_value_and_grad(
-        stage_fn,
-        mean_square,
-        mesh=mesh,
-        num_microbatches=3,
-        schedule=schedule,
-        data_axis="data",
-        grad_reduce=None,
-    )
-    step = optfn.make_train_step(mean_square, on_each_device(tx, mesh, spec=spec), value_and_grad=f)
-    state, losses = step.init(params), []
-    placed = jax.tree.map(lambda x: x.sharding, state)
-    for single in batches:
-        state, metrics = step(state, single)
-        losses.append(float(metrics["loss"]))
-    for x, before in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
-        assert x.sharding.is_equivalent_to(before, x.ndim)
-    assert step.compiled._cache_size() == 1
-    return losses, state
-
-
 def assert_close(got, want):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
@@ -103,7 +61,7 @@ def test_stacked_stages_train_as_two_simulated_workers(explicit, nesterov):
     batches = [batch(k) for k in range(STEPS)]
     params = stack_stages(blocks(), mesh=mesh)
     losses, state = pipelined(tx, block, params, batches, mesh, P("stage"))
-    want, want_params, want_state = simulated(tx, blocks(), batches)
+    want, want_params, want_state = unpipelined(tx, blocks(), batches)
     np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
     assert_close(unstack_stages(state.params), want_params)
 
@@ -137,7 +95,7 @@ def test_heterogeneous_stages_that_share_weights_train_as_two_simulated_workers(
     params = PipelineParams(blocks(), random(7, shape=(WIDTH, WIDTH), scale=0.5))
     placed = jax.device_put(params, NamedSharding(mesh, P()))
     losses, state = pipelined(tx, [first, block, block, last], placed, batches, mesh, P(), "zb")
-    want, want_params, _ = simulated(tx, params, batches, loss_fn)
+    want, want_params, _ = unpipelined(tx, params, batches, loss_fn)
     np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
     assert_close(state.params, want_params)
 
@@ -164,7 +122,7 @@ def test_shared_weights_and_integers_beside_stacked_stages():
     replicated = jax.device_put(shared, NamedSharding(mesh, P()))
     placed = PipelineParams(stack_stages(stages, mesh=mesh), replicated)
     losses, state = pipelined(tx, stage, placed, batches, mesh, P("stage"))
-    want, want_params, want_state = simulated(tx, params, batches, loss_fn)
+    want, want_params, want_state = unpipelined(tx, params, batches, loss_fn)
     np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
     got = state.params._replace(stages=unstack_stages(state.params.stages))
     assert_close(got, want_params)

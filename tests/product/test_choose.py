@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registry
-from test_wire import collectives
+from hlo import collectives
 
 import optfn
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_recordings import CASES, arrays
+from recorded import CASES, arrays
 
 import optfn
 

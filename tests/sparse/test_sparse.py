@@ -13,7 +13,7 @@ import registry
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_recordings import CASES, arrays, build, translate
+from recorded import CASES, arrays, build, translate
 
 import optfn
 from optfn import sparse
