@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import clear_programs
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from machine import clear_programs
 
 import optfn
 from optfn.distributed import data_mesh

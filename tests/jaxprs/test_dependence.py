@@ -122,7 +122,6 @@ CASES = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("argument", "abc")
 @pytest.mark.parametrize("name", CASES)
 def test_dependence_is_followed_through(name, argument):

@@ -153,7 +153,6 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
     ids = np.random.default_rng(2).integers(-2 * ROWS, 2 * ROWS, (32, 5)).astype(np.int32)

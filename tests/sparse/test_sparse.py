@@ -105,7 +105,6 @@ FORMS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
     """Out of range at both ends, negative and ordinary; every row has a weight of its own."""
@@ -163,7 +162,6 @@ MISUSES = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", MISUSES)
 def test_other_uses_of_a_table_are_errors(name):
     use, message = MISUSES[name]
