@@ -736,7 +736,7 @@ def other_format(directory: Path) -> str:
 def older_format(directory: Path) -> str:
     found = sorted((HERE / "checkpoints").glob("*.npz"))
     file = "tests/train/test_earlier_files.py"
-    command = ["-m", "pytest", "-q", "-n", "0", "--quick-compiler", file]
+    command = ["-m", "pytest", "-q", "-n", "0", "--nightly", "--quick-compiler", file]
     done = subprocess.run(
         [sys.executable, *command], cwd=HERE.parent, capture_output=True, text=True, check=False
     )

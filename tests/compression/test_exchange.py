@@ -60,7 +60,9 @@ def first(tree, worker=0):
 # The bits of a packet
 
 
-@pytest.mark.parametrize("widths", [(12, 32), (7, 2), (0, 16), (1,), (32,), (11, 8)])
+@pytest.mark.parametrize(
+    "widths", thinned([[12, 32], [7, 2], [0, 16], [1], [32], [11, 8]], every=3)
+)
 def test_fields_come_out_as_they_went_in(widths):
     """Without gaps: the words are those of one stream of bits, the lowest first."""
     counts = [37 + 5 * i for i in range(len(widths))]
@@ -121,7 +123,7 @@ SHAPES = [pytest.param(shape, id=str(shape)) for shape in [(5000,), (64, 64), (7
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-@pytest.mark.parametrize("shape", thinned(SHAPES))
+@pytest.mark.parametrize("shape", thinned(SHAPES, every=3, first=1))
 def test_what_is_sent(name, shape):
     """Values and bytes, also with ties, zeros, a last chunk that is shorter, clustered entries."""
     compressor, send = COMPRESSORS[name]
@@ -291,7 +293,7 @@ FOLLOWED = [(name, 1.0) for name in COMPRESSORS if name != "top_k_one_entry"]
 FOLLOWED += [(name, beta) for name in ("top_k", "quantize_1") for beta in (0.5, 0.0)]
 
 
-@pytest.mark.parametrize(("name", "beta"), thinned(FOLLOWED))
+@pytest.mark.parametrize(("name", "beta"), thinned(FOLLOWED, every=4))
 def test_follows_the_equations(name, beta):
     """Residual and direction of each step, from the residuals before; and nothing is lost."""
     compressor, send = COMPRESSORS[name]
@@ -486,7 +488,7 @@ def test_rows_are_exchanged_as_rows():
 
 
 @pytest.mark.parametrize("compressor", [top_k(0.1), quantize(1), power_sgd(2)], ids=repr)
-@pytest.mark.parametrize(("bad", "leaf"), [(np.nan, "w"), (np.inf, "b")])
+@pytest.mark.parametrize(("bad", "leaf"), thinned([(np.nan, "w"), (np.inf, "b")], first=1))
 def test_an_update_that_is_not_finite(compressor, bad, leaf):
     """Of one worker: zeros on all, residuals and compressors' states stay, the next one goes on."""
     tx = exchange(compressor)
@@ -529,7 +531,7 @@ def test_warm_up():
     chex.assert_trees_all_equal(got[1].residual, want[1].residual)
 
 
-@pytest.mark.parametrize("name", ["top_k", "power_sgd"])
+@pytest.mark.parametrize("name", thinned(["top_k", "power_sgd"]))
 def test_peers_are_clipped_to_the_median_norm(name):
     g = gradients(0)
     for k in PARAMS:
@@ -625,7 +627,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(OPTIMIZERS))
+@pytest.mark.parametrize("name", thinned(OPTIMIZERS, every=4))
 def test_training_on_a_mesh(name):
     """make_train_step follows the simulation; all devices have the same bits; the loss falls."""
     tx = OPTIMIZERS[name]
@@ -681,7 +683,7 @@ def test_all_ways_to_run_agree():
         chex.assert_trees_all_close(jax.device_get(params), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("compressor", [top_k(0.1), power_sgd(2)], ids=repr)
+@pytest.mark.parametrize("compressor", thinned([top_k(0.1), power_sgd(2)]), ids=repr)
 def test_several_axes(compressor):
     """Workers along two axes, with all that has collectives of its own, where JAX tracks axes."""
     options = {"warmup_steps": 1, "peer_clip": True}
@@ -741,7 +743,7 @@ SENDING = [
 ]
 
 
-@pytest.mark.parametrize("compressor", SENDING, ids=repr)
+@pytest.mark.parametrize("compressor", thinned(SENDING), ids=repr)
 def test_bytes_on_the_network(compressor):
     """One all-gather of one worker's num_bytes, or two all-reduces of them; small leaves in one."""
     shapes = {"w": (64, 96), "v": (40, 50), "b": (30,), "c": (9,)}
@@ -829,6 +831,7 @@ def test_skip_nonfinite_stops_what_follows_too():
     chex.assert_trees_all_equal(after.params, state.params)
 
 
+@pytest.mark.nightly  # test_pipeline_compression.py has DGC there
 def test_beside_a_pipeline():
     """on_each_device: each stage exchanges with the same stage of the other workers."""
     choice = {".*in": top_k(0.2), ".*out": quantize(1)}
@@ -849,7 +852,7 @@ def test_beside_a_pipeline():
 # State seen from outside
 
 
-@pytest.mark.parametrize("as_mapping", [False, True])
+@pytest.mark.parametrize("as_mapping", thinned([False, True], first=1))
 def test_another_number_of_workers(as_mapping):
     tx = OPTIMIZERS["adamw"]
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N))

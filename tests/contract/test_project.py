@@ -9,6 +9,7 @@ import operator
 import pkgutil
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -18,6 +19,7 @@ import optfn
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "optfn"
+TESTS = ROOT / "tests"
 SIGNATURES = {
     "sgd": "learning_rate, *",
     "momentum": "learning_rate, momentum, *, nesterov=False",
@@ -88,10 +90,32 @@ def test_imports_go_one_way():
         assert not above, f"{module} imports {above}"
 
 
-@pytest.mark.parametrize("module", modules())
-def test_no_test_library_at_run_time(module):
-    text = (PACKAGE / (module.replace(".", "/") + ".py")).read_text()
-    assert not re.search(r"^\s*(import|from) (chex|flax|torch|pytest)", text, re.MULTILINE)
+def test_no_test_library_at_run_time():
+    for module in modules():
+        text = (PACKAGE / (module.replace(".", "/") + ".py")).read_text()
+        assert not re.search(r"^\s*(import|from) (chex|flax|torch|pytest)", text, re.M), module
+
+
+# Every transform; equations against their references; whole programs.
+BESIDE = {"contract", "rules", "product"}
+
+
+def test_folders_of_tests_mirror_the_package():
+    """Each has the name of a folder of optfn; three are about the whole of it."""
+    folders = {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    assert folders - BESIDE <= {room(module) for module in modules() if "." in module}
+    assert not BESIDE - folders
+
+
+def test_no_test_file_imports_another():
+    """What they share lies at the root of tests/; names of files are names of modules."""
+    files = sorted(TESTS.rglob("test_*.py"))
+    assert len({path.stem for path in files}) == len(files)
+    for path in [*files, *TESTS.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith("test_")], path
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -119,20 +143,24 @@ def test_every_public_name_is_in_the_registry():
     assert {n for n in dir(optfn.schedules) if n.startswith("reduce")} == {"reduce_on_plateau"}
 
 
-@pytest.mark.parametrize("module", modules())
-def test_docstrings(module):
+def test_docstrings():
     """Everything public says what it does; every factory describes its arguments."""
-    loaded = importlib.import_module(f"optfn.{module}")
-    assert loaded.__doc__
-    for name, thing in vars(loaded).items():
-        own = getattr(thing, "__module__", None) == loaded.__name__
-        if name.startswith("_") or not own or not callable(thing):
-            continue
-        assert thing.__doc__, f"{module}.{name} has no docstring"
-        if module.startswith(("transforms", "optimizers", "wrappers")) and name in optfn.__all__:
-            for argument in inspect.signature(thing).parameters:
-                described = f"\n  {argument}: " in inspect.getdoc(thing)
-                assert described, f"{name}: {argument} undocumented"
+    for module in modules():
+        loaded = importlib.import_module(f"optfn.{module}")
+        assert loaded.__doc__, module
+        for name, thing in vars(loaded).items():
+            own = getattr(thing, "__module__", None) == loaded.__name__
+            if name.startswith("_") or not own or not callable(thing):
+                continue
+            assert thing.__doc__, f"{module}.{name} has no docstring"
+            if module.startswith(("transforms", "optimizers", "wrappers")):
+                missing = arguments_without_a_line(thing) if name in optfn.__all__ else []
+                assert not missing, f"{module}.{name}"
+
+
+def arguments_without_a_line(factory: Any) -> list[str]:
+    text = inspect.getdoc(factory)
+    return [k for k in inspect.signature(factory).parameters if f"\n  {k}: " not in text]
 
 
 # What the docstrings count per parameter: the rules, and the averages after sgd, which keeps none.
@@ -166,10 +194,9 @@ def test_docstrings_name_source_and_bytes_of_state(name):
         assert "per parameter" in said and round(found, 2) in counts, (found, said)
 
 
-@pytest.mark.parametrize("module", ["", *(f".{m}" for m in modules())])
-def test_doctests(module):
-    result = doctest.testmod(importlib.import_module(f"optfn{module}"))
-    assert result.failed == 0
+def test_doctests():
+    for module in ["optfn", *(f"optfn.{m}" for m in modules())]:
+        assert doctest.testmod(importlib.import_module(module)).failed == 0, module
 
 
 def blocks(language: str) -> list[str]:

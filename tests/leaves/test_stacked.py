@@ -36,7 +36,7 @@ def trained(tx, entry, params, gradients):
     return found
 
 
-@pytest.mark.parametrize("name", thinned(EXACT))
+@pytest.mark.parametrize("name", thinned(EXACT, every=8))
 def test_every_rule_takes_stacked_layers_apart(name):
     """The updates of a stacked tree are those of the list of its layers."""
     entry = EXACT[name]
@@ -57,7 +57,7 @@ ENTRY = registry.OPTIMIZERS["lamb"]
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", NORM_RULES)
+@pytest.mark.parametrize("name", thinned(NORM_RULES, every=3))
 def test_an_attribute_stacks_as_stack_stages_does(name, packed):
     """Also in a Packed, and beside leaves of the same shape that are one tensor."""
     make = NORM_RULES[name]
@@ -131,7 +131,8 @@ def gradients():
 
 
 @pytest.mark.parametrize(
-    "name", thinned(k for k, v in registry.OPTIMIZERS.items() if not v.quantized)
+    "name",
+    thinned((k for k, v in registry.OPTIMIZERS.items() if not v.quantized), every=12, first=11),
 )
 def test_a_pipeline_trains_with_every_optimizer_as_one_device(gradients, name):
     pipelined, alone = gradients

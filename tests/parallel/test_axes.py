@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -67,7 +68,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", thinned(EXCHANGES, every=3))
 def test_an_exchange_over_some_axes_takes_the_mean_over_the_others(name):
     tx = EXCHANGES[name]
     state, losses = run(tx(), mesh=mesh(), data_axis=AXES)
@@ -161,13 +162,14 @@ IDS = RNG.integers(0, 16, (4, 16))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@pytest.mark.parametrize("tx", [optfn.adam(0.01), optfn.lamb(0.01)], ids=["adam", "lamb"])
-def test_a_spec_over_any_of_the_data_axes(spec, tx):
+@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.lamb], first=1))
+def test_a_spec_over_any_of_the_data_axes(spec, make):
     """In any order, over some of them, or one for each dimension: the run of one device."""
 
     def loss(params, ids):
         return jnp.mean(params["t"][ids] * ids[:, None]) + jnp.mean(params["t"] ** 2)
 
+    tx = make(0.01)
     state, losses = run(tx, IDS, {"t": TABLE}, loss, mesh=mesh(), data_axis=AXES, shard={"t": spec})
     want, expected = run(tx, IDS, {"t": TABLE}, loss)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -201,7 +203,7 @@ def test_layers_whose_specs_name_some_of_the_axes_are_scanned(spec):
 
 
 @pytest.mark.parametrize("shard", [None, "state", "params"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", thinned([jnp.bfloat16, jnp.float16]))
 def test_narrow_params_on_a_mesh_with_an_axis_for_the_compiler(shard, dtype):
     """XLA ends the process where bfloat16 is summed over some of the axes of a mesh on CPU."""
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), PARAMS)
@@ -227,10 +229,10 @@ def test_narrow_params_on_a_mesh_with_an_axis_for_the_compiler(shard, dtype):
      {"compare_replicas_every": 1}],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("mask", [None, optax.MaskedNode()], ids=["None", "MaskedNode"])
+@pytest.mark.parametrize("mask", thinned([optax.MaskedNode, lambda: None]))
 def test_masked_leaves_of_params(options, mask):
     """A partition of an equinox module has None in the place of what is no array."""
-    params = {**PARAMS, "activation": mask, "layers": [mask, PARAMS["w"]]}
+    params = {**PARAMS, "activation": mask(), "layers": [mask(), PARAMS["w"]]}
 
     def loss(params, x):
         return loss_fn(params, x) + jnp.mean(params["layers"][1] ** 2)

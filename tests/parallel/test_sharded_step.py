@@ -90,7 +90,7 @@ def run_alone(name):
     return run(optfn.make_train_step(loss_fn, ALL[name]()))
 
 
-@pytest.mark.parametrize(("name", "shard"), thinned(CASES))
+@pytest.mark.parametrize(("name", "shard"), thinned(CASES, every=7))
 def test_the_trajectory_is_that_of_one_device(name, shard):
     make, shard = ALL[name], SHARDS[shard]
     alone, losses = run_alone(name)
@@ -253,7 +253,7 @@ def stacked_loss(params, x):
 STACKED_X = RNG.normal(size=(3, 16, WIDTH)).astype(np.float32)
 
 
-@pytest.mark.parametrize("mark", [lambda x: x, optfn.Stacked], ids=["plain", "Stacked"])
+@pytest.mark.parametrize("mark", thinned([optfn.Stacked, lambda x: x]))
 @pytest.mark.parametrize("shard", [None, "state", "params"])
 def test_scan_layers_is_the_loop_over_layers(shard, mark):
     def by_hand(params, x):
@@ -432,7 +432,7 @@ def test_what_does_not_fit_is_said_at_init(tx, shard, words):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("shard", [None, "state", "params"])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", thinned([True, False]))
 def test_the_plan_is_what_the_compiled_step_takes_and_sends(shard, stacked):
     if stacked:
         params, loss, x = stacked_params(optfn.Stacked), stacked_loss, STACKED_X[0]

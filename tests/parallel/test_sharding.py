@@ -49,7 +49,7 @@ AXES = registry.in_turn("auto", "auto", "explicit", "explicit", entries=PROGRAMS
 CHECKED = registry.in_turn(True, True, False, False, entries=PROGRAMS)
 
 
-@pytest.mark.parametrize(("entry", "kind"), thinned(AXES))
+@pytest.mark.parametrize(("entry", "kind"), thinned(AXES, every=9))
 def test_sharded_parameters(entry, kind):
     """jit over sharded arrays: state is sharded as its parameters, results as on one device."""
     on = mesh(kind)
@@ -69,7 +69,7 @@ def test_sharded_parameters(entry, kind):
     chex.assert_trees_all_close(jax.device_get(new), expected(entry)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("entry", "check_vma"), thinned(CHECKED, first=1))
+@pytest.mark.parametrize(("entry", "check_vma"), thinned(CHECKED, every=9, first=1))
 def test_replicated_in_shard_map(entry, check_vma):
     """Parameters, state and (averaged) gradients are replicated; so is what comes out."""
     tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))
@@ -89,7 +89,7 @@ def test_replicated_in_shard_map(entry, check_vma):
     chex.assert_trees_all_close(jax.device_get(state), want[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adam", "stack", "ftrl", "lamb", "param_attrs"])
+@pytest.mark.parametrize("name", thinned(["adam", "stack", "ftrl", "lamb", "param_attrs"], every=4))
 def test_pmap(name):
     entry = registry.EVERYTHING[name]
     tx = entry.make()

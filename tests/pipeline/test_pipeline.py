@@ -112,7 +112,7 @@ GRID += [
 ]
 
 
-@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), thinned(GRID))
+@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), thinned(GRID, every=6))
 def test_exact_over_the_grid(p, v, m, schedule, stash):
     # Half of the grid on each kind of mesh.
     explicit = (schedule == "gpipe") == (stash == "input")
@@ -132,7 +132,7 @@ def test_exact_over_the_grid(p, v, m, schedule, stash):
         assert_close((loss, unstack_stages(grads)), reference(p * v), tolerance=1e-13)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", thinned([False, True]))
 def test_params_placed_by_stage_stay_where_they_are(explicit):
     """Folded and placed, gradients and optimizer state are sharded as the params are."""
     mesh = mesh_of(2, explicit=explicit)
@@ -200,7 +200,7 @@ def temporaries(schedule, stash, m):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("stash", ["input", "residual"])
+@pytest.mark.parametrize("stash", thinned(["input", "residual"]))
 def test_memory_of_1f1b_is_flat(stash):
     assert temporaries("1f1b", stash, 64) <= 1.02 * temporaries("1f1b", stash, 16)
     assert temporaries("1f1b", stash, 64) <= 0.2 * temporaries("gpipe", "residual", 64)
@@ -438,11 +438,13 @@ def cross_entropy(logits, labels):
 
 @pytest.mark.parametrize(
     ("p", "v", "schedule", "stash", "explicit"),
-    [
-        (4, 1, "1f1b", "input", True),
-        (2, 2, "1f1b", "residual", False),
-        (4, 1, "zb", "residual", False),
-    ],
+    thinned(
+        [
+            (4, 1, "1f1b", "input", True),
+            (2, 2, "1f1b", "residual", False),
+            (4, 1, "zb", "residual", False),
+        ]
+    ),
 )
 def test_a_list_of_heterogeneous_stages(p, v, schedule, stash, explicit):
     fns, params, x, target = chain_of_heterogeneous_stages()
@@ -496,7 +498,7 @@ def test_tied_weights_in_heterogeneous_stages():
     assert_close(got, jax.jit(jax.value_and_grad(loss_of))(params))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.parametrize("schedule", thinned(["1f1b", "zb"], first=1))
 def test_weights_shared_by_homogeneous_stages_and_the_loss(schedule):
     def stage(w, x, shared):
         return block(w, x) * shared["scale"]
@@ -539,10 +541,7 @@ def dropout_reference(params, x, target, rng, microbatches):
 
 @pytest.mark.parametrize(
     ("schedule", "stash", "data", "remat", "typed"),
-    [
-        ("1f1b", "input", 2, False, True),
-        ("zb", "residual", 1, True, False),
-    ],
+    thinned([("1f1b", "input", 2, False, True), ("zb", "residual", 1, True, False)]),
 )
 def test_dropout_has_a_key_per_microbatch_and_stage(schedule, stash, data, remat, typed):
     rng = jax.random.key(3) if typed else jax.random.PRNGKey(3)
@@ -560,7 +559,7 @@ def test_dropout_has_a_key_per_microbatch_and_stage(schedule, stash, data, remat
     assert_close((loss, unstack_stages(grads)), want)
 
 
-@pytest.mark.parametrize(("schedule", "stash"), [("1f1b", "input"), ("zb", "residual")])
+@pytest.mark.parametrize(("schedule", "stash"), thinned([("1f1b", "input"), ("zb", "residual")]))
 def test_trees_between_stages(schedule, stash):
     """Floats, integers and leaves that no stage changes are passed on; None is no leaf."""
 
@@ -593,7 +592,7 @@ def test_low_precision_params_get_gradients_in_their_dtype_summed_in_float32():
     assert_close((loss, unstack_stages(grads)), want, 0.02)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("explicit", thinned([False, True], first=1))
 def test_a_data_axis_with_the_mean(explicit):
     fn = pipeline_value_and_grad(
         block,
@@ -606,7 +605,7 @@ def test_a_data_axis_with_the_mean(explicit):
     assert_close((loss, unstack_stages(grads)), reference(2))
 
 
-@pytest.mark.parametrize(("explicit", "v"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("explicit", "v"), thinned([(False, 1), (True, 2)], first=1))
 def test_a_data_axis_where_each_worker_has_its_gradient(explicit, v):
     mesh = mesh_of(2, 2, explicit=explicit)
     fn = pipeline_value_and_grad(
@@ -779,6 +778,7 @@ print("exact", flush=True)
 """
 
 
+@pytest.mark.nightly  # test_processes.py and faults.py have real processes without a pipeline
 def test_two_processes():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

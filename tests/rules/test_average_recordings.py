@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 from recorded import CASES, arrays
 
 import optfn
@@ -40,7 +41,7 @@ def close(found, expected, what, rtol=1e-5, atol=1e-6):
         )
 
 
-@pytest.mark.parametrize("name", EMA)
+@pytest.mark.parametrize("name", thinned(EMA, every=6))
 def test_exponential_moving_average_follows_paddle(name):
     """The sums at every step; the readings where Paddle's correction is 1 − ∏d."""
     a, decay = arrays(name), CASES[name]["hyper"]["decay"]
@@ -64,7 +65,7 @@ def test_exponential_moving_average_follows_paddle(name):
         )
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", thinned(WINDOWS, every=8))
 def test_model_average_follows_paddle(name):
     """Three sums, three counters and the reading, at every step that was recorded."""
     a, hyper = arrays(name), dict(CASES[name]["hyper"])

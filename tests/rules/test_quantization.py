@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 
 import optfn
 from optfn.transforms import codes as quantization
@@ -130,7 +131,7 @@ def test_moments_do_not_freeze(moment_dtype):
     assert float(nu.mean()) == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("make", [optfn.adam, optfn.adamw])
+@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.adamw]))
 @pytest.mark.parametrize(("moment_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.1)])
 def test_small_moments_follow_float32(make, moment_dtype, bound):
     """Noisy least squares, 300 steps: the parameters stay near those of float32 moments."""
@@ -161,7 +162,7 @@ TREE = {"w": (512, 300), "odd": (333, 77), "bias": (300,), "scalar": ()}
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("make", [optfn.adam, optfn.adamw])
+@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.adamw]))
 @pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 4.01), ("int8", 2.1)])
 def test_bytes_of_state_and_of_temporaries(make, moment_dtype, most):
     """Beside gradients that are given, a train step needs less than half a byte a parameter."""

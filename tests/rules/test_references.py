@@ -18,6 +18,7 @@ import optax
 import pytest
 import reference_schedules
 import references
+from grids import thinned
 from registry import clip_of, penalty_of, plateau_rates
 
 import optfn
@@ -336,7 +337,7 @@ def clipped_program(name: str) -> Any:
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", thinned(PLAIN, every=3))
 def test_clip_and_regularization_come_before_the_rule(name, clip):
     """Gradients are clipped, if large, then regularized, then used at the rate of the step."""
     grad_clip, regularization, start = CLIPS[clip]
@@ -458,7 +459,7 @@ FLOAT64_RTOL = 1e-12
 
 
 @pytest.mark.parametrize("rate", ["number", "schedule"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", thinned(CONFIGS, every=8))
 def test_float64_leaves_follow_their_reference(name, rate):
     """The rate and the corrections of the bias are as wide as the leaf."""
     config, rng = CONFIGS[name], _rng("float64")

@@ -97,7 +97,7 @@ CASES += [(rule, kind) for rule in ("lazy", "lazy exact") for kind in IDS if kin
 
 
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
-@pytest.mark.parametrize(("rule", "kind"), thinned(CASES))
+@pytest.mark.parametrize(("rule", "kind"), thinned(CASES, every=6))
 def test_it_is_the_unsharded_step(rule, kind):
     want, losses = alone(rule, kind)
     step = sharded(RULES[rule]())
@@ -153,7 +153,7 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("name", thinned(LOOKUPS, every=3))
 def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
     ids = np.random.default_rng(2).integers(-2 * ROWS, 2 * ROWS, (32, 5)).astype(np.int32)
     ids[::4, 0] = [-2 * ROWS, -ROWS - 1, -ROWS, -1, 0, ROWS - 1, ROWS, 2 * ROWS]
@@ -170,7 +170,7 @@ def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
     assert np.any(want.params["t"] != params["t"])
 
 
-@pytest.mark.parametrize("shard", ["state", "params", {"w": P("data")}])
+@pytest.mark.parametrize("shard", thinned(["state", "params", {"w": P("data")}], 3, first=1))
 def test_the_rest_of_the_model_may_be_sharded_too(shard):
     params = PARAMS | {"w": np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)}
 

@@ -51,7 +51,7 @@ def densified(grads):
 # The gradient
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", thinned([False, True], first=1))
 def test_equal_to_the_dense_gradient(jitted):
     fn = sparse.value_and_grad(loss_fn, "table")
     value, grads = (jax.jit(fn) if jitted else fn)(make_params(), IDS, TARGET)
@@ -81,7 +81,7 @@ def test_aux_keywords_and_a_table_that_is_not_looked_up():
     np.testing.assert_array_equal(rows.dense(grads["b"]), np.zeros((6, 2)))
 
 
-@pytest.mark.parametrize("out", [40, 1000, -41])
+@pytest.mark.parametrize("out", thinned([-41, 40, 1000], every=3))
 def test_ids_out_of_range_are_as_in_a_dense_gradient(out):
     ids = jnp.array([[3, out]])
     value, grads = sparse.value_and_grad(loss_fn, "table")(make_params(), ids, TARGET[:1, :2])
@@ -325,7 +325,7 @@ def gradients(seed):
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
-@pytest.mark.parametrize("name", thinned(EXACT))
+@pytest.mark.parametrize("name", thinned(EXACT, every=5))
 def test_rows_give_the_dense_result(name):
     """Three steps with rows end where those with the dense gradient end, state included."""
     entry = EXACT[name]
@@ -413,7 +413,7 @@ def sparse_ftrl(p, g, touched, n, z, *, lr, l1=0.0, l2=0.0, lr_power=-0.5):
     return p, n, z
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", thinned([False, True], first=1))
 @pytest.mark.parametrize("indices", [[1, 4, 30], [7, 2, 7, ROWS, 7]], ids=["some", "repeated"])
 @pytest.mark.parametrize(
     "options", [{}, {"l1": 0.3, "l2": 0.1}, {"lr_power": -0.7}], ids=["plain", "l1 l2", "power"]
@@ -510,7 +510,7 @@ SPARSE = [
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", thinned(SPARSE, every=3))
 def test_rows_follow_paddle(name):
     """Rows in, Paddle's trajectory out; of Adam, whose β powers Paddle runs ahead, the moments."""
     a, case = arrays(name), CASES[name]
@@ -548,7 +548,9 @@ def big_loss(params, batch):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("make", [optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw, optfn.ftrl])
+@pytest.mark.parametrize(
+    "make", thinned([optfn.sgd, optfn.adagrad, optfn.adam, optfn.adamw, optfn.ftrl])
+)
 def test_a_step_makes_nothing_as_large_as_the_table(make):
     """The compiled step scatters into what is donated; its temporaries are of the batch's size."""
     size, batch = 20_000, 64
@@ -600,6 +602,7 @@ def test_on_a_mesh_rows_are_gathered_and_the_table_is_not():
     )
 
 
+@pytest.mark.nightly  # test_exchange.py exchanges rows as rows
 def test_compression_takes_rows_as_the_dense_gradient():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     params = {"table": normal(0, 500, 8), "w": normal(1, 8, 4)}

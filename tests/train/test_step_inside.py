@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 from jax.sharding import AxisType
 
 import optfn
@@ -35,7 +36,7 @@ def trained(step):
     return losses, state
 
 
-@pytest.mark.parametrize("workers", [None, 4])
+@pytest.mark.parametrize("workers", thinned([None, 4], first=1))
 @pytest.mark.parametrize("name", GUARDS)
 def test_inside_jit_and_scan(name, workers):
     mesh = None if workers is None else data_mesh(workers)
@@ -48,7 +49,7 @@ def test_inside_jit_and_scan(name, workers):
     np.testing.assert_allclose(metrics["loss"], want[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", thinned([AxisType.Auto, AxisType.Explicit], first=1))
 @pytest.mark.parametrize(
     "make",
     [
