@@ -38,7 +38,7 @@ nightly:
 	$(MAKE) test test-product OPTIONS=--nightly
 	$(MAKE) properties faults soak
 
-# Forty-five times as many cases as in the suite, other ones each time.
+# 68 times as many cases as in the suite, other ones each time.
 properties: $(VENV)/.test
 	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto \
 	  --quick-compiler tests/contract/test_properties.py

@@ -58,7 +58,7 @@ def test_is_an_optax_transformation_with_extra_args(entry):
     assert isinstance(entry.make(), optax.GradientTransformationExtraArgs)
 
 
-@EVERYTHING
+@by_entry(registry.ALL)
 def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
     """Same inputs, same outputs, nothing changed in place; the state never changes its spec."""
     tx, params, grads = entry.make(), tree_of(0), tree_of(10)

@@ -1,6 +1,6 @@
 """The algebra that the documentation promises, over drawn trees, numbers, wrappers and their order.
 
-A case is one drawn example. 120 of them belong to the suite; `make properties` draws 5,400. Cases
+A case is one drawn example. 80 of them belong to the suite; `make properties` draws 5,400. Cases
 run operation by operation where the property permits, on few shapes, so that little is compiled;
 where it speaks of compiled programs, hyper-parameters are arguments of the program.
 """
@@ -95,9 +95,9 @@ class Recipe(NamedTuple):
 
 
 def cases(count: int) -> Any:
-    """Return a decorator: so many cases of a property in the suite, 45 times as many at night."""
+    """Return a decorator: so many cases of a property in the suite, 68 times as many at night."""
     return settings(
-        max_examples=count * (45 if NIGHTLY else 1),
+        max_examples=count * (68 if NIGHTLY else 1),
         derandomize=not NIGHTLY,
         database=None,
         deadline=None,
@@ -246,7 +246,7 @@ def run(tx: Any, params: Any, gradients: Any, state: Any = None) -> Any:
 # One at a time
 
 
-@cases(34)
+@cases(23)
 @given(problems())
 @eagerly
 def test_an_update_is_pure_and_keeps_structures(problem):
@@ -273,7 +273,7 @@ def test_an_update_is_pure_and_keeps_structures(problem):
     assert_same_bits(*ends)
 
 
-@cases(10)
+@cases(7)
 @given(problems(), st.sampled_from([1, 2, 4]))
 @eagerly
 def test_accumulate_is_the_mean(problem, every):
@@ -309,7 +309,7 @@ def mean(*gradients: Any) -> Any:
     return jnp.asarray(total / np.float32(len(gradients)))
 
 
-@cases(46)
+@cases(30)
 @given(problems(), st.lists(st.sampled_from([0.0, np.nan, np.inf, -np.inf]), max_size=5))
 @eagerly
 def test_a_skipped_step_is_left_out(problem, damages):
@@ -329,7 +329,7 @@ def test_a_skipped_step_is_left_out(problem, damages):
     assert int(state.skipped) == sum(bad for _, bad in each)
 
 
-@cases(10)
+@cases(7)
 @given(problems())
 @eagerly
 def test_packed_is_the_tree(problem):
@@ -344,7 +344,7 @@ def test_packed_is_the_tree(problem):
     compare(optfn.state_dict(packed_state), optfn.state_dict(state))
 
 
-@cases(6)
+@cases(4)
 @given(problems())
 @eagerly
 def test_vmap_is_a_loop(problem):
@@ -364,7 +364,7 @@ def without_float0(gradients: Any) -> Any:
     return jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, gradients)
 
 
-@cases(6)
+@cases(5)
 @given(
     st.sampled_from(list(OPTIMIZERS)),
     st.sampled_from(["", "clip_by_global_norm", "accumulate", "skip_nonfinite"]),
@@ -431,7 +431,7 @@ def scan_of(index: int) -> Any:
     return jax.jit(steps)
 
 
-@cases(4)
+@cases(2)
 @given(st.integers(0, len(SCANNED) - 1), SEEDS)
 def test_scan_is_a_loop(index, seed):
     """A compiled scan over the steps, and the steps one by one without a compiler."""
@@ -459,7 +459,7 @@ def steps_of(index: int) -> Any:
     return [optfn.make_train_step(loss_fn, tx, mesh=m) for m in (None, data_mesh(4))]
 
 
-@cases(4)
+@cases(2)
 @given(st.integers(0, len(PARALLEL) - 1), SEEDS)
 def test_data_parallel_is_one_device(index, seed):
     _, tree = PARALLEL[index]
