@@ -59,6 +59,9 @@ def pytest_configure(config):
     if config.getoption("quick_compiler"):
         add_flags(QUICK_COMPILER)
         keep_programs(config)
+    import jax
+
+    jax.devices()  # before examples and benchmarks are imported, which ask for other numbers
 
 
 def keep_programs(config):
