@@ -28,6 +28,7 @@ from optfn.leaves import numerics
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
 from optfn.mesh import AxisName
+from optfn.parallel.means import Parts
 from optfn.transforms.moment import momentum_rule
 
 # The encoding of a value, by `wire`.
@@ -50,11 +51,17 @@ class Options:
     min_size: int
     momentum_masking: bool
     wire: str
+    parts: Parts | None = None
 
     @property
     def all_axes(self) -> mesh.Axes:
         """The axes over which gradients are exchanged or averaged."""
         return mesh.joined(self.axis_name, self.reduce_axis_name)
+
+    @property
+    def agreeing_axes(self) -> mesh.Axes:
+        """The axes of all devices that take part."""
+        return mesh.joined(self.all_axes, self.parts and self.parts.axes)
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""

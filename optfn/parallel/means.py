@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
-from optfn.mesh import Axes, AxisName, axes, mean_in_one, pmean, without
+from optfn.mesh import Axes, AxisName, axes, joined, mean_in_one, pmean, without
 from optfn.state.per_worker import exchanged_axes, exchanges
 
 
@@ -39,6 +39,10 @@ class Parts(NamedTuple):
             return self.specs.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)
+
+    def axes_of(self, place: object) -> Axes:
+        """Return the axes over which the leaf at a path is divided."""
+        return joined(*self.specs.get(str(place), P()))
 
     def on_each(
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
