@@ -141,7 +141,7 @@ def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kin
     for key in (k for k in want if "residual" in k):
         assert got[key].size == want[key].size
         if name in ("top_k", "dgc"):
-            np.testing.assert_allclose(np.ravel(got[key]), np.ravel(want[key]), atol=2e-6)
+            np.testing.assert_allclose(np.ravel(got[key]), np.ravel(want[key]), atol=1e-5)
 
 
 def test_the_residual_of_a_divided_leaf_lies_on_its_devices():
@@ -211,7 +211,7 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.chain(exchange(power_sgd(2), axis_name="slow"), optfn.sgd(0.1)),
             {"shard": sharded("params", axis="fast")},
-            "compressor of leaf 'layers/in' keeps a state for the whole leaf",
+            "compressor of leaf 'embedding' keeps a state for the whole leaf",
         ),
         (
             lambda: optfn.chain(exchange(top_k(0.1), axis_name="fast"), optfn.sgd(0.1)),
