@@ -127,6 +127,15 @@ class Rows(LeafKind):
         pairs = zip(accumulators, new, strict=True)
         return update, *(put(x, once, updated_rows) for x, updated_rows in pairs)
 
+    def joined(self) -> "Rows":
+        """Return the rows of all parts; the arrays have the parts as a further leading axis."""
+        return Rows(
+            self.indices.reshape(-1),
+            self.values.reshape(-1, *self.values.shape[2:]),
+            self.num_rows,
+            view=self.view,
+        )
+
     def mean_over(self, axes: tuple[Hashable, ...]) -> "Rows":
         """Return the mean over workers, as the rows of all workers: only rows are exchanged."""
         return Rows(

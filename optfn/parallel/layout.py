@@ -21,7 +21,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import core
+from optfn import checks, core
 from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
@@ -39,9 +39,12 @@ class Sharded:
 
     kind: "str | Mapping[str, P]"
     axis: Axes | None = None
+    gather_once: bool = False
 
 
-def sharded(kind: str | Mapping[str, P], *, axis: AxisName = None) -> Sharded:
+def sharded(
+    kind: str | Mapping[str, P], *, axis: AxisName = None, gather_once: bool = False
+) -> Sharded:
     """Return a way of sharding, for the argument `shard` of `make_train_step`.
 
     Args:
@@ -49,13 +52,16 @@ def sharded(kind: str | Mapping[str, P], *, axis: AxisName = None) -> Sharded:
       axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
         None: all of them. Along the others each group of devices is a worker: gradients are
         averaged over them, or exchanged, or every `local_steps`.
+      gather_once: with `microbatches`, whether params are gathered and gradients reduced once for
+        all of them, at the cost of the memory of whole params and gradients.
 
     >>> from optfn.distributed import sharded
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
     check_names("sharded: axis", axis, optional=True)
-    return Sharded(kind, None if axis is None else axes(axis))
+    once = checks.flag("sharded: gather_once", gather_once)
+    return Sharded(kind, None if axis is None else axes(axis), once)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.

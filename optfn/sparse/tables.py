@@ -220,6 +220,13 @@ class OwnedRows(LeafKind):
         """The axes of the workers that keep the rows."""
         return self.owners.axes
 
+    def joined(self) -> "OwnedRows":
+        """Return the rows of all parts, inside `shard_map` over the workers that keep them."""
+        values = self.values.reshape(-1, *self.values.shape[2:])
+        size = self.num_rows // self.owners.workers
+        once = local_rows.merged(Rows(self.indices.reshape(-1), values, size))
+        return dataclasses.replace(self, indices=once.indices, values=once.values)
+
     def mean_over(self, axes: tuple[Any, ...]) -> "OwnedRows":
         """Return the mean over groups of such workers, inside `shard_map` over theirs as well."""
         own = self._local(self.indices, self.values)

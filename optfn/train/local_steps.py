@@ -23,6 +23,7 @@ from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
+from optfn.train.microbatches import of_parts, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.wrappers.nonfinite import with_gave_up
 
@@ -80,7 +81,10 @@ class LocalSteps(NamedTuple):
             like = jax.eval_shape(self.tx.init, state.params)
             opt_state = _unwrapped(state.opt_state.inner.inner_state, like)
             start = state._replace(opt_state=opt_state)
-            end, metrics = _scan(local_step, start, batch, self.steps)
+            end, metrics = scan_batch(
+                lambda state, part, _: local_step(state, part),
+                start, batch, self.steps, "local_steps",
+            )  # fmt: skip
             drift = jax.tree.map(_drift, state.params, end.params)
             finite = _all_finite(drift, axis_name)
             metrics = _mean_of_metrics(metrics, axis_name)
@@ -221,27 +225,6 @@ def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
     return jax.tree.unflatten(jax.tree.structure(like), [x.reshape(y.shape) for x, y in pairs])
 
 
-def _scan(
-    step: StepFn, state: TrainState, batch: Batch, count: int
-) -> tuple[TrainState, dict[str, Any]]:
-    """Return the state after `count` steps on equal parts of a batch, and stacked metrics."""
-    arrays, structure = jax.tree.flatten(batch)
-    is_split = [jnp.ndim(x) > 0 for x in arrays]
-    parts = [
-        jnp.reshape(x, (count, -1, *x.shape[1:]))
-        for x, flag in zip(arrays, is_split, strict=True)
-        if flag
-    ]
-
-    def body(state: TrainState, parts: list[jax.Array]) -> tuple[TrainState, dict[str, Any]]:
-        remaining = iter(parts)
-        pairs = zip(arrays, is_split, strict=True)
-        leaves = [next(remaining) if flag else x for x, flag in pairs]
-        return step(state, jax.tree.unflatten(structure, leaves))
-
-    return lax.scan(body, state, parts)
-
-
 def _drift(start: Leaf, end: Leaf) -> Leaf:
     """Return start − end in float32 or wider; an integer leaf has none."""
     if not tree.is_inexact(start):
@@ -256,17 +239,10 @@ def _all_finite(drift: Updates, axis_name: AxisName) -> jax.Array:
     return lax.pmax(bad.astype(jnp.int32), axes(axis_name)) == 0
 
 
-def _of_steps(x: jax.Array) -> jax.Array:
-    """Return the mean over steps of numbers, the sum of integers, the first of keys."""
-    if tree.is_key(x):
-        return x[0]
-    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=means.sum_dtype(x))
-
-
 def _mean_of_metrics(metrics: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
     of_steps = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = means.mean_over_workers(jax.tree.map(_of_steps, of_steps), axis_name)
+    reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), axis_name)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
         reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axes(axis_name))
     if "gave_up" in metrics:

@@ -220,6 +220,20 @@ def of_value_and_grad(
     return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
 
 
+def gathered(objective: Objective, seen: Seen) -> Objective:
+    """Return the objective as a function of stored params; gradients are those of the seen ones."""
+
+    def value(params: Params, *others: Any) -> Values:
+        with seen(params) as whole_params:
+            return objective.value(whole_params, *others)
+
+    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
+        with seen(params) as whole_params:
+            return objective.value_and_grad(whole_params, *others)
+
+    return Objective(value, value_and_grad)
+
+
 def _as_array(x: Leaf) -> Leaf:
     return jnp.asarray(x) if isinstance(x, int | float) else x
 

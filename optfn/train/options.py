@@ -35,9 +35,6 @@ EXCLUDES = (
     ("rng", "value_and_grad", _OF_LOSS),
     ("tables", "packed", "a buffer of several leaves has no rows"),
     ("shard_tables", "packed", "a buffer of several leaves has no rows"),
-    ("shard", "packed", "a buffer of several leaves is not divided by leaf"),
-    ("local_steps", "tables", "the drift of a table is dense"),
-    ("local_steps", "value_and_grad", "rounds take gradients of loss_fn"),
 )
 
 
@@ -54,6 +51,7 @@ class StepOptions:
     tables: Pattern | None = None
     rng: bool | int | jax.Array = False
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None
+    microbatches: int = 1
     local_steps: int = 1
     outer: optax.GradientTransformation | None = None
     shard: Kind | None = None
@@ -65,6 +63,7 @@ class StepOptions:
         for name in ("has_aux", "model_state", "packed", "shard_tables", "donate"):
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)
+        checks.count("microbatches", self.microbatches)
         if self.compare_replicas_every is not None:
             checks.count("compare_replicas_every", self.compare_replicas_every)
         _check_mesh(self.mesh, self.data_axis)
