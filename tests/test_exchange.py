@@ -136,7 +136,7 @@ def test_what_is_sent(name, shape):
     for x in (normal(shape, 0), with_ties(normal(shape, 1)), clustered, nothing):
         packet, got = run(x)
         np.testing.assert_allclose(got, send(x), rtol=4 * EPS, atol=0)
-        count = reference.top_k_bytes if "density" in options else reference.quantize_bytes
+        count = getattr(reference, f"{send.func.__name__}_bytes")
         assert compressor.num_bytes(shape) == packet.nbytes == count(shape, **options)
         assert compressor.init(shape) == ()
 
