@@ -23,11 +23,13 @@ class Entry(NamedTuple):
 
     name: str  # of the factory in optfn
     make: Callable[..., optax.GradientTransformationExtraArgs]  # optimizers take more options
-    complex_leaves: bool = False
+    complex_leaves: bool = True
     needs_params: bool = False
     wide_updates: bool = False  # updates of narrow parameters are float32
     hides_nan: bool = False  # a gradient that is not finite is skipped
     quantized: bool = False  # moments in fewer bits, of other shapes
+    of_any_params: bool = False  # nothing in the state has the shape of a parameter
+    copies: bool = False  # XLA copies an array that is overwritten and read afterwards
     extra: Any = ()  # keyword arguments of update, as pairs
 
 
@@ -81,13 +83,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": Optimizer(
         "learning_rate, *",
         calls={
-            "sgd": at(0.1),
+            "sgd": at(0.1, of_any_params=True),
             "sgd_clip_l1": at(
                 0.1,
                 grad_clip=optfn.clip_by_value(0.5),
                 regularization=optfn.l1_decay(0.01),
                 complex_leaves=False,
                 needs_params=True,
+                of_any_params=True,
             ),
         },
     ),
@@ -174,7 +177,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "adamw": at(0.1, weight_decay=0.1),
             "adamw_decay_schedule": at(0.1, weight_decay=optfn.schedules.cosine(0.1, 2, 5)),
             "adamw_exclude": at(0.1, exclude=lambda path: True),
-            "adamw_lazy_exact": at(0.1, lazy="exact", weight_decay=0.1, complex_leaves=False),
+            "adamw_lazy_exact": at(  # the update for a dense gradient reads the old moments
+                0.1, lazy="exact", weight_decay=0.1, complex_leaves=False, copies=True
+            ),
             "adamw_int8": at(0.1, moment_dtype="int8", quantized=True, complex_leaves=False),
         },
         references={
@@ -218,38 +223,34 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 TRANSFORMS: dict[str, Entry] = {
-    "l1_decay": entry("l1_decay", 0.1, needs_params=True),
-    "l2_decay": entry("l2_decay", 0.1, complex_leaves=True, needs_params=True),
-    "add_decayed_weights": entry(
-        "add_decayed_weights", 0.1, complex_leaves=True, needs_params=True
+    "l1_decay": entry("l1_decay", 0.1, needs_params=True, of_any_params=True, complex_leaves=False),
+    "l2_decay": entry("l2_decay", 0.1, needs_params=True, of_any_params=True),
+    "add_decayed_weights": entry("add_decayed_weights", 0.1, needs_params=True, of_any_params=True),
+    "clip_by_value": entry("clip_by_value", 0.5, -0.25, of_any_params=True, complex_leaves=False),
+    "clip_by_norm": entry("clip_by_norm", 0.5, of_any_params=True),
+    "clip_by_global_norm": entry("clip_by_global_norm", 0.5, of_any_params=True),
+    "clip_by_global_norm_off": entry("clip_by_global_norm", float("inf"), of_any_params=True),
+    "scale_by_momentum": entry("scale_by_momentum", 0.9),
+    "scale_by_adagrad": entry("scale_by_adagrad"),
+    "scale_by_decayed_adagrad": entry("scale_by_decayed_adagrad"),
+    "scale_by_adadelta": entry("scale_by_adadelta"),
+    "scale_by_rms": entry("scale_by_rms", centered=True),
+    "scale_by_adam": entry("scale_by_adam"),
+    "scale_by_catch_up_adam": entry("scale_by_catch_up_adam", complex_leaves=False),
+    "scale_by_quantized_adam": entry(
+        "scale_by_quantized_adam", quantized=True, complex_leaves=False
     ),
-    "clip_by_value": entry("clip_by_value", 0.5, -0.25),
-    "clip_by_norm": entry("clip_by_norm", 0.5, complex_leaves=True),
-    "clip_by_global_norm": entry("clip_by_global_norm", 0.5, complex_leaves=True),
-    "clip_by_global_norm_off": entry("clip_by_global_norm", float("inf"), complex_leaves=True),
-    "scale_by_momentum": entry("scale_by_momentum", 0.9, complex_leaves=True),
-    "scale_by_adagrad": entry("scale_by_adagrad", complex_leaves=True),
-    "scale_by_decayed_adagrad": entry("scale_by_decayed_adagrad", complex_leaves=True),
-    "scale_by_adadelta": entry("scale_by_adadelta", complex_leaves=True),
-    "scale_by_rms": entry("scale_by_rms", centered=True, complex_leaves=True),
-    "scale_by_adam": entry("scale_by_adam", complex_leaves=True),
-    "scale_by_catch_up_adam": entry("scale_by_catch_up_adam"),
-    "scale_by_quantized_adam": entry("scale_by_quantized_adam", quantized=True),
-    "scale_by_adamax": entry("scale_by_adamax", complex_leaves=True),
-    "scale_by_asgd": entry("scale_by_asgd", 2, complex_leaves=True),
-    "scale_by_learning_rate": entry("scale_by_learning_rate", 0.1, complex_leaves=True),
+    "scale_by_adamax": entry("scale_by_adamax"),
+    "scale_by_asgd": entry("scale_by_asgd", 2),
+    "scale_by_learning_rate": entry("scale_by_learning_rate", 0.1, of_any_params=True),
     "scale_by_learning_rate_schedule": entry(
-        "scale_by_learning_rate", optfn.schedules.cosine(0.1, 2, 5), complex_leaves=True
+        "scale_by_learning_rate", optfn.schedules.cosine(0.1, 2, 5), of_any_params=True
     ),
-    "scale_by_trust_ratio": entry("scale_by_trust_ratio", complex_leaves=True, needs_params=True),
-    "scale_by_lamb": entry("scale_by_lamb", needs_params=True, complex_leaves=True),
-    "scale_by_lars": entry("scale_by_lars", needs_params=True, complex_leaves=True),
-    "ftrl_proximal": entry("ftrl_proximal", 0.1, needs_params=True),
+    "scale_by_trust_ratio": entry("scale_by_trust_ratio", needs_params=True, of_any_params=True),
+    "scale_by_lamb": entry("scale_by_lamb", needs_params=True),
+    "scale_by_lars": entry("scale_by_lars", needs_params=True, of_any_params=True),
+    "ftrl_proximal": entry("ftrl_proximal", 0.1, needs_params=True, complex_leaves=False),
     "reduce_on_plateau": entry(
-        "schedules.reduce_on_plateau",
-        0.1,
-        patience=1,
-        complex_leaves=True,
-        extra=(("value", 1.0),),
+        "schedules.reduce_on_plateau", 0.1, patience=1, extra=(("value", 1.0),), of_any_params=True
     ),
 }

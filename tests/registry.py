@@ -52,46 +52,36 @@ ATTRS = {
 }
 
 WRAPPERS: dict[str, Entry] = {
-    "master_weights": entry(
-        "master_weights",
-        optfn.adam(LR),
-        complex_leaves=True,
+    "master_weights": entry("master_weights", optfn.adam(LR), needs_params=True, wide_updates=True),
+    "multi_precision": entry(
+        "ftrl",
+        LR,
+        lazy=False,
+        multi_precision=True,
         needs_params=True,
         wide_updates=True,
-    ),
-    "multi_precision": entry(
-        "ftrl", LR, lazy=False, multi_precision=True, needs_params=True, wide_updates=True
+        complex_leaves=False,
     ),
     "param_attrs": entry(
-        "momentum",
-        LR,
-        0.9,
-        grad_clip=optfn.clip_by_norm(0.5),
-        param_attrs=ATTRS,
-        complex_leaves=True,
-        needs_params=True,
+        "momentum", LR, 0.9, grad_clip=optfn.clip_by_norm(0.5), param_attrs=ATTRS, needs_params=True
     ),
     "master_weights_accumulate_attributes": entry(
         "master_weights",
         optfn.accumulate(optfn.adam(LR, param_attrs=ATTRS), 2),
-        complex_leaves=True,
         needs_params=True,
         wide_updates=True,
     ),
-    "accumulate": entry("accumulate", optfn.adam(LR), 2, complex_leaves=True),
-    "skip_nonfinite": entry(
-        "skip_nonfinite", optfn.rmsprop(LR), complex_leaves=True, hides_nan=True
-    ),
+    "accumulate": entry("accumulate", optfn.adam(LR), 2),
+    "skip_nonfinite": entry("skip_nonfinite", optfn.rmsprop(LR), hides_nan=True),
     "record_metrics": entry(
         "record_metrics",
         optfn.sgd(LR, grad_clip=optfn.clip_by_global_norm(1.0)),
-        complex_leaves=True,
         needs_params=True,
+        of_any_params=True,
     ),
     "exponential_moving_average": Entry(
         "exponential_moving_average",
         lambda: optfn.chain(optfn.sgd(LR), optfn.exponential_moving_average(thres_steps=True)),
-        complex_leaves=True,
         needs_params=True,
     ),
     "model_average": Entry(
@@ -99,7 +89,6 @@ WRAPPERS: dict[str, Entry] = {
         lambda: optfn.chain(
             optfn.sgd(LR), optfn.model_average(0.5, min_average_window=1, max_average_window=2)
         ),
-        complex_leaves=True,
         needs_params=True,
     ),
     "stack": Entry(
@@ -118,7 +107,6 @@ WRAPPERS: dict[str, Entry] = {
                 )
             )
         ),
-        complex_leaves=True,
         needs_params=True,
         wide_updates=True,
         hides_nan=True,
@@ -134,11 +122,13 @@ EXCHANGES: dict[str, Entry] = {
         "distributed.exchange",
         lambda: on_one_worker(exchange(top_k(0.5, chunk=4), min_size=4)),
         hides_nan=True,
+        complex_leaves=False,
     ),
     "exchange_quantized": Entry(
         "distributed.exchange",
         lambda: on_one_worker(exchange(quantize(8), min_size=1)),
         hides_nan=True,
+        complex_leaves=False,
     ),
 }
 ALL = EVERYTHING | EXCHANGES

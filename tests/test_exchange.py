@@ -86,30 +86,8 @@ def test_fields_come_out_as_they_went_in(widths):
 # Compressors
 
 COMPRESSORS = {
-    "top_k": (top_k(0.05), functools.partial(reference.top_k, density=0.05)),
-    "top_k_int2": (
-        top_k(1 / 64, chunk=1000, values="int2"),
-        functools.partial(reference.top_k, density=1 / 64, chunk=1000, values="int2"),
-    ),
-    "top_k_int8": (
-        top_k(0.3, chunk=None, values="int8"),
-        functools.partial(reference.top_k, density=0.3, chunk=None, values="int8"),
-    ),
-    "top_k_bfloat16": (
-        top_k(0.01, chunk=100, values="bfloat16"),
-        functools.partial(reference.top_k, density=0.01, chunk=100, values="bfloat16"),
-    ),
-    "top_k_one_entry": (
-        top_k(1.0, chunk=1),
-        functools.partial(reference.top_k, density=1.0, chunk=1),
-    ),
-    **{
-        f"quantize_{bits}": (
-            quantize(bits, chunk=chunk),
-            functools.partial(reference.quantize, bits=bits, chunk=chunk),
-        )
-        for bits, chunk in ((8, 4096), (4, 50), (2, None), (1, 4096))
-    },
+    name: (getattr(optfn.distributed, send.func.__name__)(**send.keywords), send)
+    for name, send in reference.CASES.items()
 }
 
 

@@ -315,7 +315,10 @@ EXACT = {
     },
     **{k: registry.WRAPPERS[k] for k in registry.WRAPPERS},
     "ftrl_proximal": registry.Entry(
-        "ftrl_proximal", lambda: optfn.ftrl_proximal(0.1, lazy=False), needs_params=True
+        "ftrl_proximal",
+        lambda: optfn.ftrl_proximal(0.1, lazy=False),
+        complex_leaves=False,
+        needs_params=True,
     ),
 }
 
