@@ -68,6 +68,11 @@ class Optimizer:
         common = {"needs_params": self.needs_params, "complex_leaves": self.complex_leaves}
         return {key: entry(name, **common | call) for key, call in self.calls.items()}
 
+    def compared(self, name: str) -> dict[str, Arguments]:
+        """Return the arguments that are compared with the reference."""
+        plain = {k: v for k, v in self.calls[name].items() if k not in Entry._fields}
+        return {name: plain} | self.references
+
 
 def at(learning_rate: Any, **others: Any) -> Arguments:
     """Return keyword arguments."""

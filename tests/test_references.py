@@ -40,7 +40,7 @@ class Config(NamedTuple):
 CONFIGS = {
     test_id: Config(name, hyper)
     for name, row in catalogue.OPTIMIZERS.items()
-    for test_id, hyper in ({name: row.calls[name]} | row.references).items()
+    for test_id, hyper in row.compared(name).items()
 }
 PLAIN = {name: config for name, config in CONFIGS.items() if name == config.optimizer}
 
