@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test nightly properties faults soak lint bench bench-check tables docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product nightly properties faults soak lint bench bench-check tables docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -18,21 +18,30 @@ demo-recommender: $(VENV)/.demo
 gallery: $(VENV)/.bench
 	$(BIN)/python -m examples.gallery
 
-# First what stands on the programs as XLA optimizes them, then the rest, which is compiled quickly.
-# As many workers as cores and memory allow: tests/conftest.py. Where TESTS has nothing of one kind,
-# pytest ends with 5. EXTRA=pytest installs less, for tests that need no other libraries.
+# First what stands on the programs as XLA optimizes them, then the rest, which is compiled quickly;
+# these programs are kept in .cache for the next run. As many workers as cores and memory allow:
+# tests/machine.py. Where TESTS has nothing of one kind, pytest ends with 5. EXTRA=pytest installs
+# less, for tests that need no other libraries.
+PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations 25 $(OPTIONS)
+
+test: TESTS ?= --ignore tests/product
 test: $(VENV)/.$(EXTRA)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m optimized $(OPTIONS) $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
-	$(BIN)/python -m pytest -n auto --dist worksteal --quick-compiler $(OPTIONS) $(TESTS) || [ -n "$(TESTS)" -a $$? -eq 5 ]
+	$(PYTEST) -m optimized $(TESTS) || [ $$? -eq 5 -a "$(origin TESTS)" != file ]
+	$(PYTEST) --quick-compiler $(TESTS) || [ $$? -eq 5 -a "$(origin TESTS)" != file ]
+
+# Whole programs: of the documentation, examples, benchmarks, pictures, the wheel, processes, faults.
+test-product: $(VENV)/.test
+	$(MAKE) test TESTS=tests/product
 
 # All values of the grids of which `make test` runs a part, 5,400 properties, all faults, and a soak.
 nightly:
-	$(MAKE) test OPTIONS=--nightly
+	$(MAKE) test test-product OPTIONS=--nightly
 	$(MAKE) properties faults soak
 
-# Eighteen times as many cases as in the suite, other ones each time.
+# 68 times as many cases as in the suite, other ones each time.
 properties: $(VENV)/.test
-	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto --quick-compiler tests/test_properties.py
+	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto \
+	  --quick-compiler tests/contract/test_properties.py
 
 # ONLY="sigterm_one disk_full" tries these; links and disks need root, and ip, tc, unshare and mount.
 faults: $(VENV)/.test
@@ -41,7 +50,6 @@ faults: $(VENV)/.test
 soak: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.soak
 
-# The rows of README.md and docs/catalogue.md that docstrings have.
 tables: $(VENV)/.demo
 	$(BIN)/python -m docs.tables
 
@@ -74,4 +82,4 @@ bench-check: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.check
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist site
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist site

@@ -24,7 +24,7 @@ import numpy as np
 
 import optfn
 from benchmarks import measure, network
-from optfn.distributed import PacketFormat, data_mesh
+from optfn.distributed import data_mesh
 
 SPARSITY = 0.999
 SIDES = ("dense", "float32", "bfloat16")
@@ -58,6 +58,11 @@ def _merged(each: list[dict[str, dict[str, list[float]]]]) -> dict[str, dict[str
     }
 
 
+def compressed(wire: str) -> Any:
+    """Return the optimizer that sends the largest entries."""
+    return optfn.dgc_momentum(1e-3, 0.9, rampup_begin_step=0, sparsity=(SPARSITY,), wire=wire)
+
+
 def work(index: int, workers: int, rounds: int, n: int) -> None:
     """Run one worker, inside its namespace; print what it measured as JSON."""
     from jax.experimental import multihost_utils
@@ -69,11 +74,7 @@ def work(index: int, workers: int, rounds: int, n: int) -> None:
     grads = jax.make_array_from_process_local_data(sharding, own)
     steps, states = {}, {}
     for side in SIDES:
-        tx = (
-            optfn.momentum(1e-3, 0.9)
-            if side == "dense"
-            else optfn.dgc_momentum(1e-3, 0.9, rampup_begin_step=0, sparsity=(SPARSITY,), wire=side)
-        )
+        tx = optfn.momentum(1e-3, 0.9) if side == "dense" else compressed(side)
         steps[side] = optfn.make_train_step(
             lambda params, g: jnp.zeros(()),
             tx,
@@ -100,7 +101,8 @@ def theory(side: str, workers: int, n: int) -> float:
     """Return the bytes that a worker must send: a ring's all-reduce, or (N − 1)·packet."""
     if side == "dense":
         return 2 * (workers - 1) / workers * 4 * n
-    return (workers - 1) * PacketFormat((n,), (round(n * (1 - SPARSITY)),), side).num_bytes
+    traffic = jax.eval_shape(compressed(side).init, {"w": jnp.zeros(n)})[0].exchanged.traffic
+    return (workers - 1) * traffic.packets[0]
 
 
 def rows_of(

@@ -73,7 +73,7 @@ class Row(NamedTuple):
                 reduced += 4 * p.size
             elif self.dgc is not None:
                 gathered += 8 * max(1, round(p.size * (1 - self.dgc["sparsity"][-1])))
-            elif getattr(compressor, "is_reduced", False):
+            elif compressor.is_reduced:
                 reduced += compressor.num_bytes(p.shape)
             else:
                 gathered += compressor.num_bytes(p.shape)

@@ -83,7 +83,6 @@ OPTIMIZERS = {
     name: functools.partial(optimizer, **OPTIONS.get(name, {}))
     for name, optimizer in tables.named("optfn.optimizers").items()
 }
-COLUMNS = 5
 RATES = np.logspace(-4, 3, 43)  # six in a decade
 
 STEPS = 1000
@@ -137,9 +136,9 @@ def draw_paths(name: str) -> Any:
     from matplotlib import pyplot
 
     surface = SURFACES[name]
-    rows = len(OPTIMIZERS) // COLUMNS + 1  # the last panel is for text
+    rows = len(OPTIMIZERS) // 5 + 1  # the last panel is for text
     figure, panels = pyplot.subplots(
-        rows, COLUMNS, figsize=(WIDTH, 1.8 * rows), sharex=True, sharey=True, layout="constrained"
+        rows, 5, figsize=(WIDTH, 1.8 * rows), sharex=True, sharey=True, layout="constrained"
     )
     figure.suptitle(surface.title, fontsize=11)
     x, y = np.meshgrid(np.linspace(*surface.x, 121), np.linspace(*surface.y, 121))

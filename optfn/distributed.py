@@ -2,10 +2,8 @@
 
 from optfn.compression.dgc import deep_gradient_compression
 from optfn.compression.exchange import exchange
-from optfn.compression.packets import PacketFormat, mean_of_sent
 from optfn.compression.power_sgd import power_sgd
 from optfn.compression.quantize import quantize
-from optfn.compression.residual import add_to_residual, subtract_sent
 from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
 from optfn.mesh import data_mesh
@@ -21,16 +19,13 @@ from optfn.state.placement import rescale_residuals, state_specs
 
 __all__ = [
     "MemoryPlan",
-    "PacketFormat",
     "PipelineParams",
     "Plan",
-    "add_to_residual",
     "copy_to",
     "data_mesh",
     "deep_gradient_compression",
     "exchange",
     "init_state",
-    "mean_of_sent",
     "on_each_device",
     "pipeline_value_and_grad",
     "plan",
@@ -42,7 +37,6 @@ __all__ = [
     "select_top_k",
     "stack_stages",
     "state_specs",
-    "subtract_sent",
     "sum_over",
     "top_k",
     "unstack_stages",

@@ -1,194 +1,33 @@
-"""Shared set-up: CPU with several devices, deterministic, strict; compilers and memory."""
+"""Which tests run, and what is said at the end; machine.py has the compilers and the memory."""
 
-import ctypes
-import functools
-import gc
-import importlib.metadata
-import os
-import resource
-import shutil
-import sys
-import tempfile
-from pathlib import Path
-
-import pytest
-
-# Traces are many objects that live as long as the tests: looking for cycles in them takes long.
-gc.set_threshold(200_000, 20, 100)
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs are lowered in 5 % less time without the lines of code that their operations come from.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-
-# Most of the suite's time goes into compiling some ten thousand small programs, each used once or
-# twice. Without LLVM's optimizations, and with the older emitters of fusions, one takes 15 to 20 ms
-# of CPU instead of 45 to 90. XLA reads its flags once in a process; one that it does not know ends
-# the process, and the second is gone in jaxlib 0.12.
-QUICK_COMPILER = " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    QUICK_COMPILER += " --xla_cpu_use_fusion_emitters=false"
-# A compiled program holds 1.5 to 2 MB for as long as a cache of JAX has it. From here on they are
-# dropped between tests; what a worker grows by in a single test is less than the rest of its share.
-CLEAR_ABOVE = 800e6
-WORKER_BYTES = 1.5e9
+pytest_plugins = ["machine"]
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--quick-compiler",
-        action="store_true",
-        help="compile without optimizations, and leave out the tests marked as `optimized`",
-    )
-
-    parser.addoption(
         "--nightly", action="store_true", help="run the tests marked as `nightly` as well"
     )
 
-    parser.addoption(
-        "--one-case",
-        action="store_true",
-        help="of each test one case, the last; of those marked as `every_case` all",
-    )
-
-
-def pytest_configure(config):
-    if config.getoption("quick_compiler"):
-        os.environ["XLA_FLAGS"] += QUICK_COMPILER
-        share_programs(config)
-
-
-def share_programs(config):
-    """Let the workers read what others compiled, and what they dropped: it takes 3 ms a program.
-
-    Kept for this run only. Not for optimized programs: their figures should be the compiler's.
-    """
-    import jax
-
-    if hasattr(config, "workerinput"):
-        config.programs = config.workerinput["programs"]
-    else:
-        config.programs = tempfile.mkdtemp(prefix="optfn-programs-")
-        config.add_cleanup(functools.partial(shutil.rmtree, config.programs, ignore_errors=True))
-    jax.config.update("jax_compilation_cache_dir", config.programs)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    """Tell a worker of xdist where the programs are."""
-    node.workerinput["programs"] = getattr(node.config, "programs", None)
-
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is nightly, tests of optimized programs unless XLA optimizes them, cases."""
+    """Leave out what is nightly, and tests of optimized programs unless XLA optimizes them."""
     if not config.getoption("nightly"):
         leave_out("nightly", config, items)
     if config.getoption("quick_compiler"):
         leave_out("optimized", config, items)
-    if config.getoption("one_case"):
-        last = {item.nodeid.partition("[")[0]: item for item in items}
-        every = (item for item in items if item.get_closest_marker("every_case"))
-        keep(config, items, {*last.values(), *every})
 
 
 def leave_out(mark, config, items):
     """Take the tests with this mark out of those that run."""
-    keep(config, items, {item for item in items if not item.get_closest_marker(mark)})
-
-
-def keep(config, items, kept):
-    """Take all other tests out of those that run."""
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
-
-
-# Memory
-
-
-def available_memory() -> float:
-    """Return the bytes that new processes can take, of the machine and of its control group."""
-    bounds = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
-    group = Path("/sys/fs/cgroup")
-    try:
-        machine = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        bounds.append(float(machine["MemAvailable"].split()[0]) * 1024)
-        most = float((group / "memory.max").read_text())
-        taken = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        bounds.append(most - sum(float(taken[k]) for k in ("anon", "kernel", "shmem")))
-    except (OSError, KeyError, ValueError):
-        pass  # not Linux, or no bound ("max")
-    return min(bounds)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config):
-    """Return a worker for each core, at most 8, and no more than memory allows."""
-    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
-        return None  # xdist reads it
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(cores or 1, 8, int(available_memory() // WORKER_BYTES)))
-
-
-def resident_memory() -> float:
-    """Return the bytes this process holds, 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm") as file:
-            return float(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0.0
-
-
-def clear_programs() -> None:
-    """Drop what JAX has compiled, and give back its memory."""
-    import jax
-
-    jax.clear_caches()
-    gc.collect()
-    # glibc keeps the freed blocks: without this the process stays as large as it was.
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
-
-
-CLEARED = [0.0]  # what the process held after each time
-
-
-def pytest_runtest_logfinish(nodeid):
-    """Drop the compiled programs where they have become many, and not after each test of a few."""
-    if resident_memory() > max(CLEAR_ABOVE, CLEARED[-1] + (WORKER_BYTES - CLEAR_ABOVE) / 2):
-        clear_programs()
-        CLEARED.append(resident_memory())
-
-
-def peak_memory() -> float:
-    """Return the most bytes this process has held."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def pytest_sessionfinish(session):
-    """Hand what a worker held at most to the process that reports."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["peak_memory"] = peak_memory()
-
-
-PEAKS = {}  # bytes by worker
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    """Note what a worker of xdist held."""
-    PEAKS[node.gateway.id] = getattr(node, "workeroutput", {}).get("peak_memory", 0.0)
+    left = [item for item in items if item.get_closest_marker(mark)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if not item.get_closest_marker(mark)]
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the recordings that are not compared, each with its reason, and the memory taken."""
-    import test_recordings
+    """Print the recordings that are not compared, each with its reason."""
+    import recorded
 
     terminalreporter.section("recordings not compared")
-    for case, reason in test_recordings.skipped().items():
+    for case, reason in recorded.skipped().items():
         terminalreporter.write_line(f"{case}: {reason}")
-    peaks = PEAKS or {"this process": peak_memory()}
-    terminalreporter.section("memory at most, MB")
-    terminalreporter.write_line(", ".join(f"{k} {v / 1e6:.0f}" for k, v in sorted(peaks.items())))

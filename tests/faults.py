@@ -735,7 +735,8 @@ def other_format(directory: Path) -> str:
 @fault("checkpoints of earlier versions (tests/checkpoints)", "they load")
 def older_format(directory: Path) -> str:
     found = sorted((HERE / "checkpoints").glob("*.npz"))
-    command = ["-m", "pytest", "-q", "-n", "0", "--quick-compiler", "tests/test_earlier_files.py"]
+    file = "tests/train/test_earlier_files.py"
+    command = ["-m", "pytest", "-q", "-n", "0", "--nightly", "--quick-compiler", file]
     done = subprocess.run(
         [sys.executable, *command], cwd=HERE.parent, capture_output=True, text=True, check=False
     )

@@ -91,10 +91,3 @@ def power_sgd(xs, q):
     own = [x.T @ p for x in xs]
     q = np.mean(own, axis=0)
     return np.stack([p @ o.T for o in own]), q, p @ q.T
-
-
-def clipped(sent):
-    """Return what each worker sent, (workers, …), scaled to the median norm where it is longer."""
-    norms = np.sqrt(np.sum(sent.reshape(len(sent), -1) ** 2, axis=1))
-    factors = np.minimum(1, np.median(norms) / np.maximum(norms, 1e-300))
-    return sent * factors.reshape(-1, *[1] * (sent.ndim - 1))

@@ -1,4 +1,4 @@
-"""Integers of a few bits each, without gaps in 32-bit words.
+"""Integers of a few bits each, and masks, without gaps in 32-bit words.
 
 All fields of a packet form one stream of bits, the lowest bit of a word first. It is built of
 digits: the widest groups of bits of which every field and a word consist of a whole number. 12-bit
@@ -11,8 +11,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from optfn.leaves import slices
+from optfn.mesh import vary, varying_axes
+
+_LANES = np.arange(32, dtype=np.uint32)
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
@@ -20,7 +24,7 @@ def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
     return -(-sum(w * n for w, n in zip(widths, counts, strict=True)) // 32)
 
 
-def pack(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
+def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
     """Return the words of several fields, one after the other.
 
     Args:
@@ -28,22 +32,24 @@ def pack(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array:
       widths: for each field the bits of an entry, 0 to 32; a field of width 0 takes no space.
     """
     digit = math.gcd(32, *widths)
-    digits = [_split(x, width, digit) for x, width in zip(fields, widths, strict=True) if width]
+    digits = [_digits(x, width, digit) for x, width in zip(fields, widths, strict=True) if width]
     stream = digits[0] if len(digits) == 1 else jnp.concatenate(digits)
     per_word = 32 // digit
     if stream.size % per_word:
         stream = jnp.pad(stream, (0, -stream.size % per_word))
-    return _join(stream, 32, digit)
+    return _of_digits(stream, 32, digit)
 
 
-def unpack(words: jax.Array, widths: Sequence[int], counts: Sequence[int]) -> list[jax.Array]:
+def unpack_fields(
+    words: jax.Array, widths: Sequence[int], counts: Sequence[int]
+) -> list[jax.Array]:
     """Return the fields that were packed, in so many entries each."""
     digit = math.gcd(32, *widths)
     lengths = [n * width // digit for n, width in zip(counts, widths, strict=True)]
-    stream = _split(words, 32, digit)
+    stream = _digits(words, 32, digit)
     parts = [stream[: lengths[0]]] if len(lengths) == 1 else slices.split(stream, lengths)
     return [
-        _join(part, width, digit) if width else jnp.zeros(n, jnp.uint32)
+        _of_digits(part, width, digit) if width else jnp.zeros(n, jnp.uint32)
         for part, width, n in zip(parts, widths, counts, strict=True)
     ]
 
@@ -52,7 +58,7 @@ def _shifts(width: int, digit: int) -> np.ndarray:
     return np.arange(0, width, digit, dtype=np.uint32)
 
 
-def _split(x: jax.Array, width: int, digit: int) -> jax.Array:
+def _digits(x: jax.Array, width: int, digit: int) -> jax.Array:
     """Return the digits of integers of so many bits, the lowest first."""
     if width == digit:
         return x
@@ -60,9 +66,75 @@ def _split(x: jax.Array, width: int, digit: int) -> jax.Array:
     return ((x[:, None] >> _shifts(width, digit)) & mask).reshape(-1)
 
 
-def _join(digits: jax.Array, width: int, digit: int) -> jax.Array:
+def _of_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
     """Return the integers of so many bits that are made of digits."""
     if width == digit:
         return digits
     groups = digits.reshape(-1, width // digit) << _shifts(width, digit)
     return jnp.sum(groups, axis=1, dtype=jnp.uint32)
+
+
+def pack_mask(mask: jax.Array) -> jax.Array:
+    """Return a mask as words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32."""
+    whole = mask.shape[-1] // 32 * 32
+    if missing := -mask.shape[-1] % 32:
+        # The tail separately: XLA does not vectorize a reduction that it has fused with a padding.
+        tail = jnp.pad(mask[..., whole:], [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+        return jnp.concatenate([pack_mask(mask[..., :whole]), pack_mask(tail)], axis=-1)
+    lanes = mask.reshape(-1, 32).astype(jnp.uint32) << _LANES
+    return jnp.sum(lanes, axis=1, dtype=jnp.uint32).reshape(*mask.shape[:-1], whole // 32)
+
+
+def num_ones(words: jax.Array) -> jax.Array:
+    """Return the number of set bits of each word, int32."""
+    return lax.population_count(words).astype(jnp.int32)
+
+
+def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
+    """Return the position of the n-th set bit of each word, n from 0, by five halvings."""
+    at = jnp.zeros_like(n)
+    for width in (16, 8, 4, 2, 1):
+        low = num_ones(word & np.uint32((1 << width) - 1))
+        above = n >= low
+        n = jnp.where(above, n - low, n)
+        word = jnp.where(above, word >> np.uint32(width), word)
+        at += jnp.where(above, width, 0)
+    return at
+
+
+def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
+    """Return each word with only its first n set bits, or all of them where it has fewer."""
+    below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
+    return jnp.where(n < num_ones(words), words & below, words)
+
+
+def positions(
+    words: jax.Array,
+    ends: jax.Array,
+    number: jax.Array,
+    first: jax.Array | np.ndarray,
+    most: int,
+) -> jax.Array:
+    """Return the positions of set bits of flat words, each given by its number from 0.
+
+    Where there is no such bit the position has no meaning, but lies within the words.
+
+    Args:
+      words: uint32, flat.
+      ends: the number of set bits up to the end of each word.
+      number: int32, flat.
+      first: for each bit a word before which it does not lie.
+      most: in how many words from `first` on it may lie; static.
+    """
+    steps, last = most.bit_length(), words.size - 1
+
+    def halve(i: jax.Array, word: jax.Array) -> jax.Array:
+        ahead = 1 << (steps - 1 - i)
+        end = ends[jnp.minimum(word + (ahead - 1), last).astype(jnp.uint32)]
+        return jnp.where(end <= number, word + ahead, word)
+
+    start = vary(jnp.broadcast_to(jnp.int32(first), number.shape), varying_axes(ends))
+    at = jnp.minimum(lax.fori_loop(0, steps, halve, start), last).astype(jnp.uint32)
+    word = words[at]
+    rank = number - (ends[at] - num_ones(word))
+    return at.astype(jnp.int32) * 32 + jnp.minimum(nth_bit(word, rank), 31)

@@ -1,7 +1,7 @@
-"""Compressors: what one worker sends of one leaf. The protocol, and the choice by path.
+"""Compressors: the packet of one leaf of one worker. The protocol, and the choice by path.
 
 A compressor is a value with four methods; `top_k`, `quantize` and `power_sgd` make some. Any object
-with these methods serves, such as one that sends what is above a threshold as signs:
+with these methods serves, such as one that sends signs and one magnitude:
 
     class Signs:
         def init(self, shape):
@@ -22,28 +22,25 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 
 from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
+from optfn.mesh import AxisName
 
 P = ParamSpec("P")
 
 
 class Compressor(Protocol):
-    """What one worker sends of one leaf.
+    """A map from a leaf of one worker to a packet, and back.
 
     A packet is a tree of arrays, of the same shapes in each step. State is a tree of arrays too, ()
-    for none; it is taken to be the same on all workers, but for what is in a `PerWorker`.
+    for none; it is taken to be the same on all workers, except for arrays in a `PerWorker`.
 
-    Five more things are optional. `accepts(shape) -> bool`: other leaves are exchanged densely.
-    `encode_all(xs, states)`: the results of `encode` for several leaves, where that is cheaper.
-    `add_to(total, packet, scale)`: total + scale·decode(packet), where that is cheaper in place.
-    `mean_of_sent`: a function as `gathering.mean_by_all_gather`, which is the default; with
-    `is_reduced = True` packets go through all-reduces in it.
+    A compressor may also have the methods of `BaseCompressor`, which has a default of each.
     """
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
@@ -53,18 +50,75 @@ class Compressor(Protocol):
         """Return the packet for a float32 leaf, and the next state."""
 
     def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
-        """Return the float32 leaf of this shape that a packet stands for."""
+        """Return the float32 leaf of this shape that is encoded in a packet."""
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
+
+
+class LeafInExchange(NamedTuple):
+    """A leaf before and after it is sent.
+
+    direction: zeros, to which the mean may be added in place; then the mean over workers.
+    residual: flat float32, the accumulated updates of a worker; then the part not sent.
+    state: of the compressor.
+    """
+
+    direction: jax.Array
+    residual: jax.Array
+    state: PyTree
+
+    @property
+    def accumulated(self) -> jax.Array:
+        """The accumulated updates in the shape of the leaf."""
+        return self.residual.reshape(self.direction.shape)
+
+
+class BaseCompressor(Compressor):
+    """A compressor with defaults of the methods that `exchange` calls beside the protocol.
+
+    is_reduced: whether packets go through all-reduces, in `reduced`, instead of one
+      all-gather with those of other compressors.
+    """
+
+    is_reduced = False
+
+    @classmethod
+    def completing(cls, own: Compressor) -> "BaseCompressor":
+        """Return a compressor of any class with the defaults of the methods that it lacks."""
+        if isinstance(own, BaseCompressor):
+            return own
+        completed, names = cls(), [name for name in dir(cls) if not name.startswith("_")]
+        vars(completed).update({name: getattr(own, name) for name in names if hasattr(own, name)})
+        return completed
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether leaves of this shape are compressed; others are exchanged densely."""
+        del shape
+        return True
+
+    def encode_all(
+        self, xs: Sequence[jax.Array], states: Sequence[PyTree]
+    ) -> list[tuple[PyTree, PyTree]]:
+        """Return the results of `encode` for several leaves."""
+        return [self.encode(x, state) for x, state in zip(xs, states, strict=True)]
+
+    def add_to(self, total: jax.Array, packet: PyTree, scale: float | jax.Array) -> jax.Array:
+        """Return total + scale·decode(packet)."""
+        return total + scale * self.decode(packet, total.shape).reshape(total.shape)
+
+    @staticmethod
+    def reduced(leaves: Sequence[LeafInExchange], axis_name: AxisName) -> list[LeafInExchange]:
+        """Return leaves after all-reduces of their packets, if `is_reduced`."""
+        raise NotImplementedError
 
 
 C = TypeVar("C", bound="ShownAsCall")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ShownAsCall:
-    """A value whose `repr` is the call that made it."""
+class ShownAsCall(BaseCompressor):
+    """A compressor whose `repr` is the call that made it."""
 
     call: str = dataclasses.field(default="", compare=False, kw_only=True)
 
@@ -72,8 +126,8 @@ class ShownAsCall:
         return self.call
 
 
-def named(factory: Callable[P, C]) -> Callable[P, C]:
-    """Decorate a factory of values so that they show its call."""
+def showing_call(factory: Callable[P, C]) -> Callable[P, C]:
+    """Decorate a factory of compressors so that they show its call."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> C:
@@ -83,45 +137,12 @@ def named(factory: Callable[P, C]) -> Callable[P, C]:
     return make
 
 
-def accepts(compressor: Compressor, shape: tuple[int, ...]) -> bool:
-    """Tell whether a compressor takes leaves of this shape; others are exchanged densely."""
-    rule = getattr(compressor, "accepts", None)
-    return rule is None or bool(rule(shape))
-
-
-def encode_all(
-    compressors: Sequence[Compressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
-) -> list[tuple[PyTree, PyTree]]:
-    """Return the packet and the next state of each leaf, those of equal compressors together."""
-    encoded: list[Any] = [None] * len(xs)
-    for i, compressor in enumerate(compressors):
-        together: Any = getattr(compressor, "encode_all", None)
-        if encoded[i] is None and together is None:
-            encoded[i] = compressor.encode(xs[i], states[i])
-        elif encoded[i] is None:
-            equal = [j for j in range(i, len(xs)) if compressors[j] == compressor]
-            results = together([xs[j] for j in equal], [states[j] for j in equal])
-            for j, result in zip(equal, results, strict=True):
-                encoded[j] = result
-    return encoded
-
-
-def add_decoded(
-    compressor: Compressor, total: jax.Array, packet: PyTree, scale: float | jax.Array
-) -> jax.Array:
-    """Return total + scale·decode(packet)."""
-    in_place: Any = getattr(compressor, "add_to", None)
-    if in_place is not None:
-        return in_place(total, packet, scale)
-    return total + scale * compressor.decode(packet, total.shape).reshape(total.shape)
-
-
 # One compressor for all leaves, or one for each pattern of paths; None is dense.
 Choice: TypeAlias = Compressor | Mapping[str, Compressor | None]
 _METHODS = ("init", "encode", "decode", "num_bytes")
 
 
-def check_choice(choice: object) -> Mapping[Any, Compressor | None]:
+def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
     """Return the compressors by pattern of paths.
 
     Raises:
@@ -129,16 +150,17 @@ def check_choice(choice: object) -> Mapping[Any, Compressor | None]:
     """
     if not isinstance(choice, Mapping):
         return {re.compile(".*", re.DOTALL): _check("compressor", choice)}
+    checked: dict[Any, BaseCompressor | None] = {}
     for pattern, compressor in choice.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
         tree.check_pattern("compressor", pattern)
-        if compressor is not None:
-            _check(f"compressor[{pattern!r}]", compressor)
-    return dict(choice)
+        is_dense = compressor is None
+        checked[pattern] = None if is_dense else _check(f"compressor[{pattern!r}]", compressor)
+    return checked
 
 
-def _check(argument: str, compressor: Any) -> Compressor:
+def _check(argument: str, compressor: Any) -> BaseCompressor:
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(
@@ -146,21 +168,16 @@ def _check(argument: str, compressor: Any) -> Compressor:
             f"{', '.join(_METHODS)}, a mapping from patterns of paths to compressors, or None; got "
             f"{checks.shown(compressor)}"
         )
-    return compressor
+    return BaseCompressor.completing(compressor)
 
 
-def chosen(choice: Mapping[Any, Compressor | None], params: Params) -> list[Compressor | None]:
+def chosen(
+    choice: Mapping[Any, BaseCompressor | None], params: Params
+) -> list[BaseCompressor | None]:
     """Return the compressor of each leaf of a tree: that of the first pattern that matches.
 
     Raises:
       ValueError: a pattern matches none of the paths.
     """
-    found: list[Compressor | None] = [None] * len(tree.flatten(params)[0])
-    # Backwards, so that an earlier pattern overwrites a later one.
-    for pattern, compressor in reversed(list(choice.items())):
-        flags = tree.select(pattern, params, "compressor")
-        found = [
-            compressor if selected else before
-            for (selected,), before in zip(flags, found, strict=True)
-        ]
-    return found
+    selected = [(tree.matching(p, params, "compressor"), c) for p, c in choice.items()]
+    return [next((c for names, c in selected if n in names), None) for (n,) in tree.names(params)]

@@ -1,8 +1,8 @@
-"""Deep Gradient Compression: workers exchange the few largest entries of what they accumulate.
+"""Deep Gradient Compression: workers exchange the few largest entries of their residuals.
 
-`residual` has the arithmetic of one leaf, `selection` decides which entries are sent, `packets`
-encodes them, `dgc_phases` puts these together for the compressed leaves of a step, and
-`deep_gradient_compression` here is the transform.
+`selection` finds the entries, `packets` encodes them, `gathering` takes their mean over workers, as
+for every compressor; `dgc_phases` has the momentum correction, masking and ramp of DGC for the
+compressed leaves of a step; and `deep_gradient_compression` here is the transform.
 """
 
 import dataclasses
@@ -17,16 +17,15 @@ from jax import lax
 
 from optfn import checks, core, mesh
 from optfn.checks import Number
-from optfn.compression.agreement import agree, check_own_gradients
+from optfn.compression.agreement import agree, check_own_gradients, check_state_of_leaf
 from optfn.compression.dgc_phases import (
-    Arrays,
-    CompressedLeaves,
+    VALUES,
+    DgcLeaf,
     Options,
     packet_formats,
+    ramp_step,
     update_compressed,
 )
-from optfn.compression.packets import VALUE_DTYPES
-from optfn.compression.residual import ramp_step
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
@@ -45,7 +44,7 @@ class DeepGradientCompressionState(NamedTuple):
     compressed parameter. Everything else is the same on all workers: the step; the number of steps
     that were skipped because a gradient was not finite; the number of workers; the velocity of the
     leaves that are not compressed, 4 bytes per parameter; the state of the penalty; and the mark of
-    the leaves that are exchanged, compressed or not, which holds no array.
+    the leaves that are exchanged, compressed or not, without arrays.
     """
 
     step: jax.Array
@@ -75,7 +74,7 @@ def deep_gradient_compression(
     wire: str = "float32",
     selection: str = "exact",
 ) -> core.Rule:
-    """Exchange the largest entries of what each worker accumulates, and keep the others.
+    """Exchange the largest entries of each worker's residual, and keep the others.
 
     With N workers, each with its own mean gradient g, and step from 0:
 
@@ -84,10 +83,10 @@ def deep_gradient_compression(
         after it:   g = g·c/‖g‖ where ‖g‖ > c,  c = local_grad_clip_norm/√N;  g = g + reg
                     u = μu + g;  v = v + u          (nesterov: u = μ(u + g);  v = v + u + g)
                     the k = max(1, round(n·(1 − s))) largest |v| are sent; v and u are 0 there
-                    direction = mean over workers of what was sent
+                    direction = mean over workers of the entries sent, 0 elsewhere
 
     s is sparsity[min(⌊(step − rampup_begin_step)·len(sparsity)/rampup_step⌋, len(sparsity) − 1)].
-    Nothing is lost: the sum of what was sent and what v keeps is what was accumulated, exactly.
+    Nothing is lost: the entries sent and the residual add up to the accumulated v, exactly.
     Leaves below `min_size` or wider than float32 follow plain momentum on the mean gradient in all
     phases, in one all-reduce. Where a gradient of any worker is not finite, all workers leave u, v
     and params unchanged, and count the step as skipped.
@@ -118,8 +117,7 @@ def deep_gradient_compression(
         Pass False where the final sparsity is below about 0.98; see `dgc_momentum`.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", 4, whose
         rounding error stays in v.
-      selection: "exact", the k largest; or "sampled", k of those that reach a bound estimated from
-        a sample of the leaf, slightly cheaper. Some of the k largest then wait for a later step.
+      selection: "exact", the k largest; "sampled" is another name for it.
 
     State: u and v, flat float32 arrays, one each per worker, 8 bytes per compressed parameter; the
     velocity, 4 bytes per other parameter; step, skipped and num_workers. `init` needs no axis and
@@ -149,15 +147,15 @@ def deep_gradient_compression(
         mesh.check_names("reduce_axis_name", reduce_axis_name, optional=True),
         checks.count("min_size", min_size),
         checks.flag("momentum_masking", momentum_masking),
-        checks.choice("wire", wire, VALUE_DTYPES),
-        checks.choice("selection", selection, ("exact", "sampled")),
+        checks.choice("wire", wire, tuple(VALUES)),
     )
+    checks.choice("selection", selection, ("exact", "sampled"))
     if options.rampup_step * len(options.sparsity) >= 2**31:
         raise ValueError(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.Rule(partial(_init, options), partial(_update, options))
+    return core.Rule(partial(_state_of_zeros, options), partial(_accumulate_and_send, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
@@ -181,7 +179,7 @@ def _check_clip_norm(norm: Number | None) -> Number | None:
     return checks.number("local_grad_clip_norm", norm, low=0.0, low_open=True)
 
 
-def _init(options: Options, params: Params) -> DeepGradientCompressionState:
+def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompressionState:
     def dense(p: Leaf) -> Leaf:
         return optax.MaskedNode() if options.compresses(p) else p
 
@@ -196,14 +194,14 @@ def _init(options: Options, params: Params) -> DeepGradientCompressionState:
         PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
         PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
         options.regularization.init(params),
-        exchanged(params, options.all_axes, _traffic(options, params)),
+        exchanged(params, options.all_axes, _bytes_of_leaves(options, params)),
     )
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DgcTraffic:
-    """What a worker sends in a step, in bytes.
+    """The bytes that a worker sends in a step.
 
     rampup_begin_step, rampup_step: as in `deep_gradient_compression`.
     packets: one worker's packet in each ramp step.
@@ -226,7 +224,7 @@ class DgcTraffic:
         return large + all_reduce_bytes(self.small, num_workers)
 
 
-def _traffic(options: Options, params: Params) -> DgcTraffic:
+def _bytes_of_leaves(options: Options, params: Params) -> DgcTraffic:
     leaves = [p for p in tree.flatten(params)[0] if not tree.is_masked(p)]
     large = [p for p in leaves if options.compresses(p)]
     small = [p for p in leaves if not options.compresses(p)]
@@ -239,7 +237,7 @@ def _traffic(options: Options, params: Params) -> DgcTraffic:
     )
 
 
-def _update(
+def _accumulate_and_send(
     options: Options,
     updates: Updates,
     state: DeepGradientCompressionState,
@@ -257,46 +255,29 @@ def _update(
     g = _local_gradient(options, updates, ~nonfinite & (step >= options.rampup_begin_step))
     g, regularization = options.regularization.update(g, state.regularization, params)
 
+    directions, structure = tree.flatten(g)
+    parts = state.velocity, state.local_velocity.value, state.residual.value
+    velocity, u, v = (tree.flatten(part)[0] for part in parts)
     # A leaf is masked in `velocity` if it is compressed, and in `residual` if it is not.
-    small, large = state.velocity, state.residual.value
-    direction, velocity = _dense_leaves(options, nonfinite, _of(g, small), _of(small, small))
-    directions, velocities = _filled(small, direction), _filled(small, velocity)
-    local_velocity, residual = state.local_velocity, state.residual
-    if _of(large, large):
-        columns = (_of(x, large) for x in (g, local_velocity.value, large))
-        leaves = CompressedLeaves(*columns)
-        new = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
-        directions = _merged(directions, _filled(large, new.direction))
-        local_velocity = local_velocity._replace(value=_filled(large, new.local_velocity))
-        residual = residual._replace(value=_filled(large, new.residual))
-    return directions, DeepGradientCompressionState(
+    small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
+    large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
+    means = mesh.mean_in_one([directions[i] for i in small], options.axis_name)
+    for i, mean in zip(small, means, strict=True):
+        directions[i], velocity[i] = _dense_leaf(options, nonfinite, mean, velocity[i])
+    if large:
+        leaves = [DgcLeaf(directions[i], u[i], v[i]) for i in large]
+        leaves = update_compressed(options, nonfinite, step, leaves, row_updates=row_updates)
+        for i, leaf in zip(large, leaves, strict=True):
+            directions[i], u[i], v[i] = leaf
+    return structure.unflatten(directions), DeepGradientCompressionState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.where(nonfinite, core.next_step(state.skipped), state.skipped),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
-        velocities,
-        local_velocity,
-        residual,
+        structure.unflatten(velocity),
+        state.local_velocity._replace(value=structure.unflatten(u)),
+        state.residual._replace(value=structure.unflatten(v)),
         regularization,
         state.exchanged,
-    )
-
-
-def _of(values: PyTree, like: PyTree) -> Arrays:
-    """Return those leaves of `values` that are not masked in `like`."""
-    pairs = zip(tree.flatten(values)[0], tree.flatten(like)[0], strict=True)
-    return [x for x, masked in pairs if not tree.is_masked(masked)]
-
-
-def _filled(like: PyTree, values: Sequence[Leaf]) -> PyTree:
-    """Return `like` with `values` in the place of the leaves that are not masked."""
-    remaining = iter(values)
-    return tree.map_arrays(lambda x: next(remaining), like)
-
-
-def _merged(first: PyTree, second: PyTree) -> PyTree:
-    """Return the leaves of `first`, and those of `second` where these are masked."""
-    return jax.tree.map(
-        lambda x, y: y if tree.is_masked(x) else x, first, second, is_leaf=tree.is_leaf
     )
 
 
@@ -305,19 +286,11 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
     u, v = state.local_velocity.value, state.residual.value
     for part in (state.velocity, u, v):
         tree.check_same_structure("update", "the state", part, "updates", updates)
-    columns = (tree.flatten(x)[0] for x in (updates, state.velocity, v))
-    for i, (g, velocity, residual) in enumerate(zip(*columns, strict=True)):
-        if tree.is_masked(g):
-            continue
-        found, want = velocity, g.shape
-        if options.compresses(g):
-            found, want = residual, (g.size,)
-        if tree.is_masked(found) or jnp.shape(found) != want:
-            raise ValueError(
-                f"update: the state of leaf {tree.paths(updates)[i]!r} has shape "
-                f"{getattr(found, 'shape', None)}, not {want}: it was made for other params, or is "
-                "not laid out over the workers (see init_state and state_specs)"
-            )
+    for place, g, velocity, residual in tree.items(updates, state.velocity, v):
+        if not tree.is_masked(g):
+            is_flat = options.compresses(g)
+            found, shape = (residual, (g.size,)) if is_flat else (velocity, g.shape)
+            check_state_of_leaf("update", place, found, shape)
 
 
 def _local_gradient(options: Options, updates: Updates, compressing: jax.Array) -> Updates:
@@ -335,13 +308,11 @@ def _local_gradient(options: Options, updates: Updates, compressing: jax.Array) 
     return tree.map_arrays(local, updates)
 
 
-def _dense_leaves(
-    options: Options, nonfinite: jax.Array, g: Arrays, velocity: Arrays
-) -> tuple[Arrays, Arrays]:
-    """Return directions and velocities of plain momentum on the mean, in one all-reduce."""
-    means = mesh.mean_in_one(g, options.axis_name)
-    rule = partial(momentum_rule, momentum=options.momentum, nesterov=options.nesterov)
-    pairs = [rule(mean, old) for mean, old in zip(means, velocity, strict=True)]
-    directions = [jnp.where(nonfinite, 0.0, direction) for direction, _ in pairs]
-    new = zip(pairs, velocity, strict=True)
-    return directions, [jnp.where(nonfinite, old, velocity) for (_, velocity), old in new]
+def _dense_leaf(
+    options: Options, nonfinite: jax.Array, mean: jax.Array, velocity: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return direction and velocity of plain momentum on the mean gradient."""
+    direction, new = momentum_rule(
+        mean, velocity, momentum=options.momentum, nesterov=options.nesterov
+    )
+    return jnp.where(nonfinite, 0.0, direction), jnp.where(nonfinite, velocity, new)

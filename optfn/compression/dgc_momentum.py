@@ -63,7 +63,7 @@ def dgc_momentum(
       min_size: the number of elements from which on a leaf is compressed, ≥ 1.
       momentum_masking: whether the velocity becomes 0 where entries were sent.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", about 4.
-      selection: "exact", or "sampled", slightly cheaper.
+      selection: "exact"; "sampled" is another name for it.
       param_attrs: attributes of parameters, by patterns of paths. need_clip has no effect here:
         the local clip is per tensor, and for compressed tensors only.
 

@@ -6,7 +6,7 @@ compiled once per leaf would take a minute for a large model.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -18,18 +18,20 @@ from jax import lax
 
 from optfn import mesh
 from optfn.checks import Number
-from optfn.compression import residual, selection
-from optfn.compression.packets import PacketFormat, empty_rows, mean_of_sent, rows_of_sent
+from optfn.compression.agreement import is_compressible
+from optfn.compression.gathering import mean_of_packets
+from optfn.compression.packets import PacketFormat
+from optfn.compression.segments import Segments
+from optfn.compression.selection import SampleSearch, num_selected
+from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.leaves import numerics
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
 from optfn.mesh import AxisName
 from optfn.transforms.moment import momentum_rule
 
-Arrays = list[jax.Array]
-
-# Knuth's multiplicative hash: 2³² divided by the golden ratio.
-_KNUTH_MULTIPLIER = np.uint32(2654435761)
+# The encoding of a value, by `wire`.
+VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,6 @@ class Options:
     min_size: int
     momentum_masking: bool
     wire: str
-    selection: str
 
     @property
     def all_axes(self) -> mesh.Axes:
@@ -57,35 +58,39 @@ class Options:
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
-        # NumPy's float64 becomes float32 where JAX has no wider floats.
-        dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
-        return bool(dtype == jnp.float32 and p.size >= self.min_size)
+        return is_compressible(p, self.min_size)
 
 
-class CompressedLeaves(NamedTuple):
-    """The compressed leaves of one worker: lists of flat float32 arrays, one array per leaf."""
+class DgcLeaf(NamedTuple):
+    """A compressed leaf of one worker before a phase and after it.
 
-    gradient: Arrays
-    local_velocity: Arrays
-    residual: Arrays
+    direction: the gradient; then the direction, which may be Rows. Flat in the phases.
+    velocity: the local velocity u, flat float32.
+    residual: v, flat float32.
+    """
 
-
-class PhaseResult(NamedTuple):
-    """What a phase gives: the direction of each leaf, flat or as Rows, and its new state."""
-
-    direction: Sequence[jax.Array | Rows]
-    local_velocity: Arrays
-    residual: Arrays
+    direction: Leaf
+    velocity: jax.Array
+    residual: jax.Array
 
 
 def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]:
-    """Return the packet format of each ramp step, for compressed leaves of these sizes."""
+    """Return the packet format of each ramp step, for compressed leaves of these sizes.
 
-    def of_sparsity(sparsity: float) -> PacketFormat:
-        k = tuple(residual.num_sent(n, sparsity) for n in sizes)
-        return PacketFormat(tuple(sizes), k, options.wire)
+    One packet has the entries of all leaves, in whole words for their speed: in bfloat16 a word has
+    a value and 16 bits of an index.
+    """
+    segments, values = Segments(tuple(sizes)), VALUES[options.wire]
+    return [
+        PacketFormat(segments, num_selected(1 - s, segments.lengths), values, values.bits)
+        for s in options.sparsity
+    ]
 
-    return list(map(of_sparsity, options.sparsity))
+
+def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> jax.Array:
+    """Return min(⌊(step − begin)·num_ramp_steps/length⌋, num_ramp_steps − 1)."""
+    since = jnp.clip(step - begin, 0, length)
+    return jnp.minimum(since * num_ramp_steps // length, num_ramp_steps - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,19 +123,22 @@ class Ramp:
         return self.row_updates and uniform and not self.is_sent_dense(self.formats[0])
 
     def is_sent_dense(self, packet_format: PacketFormat) -> bool:
-        """Tell whether the entries of a ramp step go through an all-reduce of whole leaves."""
-        return packet_format.exceeds_all_reduce(self.workers)
+        """Tell whether the entries of a ramp step go through an all-reduce of whole leaves.
+
+        They do where packets would be more bytes per worker: (N − 1)·packet > 2·(N − 1)/N·4·n.
+        """
+        return packet_format.num_bytes * self.workers > 8 * sum(self.sizes)
 
 
 def update_compressed(
     options: Options,
     nonfinite: jax.Array,
     step: jax.Array,
-    leaves: CompressedLeaves,
+    leaves: list[DgcLeaf],
     *,
     row_updates: bool,
-) -> PhaseResult:
-    """Run the phase of this step on all compressed leaves.
+) -> list[DgcLeaf]:
+    """Run the phase of this step on all compressed leaves; directions have the shapes of gradients.
 
     Args:
       options: the arguments of the transform.
@@ -139,15 +147,13 @@ def update_compressed(
       leaves: the gradients in their shapes, the rest flat.
       row_updates: whether the caller takes directions as Rows.
     """
-    shapes = [g.shape for g in leaves.gradient]
-    sizes = tuple(g.size for g in leaves.gradient)
+    sizes = tuple(leaf.residual.size for leaf in leaves)
     ramp = Ramp(options, sizes, row_updates, mesh.axis_size(options.axis_name))
     checked = mesh.checked_axes(options.axis_name)
-    flat = CompressedLeaves(
-        [g.reshape(-1) for g in leaves.gradient],
-        [mesh.vary(u, checked) for u in leaves.local_velocity],
-        [mesh.vary(v, checked) for v in leaves.residual],
-    )
+    flat = [
+        DgcLeaf(leaf.direction.reshape((-1,)), *(mesh.vary(x, checked) for x in leaf[1:]))
+        for leaf in leaves
+    ]
     phases = [partial(skip_nonfinite_step, ramp), partial(compressed_step, ramp, step)]
     if options.rampup_begin_step:
         phases.append(partial(dense_momentum_step, ramp))
@@ -155,103 +161,134 @@ def update_compressed(
     in_ramp = step >= options.rampup_begin_step
     phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
     # The phase is the same on all workers, so that collectives may stand in its branches.
-    result = lax.switch(phase, phases, flat)
-    directions = [d.reshape(s) for d, s in zip(result.direction, shapes, strict=True)]
-    return result._replace(direction=directions)
+    shapes = [leaf.direction.shape for leaf in leaves]
+    pairs = zip(lax.switch(phase, phases, flat), shapes, strict=True)
+    return [leaf._replace(direction=leaf.direction.reshape(shape)) for leaf, shape in pairs]
 
 
-def skip_nonfinite_step(ramp: Ramp, leaves: CompressedLeaves) -> PhaseResult:
+def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     """Give zero directions, and leave the state as it is."""
-    g, u, v = leaves
     if ramp.gives_rows:
-        return PhaseResult(empty_rows(ramp.formats[0], ramp.workers), u, v)
-    return PhaseResult([mesh.zeros_of_mean(x, ramp.options.axis_name) for x in g], u, v)
+        zeros: Sequence[jax.Array | Rows] = _empty_rows(ramp.formats[0], ramp.workers)
+    else:
+        zeros = [mesh.zeros_of_mean(leaf.direction, ramp.options.axis_name) for leaf in leaves]
+    return [leaf._replace(direction=zero) for leaf, zero in zip(leaves, zeros, strict=True)]
 
 
-def dense_momentum_step(ramp: Ramp, leaves: CompressedLeaves) -> PhaseResult:
+def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     """Apply momentum to the mean gradient, with u as the velocity."""
-    options = ramp.options
-    axes = mesh.axes(options.axis_name)
-    rule = partial(momentum_rule, momentum=options.momentum, nesterov=options.nesterov)
-    pairs = [rule(lax.pmean(g, axes), u) for g, u, _ in zip(*leaves, strict=True)]
-    directions = [direction for direction, _ in pairs]
-    if mesh.checked_axes(axes):
-        # u is the same on all workers in this phase, which JAX cannot know.
-        directions = [lax.pmax(direction, axes) for direction in directions]
-    return PhaseResult(directions, [u for _, u in pairs], leaves.residual)
+    options, axes = ramp.options, mesh.axes(ramp.options.axis_name)
+
+    def of_leaf(leaf: DgcLeaf) -> DgcLeaf:
+        mean = lax.pmean(leaf.direction, axes)
+        direction, u = momentum_rule(
+            mean, leaf.velocity, momentum=options.momentum, nesterov=options.nesterov
+        )
+        if mesh.checked_axes(axes):
+            # u is the same on all workers in this phase, which JAX cannot know.
+            direction = lax.pmax(direction, axes)
+        return DgcLeaf(direction, u, leaf.residual)
+
+    return list(map(of_leaf, leaves))
 
 
-def compressed_step(ramp: Ramp, step: jax.Array, leaves: CompressedLeaves) -> PhaseResult:
+def compressed_step(ramp: Ramp, step: jax.Array, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     """Accumulate, send the selected entries, and keep the others in the residual."""
     options = ramp.options
-    rule = partial(residual.add_to_residual, momentum=options.momentum, nesterov=options.nesterov)
-    pairs = [rule(g, u, v) for g, u, v in zip(*leaves, strict=True)]
-    leaves = leaves._replace(local_velocity=[u for u, _ in pairs], residual=[v for _, v in pairs])
+    leaves = [accumulated(leaf, options.momentum, options.nesterov) for leaf in leaves]
+    # The passes over whole leaves are one program for all ramp steps; only the counts differ.
+    search = SampleSearch(Segments(ramp.sizes))
+    counts = [search.counts(packet_format.k) for packet_format in ramp.formats]
+    i = ramp_step(step, options.rampup_begin_step, options.rampup_step, len(counts))
+    of_step = jax.tree.map(lambda *each: jnp.asarray(np.array(each))[i], *counts)
+    words = search.candidates([leaf.residual for leaf in leaves], of_step)
 
-    # The passes over whole leaves are one program for all ramp steps; only k differs.
-    search = selection.Search(ramp.sizes)
-    k_of = [packet_format.k for packet_format in ramp.formats]
-    tables = k_of, [search.rank(k) for k in k_of], [search.max_candidates(k) for k in k_of]
-    i = residual.ramp_step(step, options.rampup_begin_step, options.rampup_step, len(k_of))
-    k, rank, max_candidates = (jnp.asarray(np.array(table, np.int32))[i] for table in tables)
-    words = selection.candidates(leaves.residual, k, rank, max_candidates, search)
+    def send(of_ramp_step: int, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
+        residuals = [leaf.residual for leaf in leaves]
+        entries = search.extract(residuals, words, counts[of_ramp_step])
+        return _exchanged_entries(ramp, ramp.formats[of_ramp_step], *entries, leaves)
 
-    def send(packet_format: PacketFormat, leaves: CompressedLeaves) -> PhaseResult:
-        selected = _select(options, search, words, step, packet_format, leaves.residual)
-        return _exchange(ramp, packet_format, selected, leaves)
-
-    return lax.switch(i, [partial(send, packet_format) for packet_format in ramp.formats], leaves)
+    return lax.switch(i, [partial(send, n) for n in range(len(counts))], leaves)
 
 
-def _select(
-    options: Options,
-    search: selection.Search,
-    words: jax.Array,
-    step: jax.Array,
-    packet_format: PacketFormat,
-    v: Arrays,
-) -> tuple[jax.Array, jax.Array]:
-    """Return the values and indices to send, given the packed masks of the candidates."""
-    k = packet_format.k
-    if options.selection == "exact":
-        return selection.extract(v, words, k, search.max_candidates(k))
-    # A pseudo-random number that changes with the step.
-    shift = (step.astype(jnp.uint32) * _KNUTH_MULTIPLIER) >> np.uint32(1)
-    return selection.extract_sampled(v, words, k, shift.astype(jnp.int32))
+def accumulated(leaf: DgcLeaf, momentum: Number, nesterov: bool) -> DgcLeaf:
+    """Return the leaf with u = μu + g, v = v + u; nesterov: u = μ(u + g), v = v + u + g."""
+    g, u, v = leaf
+    mu = numerics.scalar(momentum, g)
+    if nesterov:
+        u = mu * (u + g)
+        return DgcLeaf(g, u, v + u + g)
+    u = mu * u + g
+    return DgcLeaf(g, u, v + u)
 
 
-def _exchange(
+def _exchanged_entries(
     ramp: Ramp,
     packet_format: PacketFormat,
-    selected: tuple[jax.Array, jax.Array],
-    leaves: CompressedLeaves,
-) -> PhaseResult:
-    """Return the mean of what all workers send, and the state after sending."""
-    values, indices = selected
+    values: jax.Array,
+    index: jax.Array,
+    leaves: list[DgcLeaf],
+) -> list[DgcLeaf]:
+    """Return the leaves with the mean over workers of these entries, and without them."""
     dense = ramp.is_sent_dense(packet_format)
     sent = values if dense else packet_format.rounded(values)
-    # Unsigned, so that JAX adds no code per leaf that tests for negative indices.
-    places = packet_format.split(indices.astype(jnp.uint32))
     # An entry that has overflowed is dropped: ∞ − ∞ would stay in the residual as NaN.
-    remainders = packet_format.split(jnp.where(jnp.isfinite(sent), values - sent, 0.0))
-    subtract = partial(residual.subtract_sent, momentum_masking=ramp.options.momentum_masking)
-    parts = zip(leaves.local_velocity, leaves.residual, places, remainders, strict=True)
-    pairs = [subtract(*part) for part in parts]
-    exchange: Callable[..., Sequence[jax.Array | Rows]] = mean_of_sent
+    remainder = jnp.where(jnp.isfinite(sent), values - sent, 0.0)
+    # Unsigned, so that JAX adds no code per leaf that tests for negative indices.
+    places = packet_format.split(index.astype(jnp.uint32))
+    parts = zip(leaves, places, packet_format.split(remainder), strict=True)
+    masking = ramp.options.momentum_masking
+    kept = [_without_entries(leaf, at, left, masking) for leaf, at, left in parts]
+    axis_name = ramp.options.axis_name
+    zeros = [jnp.zeros(n, jnp.float32) for n in ramp.sizes]
+    directions: Sequence[jax.Array | Rows]
     if dense:
-        exchange = _mean_by_all_reduce
+        entries = zip(zeros, places, packet_format.split(sent), strict=True)
+        axes = mesh.axes(axis_name)
+        directions = [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries]
     elif ramp.gives_rows:
-        exchange = rows_of_sent
-    means = exchange(sent, indices, packet_format, ramp.options.axis_name)
-    return PhaseResult(means, [u for u, _ in pairs], [v for _, v in pairs])
+        packet = packet_format.encode(sent, index)
+        directions = _rows_of_packets(packet, packet_format, axis_name)
+    else:
+        packet = packet_format.encode(sent, index)
+        directions = mean_of_packets(packet, zeros, packet_format.add_to, axis_name)
+    pairs = zip(kept, directions, strict=True)
+    return [leaf._replace(direction=direction) for leaf, direction in pairs]
 
 
-def _mean_by_all_reduce(
-    values: jax.Array, indices: jax.Array, packet_format: PacketFormat, axis_name: AxisName
-) -> Arrays:
-    """Return the means of `mean_of_sent` through an all-reduce of whole leaves."""
-    parts = packet_format.sizes, packet_format.split(values), packet_format.split(indices)
+def _without_entries(
+    leaf: DgcLeaf, places: jax.Array, remainder: jax.Array, momentum_masking: bool
+) -> DgcLeaf:
+    """Return the leaf with v = remainder at increasing places, and with masking u = 0."""
+
+    def with_entries(x: jax.Array, values: jax.Array | float) -> jax.Array:
+        return x.at[places].set(values, indices_are_sorted=True, unique_indices=True)
+
+    g, u, v = leaf
+    u = with_entries(u, 0.0) if momentum_masking else u
+    return DgcLeaf(g, u, with_entries(v, remainder))
+
+
+def _rows_of_packets(
+    packet: jax.Array, packet_format: PacketFormat, axis_name: AxisName
+) -> list[Rows]:
+    """Return the mean over workers as Rows of one entry each, one part per worker.
+
+    No array of the size of a leaf is made.
+    """
+    packets = mesh.all_gather(packet, axis_name)
+    workers = packets.shape[0]
+    values, index = jax.vmap(packet_format.decode)(packets)
+    parts = map(packet_format.split, (index.astype(jnp.int32), values / workers))
     return [
-        lax.pmean(jnp.zeros(n, jnp.float32).at[i].set(x), mesh.axes(axis_name))
-        for n, x, i in zip(*parts, strict=True)
+        Rows(i.reshape(-1), v.reshape(-1), n, parts=workers)
+        for n, i, v in zip(packet_format.segments.sizes, *parts, strict=True)
+    ]
+
+
+def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
+    """Return Rows of the shapes that `_rows_of_packets` gives, with padding only."""
+    return [
+        Rows(jnp.full(workers * k, n, jnp.int32), jnp.zeros(workers * k), n, parts=workers)
+        for n, k in zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)
     ]

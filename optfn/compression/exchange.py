@@ -1,7 +1,7 @@
 """The exchange of updates between workers, for any optimizer: compressors with error feedback.
 
-`compressors` has the protocol of what one worker sends of one leaf, `gathering` the mean over
-workers of it, and `exchange` here is the transform.
+`compressors` has the protocol of packets, `gathering` the mean over workers of decoded packets, and
+`exchange` here is the transform.
 """
 
 import dataclasses
@@ -17,9 +17,20 @@ from jax import lax
 
 from optfn import checks, core, mesh
 from optfn.checks import Number
-from optfn.compression.agreement import agree, check_own_gradients
-from optfn.compression.compressors import Choice, Compressor, accepts, check_choice, chosen
-from optfn.compression.gathering import PendingLeaf, SentLeaf, mean_by_all_gather
+from optfn.compression.agreement import (
+    agree,
+    check_own_gradients,
+    check_state_of_leaf,
+    is_compressible,
+)
+from optfn.compression.compressors import (
+    BaseCompressor,
+    Choice,
+    LeafInExchange,
+    check_choice,
+    chosen,
+)
+from optfn.compression.gathering import mean_by_all_gather
 from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows, mean_over
@@ -37,7 +48,7 @@ class ExchangeState(NamedTuple):
 
     residual is a worker's own: a flat float32 array, 4 bytes per compressed parameter. Everything
     else is the same on all workers: the step, the number of workers, the states of the compressors,
-    and the mark of the leaves that are exchanged, which holds no array.
+    and the mark of the leaves that are exchanged, without arrays.
     """
 
     step: jax.Array
@@ -48,7 +59,7 @@ class ExchangeState(NamedTuple):
 
 
 class ExchangeDenseState(NamedTuple):
-    """State of `exchange(None)`: the mark of the leaves that are exchanged, which is no array."""
+    """State of `exchange(None)`: the mark of the leaves that are exchanged, without arrays."""
 
     exchanged: Exchanged
 
@@ -57,24 +68,21 @@ class ExchangeDenseState(NamedTuple):
 class _Options:
     """The arguments of `exchange`, checked."""
 
-    compressors: Mapping[Any, Compressor | None]
+    compressors: Mapping[Any, BaseCompressor | None]
     error_feedback: Number
     axis_name: AxisName
     min_size: int
     warmup_steps: int
-    peer_clip: bool
 
-    def compressor_of(self, params: Params) -> list[Compressor | None]:
+    def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, None for those that are exchanged densely."""
         pairs = zip(chosen(self.compressors, params), tree.flatten(params)[0], strict=True)
         return [compressor if self._compresses(compressor, p) else None for compressor, p in pairs]
 
-    def _compresses(self, compressor: Compressor | None, p: Leaf) -> bool:
-        if compressor is None or tree.is_masked(p) or p.size < self.min_size:
+    def _compresses(self, compressor: BaseCompressor | None, p: Leaf) -> bool:
+        if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
             return False
-        # NumPy's float64 becomes float32 where JAX has no wider floats.
-        dtype = numerics.accumulator_dtype(jax.dtypes.canonicalize_dtype(p.dtype))
-        return bool(dtype == jnp.float32) and accepts(compressor, p.shape)
+        return compressor.accepts(p.shape)
 
 
 @core.named
@@ -86,9 +94,8 @@ def exchange(
     min_size: int = 1024,
     param_attrs: ParamAttrs | None = None,
     warmup_steps: int = 0,
-    peer_clip: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Exchange updates between workers in compressed form: in go a worker's own, out the mean.
+    """Exchange updates between workers in compressed form: per-worker updates become their mean.
 
         residual = error_feedback·residual + update
         sent = decode(encode(residual))
@@ -97,12 +104,12 @@ def exchange(
 
     In front of any optimizer, as in `chain(exchange(top_k(0.05)), adamw(1e-3))`, it takes the place
     of the dense mean of the gradients. All workers get the same direction, bit for bit. With
-    `error_feedback` 1 nothing is lost: what was sent and what is kept is what came in.
+    `error_feedback` 1 nothing is lost: sent parts and residual add up to the sum of the updates.
 
     It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes the worker's own gradient,
-    which `make_train_step` with a mesh gives it. With `shard_map(check_vma=True)` JAX itself sums
-    the gradient of replicated params: take that of `jax.lax.pcast(params, axis_name, to="varying")`
-    instead.
+    which `make_train_step` with a mesh passes to it. With `shard_map(check_vma=True)` JAX itself
+    sums the gradient of replicated params: take that of
+    `jax.lax.pcast(params, axis_name, to="varying")` instead.
 
     Args:
       compressor: `top_k`, `quantize`, `power_sgd`, or a value with the same methods; a mapping from
@@ -115,28 +122,24 @@ def exchange(
       param_attrs: attributes by pattern of paths; leaves with trainable=False or learning_rate=0
         are not sent, and their update is −0.0.
       warmup_steps: for so many first steps the mean is dense, and the residual stays 0.
-      peer_clip: whether what a worker sends of a compressed leaf is scaled, in the mean, by
-        min(1, median over workers of its norm / its norm). What this takes away is not kept. It
-        costs 4 bytes a leaf on the link.
 
     All leaves that are gathered share one all-gather, and all that are exchanged densely (small
     ones, and leaves wider than float32) one all-reduce. Row-sparse updates are exchanged as rows,
     without residual. The chunks of packed params are those of the original leaves.
 
     Where an update of any worker is not finite, the direction of all workers is zero, and residuals
-    and compressors' states stay; `skip_nonfinite` around the chain keeps what follows it too. An
-    accumulated entry that exceeds float32 is set to its largest number. `exchange(None)` is the
-    mean, whatever the updates are.
+    and compressors' states stay; `skip_nonfinite` around the chain keeps the states of the
+    transforms after it too. An accumulated entry that exceeds float32 is set to its largest number.
+    `exchange(None)` is the mean of all updates, finite or not.
 
     State: the residual, flat float32, one per worker, 4 bytes per compressed parameter; step and
-    num_workers; and what a compressor keeps. `exchange(None)` keeps no arrays. `init` needs no axis
-    and gives one worker's state. Real leaves.
+    num_workers; and the states of compressors. `exchange(None)` keeps no arrays. `init` needs no
+    axis and returns one worker's state. Real leaves.
 
     Raises, at update:
       ValueError: an axis is not bound; or an update is already averaged, where JAX can tell.
 
-    Source: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; the clip of
-    peers, templar's SparseLoCo, arXiv 2508.15706.
+    Source: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
     """
     options = _Options(
         {} if compressor is None else check_choice(compressor),
@@ -144,13 +147,12 @@ def exchange(
         mesh.check_names("axis_name", axis_name),
         checks.count("min_size", min_size),
         checks.count("warmup_steps", warmup_steps, low=0),
-        checks.flag("peer_clip", peer_clip),
     )
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
-        tx = core.Transform(partial(_init_dense, options), partial(_update_dense, options))
+        tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
     else:
-        init, update = partial(_init, options), partial(_update, options)
+        init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
         tx = core.behind_edge("exchange", core.Rule(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
 
@@ -158,7 +160,7 @@ def exchange(
 def _freezing(
     tx: optax.GradientTransformationExtraArgs, attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx`, which does not see the leaves that `attrs` freezes but is marked for them too.
+    """Return `tx` with the leaves that `attrs` freezes masked, but marked as exchanged.
 
     Without the mark a training step would average their gradients.
     """
@@ -176,11 +178,11 @@ def _freezing(
     return core.Transform(init, without.update)
 
 
-def _init_dense(options: _Options, params: Params) -> ExchangeDenseState:
+def _mark_exchanged(options: _Options, params: Params) -> ExchangeDenseState:
     return ExchangeDenseState(exchanged(params, options.axis_name))
 
 
-def _update_dense(
+def _plain_mean(
     options: _Options,
     updates: Updates,
     state: ExchangeDenseState,
@@ -193,7 +195,7 @@ def _update_dense(
     return mean_over_workers(updates, options.axis_name), state
 
 
-def _init(options: _Options, params: Params) -> ExchangeState:
+def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     whole = packed.unpack(params)
     leaves, structure = tree.flatten(whole)
     pairs = list(zip(options.compressor_of(whole), leaves, strict=True))
@@ -205,17 +207,17 @@ def _init(options: _Options, params: Params) -> ExchangeState:
         jnp.ones((), jnp.int32),
         PerWorker(structure.unflatten(residuals), mesh.axes(options.axis_name)),
         structure.unflatten(states),
-        exchanged(params, options.axis_name, _traffic(options, pairs)),
+        exchanged(params, options.axis_name, _bytes_of_packets(options, pairs)),
     )
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ExchangeTraffic:
-    """What a worker sends in an exchange, in bytes of one worker's packets.
+    """The bytes that a worker sends in an exchange.
 
-    gathered, reduced: what goes through the all-gather, and through all-reduces.
-    dense: what an all-reduce of all leaves takes, in the first `warmup_steps` exchanges.
+    gathered, reduced: the bytes of one worker's packets in the all-gather, and in all-reduces.
+    dense: the bytes of all leaves, all-reduced in the first `warmup_steps` exchanges.
     """
 
     gathered: int
@@ -230,23 +232,23 @@ class ExchangeTraffic:
         return jnp.where(exchange < self.warmup_steps, dense, packets)
 
 
-def _traffic(options: _Options, pairs: Sequence[tuple[Compressor | None, Leaf]]) -> ExchangeTraffic:
-    """Return what a worker sends of leaves with these compressors."""
-    dense = [0 if tree.is_masked(p) else numerics.accumulated_bytes(p) for _, p in pairs]
-    sizes = zip(pairs, dense, strict=True)
-    reduced = sum(size for (compressor, _), size in sizes if compressor is None)
-    gathered = 0
+def _bytes_of_packets(
+    options: _Options, pairs: Sequence[tuple[BaseCompressor | None, Leaf]]
+) -> ExchangeTraffic:
+    """Return the bytes that a worker sends for leaves with these compressors."""
+    gathered = reduced = dense = 0
     for compressor, p in pairs:
-        if compressor is not None and getattr(compressor, "is_reduced", False):
-            reduced += int(compressor.num_bytes(p.shape))
-        elif compressor is not None:
-            gathered += int(compressor.num_bytes(p.shape))
-        if compressor is not None and options.peer_clip:
-            gathered += 4
-    return ExchangeTraffic(gathered, reduced, sum(dense), options.warmup_steps)
+        whole = 0 if tree.is_masked(p) else numerics.accumulated_bytes(p)
+        packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
+        if compressor is None or compressor.is_reduced:
+            reduced += packet
+        else:
+            gathered += packet
+        dense += whole
+    return ExchangeTraffic(gathered, reduced, dense, options.warmup_steps)
 
 
-def _update(
+def _compressed_mean(
     options: _Options,
     updates: Updates,
     state: ExchangeState,
@@ -262,20 +264,18 @@ def _update(
     leaves, structure = tree.flatten(whole)
     residuals = tree.flatten(state.residual.value)[0]
     states = structure.flatten_up_to(state.compressor)
-    numbers = _compressed(whole, leaves, residuals)
+    numbers = _compressed(whole, state.residual.value)
     directions = _exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
     if numbers:
         of_leaves = chosen(options.compressors, whole)
         compressors = [c for i in numbers if (c := of_leaves[i]) is not None]
-        updates_of = [leaves[i] for i in numbers]
-        pending = _CompressedLeaves(
-            [mesh.zeros_of_mean(g, options.axis_name) for g in updates_of],
-            [residuals[i] for i in numbers],
-            [states[i] for i in numbers],
-        )
-        sent = _compress(options, compressors, nonfinite, step, updates_of, pending)
-        for i, direction, residual, of_compressor in zip(numbers, *sent, strict=True):
-            directions[i], residuals[i], states[i] = direction, residual, of_compressor
+        zeros = [mesh.zeros_of_mean(leaves[i], options.axis_name) for i in numbers]
+        pairs = zip(zeros, numbers, strict=True)
+        pending = [LeafInExchange(zero, residuals[i], states[i]) for zero, i in pairs]
+        own = [leaves[i] for i in numbers]
+        sent = _compress(options, compressors, nonfinite, step, own, pending)
+        for i, leaf in zip(numbers, sent, strict=True):
+            directions[i], residuals[i], states[i] = leaf
     return _packed_as(updates, structure.unflatten(directions)), ExchangeState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
@@ -285,30 +285,24 @@ def _update(
     )
 
 
-def _compressed(updates: Updates, leaves: list[Leaf], residuals: list[Leaf]) -> list[int]:
+def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
     """Return the numbers of the leaves that are compressed: dense arrays that have a residual.
 
     Raises:
       ValueError: a residual is not that of one worker, for a leaf like the update.
     """
     numbers = []
-    for i, (g, residual) in enumerate(zip(leaves, residuals, strict=True)):
-        if tree.is_masked(g) or tree.is_masked(residual) or isinstance(g, LeafKind):
-            continue
-        if jnp.shape(residual) != (g.size,):
-            raise ValueError(
-                f"exchange: the residual of leaf {tree.paths(updates)[i]!r} has shape "
-                f"{jnp.shape(residual)}, not {(g.size,)}: it was made for other params, or is not "
-                "laid out over the workers (see init_state and state_specs)"
-            )
-        numbers.append(i)
+    for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):
+        if not (tree.is_masked(g) or tree.is_masked(residual) or isinstance(g, LeafKind)):
+            check_state_of_leaf("exchange", place, residual, (g.size,))
+            numbers.append(i)
     return numbers
 
 
 def _exchanged_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: AxisName
 ) -> list[Leaf]:
-    """Return the leaves with means in the place of those that are not compressed."""
+    """Return the leaves with those that are not compressed replaced by their means."""
 
     def finite(x: jax.Array) -> jax.Array:
         return jnp.where(nonfinite, 0.0, x)
@@ -333,72 +327,65 @@ def _packed_as(updates: Updates, whole: PyTree) -> Updates:
     return jax.tree.map(pack, updates, whole, is_leaf=lambda x: is_packed(x) or tree.is_leaf(x))
 
 
-class _CompressedLeaves(NamedTuple):
-    """The compressed leaves of one worker: flat residuals; directions, 0 until they are known."""
-
-    direction: list[jax.Array]
-    residual: list[jax.Array]
-    state: list[PyTree]
-
-
 def _compress(
     options: _Options,
-    compressors: Sequence[Compressor],
+    compressors: Sequence[BaseCompressor],
     nonfinite: jax.Array,
     step: jax.Array,
     updates: list[jax.Array],
-    leaves: _CompressedLeaves,
-) -> _CompressedLeaves:
-    """Accumulate and send; where an update is not finite, give zeros and keep the state.
+    leaves: list[LeafInExchange],
+) -> list[LeafInExchange]:
+    """Accumulate and send; where an update is not finite, return zeros and keep the state.
 
-    All workers decide the same, so that collectives may stand in branches. Everything changes in
+    The branch is the same on all workers, so that it may contain collectives. All arrays change in
     place: residuals have the size of the model.
     """
     axis_name = options.axis_name
     sends = ~nonfinite & (step >= options.warmup_steps)
     checked = mesh.checked_axes(axis_name)
-    residual = [
-        jnp.where(sends, accumulate(g, mesh.vary(x, checked), options.error_feedback), x)
-        for g, x in zip(updates, leaves.residual, strict=True)
-    ]
+
+    def with_update(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
+        total = with_feedback(g, mesh.vary(leaf.residual, checked), options.error_feedback)
+        return leaf._replace(residual=jnp.where(sends, total, leaf.residual))
+
+    leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
     if options.warmup_steps:
         is_dense = ~nonfinite & (step < options.warmup_steps)
         axes = mesh.axes(axis_name)
-        direction = lax.cond(
+        means = lax.cond(
             is_dense,
             lambda g, zeros: [lax.pmean(x, axes) for x in g],
             lambda g, zeros: zeros,
             updates,
-            leaves.direction,
+            [leaf.direction for leaf in leaves],
         )
-        leaves = leaves._replace(direction=direction)
-    send = partial(_send, options, compressors)
-    return _CompressedLeaves(*when(sends, [send], (leaves.direction, residual, leaves.state)))
+        pairs = zip(leaves, means, strict=True)
+        leaves = [leaf._replace(direction=mean) for leaf, mean in pairs]
+    (sent,) = when(sends, [partial(_send, axis_name, compressors)], (leaves,))
+    return sent
 
 
 def _send(
-    options: _Options,
-    compressors: Sequence[Compressor],
-    zeros: list[jax.Array],
-    totals: list[jax.Array],
-    states: list[PyTree],
-) -> _CompressedLeaves:
-    """Send what has accumulated, and keep the rest."""
-    shaped = [x.reshape(like.shape) for x, like in zip(totals, zeros, strict=True)]
-    pending = list(map(PendingLeaf, compressors, shaped, states, zeros))
-    groups: dict[Callable[..., list[SentLeaf]], list[int]] = {}
+    axis_name: AxisName, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
+) -> tuple[list[LeafInExchange]]:
+    """Send the accumulated updates, and keep the rest."""
+    # Matrices of all ranks share their all-reduces, all packets that are gathered one all-gather.
+    groups: dict[Callable[..., list[LeafInExchange]] | None, list[int]] = {}
     for i, compressor in enumerate(compressors):
-        average = getattr(compressor, "mean_of_sent", mean_by_all_gather)
-        groups.setdefault(average, []).append(i)
-    sent: dict[int, SentLeaf] = {}
-    for average, numbers in groups.items():
-        of_group = average([pending[i] for i in numbers], options.axis_name, options.peer_clip)
-        sent |= dict(zip(numbers, of_group, strict=True))
-    means, residuals, kept = zip(*(sent[i] for i in range(len(pending))), strict=True)
-    return _CompressedLeaves(list(means), [x.reshape(-1) for x in residuals], list(kept))
+        groups.setdefault(compressor.reduced if compressor.is_reduced else None, []).append(i)
+    sent = list(leaves)
+    for reduced, numbers in groups.items():
+        group = [leaves[i] for i in numbers]
+        if reduced is None:
+            group = mean_by_all_gather([compressors[i] for i in numbers], group, axis_name)
+        else:
+            group = reduced(group, axis_name)
+        for i, leaf in zip(numbers, group, strict=True):
+            sent[i] = leaf
+    return (sent,)
 
 
-def accumulate(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
+def with_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
     """Return error_feedback·residual + update, at most the largest float32 number in magnitude."""
     largest = np.finfo(np.float32).max
     total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)

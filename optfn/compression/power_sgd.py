@@ -10,40 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import checks, mesh
-from optfn.compression.compressors import ShownAsCall, named
-from optfn.compression.gathering import PendingLeaf, SentLeaf, clip_factors
-from optfn.leaves import numerics
+from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
 from optfn.leaves.types import PyTree
 from optfn.mesh import AxisName
 
-# On accelerators the default precision would make what is sent differ from what is subtracted.
+# On accelerators the default precision would make the product sent differ from that subtracted.
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-
-
-def mean_by_all_reduce(
-    leaves: Sequence[PendingLeaf], axis_name: AxisName, peer_clip: bool
-) -> list[SentLeaf]:
-    """Return the mean over workers of P̂Q_wᵀ, by two all-reduces for all leaves.
-
-    The arguments are those of `gathering.mean_by_all_gather`; the state of a leaf is Q̄.
-    """
-    matrices = [as_matrix(leaf.x) for leaf in leaves]
-    products = [_matmul(m, leaf.state) for m, leaf in zip(matrices, leaves, strict=True)]
-    bases = [orthonormal(p) for p in mesh.mean_in_one(products, axis_name)]
-    own = [_matmul(m.T, p) for m, p in zip(matrices, bases, strict=True)]
-    residuals = [m - _matmul(p, q.T) for m, p, q in zip(matrices, bases, own, strict=True)]
-    if peer_clip:
-        # P̂ has orthonormal columns, so that the norm of P̂Q_wᵀ is that of Q_w.
-        factors = clip_factors([numerics.norm(q) for q in own], axis_name)
-        of_worker = factors[lax.axis_index(mesh.axes(axis_name))]
-        own = [q * factor for q, factor in zip(own, of_worker, strict=True)]
-    shared = mesh.mean_in_one(own, axis_name)
-    means = [_matmul(p, q.T) for p, q in zip(bases, shared, strict=True)]
-    shapes = [leaf.x.shape for leaf in leaves]
-    return [
-        SentLeaf(mean.reshape(shape), residual.reshape(shape), q)
-        for mean, residual, q, shape in zip(means, residuals, shared, shapes, strict=True)
-    ]
 
 
 def as_matrix(x: jax.Array) -> jax.Array:
@@ -63,8 +35,24 @@ class PowerSgd(ShownAsCall):
 
     rank: int
 
-    mean_of_sent = staticmethod(mean_by_all_reduce)
     is_reduced = True
+
+    @staticmethod
+    def reduced(leaves: Sequence[LeafInExchange], axis_name: AxisName) -> list[LeafInExchange]:
+        """Return leaves with the mean over workers of P̂Q_wᵀ, by two all-reduces for all."""
+        matrices = [as_matrix(leaf.accumulated) for leaf in leaves]
+        products = [_matmul(m, leaf.state) for m, leaf in zip(matrices, leaves, strict=True)]
+        bases = [orthonormal(p) for p in mesh.mean_in_one(products, axis_name)]
+        own = [_matmul(m.T, p) for m, p in zip(matrices, bases, strict=True)]
+        shared = mesh.mean_in_one(own, axis_name)
+        return [
+            LeafInExchange(
+                _matmul(p, q.T).reshape(leaf.direction.shape),
+                (m - _matmul(p, own_q.T)).reshape(-1),
+                q,
+            )
+            for leaf, m, p, own_q, q in zip(leaves, matrices, bases, own, shared, strict=True)
+        ]
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Tell whether a leaf has two axes or more; others are exchanged densely."""
@@ -98,20 +86,20 @@ class PowerSgd(ShownAsCall):
         return _matmul(p, q.T).reshape(shape)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes that one worker gives to the two all-reduces."""
+        """Return the bytes of one worker in the two all-reduces."""
         if not self.accepts(shape):
             return 4 * math.prod(shape)
         m, n, rank = self._sizes(shape)
         return 4 * rank * (m + n)
 
 
-@named
+@showing_call
 def power_sgd(rank: int) -> PowerSgd:
     """Send a matrix as the product of two thin ones: a compressor for `exchange`.
 
         P̂ = orthonormal columns of (mean over workers of M_w·Q̄)
         Q_w = M_wᵀ·P̂;  worker w sends P̂·Q_wᵀ
-        Q̄ = mean over workers of Q_w;  the mean of what is sent is P̂·Q̄ᵀ
+        Q̄ = mean over workers of Q_w;  direction = P̂·Q̄ᵀ
 
     One step of the power method on the mean matrix, which begins with the Q̄ of the step before.
     Two all-reduces of thin matrices serve all leaves.

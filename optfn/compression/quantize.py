@@ -9,8 +9,8 @@ from jax import lax
 
 from optfn import checks
 from optfn.compression import bits as packing
-from optfn.compression.chunks import Chunks, chunks_of
-from optfn.compression.compressors import ShownAsCall, named
+from optfn.compression.compressors import ShownAsCall, showing_call
+from optfn.compression.segments import Chunks, chunks_of
 from optfn.compression.values import ValueFormat, scaled
 from optfn.leaves.types import PyTree
 from optfn.transforms.codes import random_bits
@@ -32,7 +32,7 @@ class Quantize(ShownAsCall):
         return scaled(self.bits, self.stochastic)
 
     def _chunks(self, size: int) -> Chunks:
-        return chunks_of([size], self.chunk)[0]
+        return chunks_of(size, self.chunk)
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
         """Return the number of steps for random bits, uint32; () without."""
@@ -46,7 +46,7 @@ class Quantize(ShownAsCall):
         if self.stochastic:
             noise, state = _noise(flat, state), state + 1
         codes = self.format.encode(flat, chunks.spread(scales), noise)
-        words = packing.pack([codes], [self.bits])
+        words = packing.pack_fields([codes], [self.bits])
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -54,7 +54,7 @@ class Quantize(ShownAsCall):
         size = math.prod(shape)
         chunks = self._chunks(size)
         scales = lax.bitcast_convert_type(packet[: chunks.count], jnp.float32)
-        (codes,) = packing.unpack(packet[chunks.count :], [self.bits], [size])
+        (codes,) = packing.unpack_fields(packet[chunks.count :], [self.bits], [size])
         return self.format.decode(codes, chunks.spread(scales)).reshape(shape)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
@@ -72,7 +72,7 @@ def _noise(x: jax.Array, step: jax.Array) -> jax.Array:
     return random_bits(x.shape, random_bits((), seed))
 
 
-@named
+@showing_call
 def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -> Quantize:
     """Send every entry in few bits: a compressor for `exchange`.
 
@@ -81,9 +81,9 @@ def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -
         1 bit       sign(x)·s, with sign(0) = 1;  s = (∑|x|)/m
 
     s is one float32 number for each chunk of m entries. With `stochastic` x becomes one of the two
-    values next to it, at random, so that its mean is x; with 1 bit these are ±max|x|. What is sent
-    is then right in the mean without error feedback, `exchange(…, error_feedback=0.0)`, and noisy:
-    1 and 2 bits are for entries of one size.
+    values next to it, at random, so that its mean is x; with 1 bit these are ±max|x|. Packets are
+    then right in the mean without error feedback, `exchange(…, error_feedback=0.0)`, and noisy: 1
+    and 2 bits are for entries of one size.
 
     Args:
       bits: 8, 4, 2 or 1.

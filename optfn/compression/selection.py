@@ -1,23 +1,31 @@
-"""Selection of the k entries of largest magnitude, exactly, without a sort.
+"""Selection of the k entries of largest magnitude of each segment, exactly, without a sort.
 
-One program searches several flat arrays together, each for its own k, so that a model of many
-leaves compiles as fast as one of a single leaf:
+A segment is a whole flat array or a chunk of one. All of them are searched together, each for its
+own k, so that a model of many leaves compiles as fast as one of a single leaf:
 
-1. a strided sample of each array gives a bound on |x| that slightly more than k entries reach;
+1. a summary of each segment gives a bound on |x| that k entries reach, and few more;
 2. one pass over each array packs "reaches the bound" into the bits of 32-bit words: these entries
    are the candidates;
 3. population counts and their cumulative sum locate the candidates;
 4. bisection on the bits of |x| finds the k-th largest of the candidates exactly.
 
-Where the sample misleads, an exact mask replaces that of step 2: slower, never wrong. Many equal
+Where the summary misleads, an exact mask replaces that of step 2: slower, never wrong. Many equal
 entries cost a few more passes, clustered ones a bisection over whole arrays. Magnitudes are
 compared as integers, the bits of |x|: they have the order of the numbers, with NaN above infinity,
 and subnormal numbers are not flushed to zero.
+
+There are two summaries, since segments differ in length by orders of magnitude. A strided sample
+serves whole arrays: it is read at a fraction of the cost of a pass, for any k. In a chunk of a few
+thousand entries a sample would be too coarse; the maxima of blocks of its entries bound the k-th
+largest for certain, at the cost of a pass.
 """
 
+import abc
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,23 +33,23 @@ import numpy as np
 from jax import lax
 
 from optfn import checks
+from optfn.compression import bits
+from optfn.compression.segments import Segments
 from optfn.leaves import slices
 from optfn.mesh import vary, varying_axes
 
-Array = jax.Array | np.ndarray
 
-# Arrays are searched in rows of this many entries; a row belongs to one array.
-_ROW = 256
-_LANES = np.arange(32, dtype=np.uint32)
+class Counts(NamedTuple):
+    """Numbers of entries, int32 (segments,) each.
 
-# The sample has one entry in 256, and 4096 or more; smaller arrays are their own sample.
-_SAMPLE_STRIDE = 256
-_MIN_SAMPLE = 4096
-# By how many standard deviations the bound is loosened, so that at least k entries reach it, and by
-# how many more the number of candidates may exceed what is expected before the sample is rejected.
-# The addends serve small k, where the count is not close to normal.
-_LOOSENING, _LOOSENING_MIN = 3.5, 3
-_TOLERANCE, _TOLERANCE_MIN = 4, 4
+    k: how many to select of a segment, ≥ 1.
+    rank: the bound is the largest but rank − 1 of the summary.
+    room: how many candidates there may be before the bound is rejected.
+    """
+
+    k: jax.Array | np.ndarray
+    rank: jax.Array | np.ndarray
+    room: jax.Array | np.ndarray
 
 
 def magnitude(x: jax.Array) -> jax.Array:
@@ -49,318 +57,301 @@ def magnitude(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
-def pack_bits(mask: jax.Array, multiple: int = 32) -> jax.Array:
-    """Return a flat mask as uint32 words: entry 32·i + j is bit j of word i.
+def magnitudes(arrays: Sequence[jax.Array], segments: Segments) -> jax.Array:
+    """Return the magnitudes of arrays as rows, with −1 for padding."""
+    valid = jnp.arange(segments.row) < jnp.asarray(segments.row_lengths)[:, None]
+    return jnp.where(valid, magnitude(segments.padded(arrays)), -1)
+
+
+def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
+    """Return the k-th largest of each segment, found bit by bit from the highest.
 
     Args:
-      mask: shape (n,), bool.
-      multiple: n is padded with False to a multiple of this, itself a multiple of 32.
-    """
-    unpadded = mask.size // multiple * multiple
-    if unpadded < mask.size:
-        # The tail separately: XLA does not vectorize a reduction that it has fused with a padding.
-        tail = jnp.pad(mask[unpadded:], (0, unpadded + multiple - mask.size))
-        return jnp.concatenate([pack_bits(mask[:unpadded]), pack_bits(tail)])
-    bits = mask.reshape(-1, 32).astype(jnp.uint32) << _LANES
-    return jnp.sum(bits, axis=1, dtype=jnp.uint32)
-
-
-def nth_bit(word: jax.Array, n: Array) -> jax.Array:
-    """Return the position of the n-th set bit of each word, n from 0, by five halvings."""
-    at = jnp.zeros_like(n)
-    for width in (16, 8, 4, 2, 1):
-        low = _count(word & np.uint32((1 << width) - 1))
-        above = n >= low
-        n = jnp.where(above, n - low, n)
-        word = jnp.where(above, word >> np.uint32(width), word)
-        at += jnp.where(above, width, 0)
-    return at
-
-
-def _count(words: jax.Array) -> jax.Array:
-    return lax.population_count(words).astype(jnp.int32)
-
-
-def positions(words: jax.Array, ends: jax.Array, rank: Array) -> jax.Array:
-    """Return the position of the set bit of each rank, from 0, where ends = cumsum(bit counts)."""
-    at = jnp.minimum(jnp.searchsorted(ends, rank, side="right"), words.size - 1)
-    word = words[at]
-    return at * 32 + nth_bit(word, rank - (ends[at] - _count(word)))
-
-
-@dataclasses.dataclass(frozen=True)
-class PaddedRows:
-    """The layout of several arrays, each padded to a whole number of rows, one after the other."""
-
-    sizes: tuple[int, ...]
-
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """The number of rows of each array."""
-        return -(-np.asarray(self.sizes) // _ROW)
-
-    @cached_property
-    def owner(self) -> np.ndarray:
-        """The array to which each row belongs."""
-        return np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.counts)
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """The position of the first entry of each array."""
-        return np.concatenate([[0], np.cumsum(self.counts * _ROW)[:-1]]).astype(np.int32)
-
-    @cached_property
-    def valid(self) -> np.ndarray:
-        """The number of entries of each row that are not padding, (rows, 1)."""
-        row = np.arange(self.owner.size) - (self.starts // _ROW)[self.owner]
-        remaining = np.asarray(self.sizes)[self.owner] - _ROW * row
-        return np.minimum(remaining, _ROW).astype(np.int32)[:, None]
-
-    def magnitudes(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Return the magnitudes of the arrays as rows, (rows, 256), with −1 for padding."""
-        m = magnitude(_join(arrays, self.counts * _ROW)).reshape(-1, _ROW)
-        return jnp.where(np.arange(_ROW) < self.valid, m, -1)
-
-    def totals(self, per_row: jax.Array) -> jax.Array:
-        """Sum a row-wise array, (rows, …), per owning array."""
-        per_row = jnp.sum(per_row, axis=1, dtype=jnp.int32)
-        return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
-
-    def num_set(self, words: jax.Array) -> jax.Array:
-        """Return the number of entries of each array that a packed mask has."""
-        return self.totals(_count(words).reshape(-1, _ROW // 32))
-
-
-def _join(arrays: Sequence[jax.Array], sizes: np.ndarray) -> jax.Array:
-    """Concatenate the arrays, each padded with zeros to its size."""
-    parts = []
-    for x, size in zip(arrays, sizes, strict=True):
-        parts.append(x)
-        if size > x.size:
-            parts.append(jnp.zeros(size - x.size, x.dtype))
-    return jnp.concatenate(parts)
-
-
-def kth_largest(m: jax.Array, k: Array, rows: PaddedRows) -> jax.Array:
-    """Return the k-th largest magnitude of each array, found bit by bit from the highest.
-
-    Args:
-      m: magnitudes as rows, padding −1.
-      k: int32, one per array, ≥ 1.
-      rows: the layout of the arrays.
+      m: magnitudes as rows, (rows, …), padding −1.
+      k: int32, one per segment, ≥ 1.
+      segments: to which the rows belong.
     """
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
         trial = found | (1 << (30 - i))
-        enough = rows.totals(m >= trial[rows.owner][:, None]) >= k
-        return jnp.where(enough, trial, found)
+        reached = jnp.sum(m >= segments.of_rows(trial), axis=1, dtype=jnp.int32)
+        return jnp.where(segments.totals(reached) >= k, trial, found)
 
-    start = vary(jnp.zeros_like(k), varying_axes(m))
+    start = vary(jnp.zeros(segments.num_rows.size, jnp.int32), varying_axes(m))
     return lax.fori_loop(0, 31, set_bit, start)
 
 
-def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """Return each word with only its first n set bits, or all of them where it has fewer."""
-    below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
-    return jnp.where(n < _count(words), words & below, words)
+def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> jax.Array:
+    """Return the packed mask of the k largest of each segment, the first among equals.
 
-
-def top_k_mask(m: jax.Array, kth: jax.Array, k: jax.Array, rows: PaddedRows) -> jax.Array:
-    """Return the packed mask of the entries above the k-th largest, and the first that equal it.
-
-    Args:
-      m: magnitudes as rows, padding −1.
-      kth: the k-th largest of each array.
-      k: int32, one per array, ≥ 1.
-      rows: the layout of the arrays.
+    The arguments are those of `kth_largest`.
     """
-    kth = kth[rows.owner][:, None]
-    above, equal = pack_bits((m > kth).reshape(-1)), pack_bits((m == kth).reshape(-1))
-    return filled_up(above, equal, k, rows)
+    kth = segments.of_rows(kth_largest(m, k, segments))
+    above, equal = bits.pack_mask(m > kth).reshape(-1), bits.pack_mask(m == kth).reshape(-1)
+    return filled_up(above, equal, k, segments)
 
 
-def filled_up(above: jax.Array, equal: jax.Array, k: jax.Array, rows: PaddedRows) -> jax.Array:
-    """Return the packed mask `above` with the first of `equal`, up to k entries of each array.
+def filled_up(
+    above: jax.Array, equal: jax.Array, k: jax.Array | np.ndarray, segments: Segments
+) -> jax.Array:
+    """Return the packed mask `above` with the first of `equal`, up to k entries of each segment.
 
     Where `above` alone has more than k, all of these are selected.
     """
-    count = _count(equal)
-    ends = jnp.cumsum(count)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[rows.starts[1:] // 32 - 1]])
-    last = before + k - rows.num_set(above)
-    wanted = jnp.repeat(last[rows.owner], _ROW // 32) - (ends - count)
-    return above | first_bits(equal, jnp.maximum(wanted, 0))
+    before = _cumulative(equal) - bits.num_ones(equal)
+    last = before[segments.first_word] + k - num_set(above, segments)
+    wanted = jnp.repeat(segments.of_rows(last), segments.words) - before
+    return above | bits.first_bits(equal, jnp.maximum(wanted, 0))
+
+
+def _cumulative(words: jax.Array) -> jax.Array:
+    """Return how many bits are set up to the end of each word."""
+    return jnp.cumsum(bits.num_ones(words))
+
+
+def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
+    """Return the positions of the k bits that are set of each segment, flat."""
+    number = jnp.arange(k.sum(), dtype=jnp.int32)
+    first, most = jnp.zeros(1, jnp.int32), segments.words * segments.owner.size
+    if segments.chunk is not None:
+        first, most = segments.of_entries(segments.first_word, k), segments.words
+    return bits.positions(words, _cumulative(words), number, first, most)
+
+
+def num_set(words: jax.Array, segments: Segments) -> jax.Array:
+    """Return the number of entries of each segment that a packed mask has."""
+    per_row = jnp.sum(bits.num_ones(words).reshape(-1, segments.words), axis=1, dtype=jnp.int32)
+    return segments.totals(per_row)
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
-    """The sizes of the arrays to search and of their samples; static.
+class Search(abc.ABC):
+    """A search for the k largest of each segment; static."""
 
-    Args:
-      sizes: the number of entries of each array.
-    """
+    segments: Segments
 
-    sizes: tuple[int, ...]
+    @abc.abstractmethod
+    def counts(self, k: np.ndarray) -> Counts:
+        """Return the numbers of entries for this k, all static."""
 
-    @cached_property
-    def rows(self) -> PaddedRows:
-        """The layout of the arrays."""
-        return PaddedRows(self.sizes)
+    @abc.abstractmethod
+    def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
+        """Return magnitudes among which the bounds are found, as rows, and their segments."""
+
+    def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Return values and indices of the k largest; see `extract`."""
+        counts = self.counts(k)
+        return self.extract(arrays, self.candidates(arrays, counts), counts)
+
+    def candidates(self, arrays: Sequence[jax.Array], counts: Counts) -> jax.Array:
+        """Return the packed mask of k to `room` entries of each segment, the k largest among them.
+
+        Args:
+          arrays: float32, flat.
+          counts: may be traced, so that all steps of a sparsity ramp share this program.
+
+        Returns:
+          uint32, flat; whole words for each row.
+        """
+        segments, (k, rank, room) = self.segments, counts
+        summary, of_summary = self.summary(arrays)
+        bound = kth_largest(summary, rank, of_summary)
+        words = self._packed_where(jnp.greater_equal, arrays, bound)
+        count = num_set(words, segments)
+
+        def bisected(arrays: Sequence[jax.Array], words: jax.Array, above: jax.Array) -> jax.Array:
+            return largest_mask(magnitudes(arrays, segments), k, segments)
+
+        def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
+            above = self._packed_where(jnp.greater, arrays, bound)
+            # Where many entries equal the bound and fewer than k exceed it, it is the k-th largest.
+            is_kth = num_set(above, segments) < k
+            return lax.cond(
+                jnp.all((count >= k) & ((count <= room) | is_kth)),
+                lambda arrays, words, above: filled_up(above, words & ~above, k, segments),
+                bisected,
+                arrays,
+                words,
+                above,
+            )
+
+        accepted = jnp.all((count >= k) & (count <= room))
+        return lax.cond(accepted, lambda arrays, words: words, exact, list(arrays), words)
+
+    def _packed_where(
+        self,
+        compare: Callable[[jax.Array, jax.Array], jax.Array],
+        arrays: Sequence[jax.Array],
+        bound: jax.Array,
+    ) -> jax.Array:
+        """Return the packed mask of the magnitudes that compare so with the bound of a segment."""
+
+        def packed(m: jax.Array, bound: jax.Array) -> jax.Array:
+            return bits.pack_mask(compare(m, bound[:, None])).reshape(-1)
+
+        bounds = slices.split(bound, self.segments.per_array)
+        words = [
+            rows.map(packed, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
+            for rows, x, bound in zip(self.segments.arrays, arrays, bounds, strict=True)
+        ]
+        return jnp.concatenate(words)
+
+    def extract(
+        self, arrays: Sequence[jax.Array], words: jax.Array, counts: Counts
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return values and indices of the k largest of each segment, one after the other.
+
+        Args:
+          arrays: the flat arrays.
+          words: the packed mask that `candidates` gives.
+          counts: static.
+
+        Returns:
+          float32 (∑k,), and int32 (∑k,): indices in the segment, increasing.
+        """
+        segments, slots = self.segments, self._slots(counts.room)
+        k, ends = np.asarray(counts.k), _cumulative(words)
+        # Candidate j of a segment is set bit number first + j of all words.
+        of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
+        place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)
+        number = slots.of_rows((ends - bits.num_ones(words))[segments.first_word]) + place
+        first = jnp.repeat(segments.first_word[slots.owner], slots.row)
+        most = int(segments.num_rows.max()) * segments.words
+        at = bits.positions(words, ends, number.reshape(-1), first, most)
+        room = slots.num_rows.astype(np.int32) * np.int32(slots.row)
+        values, index = self._entries(arrays, at, room)
+        valid = place < slots.of_rows(num_set(words, segments))
+        m = jnp.where(valid, magnitude(values).reshape(valid.shape), -1)
+        largest = _all_set(largest_mask(m, k, slots), k, slots)
+        return values[largest], index[largest]
+
+    def _entries(
+        self, arrays: Sequence[jax.Array], bit: jax.Array, k: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return values and indices in the segment of the entries of k bits of each segment."""
+        width = 32 * self.segments.words
+        row, inside = bit // width, bit % width
+        in_array = inside + jnp.asarray(self.segments.row_starts)[row]
+        # Unsigned, so that JAX adds no code per array that tests for negative indices.
+        parts = self.segments.split(in_array.astype(jnp.uint32), k)
+        values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
+        return values, in_array if self.segments.chunk is None else inside
+
+    def _slots(self, room: jax.Array | np.ndarray) -> Segments:
+        """Return the segments of the candidates, for which there is room; rows are whole words."""
+        if self.segments.chunk is None:
+            return Segments(tuple(int(n) for n in room))
+        width = -(-int(room.max()) // 32) * 32
+        return Segments(tuple(width * n for n in self.segments.per_array), width)
+
+
+# The sample has one entry in 256, and 4096 or more; smaller arrays are their own sample.
+_SAMPLE_STRIDE = 256
+_MIN_SAMPLE = 4096
+# By how many standard deviations the bound is loosened, so that at least k entries reach it, and by
+# how many more the number of candidates may exceed its mean before the sample is rejected.
+# The addends serve small k, where the count is not close to normal.
+_LOOSENING, _LOOSENING_MIN = 3.5, 3
+_TOLERANCE, _TOLERANCE_MIN = 4, 4
+
+
+class SampleSearch(Search):
+    """The search of whole arrays, with a strided sample as the summary."""
 
     @cached_property
     def strides(self) -> np.ndarray:
         """The stride of each sample: odd, so that it does not stay in one column of a matrix."""
-        n = np.asarray(self.sizes)
+        n = self.segments.lengths
         return np.maximum(n // np.clip(n // _SAMPLE_STRIDE, _MIN_SAMPLE, None), 1) - 1 | 1
 
     @cached_property
-    def samples(self) -> PaddedRows:
-        """The layout of the samples."""
-        return PaddedRows(tuple(-(-np.asarray(self.sizes) // self.strides)))
+    def samples(self) -> Segments:
+        """The segments of the samples."""
+        return Segments(tuple(int(n) for n in -(-self.segments.lengths // self.strides)))
 
-    def rank(self, k: Sequence[int]) -> np.ndarray:
-        """Return the rank in the sample of the bound, a magnitude that at least k entries reach."""
-        expected = np.asarray(k) / self.strides
+    def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
+        """Return the samples."""
+        pairs = zip(arrays, self.strides, strict=True)
+        samples = [lax.slice(x, (0,), x.shape, (int(stride),)) for x, stride in pairs]
+        return magnitudes(samples, self.samples), self.samples
+
+    def counts(self, k: np.ndarray) -> Counts:
+        """Return the rank in the sample of a magnitude that at least k entries reach, and room."""
+        expected = k / self.strides
         rank = np.ceil(expected + _LOOSENING * np.sqrt(expected) + _LOOSENING_MIN)
         complete = self.strides == 1  # the sample is the array, and the rank is k
-        return np.where(complete, k, np.minimum(rank, self.samples.sizes)).astype(np.int32)
-
-    def max_candidates(self, k: Sequence[int]) -> np.ndarray:
-        """Return how many entries may reach the bound before the sample is rejected."""
-        rank = self.rank(k)
+        rank = np.where(complete, k, np.minimum(rank, self.samples.lengths)).astype(np.int32)
         most = (rank + _TOLERANCE * np.sqrt(rank) + _TOLERANCE_MIN) * self.strides
-        return np.clip(np.ceil(most), k, self.sizes).astype(np.int32)
+        room = np.clip(np.ceil(most), k, self.segments.lengths)
+        return Counts(k, rank, room.astype(np.int32))
 
 
-def candidates(
-    arrays: Sequence[jax.Array],
-    k: jax.Array,
-    rank: Array,
-    max_candidates: Array,
-    search: Search,
-) -> jax.Array:
-    """Return the packed mask of between k and `max_candidates` entries, the k largest among them.
+_MAX_BLOCK = 32
+# How many blocks there are for each entry to be selected, at least.
+_BLOCKS_PER_ENTRY = 4
+# By how many standard deviations the number of candidates beyond k may exceed its mean for entries
+# in random order, and an addend for means close to 0.
+_BLOCK_TOLERANCE, _BLOCK_TOLERANCE_MIN = 6, 8
 
-    k, rank and max_candidates, int32 with one entry per array, may be traced, so that all steps of
-    a sparsity ramp share this program.
 
-    Returns:
-      The masks of all arrays, each padded to whole rows of 256 entries, 8 words.
+@dataclasses.dataclass(frozen=True)
+class BlockSearch(Search):
+    """The search of chunks, with the maxima of blocks of their entries as the summary.
+
+    Args:
+      most: the largest k.
     """
-    samples = [
-        lax.slice(x, (0,), x.shape, (int(stride),))
-        for x, stride in zip(arrays, search.strides, strict=True)
-    ]
-    sampled = search.samples.magnitudes(samples)
-    bounds = kth_largest(sampled, rank, search.samples)
-    rows = search.rows
-    words = _packed_where(jnp.greater_equal, arrays, bounds)
-    count = rows.num_set(words)
 
-    def bisected(arrays: Sequence[jax.Array], words: jax.Array, above: jax.Array) -> jax.Array:
-        m = rows.magnitudes(arrays)
-        return top_k_mask(m, kth_largest(m, k, rows), k, rows)
+    most: int
 
-    def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
-        above = _packed_where(jnp.greater, arrays, bounds)
-        # Where many entries equal the bound and fewer than k exceed it, it is the k-th largest.
-        known = (count >= k) & ((count <= max_candidates) | (rows.num_set(above) < k))
-        return lax.cond(
-            jnp.all(known),
-            lambda arrays, words, above: filled_up(above, words & ~above, k, rows),
-            bisected,
-            arrays,
-            words,
-            above,
+    @property
+    def block(self) -> int:
+        """The number of entries of a block, a power of two."""
+        blocks = max(1, self.segments.row // (_BLOCKS_PER_ENTRY * self.most))
+        return min(_MAX_BLOCK, 1 << (blocks.bit_length() - 1))
+
+    def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """Return values and indices of the k largest; see `extract`."""
+        if self.block > 1:
+            return super().largest(arrays, k)
+        # Maxima of single entries bound nothing: bisection over all entries, which compiles faster.
+        words = largest_mask(magnitudes(arrays, self.segments), k, self.segments)
+        return self._entries(arrays, _all_set(words, k, self.segments), k)
+
+    def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
+        """Return the maxima of blocks of entries that are far apart: large ones are often close."""
+        block, missing = self.block, -self.segments.row % self.block
+
+        def maxima(m: jax.Array) -> jax.Array:
+            m = jnp.pad(m, ((0, 0), (0, missing)), constant_values=-1) if missing else m
+            return jnp.max(m.reshape(m.shape[0], block, -1), axis=1)
+
+        pairs = zip(self.segments.arrays, arrays, strict=True)
+        parts = [rows.map(maxima, magnitude(x), fill=-1) for rows, x in pairs]
+        return jnp.concatenate(parts), self.segments
+
+    def counts(self, k: np.ndarray) -> Counts:
+        """Return k as the rank, since so many blocks have an entry that reaches it; and room."""
+        length, block, most = self.segments.row, self.block, self.most
+        # The fraction of entries above a bound that the maximum of this fraction of blocks reaches.
+        reached = 1 - (1 - most * block / length) ** (1 / block)
+        others = max(0.0, reached * length - most)
+        room = math.ceil(
+            most + others + _BLOCK_TOLERANCE * math.sqrt(others) + _BLOCK_TOLERANCE_MIN
         )
-
-    accepted = jnp.all((count >= k) & (count <= max_candidates))
-    return lax.cond(accepted, lambda arrays, words: words, exact, list(arrays), words)
+        return Counts(k, k, np.full(k.shape, min(length, room), np.int32))
 
 
-def _packed_where(
-    compare: Callable[[jax.Array, jax.Array], jax.Array],
-    arrays: Sequence[jax.Array],
-    bounds: jax.Array,
-) -> jax.Array:
-    """Return the packed mask of the magnitudes that compare so with the bound of their array."""
-    bound_of = slices.split(bounds, [1] * len(arrays))
-    masks = [compare(magnitude(x), bound) for x, bound in zip(arrays, bound_of, strict=True)]
-    return jnp.concatenate([pack_bits(mask, _ROW) for mask in masks])
+def num_selected(density: float, lengths: np.ndarray) -> np.ndarray:
+    """Return k = max(1, round(density·m)) for segments of m elements, ties to even, int32."""
+    return np.maximum(1, np.rint(density * lengths)).astype(np.int32)
 
 
-def extract(
-    arrays: Sequence[jax.Array],
-    words: jax.Array,
-    k: Sequence[int],
-    max_candidates: Sequence[int] | np.ndarray,
-) -> tuple[jax.Array, jax.Array]:
-    """Return values and indices of the k largest of each array, one array after the other.
-
-    Within an array the indices increase.
-
-    Args:
-      arrays: the flat arrays.
-      words: the packed masks that `candidates` gives.
-      k: static, as is `max_candidates`.
-      max_candidates: the largest number of candidates of each array.
-    """
-    rows = PaddedRows(tuple(x.size for x in arrays))
-    slots = PaddedRows(tuple(int(n) for n in max_candidates))
-    ends, first = _cumulative_counts(words, rows)
-
-    # Candidate j of an array is set bit number first[array] + j of all words.
-    owner = np.repeat(slots.owner, _ROW)
-    rank = first[owner] + (np.arange(owner.size, dtype=np.int32) - slots.starts[owner])
-    valid = rank < first[owner + 1]
-    index = jnp.where(valid, positions(words, ends, rank) - rows.starts[owner], 0)
-    # Unsigned, so that JAX adds no code per array that tests for negative indices.
-    index = index.astype(jnp.uint32)
-    parts = slices.split(index, [int(n) for n in slots.counts * _ROW])
-    values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
-    m = jnp.where(valid, magnitude(values), -1).reshape(-1, _ROW)
-    num_selected = jnp.asarray(k, jnp.int32)
-    selected = top_k_mask(m, kth_largest(m, num_selected, slots), num_selected, slots)
-    at = positions(selected, jnp.cumsum(_count(selected)), np.arange(sum(k), dtype=np.int32))
-    return values[at], index[at].astype(jnp.int32)
-
-
-def _cumulative_counts(words: jax.Array, rows: PaddedRows) -> tuple[jax.Array, jax.Array]:
-    """Return the number of set bits up to each word; and before each array, then their total."""
-    ends = jnp.cumsum(_count(words))
-    zero = jnp.zeros(1, jnp.int32)
-    return ends, jnp.concatenate([zero, ends[rows.starts[1:] // 32 - 1], ends[-1:]])
-
-
-def extract_sampled(
-    arrays: Sequence[jax.Array], words: jax.Array, k: Sequence[int], shift: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return values and indices of k consecutive candidates of each array, cyclically.
-
-    The order is that of `extract`; magnitudes are not compared.
-
-    Args:
-      arrays: the flat arrays.
-      words: the packed masks that `candidates` gives.
-      k: static.
-      shift: int32, ≥ 0, chooses the candidate to begin with. It must change from step to step, or
-        some entries are never taken.
-    """
-    rows = PaddedRows(tuple(x.size for x in arrays))
-    ends, first = _cumulative_counts(words, rows)
-    num_selected, count = np.asarray(k, np.int32), first[1:] - first[:-1]
-    begin = shift % count
-    wrapped = jnp.maximum(begin + num_selected - count, 0)  # how many lie before `begin`
-
-    owner = np.repeat(np.arange(len(k)), num_selected)
-    place = np.concatenate([np.arange(n, dtype=np.int32) for n in k])
-    num_wrapped = wrapped[owner]
-    after = begin[owner] + place - num_wrapped
-    rank = first[owner] + jnp.where(place < num_wrapped, place, after)
-    index = positions(words, ends, rank) - rows.starts[owner]
-    parts = slices.split(index.astype(jnp.uint32), k)
-    values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
-    return values, index
+def search_of(segments: Segments, k: np.ndarray) -> Search:
+    """Return the search of these segments for k entries or fewer of each."""
+    if segments.chunk is None:
+        return SampleSearch(segments)
+    return BlockSearch(segments, int(k.max()))
 
 
 def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -397,9 +388,6 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
         raise ValueError(f"select_top_k: x must be flat; got shape {x.shape}")
     if checks.count("k", k) > x.size:
         raise ValueError(f"select_top_k: k must be at most the size of x, {x.size}; got {k}")
-    wide = x.astype(jnp.float32)
-    search = Search((x.size,))
-    rank, max_candidates = search.rank([k]), search.max_candidates([k])
-    words = candidates([wide], jnp.asarray([k], jnp.int32), rank, max_candidates, search)
-    values, indices = extract([wide], words, [k], max_candidates)
+    search = SampleSearch(Segments((x.size,)))
+    values, indices = search.largest([x.astype(jnp.float32)], np.array([k], np.int32))
     return values.astype(x.dtype), indices

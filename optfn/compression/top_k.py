@@ -7,15 +7,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from optfn import checks
-from optfn.compression import bits, chunks, selection
-from optfn.compression.chunks import Chunks
-from optfn.compression.compressors import ShownAsCall, named
-from optfn.compression.values import BFLOAT16, FLOAT32, ValueFormat, scaled
-from optfn.leaves import slices
+from optfn.compression.compressors import ShownAsCall, showing_call
+from optfn.compression.packets import PacketFormat
+from optfn.compression.segments import Segments
+from optfn.compression.selection import num_selected, search_of
+from optfn.compression.values import BFLOAT16, FLOAT32, scaled
 from optfn.leaves.types import PyTree
 
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": scaled(8), "int2": scaled(2)}
@@ -34,7 +32,7 @@ class TopK(ShownAsCall):
         return ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,): scales, then indices, then values."""
+        """Return the packet, uint32 (words,); see `packets`."""
         return self.encode_all([x], [state])[0]
 
     def encode_all(
@@ -42,38 +40,23 @@ class TopK(ShownAsCall):
     ) -> list[tuple[jax.Array, PyTree]]:
         """Return packets and states of several leaves, which are searched together."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
-        indices = self._whole_leaves(flat) if self.chunk is None else self._chunks(flat)
-        packets = [self._packet(x, index) for x, index in zip(flat, indices, strict=True)]
+        segments = Segments(tuple(x.size for x in flat), self.chunk)
+        k = num_selected(self.density, segments.lengths)
+        values, index = search_of(segments, k).largest(flat, k)
+        parts = zip(flat, segments.split(values, k), segments.split(index, k), strict=True)
+        packets = [self._packet(x.size, values, index) for x, values, index in parts]
         return list(zip(packets, states, strict=True))
 
-    def _chunks(self, flat: list[jax.Array]) -> list[jax.Array]:
-        """Return the indices to send of each chunk of each leaf, (chunks, k)."""
-        layouts = chunks.chunks_of([x.size for x in flat], self.chunk)
-        return chunks.top_k(flat, layouts, [c.num_selected(self.density) for c in layouts])
+    @partial(jax.jit, static_argnums=(0, 1))
+    def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
+        return self.format(size).encode(values, index)
 
-    def _whole_leaves(self, flat: list[jax.Array]) -> list[jax.Array]:
-        """Return the indices to send of each leaf, (1, k)."""
-        search = selection.Search(tuple(x.size for x in flat))
-        k = [int(_Leaf.of(self, x.size).count) for x in flat]
-        rank, most = search.rank(k), search.max_candidates(k)
-        words = selection.candidates(flat, jnp.asarray(k, jnp.int32), rank, most, search)
-        _, index = selection.extract(flat, words, k, most)
-        return [part[None] for part in slices.split(index, k)]
-
-    @partial(jax.jit, static_argnums=0)
-    def _packet(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the packet of the entries of a flat leaf at the indices of its chunks."""
-        leaf = _Leaf.of(self, x.size)
-        index = index[:, : leaf.k.max()]
-        # Unsigned, so that JAX adds no code that tests for negative indices.
-        selected = x[index.astype(jnp.uint32)]
-        values = jnp.where(np.arange(leaf.k.max()) < leaf.k[:, None], selected, 0.0)
-        scales = leaf.format.scales(values, leaf.k)
-        codes = leaf.format.encode(values, scales[:, None])
-        inside = (index - leaf.chunks.starts).astype(jnp.uint32)
-        fields = [field.reshape(-1)[: leaf.count] for field in (inside, codes)]
-        words = bits.pack(fields, leaf.widths)
-        return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words])
+    def format(self, size: int) -> PacketFormat:
+        """Return the encoding of a leaf of so many elements."""
+        segments = Segments((size,), self.chunk)
+        k = num_selected(self.density, segments.lengths)
+        index_bits = (int(segments.lengths.max()) - 1).bit_length()
+        return PacketFormat(segments, k, VALUES[self.values], index_bits)
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, zero where nothing was sent."""
@@ -82,49 +65,15 @@ class TopK(ShownAsCall):
     @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
         """Return total + scale·decode(packet), touching the entries that were sent."""
-        leaf = _Leaf.of(self, total.size)
-        split = packet.size - bits.num_words(leaf.widths, [leaf.count] * 2)
-        scales = lax.bitcast_convert_type(packet[:split], jnp.float32)
-        index, codes = bits.unpack(packet[split:], leaf.widths, [leaf.count] * 2)
-        owner = np.repeat(np.arange(leaf.k.size, dtype=np.uint32), leaf.k)
-        values = leaf.format.decode(codes, scales[owner] if scales.size else scales)
-        index += owner * np.uint32(leaf.chunks.length)
-        target = total.reshape(-1).at[index]
-        added = target.add(scale * values, indices_are_sorted=True, unique_indices=True)
+        (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
         return added.reshape(total.shape)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
-        leaf = _Leaf.of(self, math.prod(shape))
-        num_scales = leaf.k.size if leaf.format.has_scale else 0
-        return 4 * (num_scales + bits.num_words(leaf.widths, [leaf.count] * 2))
+        return self.format(math.prod(shape)).num_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """What is sent of a leaf: its chunks, the number of entries of each, and their encoding."""
-
-    chunks: Chunks
-    k: np.ndarray
-    format: ValueFormat
-
-    @classmethod
-    def of(cls, compressor: TopK, size: int) -> "_Leaf":
-        (of_leaf,) = chunks.chunks_of([size], compressor.chunk)
-        return cls(of_leaf, of_leaf.num_selected(compressor.density), VALUES[compressor.values])
-
-    @property
-    def count(self) -> int:
-        """The number of entries that are sent."""
-        return int(self.k.sum())
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """The bits of an index and of a value."""
-        return self.chunks.index_bits, self.format.bits
-
-
-@named
+@showing_call
 def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") -> TopK:
     """Send the largest entries of each chunk: a compressor for `exchange`.
 
@@ -140,7 +89,7 @@ def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") 
         chunk of a leaf may be shorter.
       values: "float32", exact; "bfloat16"; "int8", x/s rounded, ties to even, s = max|x|/127; or
         "int2", the nearest of ±s/3 and ±s, s = max|x|. The last two have one float32 scale s per
-        chunk, taken from what is sent.
+        chunk, that of the entries sent.
 
     Bytes of a leaf: ∑k·(index bits + value bits) bits in whole 4-byte words, and 4 bytes a chunk
     for "int8" and "int2". No state.

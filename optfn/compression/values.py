@@ -13,6 +13,8 @@ With noise x becomes one of the two values next to it, each with the probability
 x; with 1 bit these are ±s, s = max|x|.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -20,9 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.compression.chunks import reduced_magnitudes
-from optfn.compression.packets import from_upper_half, to_upper_half
-
+_UPPER_HALF = np.uint32(0xFFFF0000)
 # The largest integer that stands for a value, by the number of bits.
 _LARGEST = {8: 127, 4: 7}
 
@@ -30,8 +30,8 @@ _LARGEST = {8: 127, 4: 7}
 def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | np.float32) -> jax.Array:
     """Return x/divisor, rounded once, for a divisor that is broadcast.
 
-    XLA would multiply by the rounded reciprocal. That the divisor stands in a choice by x, which
-    matters to NaN only, keeps it from that.
+    The `where`, which changes nothing but the divisor of NaN, stops XLA from multiplying by the
+    rounded reciprocal.
     """
     return x / jnp.where(jnp.isnan(x), x, divisor)
 
@@ -53,8 +53,9 @@ class ValueFormat(NamedTuple):
         if not self.has_scale:
             return jnp.zeros(0, jnp.float32)
         if self.bits == 1 and not self.is_stochastic:
-            return _divided(reduced_magnitudes(jnp.add, x), counts.astype(np.float32))
-        return _divided(reduced_magnitudes(jnp.maximum, x), np.float32(_LARGEST.get(self.bits, 1)))
+            return _divided(_reduced_magnitudes(x, jnp.add, jnp.sum), counts.astype(np.float32))
+        largest = _reduced_magnitudes(x, jnp.maximum, jnp.max)
+        return _divided(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         """Return the codes of float32 values, uint32 of the same shape.
@@ -69,7 +70,7 @@ class ValueFormat(NamedTuple):
         if self.bits == 32:
             return lax.bitcast_convert_type(x, jnp.uint32)
         if self.bits == 16:
-            return to_upper_half(x) >> np.uint32(16)
+            return _to_upper_half(x) >> np.uint32(16)
         negative = (x < 0).astype(jnp.uint32)
         if self.bits == 1:
             return negative
@@ -96,11 +97,11 @@ class ValueFormat(NamedTuple):
         return jnp.where(place < 2, 3 - place, place - 2)
 
     def decode(self, codes: jax.Array, s: jax.Array) -> jax.Array:
-        """Return the float32 values that the codes stand for, with the scales of `encode`."""
+        """Return the float32 values of the codes, with the scales of `encode`."""
         if self.bits == 32:
             return lax.bitcast_convert_type(codes, jnp.float32)
         if self.bits == 16:
-            return from_upper_half(codes << np.uint32(16))
+            return _from_upper_half(codes << np.uint32(16))
         if self.bits == 1:
             return jnp.where(codes == 0, s, -s)
         if self.bits == 2:
@@ -111,11 +112,37 @@ class ValueFormat(NamedTuple):
         return signed.astype(jnp.float32) * s
 
 
+def _reduced_magnitudes(
+    x: jax.Array, of_two: Callable[..., jax.Array], of_row: Callable[..., jax.Array]
+) -> jax.Array:
+    """Return the sum or the maximum of each row of |x|, (rows,).
+
+    XLA on CPU does not vectorize a floating-point reduction along a row, hence by eighths at first.
+    """
+    for _ in range(2 if x.shape[1] % 64 == 0 else 0):
+        x = functools.reduce(of_two, [jnp.abs(part) for part in jnp.split(x, 8, axis=1)])
+    return of_row(jnp.abs(x), axis=1)
+
+
 def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
     """Return ⌊x⌋, or one more with the probability x − ⌊x⌋."""
     below = jnp.floor(x)
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
     return below + (uniform < x - below)
+
+
+def _to_upper_half(values: jax.Array) -> jax.Array:
+    """Return words whose upper half is the value rounded to bfloat16, ties to even."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up.
+    finite = (bits & np.uint32(0x7FFFFFFF)) < np.uint32(0x7F7F8000)
+    return jnp.where(finite, bits + rounding, bits) & _UPPER_HALF
+
+
+def _from_upper_half(words: jax.Array) -> jax.Array:
+    """Return the bfloat16 values in the upper halves of words, as float32."""
+    return lax.bitcast_convert_type(words & _UPPER_HALF, jnp.float32)
 
 
 FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)

@@ -345,10 +345,8 @@ def inexact(params: Params) -> Params:
 
 def all_finite(updates: Updates) -> jax.Array:
     """Tell whether all floating-point leaves are finite, a bool scalar."""
-    finite = jnp.asarray(True)
-    for g in tree.arrays(inexact(updates)):
-        finite = finite & jnp.all(jnp.isfinite(_numbers(g)))
-    return finite
+    finite = [jnp.all(jnp.isfinite(_numbers(g))) for g in tree.arrays(inexact(updates))]
+    return numerics.computed_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)
 
 
 def global_norm(updates: Updates) -> jax.Array:

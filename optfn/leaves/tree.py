@@ -7,6 +7,7 @@ row-sparse gradient is one leaf. A buffer of a Packed is one leaf too; it has th
 leaves that it holds, where any other leaf has one name.
 """
 
+import functools
 import itertools
 import re
 import sys
@@ -105,11 +106,11 @@ def map_to(
 class Place:
     """The place of a leaf in a tree; its text is the path, made only where an error needs it."""
 
-    def __init__(self, tree: PyTree, number: int) -> None:
-        self._tree, self.number = tree, number
+    def __init__(self, paths: Callable[[], list[str]], number: int) -> None:
+        self._paths, self.number = paths, number
 
     def __str__(self) -> str:
-        return paths(self._tree)[self.number]
+        return self._paths()[self.number]
 
     def __repr__(self) -> str:
         return repr(str(self))
@@ -117,8 +118,9 @@ class Place:
 
 def items(tree: PyTree, *others: PyTree) -> Iterator[tuple[Any, ...]]:
     """Yield (place, leaf, *leaves of the others in its place) for all leaves of a tree."""
+    known = functools.cache(functools.partial(paths, tree))
     for i, row in enumerate(zip(*(leaves(x) for x in (tree, *others)), strict=True)):
-        yield Place(tree, i), *row
+        yield Place(known, i), *row
 
 
 def replace_arrays(tree: PyTree, values: Sequence[Any]) -> PyTree:

@@ -10,10 +10,9 @@ Along the worker axes each group of devices has a gradient and, where its state 
 its own (`optfn.state.per_worker`).
 """
 
-import abc
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeAlias, TypeGuard
 
 import jax
@@ -49,7 +48,7 @@ class Division(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
-class Layout(abc.ABC):
+class Layout:
     """Where each leaf of a training run lies.
 
     mesh: the mesh.
@@ -61,13 +60,13 @@ class Layout(abc.ABC):
     data_axes: Axes
     tables: tree.Pattern | None = None
 
-    @abc.abstractmethod
     def dense_params(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of params that is no table."""
+        """Return the PartitionSpec of each leaf of params that is no table: whole everywhere."""
+        return tree.map_arrays(lambda x: P(), params)
 
-    @abc.abstractmethod
     def dense_gradients(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf, and of its moments."""
+        return self.dense_params(params)
 
     @property
     def part_axes(self) -> Axes:
@@ -94,23 +93,28 @@ class Layout(abc.ABC):
 
     def is_table(self, params: Params) -> PyTree:
         """Tell for each leaf of params whether its rows are divided."""
-        if self.tables is None:
-            return tree.map_arrays(lambda x: False, params)
-        flags = [flag for (flag,) in tree.select(self.tables, params, "tables")]
-        return tree.replace_arrays(params, flags)
+        paths = tree.matching(self.tables, params, "tables")
+        return tree.map_named(
+            lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
+        )
 
     def _with_tables(self, specs: PyTree, params: Params) -> PyTree:
         """Return `specs`, with those of tables in their places."""
         if self.tables is None:
             return specs
-        rows, is_table = P(self.data_axes), self.is_table(params)
-        for path, x, flag in zip(
-            tree.array_paths(params), jax.tree.leaves(params), jax.tree.leaves(is_table),
-            strict=True,
-        ):  # fmt: skip
-            if flag:
-                _check_fit(path, jnp.shape(x), rows, self.mesh)
-        return jax.tree.map(lambda s, flag: rows if flag else s, specs, is_table, is_leaf=is_spec)
+        paths = tree.matching(self.tables, params, "tables")
+        return self._with_spec(P(self.data_axes), paths, specs, params)
+
+    def _with_spec(self, spec: P, paths: Collection[str], specs: PyTree, params: Params) -> PyTree:
+        """Return `specs`, with that of the leaves at these paths replaced."""
+
+        def chosen(place: tree.Place, x: Leaf, old: P) -> P:
+            if tree.is_masked(x) or str(place) not in paths:
+                return old
+            _check_fit(str(place), jnp.shape(x), spec, self.mesh)
+            return spec
+
+        return tree.map_named(chosen, params, specs)
 
     def of_state(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the state of an optimizer.
@@ -123,10 +127,9 @@ class Layout(abc.ABC):
         of_workers = specs_of(state, self.worker_axes)
         if not self.part_axes:
             return of_workers
-        pairs = zip(
-            tree.flatten(params)[0], tree.flatten(self.of_gradients(params))[0], strict=True
-        )
-        by_path = dict(zip(tree.paths(params), pairs, strict=True))
+        by_path = {
+            str(place): pair for place, *pair in tree.items(params, self.of_gradients(params))
+        }
 
         def part_of(path: str | None, x: Leaf) -> P:
             if path is None:
@@ -186,7 +189,7 @@ class Layout(abc.ABC):
         keeps_own = bool(jax.tree.leaves(nodes_of(PerWorker, shapes)))
         if not self.worker_axes and (exchanges(shapes) or keeps_own):
             raise ValueError(
-                "shard: tx communicates by itself or keeps a state on each worker, and no axis of "
+                "shard: tx exchanges gradients or keeps a state on each worker, and no axis of "
                 f"workers is left: params or state are divided over all of {(*self.data_axes,)}; "
                 "leave shard out"
             )
@@ -206,27 +209,20 @@ class Replicated(Layout):
         """None; those of the data where there are tables."""
         return Axes() if self.tables is None else self.data_axes
 
-    def dense_params(self, params: Params) -> PyTree:
-        """Return P() for each leaf."""
-        return tree.map_arrays(lambda x: P(), params)
-
-    def dense_gradients(self, params: Params) -> PyTree:
-        """Return P() for each leaf."""
-        return tree.map_arrays(lambda x: P(), params)
-
 
 class ShardState(Layout):
     """Params are whole on every device, their gradients and state divided (ZeRO-1)."""
 
-    def dense_params(self, params: Params) -> PyTree:
-        """Return P() for each leaf."""
-        return tree.map_arrays(lambda x: P(), params)
-
     def dense_gradients(self, params: Params) -> PyTree:
         """Return specs that divide each floating-point leaf along one dimension, if any fits."""
-        pairs = zip(tree.flatten(params)[0], tree.stacked_axes(params), strict=True)
-        specs = [self.divided(x, n) if tree.is_inexact(x) else P() for x, n in pairs]
-        return tree.replace_arrays(params, specs)
+        stacked = tree.stacked_axes(params)
+
+        def divided(place: tree.Place, x: Leaf) -> Leaf:
+            if tree.is_masked(x):
+                return x
+            return self.divided(x, stacked[place.number]) if tree.is_inexact(x) else P()
+
+        return tree.map_named(divided, params)
 
 
 class ShardParams(ShardState):
@@ -248,19 +244,11 @@ class ShardBySpec(Layout):
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf."""
-        leaves = tree.flatten(params)[0]
-        found = [P()] * len(leaves)
+        specs = super().dense_params(params)
         for pattern, spec in reversed(list(self.specs.items())):
-            flags = tree.select(pattern, params, "shard")
-            found = [spec if flag else old for (flag,), old in zip(flags, found, strict=True)]
-        for path, x, spec in zip(tree.paths(params), leaves, found, strict=True):
-            if not tree.is_masked(x):
-                _check_fit(path, jnp.shape(x), spec, self.mesh)
-        return tree.replace_arrays(params, found)
-
-    def dense_gradients(self, params: Params) -> PyTree:
-        """Return the specs of params."""
-        return self.dense_params(params)
+            paths = tree.matching(pattern, params, "shard")
+            specs = self._with_spec(spec, paths, specs, params)
+        return specs
 
 
 def init_state(

@@ -97,11 +97,11 @@ def _listed(values: PyTree) -> list[tuple[str, Leaf]]:
     return [(name, x) for name, x in pairs if not tree.is_masked(x)]
 
 
-def _check_same(what: str, text: str) -> None:
+def _check_same(noun: str, text: str) -> None:
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
-            f"processes must have the same {what}; those of process {_others(digests)} are others "
+            f"processes must have the same {noun}; those of process {_others(digests)} are others "
             f"than those of process 0. This process, {jax.process_index()}, has {text}"
         )
 

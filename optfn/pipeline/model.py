@@ -194,7 +194,7 @@ def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
     def fn(weights: Weights, x: PyTree, key: Key) -> PyTree:
         y = jax.tree.map(jnp.asarray, stage_fn(weights, x, key))
         hint = (
-            "every stage must return what it takes, so that any can follow any; "
+            "every stage must return the type that it takes, so that any can follow any; "
             "give a list of functions for stages of different shapes"
         )
         returned: Any = jax.tree.structure(y)

@@ -9,7 +9,7 @@ import numpy as np
 
 from optfn import checks
 from optfn.checks import Schedule
-from optfn.compression.residual import ramp_step
+from optfn.compression.dgc_phases import ramp_step
 from optfn.plot.axes import by_name, on_axes
 
 if TYPE_CHECKING:

@@ -317,7 +317,7 @@ def _newest_of_all(
         )
     if step == newest:
         return loaded
-    checks.warn(f"{path} is a copy of what process {source} has")
+    checks.warn(f"{path} is a copy of the file of process {source}")
     directory.mkdir(parents=True, exist_ok=True)
     _write_file(path, lambda file: file.write(content))
     return load_checkpoint(path, state)

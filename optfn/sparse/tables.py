@@ -209,11 +209,11 @@ class OwnedRows(LeafKind):
             raise ValueError(f"rows of a sharded table of shape {self.shape} are not of {shape}")
         return self
 
-    def check(self, what: str) -> None:
+    def check(self, name: str) -> None:
         """Raise unless the indices are integers."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
-                f"{what} has indices of dtype {self.indices.dtype}; they must be int32 (a "
+                f"{name} has indices of dtype {self.indices.dtype}; they must be int32 (a "
                 "transform that scales every array takes no rows of a sharded table)"
             )
 

@@ -1,14 +1,14 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that exchanges gradients by itself needs three things that others do not. Its state
-says each of them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the
-training step) asks the state:
+A transform that exchanges gradients needs three things that others do not. Its state says each of
+them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the training
+step) asks the state:
 
 * which arrays are per-worker, that is a worker's own: they lie in a `PerWorker`, beside an int32
   field `num_workers`;
-* the leaves whose gradients it takes from each worker and exchanges by itself: an `Exchanged` has
-  them and the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the
-  other axes of the workers the training step averages the gradients first;
+* the leaves whose gradients it takes from each worker and exchanges: an `Exchanged` has them and
+  the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the other
+  axes of the workers the training step averages the gradients first;
 * whether its updates may be row-sparse: its state type has `@traits(passes_rows=True)`, and
   `update` takes `row_updates=True`.
 
@@ -63,7 +63,7 @@ class ExchangedLeaf(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The leaves whose gradients a transform takes from each worker, and exchanges by itself.
+    """The leaves whose gradients a transform takes from each worker and exchanges.
 
     leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each
       array.
@@ -94,7 +94,7 @@ def nodes_of(kind: type, state: OptState) -> list[Any]:
 
 
 def exchanges(state: OptState) -> bool:
-    """Tell whether a transform in the state exchanges gradients by itself."""
+    """Tell whether a transform in the state exchanges gradients."""
     return bool(nodes_of(Exchanged, state))
 
 
@@ -121,9 +121,9 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     unknown = sorted(set(covered).difference(*names_of_leaves))
     if unknown:
         raise ValueError(
-            "a transform that exchanges gradients by itself has other leaves than params, "
-            f"{tree.listed(unknown)}: what stands around it, such as optax.flatten, must keep the "
-            "tree of params"
+            "a transform that exchanges gradients has other leaves than params, "
+            f"{tree.listed(unknown)}: wrappers around it, unlike optax.flatten, must keep the tree "
+            "of params"
         )
     return [joined(*map(covered.get, names)) for names in names_of_leaves]
 
@@ -162,8 +162,8 @@ def check_wrappers(who: str, state: OptState) -> None:
         if not known:
             raise ValueError(
                 f"{who}: {type(state).__name__} stands around a transform that exchanges gradients "
-                "by itself, and would keep or judge those of each worker apart. Put it inside, or "
-                "use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
+                "and would keep or judge those of each worker apart. Put it inside, or use "
+                "optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
                 "state that is the same on all workers says so: traits(passes_own_gradients=True)"
             )
     if _is_chain(state):

@@ -189,8 +189,8 @@ def _check_inner(
     """Raise a ValueError for optimizers that are incorrect between exchanges of params."""
     if exchanges(state):
         raise ValueError(
-            "local_steps > 1 with a tx that communicates by itself: workers train apart, and outer "
-            "is what communicates"
+            "local_steps > 1 with a tx that exchanges gradients: workers train apart, and exchange "
+            "params through outer"
         )
     marks = jax.tree.map(lambda x: True, params)
     copies = any(jax.tree.leaves(depends(tx.init, (params,), (marks,))))

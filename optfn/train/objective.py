@@ -253,17 +253,19 @@ class _OnParts(NamedTuple):
 
     def value(self, params: Params, *rest: Any) -> Values:
         """Return the mean of the values over the devices."""
-        objective = self._of_one(params)
+        specs = self.layout.of_params(params)
+        objective = self._of_one(params, specs)
 
         def on_device(parts: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
             return self._mean(objective.value(parts, model_state, batch, *self._own_keys(keys)))
 
-        return self._run(on_device, P(), params, *rest)
+        return self._run(on_device, specs, P(), params, *rest)
 
     def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
         """Return the mean of the values, and of the gradients, each divided as its layout says."""
-        objective, layout = self._of_one(params), self.layout
+        layout = self.layout
         specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
+        objective = self._of_one(params, specs)
 
         def on_device(
             parts: Params, model_state: PyTree, batch: Batch, *keys: Any
@@ -280,14 +282,14 @@ class _OnParts(NamedTuple):
             lambda p, spec: spec if tree.is_inexact(p) else None, params, of_gradients
         )
         out_specs = P(), self._on_devices(trained)
-        values, grads = self._run(on_device, out_specs, params, *rest)
+        values, grads = self._run(on_device, specs, out_specs, params, *rest)
         return values, jax.tree.map(
             lambda p, g: mismatch.no_gradient(jnp.shape(p)) if g is None else g, params, grads
         )
 
-    def _of_one(self, params: Params) -> Objective:
+    def _of_one(self, params: Params, specs: PyTree) -> Objective:
         """Return the objective of one device, which sees whole params."""
-        specs, tables = self.layout.of_params(params), self.layout.is_table(params)
+        tables = self.layout.is_table(params)
         return self.make(lambda parts: whole(parts, specs, tables, self.layout))
 
     def _mean(self, values: Values) -> Values:
@@ -304,19 +306,17 @@ class _OnParts(NamedTuple):
         names = self.layout.part_axes
         return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
 
-    def _run(self, function: Callable[..., Any], out_specs: PyTree, *arguments: Any) -> Any:
+    def _run(
+        self, function: Callable[..., Any], specs: PyTree, out_specs: PyTree, *arguments: Any
+    ) -> Any:
+        """Return `function` of the arguments on each device; `specs` are those of params."""
         params, model_state, batch, *keys = arguments
         names = self.layout.part_axes
-        in_specs = (
-            self._on_devices(self.layout.of_params(params)),
-            P(),
-            jax.tree.map(lambda x: batch_spec(x, names), batch),
-            *[P()] * len(keys),
-        )
+        split = jax.tree.map(lambda x: batch_spec(x, names), batch)
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
-            in_specs=in_specs,
+            in_specs=(self._on_devices(specs), P(), split, *[P()] * len(keys)),
             out_specs=out_specs,
             axis_names=frozenset(names),
             check_vma=False,

@@ -61,6 +61,6 @@ def _rate_of(link: OptState) -> OptState:
 def _exchanges(links: tuple[OptState, ...]) -> Iterator[str]:
     if sum(bool(nodes_of(Exchanged, x)) for x in links) > 1:
         yield (
-            "a chain holds two transforms that exchange over workers: the second compresses what "
-            "is the same on all workers already; one is enough"
+            "a chain holds two transforms that exchange over workers: the second compresses a mean "
+            "that all workers have already; one is enough"
         )

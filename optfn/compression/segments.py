@@ -1,0 +1,197 @@
+"""Segments of flat arrays: whole arrays, or chunks of consecutive entries in C order."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.leaves import slices
+
+# Segments that are whole arrays consist of rows of this many entries.
+_ROW = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The chunks of a flat array; static.
+
+    Args:
+      size: the number of elements of the array, ≥ 1.
+      length: the number of elements of a chunk. The last one may be shorter, also the only one.
+    """
+
+    size: int
+    length: int
+
+    @property
+    def count(self) -> int:
+        """The number of chunks."""
+        return -(-self.size // self.length)
+
+    @property
+    def last_length(self) -> int:
+        """The number of elements of the last chunk."""
+        return self.size - (self.count - 1) * self.length
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of elements of each chunk, (count,)."""
+        lengths = np.full(self.count, self.length, np.int32)
+        lengths[-1] = self.last_length
+        return lengths
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The index of the first element of each chunk, (count,)."""
+        return np.arange(self.count, dtype=np.int32) * np.int32(self.length)
+
+    def map(
+        self,
+        fn: Callable[..., jax.Array],
+        x: jax.Array,
+        *per_chunk: jax.Array | np.ndarray,
+        fill: float = 0,
+    ) -> jax.Array:
+        """Return fn(rows, *per_chunk) of a flat array, (count, …).
+
+        A shorter last chunk is padded with `fill`, and has its own call of `fn`: to pad the whole
+        array would copy it.
+        """
+        missing = self.length - self.last_length
+        if not missing:
+            return fn(x.reshape(self.count, self.length), *per_chunk)
+        start = self.size - self.last_length
+        last = jnp.pad(x[start:], (0, missing), constant_values=fill)[None]
+        of_last = fn(last, *(y[-1:] for y in per_chunk))
+        if not start:
+            return of_last
+        whole = fn(x[:start].reshape(-1, self.length), *(y[:-1] for y in per_chunk))
+        return jnp.concatenate([whole, of_last])
+
+    def spread(self, per_chunk: jax.Array) -> jax.Array:
+        """Return a number per chunk for each of its elements, (size,)."""
+        rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
+        return rows.reshape(-1)[: self.size]
+
+
+def chunks_of(size: int, chunk: int | None) -> Chunks:
+    """Return the chunks of an array of this size; without `chunk`, the whole array."""
+    return Chunks(size, size if chunk is None else min(chunk, size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """The segments of several flat arrays, one array after the other, in rows; static.
+
+    A row belongs to one segment. The last row of a segment is padded.
+
+    Args:
+      sizes: the number of elements of each array.
+      chunk: the length of a segment, which is a row then; None where each array is one segment.
+    """
+
+    sizes: tuple[int, ...]
+    chunk: int | None = None
+
+    @cached_property
+    def arrays(self) -> list[Chunks]:
+        """The rows of each array."""
+        longest = max(self.sizes, default=1)
+        row = _ROW if self.chunk is None else min(self.chunk, longest)
+        return [Chunks(size, row) for size in self.sizes]
+
+    @property
+    def row(self) -> int:
+        """The length of a row."""
+        return self.arrays[0].length
+
+    @property
+    def words(self) -> int:
+        """The words of a row of a packed mask."""
+        return -(-self.row // 32)
+
+    @property
+    def first_word(self) -> np.ndarray:
+        """The first word of each segment in a packed mask, int32 (segments,)."""
+        return self.first_row * np.int32(self.words)
+
+    @property
+    def per_array(self) -> list[int]:
+        """The number of segments of each array."""
+        return [1 if self.chunk is None else rows.count for rows in self.arrays]
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        """The number of entries of each row that are not padding, (rows,)."""
+        return np.concatenate([rows.lengths for rows in self.arrays])
+
+    @property
+    def first_segment(self) -> np.ndarray:
+        """The first segment of each array, (arrays,)."""
+        return np.cumsum(self.per_array) - self.per_array
+
+    @cached_property
+    def num_rows(self) -> np.ndarray:
+        """The number of rows of each segment, (segments,)."""
+        counts = [rows.count for rows in self.arrays]
+        return np.array(counts) if self.chunk is None else np.ones(sum(counts), np.int64)
+
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """The segment to which each row belongs, (rows,)."""
+        return np.repeat(np.arange(self.num_rows.size, dtype=np.int32), self.num_rows)
+
+    @cached_property
+    def first_row(self) -> np.ndarray:
+        """The first row of each segment, (segments,)."""
+        return (np.cumsum(self.num_rows) - self.num_rows).astype(np.int32)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """The number of entries of each segment, (segments,)."""
+        return np.asarray(self.sizes, np.int64) if self.chunk is None else self.row_lengths
+
+    @cached_property
+    def row_starts(self) -> np.ndarray:
+        """The index of the first entry of each row in its array, (rows,)."""
+        return np.concatenate([rows.starts for rows in self.arrays])
+
+    def of_rows(self, per_segment: jax.Array) -> jax.Array:
+        """Return for each row the number of its segment, (rows, 1)."""
+        return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
+
+    def of_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
+        """Return a number per segment for each of its k entries, (∑k,).
+
+        It is broadcast: a constant of this size would take seconds to compile.
+
+        Args:
+          per_segment: (segments,).
+          k: (segments,); all chunks of an array but the last have the same, and that one no more.
+        """
+        counts = np.split(k, self.first_segment[1:])
+        numbers = slices.split(jnp.asarray(per_segment), self.per_array)
+        pairs = zip(counts, numbers, strict=True)
+        return jnp.concatenate([Chunks(int(k.sum()), int(k[0])).spread(x) for k, x in pairs])
+
+    def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
+        """Split numbers for each of k entries of the segments by array."""
+        return slices.split(entries, np.add.reduceat(k, self.first_segment).tolist())
+
+    def totals(self, per_row: jax.Array) -> jax.Array:
+        """Return the sums over the rows of each segment of numbers per row, int32 (segments,)."""
+        if self.chunk is not None:
+            return per_row
+        return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)
+
+    def padded(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Return the arrays as rows, (rows, row), with zeros for padding."""
+        parts = []
+        for x, rows in zip(arrays, self.arrays, strict=True):
+            parts.append(x)
+            if missing := rows.length - rows.last_length:
+                parts.append(jnp.zeros(missing, x.dtype))
+        return jnp.concatenate(parts).reshape(-1, self.row)

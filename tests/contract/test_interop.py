@@ -1,0 +1,281 @@
+"""optfn inside optax, optax inside optfn, and both inside flax, equinox and haiku."""
+
+import functools
+
+import chex
+import equinox as eqx
+import grain
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from flax import linen, nnx, serialization
+from flax.training.train_state import TrainState
+from grids import by_entry, thinned
+
+import optfn
+
+OPTIMIZERS = pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
+SOME = by_entry(registry.OPTIMIZERS, every=9)
+
+
+def params_and_grads():
+    rng = np.random.default_rng(0)
+    tree = {"a": {"w": rng.normal(size=(3, 2)), "b": rng.normal(size=2)}, "c": rng.normal(size=4)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+    return params, jax.tree.map(lambda x: 0.3 * x + 0.1, params)
+
+
+def run(tx, params, grads, steps=3):
+    state = tx.init(params)
+    for _ in range(steps):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@SOME
+def test_masked_and_partition_update_only_their_leaves(entry):
+    """A masked optimizer is the optimizer of the subtree; partition joins two of them."""
+    params, grads = params_and_grads()
+    mask = {"a": True, "c": False}
+    masked = optax.chain(
+        optax.masked(entry.make(), mask), optax.masked(optax.set_to_zero(), {"a": False, "c": True})
+    )
+    both = optax.partition(
+        {"ours": entry.make(), "frozen": optax.set_to_zero()},
+        lambda tree: {"a": {"w": "ours", "b": "ours"}, "c": "frozen"},
+    )
+    alone, _ = run(entry.make(), {"a": params["a"]}, {"a": grads["a"]})
+    for tx in (masked, both):
+        new, _ = run(tx, params, grads)
+        chex.assert_trees_all_close(new["a"], alone["a"], rtol=1e-6)
+        chex.assert_trees_all_equal(new["c"], params["c"])
+
+
+@SOME
+def test_chain_around_and_inside(entry):
+    """optax's clip before ours, and optax's transforms as grad_clip and regularization."""
+    params, grads = params_and_grads()
+    ours, _ = run(optax.chain(optfn.clip_by_global_norm(0.5), entry.make()), params, grads)
+    theirs, _ = run(optax.chain(optax.clip_by_global_norm(0.5), entry.make()), params, grads)
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
+    tx = optfn.sgd(
+        0.1, grad_clip=optax.clip_by_global_norm(0.5), regularization=optax.add_decayed_weights(0.1)
+    )
+    clip, decay = optfn.clip_by_global_norm(0.5), optfn.l2_decay(0.1)
+    expected, _ = run(optfn.sgd(0.1, grad_clip=clip, regularization=decay), params, grads)
+    chex.assert_trees_all_close(run(tx, params, grads)[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", thinned(["momentum", "adam", "ftrl", "lamb"], every=4, first=1))
+def test_multi_steps_takes_the_mean_gradient(name):
+    entry = registry.OPTIMIZERS[name]
+    params, grads = params_and_grads()
+    tx = optax.MultiSteps(entry.make(), every_k_schedule=2)
+    state, p = tx.init(params), params
+    for factor in (0.5, 1.5):
+        updates, state = tx.update(jax.tree.map(lambda g, f=factor: f * g, grads), state, p)
+        p = optax.apply_updates(p, updates)
+    chex.assert_trees_all_close(p, run(entry.make(), params, grads, 1)[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("factory", "static"),
+    [
+        (functools.partial(optfn.sgd, learning_rate=0.1), ()),
+        (functools.partial(optfn.momentum, learning_rate=0.1, momentum=0.9), ()),
+        (functools.partial(optfn.lars, learning_rate=0.1, momentum=0.9), ()),
+        (functools.partial(optfn.asgd, learning_rate=0.1, weight_decay=0.1), ("batch_num",)),
+        (functools.partial(optfn.adagrad, learning_rate=0.1), ()),
+        (functools.partial(optfn.decayed_adagrad, learning_rate=0.1), ()),
+        (functools.partial(optfn.adadelta, learning_rate=1.0), ()),
+        (functools.partial(optfn.rmsprop, learning_rate=0.1, momentum=0.5), ()),
+        (functools.partial(optfn.adam, learning_rate=0.1), ()),
+        (functools.partial(optfn.adamw, learning_rate=0.1), ()),
+        (functools.partial(optfn.adamax, learning_rate=0.1), ()),
+        (functools.partial(optfn.ftrl, learning_rate=0.1, l1=0.01), ()),
+        (functools.partial(optfn.lamb, learning_rate=0.1), ()),
+    ],
+    ids=lambda x: getattr(getattr(x, "func", None), "__name__", None),
+)
+def test_inject_hyperparams(factory, static):
+    """Every numeric argument may be an array, traced under jit; the numbers stay the same."""
+    params, grads = params_and_grads()
+    name = factory.func
+    injected = optax.inject_hyperparams(name, static_args=static)(**factory.keywords)
+    state, p = injected.init(params), params
+    step = jax.jit(injected.update)
+    for _ in range(3):
+        updates, state = step(grads, state, p)
+        p = optax.apply_updates(p, updates)
+    chex.assert_trees_all_close(p, run(factory(), params, grads)[0], rtol=1e-4, atol=1e-5)
+    assert float(optfn.get_learning_rate(state)) == pytest.approx(factory.keywords["learning_rate"])
+    with pytest.raises(ValueError, match="driven"):
+        optfn.set_learning_rate(state, 0.5)
+
+
+def test_inject_hyperparams_with_low_precision_params():
+    """hyperparam_dtype=float32 keeps b2 from rounding to 1."""
+    params, grads = params_and_grads()
+    low = functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
+    inject = optax.inject_hyperparams(optfn.adam, hyperparam_dtype=jnp.float32)
+    new, _ = run(inject(learning_rate=0.1), low(params), low(grads))
+    expected, _ = run(optfn.adam(0.1), low(params), low(grads))
+    chex.assert_trees_all_close(new, expected, rtol=1e-2)
+
+
+@by_entry(registry.OPTIMIZERS, every=4)
+def test_flax_train_state_and_its_checkpoint(entry):
+    """TrainState takes the optimizer; its state survives flax's msgpack."""
+    params, grads = params_and_grads()
+    state = TrainState.create(apply_fn=lambda: None, params=params, tx=entry.make())
+    state = state.apply_gradients(grads=grads)
+    restored = serialization.from_bytes(state, serialization.to_bytes(state))
+    again = jax.tree.map(jnp.asarray, restored).apply_gradients(grads=grads)
+    chex.assert_trees_all_equal(again.params, state.apply_gradients(grads=grads).params)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@SOME
+def test_nnx_optimizer(entry):
+    """nnx wraps state leaves and drops `value` from paths at update."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(3, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    model = Model(nnx.Rngs(0))
+    plain = {
+        "kernel": jnp.array(model.linear.kernel[...]),
+        "bias": jnp.array(model.linear.bias[...]),
+    }
+    optimizer = nnx.Optimizer(model, entry.make(), wrt=nnx.Param)
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda m: jnp.mean((m(x) - 1.0) ** 2))(model)
+        optimizer.update(model, grads)
+
+    def loss(p):
+        return jnp.mean((x @ p["kernel"] + p["bias"] - 1.0) ** 2)
+
+    tx = entry.make()
+    state = tx.init(plain)
+    for _ in range(3):
+        step(model, optimizer)
+        updates, state = tx.update(jax.grad(loss)(plain), state, plain)
+        plain = optax.apply_updates(plain, updates)
+    np.testing.assert_allclose(model.linear.kernel[...], plain["kernel"], rtol=1e-4, atol=1e-5)
+    rate = optfn.get_learning_rate(optimizer.opt_state)
+    np.testing.assert_allclose(rate, optfn.get_learning_rate(state))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nnx_learning_rate_is_set_inside_its_wrapper():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optfn.adam(0.1), wrt=nnx.Param)
+    changed = optfn.set_learning_rate(optimizer.opt_state, 0.01)
+    assert jax.tree.structure(changed) == jax.tree.structure(optimizer.opt_state)
+    optimizer.opt_state = changed
+    grads = nnx.grad(lambda m: m(jnp.ones((1, 3))).sum())(model)
+    before = jnp.array(model.bias[...])
+    optimizer.update(model, grads)
+    np.testing.assert_allclose(model.bias[...] - before, -0.01, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nnx_paths_are_the_same_at_init_and_update():
+    """A pattern of paths sees linear/kernel in both."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    seen = []
+
+    def exclude(path):
+        seen.append(path)
+        return path == "bias"
+
+    optimizer = nnx.Optimizer(model, optfn.adamw(0.1, exclude=exclude), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda m: m(jnp.ones((1, 3))).sum())(model))
+    assert set(seen) == {"bias", "kernel"}
+
+
+@pytest.mark.parametrize("name", thinned(["sgd", "adamw", "asgd_batches", "ftrl", "lamb"], every=3))
+def test_equinox_module(name):
+    """A callable pytree with static fields and None where it has no arrays."""
+    entry = registry.OPTIMIZERS[name]
+    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+    x = jnp.ones(3)
+    tx = entry.make()
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state = tx.init(params)
+    value, grads = eqx.filter_value_and_grad(lambda m: (m(x)[0] - 1.0) ** 2)(model)
+    updates, state = tx.update(grads, state, params)
+    new = eqx.apply_updates(model, updates)
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    leaves, moved = (jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (model, new))
+    assert any((a != b).any() for a, b in zip(leaves, moved, strict=True))
+    assert np.isfinite(value)
+
+
+def test_optax_optimizers_run_in_our_train_step():
+    step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optax.adam(0.1))
+    state, metrics = step(step.init(jnp.zeros(3)), jnp.ones(3))
+    np.testing.assert_allclose(state.params, 0.1, rtol=1e-3)
+    assert "learning_rate" not in metrics
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_attributes_on_the_trees_of_every_library():
+    """The same two leaves by path, in a flax, an nnx, a haiku and an equinox model."""
+    x = jnp.ones((1, 3))
+    flax_params = linen.Dense(2).init(jax.random.key(0), x)
+    net = hk.transform(lambda x: hk.Linear(2, name="out")(x))
+    haiku_params = net.init(jax.random.key(0), x)
+    nnx_params = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    equinox_params = eqx.filter(eqx.nn.Linear(3, 2, key=jax.random.key(0)), eqx.is_array)
+    for params, bias, weight in (
+        (flax_params, "params/bias", "params/kernel"),
+        (haiku_params, "out/b", "out/w"),
+        (nnx_params, "bias", "kernel"),
+        (equinox_params, "bias", "weight"),
+    ):
+        attrs = {
+            bias: optfn.ParamAttr(trainable=False),
+            weight: optfn.ParamAttr(learning_rate=0.5),
+        }
+        tx = optfn.sgd(1.0, param_attrs=attrs)
+        grads = jax.tree.map(jnp.ones_like, params)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        by_ndim = {u.ndim: np.unique(u) for u in jax.tree.leaves(updates)}
+        np.testing.assert_array_equal(by_ndim[1], 0.0)
+        np.testing.assert_array_equal(by_ndim[2], -0.5)
+        with pytest.raises(ValueError, match=f"'{weight}'"):
+            optfn.sgd(1.0, param_attrs={"nothing": optfn.ParamAttr()}).init(params)
+
+
+def test_batches_of_a_grain_dataset():
+    """`minimize` takes a dataset of grain as it takes any iterable."""
+    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    examples = [{"x": row, "y": row.sum()} for row in x]
+    data = grain.MapDataset.source(examples).shuffle(seed=0).repeat(4).batch(16)
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+    train = functools.partial(optfn.minimize, loss_fn, optfn.sgd(0.1), jnp.zeros(3), progress=False)
+    state, history = train(data.to_iter_dataset())
+    w, losses = np.zeros(3), []
+    for k in range(16):
+        error = data[k]["x"] @ w - data[k]["y"]
+        losses.append(np.mean(error**2))
+        w = w - 0.1 * 2 / 16 * data[k]["x"].T @ error
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(state.params, w, rtol=1e-4)

@@ -1,0 +1,189 @@
+"""The shape of the project: imports one way, public names, docstrings, README."""
+
+import ast
+import doctest
+import graphlib
+import importlib
+import inspect
+import operator
+import pkgutil
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import registry
+from catalogue import OPTIMIZERS, Entry
+
+import optfn
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "optfn"
+TESTS = ROOT / "tests"
+COMMON = "grad_clip=None, regularization=None, param_attrs=None, multi_precision=False"
+
+
+def modules() -> list[str]:
+    found = [m.name for m in pkgutil.walk_packages([str(PACKAGE)], "optfn.") if not m.ispkg]
+    return [name.removeprefix("optfn.") for name in found]
+
+
+# From the ground up: a module or folder imports those before it only.
+LAYERS = (
+    "_version", "checks", "leaves", "mesh", "core", "state", "transforms", "wrappers", "optimizers",
+    "schedules", "jaxprs", "autodiff", "sparse", "parallel", "compression", "pipeline",
+    "distributed", "train", "plot", "run",
+)  # fmt: skip
+
+
+def imports_of(module: str) -> set[str]:
+    """Return the modules of optfn that a module imports, when it is loaded or in a function."""
+    names = set()
+    for node in ast.walk(ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(a.name.split(".")[0] == "optfn" for a in node.names), module
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "optfn":
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}".removeprefix("optfn.")
+                is_module = (PACKAGE / whole.replace(".", "/")).with_suffix(".py").exists()
+                is_folder = (PACKAGE / whole.replace(".", "/")).is_dir()
+                names.add(whole if is_module or is_folder else node.module.removeprefix("optfn."))
+    return names
+
+
+def room(module: str) -> str:
+    """Return the folder of a module, or the module itself where it stands at the root."""
+    return module.split(".")[0]
+
+
+def in_order(arrows: dict[str, set[str]]) -> None:
+    """Raise graphlib.CycleError if the arrows go in a circle."""
+    tuple(graphlib.TopologicalSorter(arrows).static_order())
+
+
+def test_imports_go_one_way():
+    """Modules do not import each other in a circle, and folders import lower layers only."""
+    in_order({module: imports_of(module) for module in modules()})
+    assert {room(module) for module in modules()} == set(LAYERS)
+    for module in modules():
+        below = LAYERS[: LAYERS.index(room(module)) + 1]
+        above = {other for other in imports_of(module) if room(other) not in below}
+        assert not above, f"{module} imports {above}"
+
+
+def test_no_test_library_at_run_time():
+    for module in modules():
+        text = (PACKAGE / (module.replace(".", "/") + ".py")).read_text()
+        assert not re.search(r"^\s*(import|from) (chex|flax|torch|pytest)", text, re.M), module
+
+
+# Every transform; equations against their references; whole programs.
+BESIDE = {"contract", "rules", "product"}
+
+
+def test_folders_of_tests_mirror_the_package():
+    """Each has the name of a folder of optfn; three are about the whole of it."""
+    folders = {path.parent.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    assert folders - BESIDE <= {room(module) for module in modules() if "." in module}
+    assert not BESIDE - folders
+
+
+def test_no_test_file_imports_another():
+    """What they share lies at the root of tests/; names of files are names of modules."""
+    files = sorted(TESTS.rglob("test_*.py"))
+    assert len({path.stem for path in files}) == len(files)
+    for path in [*files, *TESTS.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith("test_")], path
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_signatures_are_the_promised_ones(name):
+    """Names, order, kinds and defaults, read as Python."""
+    expected = f"def f({OPTIMIZERS[name].signature}, {COMMON}): ..."
+    want = ast.parse(expected).body[0].args
+    got = inspect.signature(getattr(optfn, name)).parameters
+    kinds = {k: p.kind for k, p in got.items()}
+    positional = [k for k in got if kinds[k] is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    keyword = [k for k in got if kinds[k] is inspect.Parameter.KEYWORD_ONLY]
+    assert positional == [a.arg for a in want.args]
+    assert keyword == [a.arg for a in want.kwonlyargs]
+    defaults = dict(zip(positional[::-1], want.defaults[::-1], strict=False))
+    defaults |= dict(zip(keyword, want.kw_defaults, strict=True))
+    for k, node in defaults.items():
+        assert got[k].default == ast.literal_eval(node), k
+
+
+def test_docstrings():
+    """Everything public says what it does; every factory describes its arguments."""
+    for module in modules():
+        loaded = importlib.import_module(f"optfn.{module}")
+        assert loaded.__doc__, module
+        for name, thing in vars(loaded).items():
+            own = getattr(thing, "__module__", None) == loaded.__name__
+            if name.startswith("_") or not own or not callable(thing):
+                continue
+            assert thing.__doc__, f"{module}.{name} has no docstring"
+            if module.startswith(("transforms", "optimizers", "wrappers")):
+                missing = arguments_without_a_line(thing) if name in optfn.__all__ else []
+                assert not missing, f"{module}.{name}"
+
+
+def arguments_without_a_line(factory: Any) -> list[str]:
+    text = inspect.getdoc(factory)
+    return [k for k in inspect.signature(factory).parameters if f"\n  {k}: " not in text]
+
+
+# What the docstrings count per parameter: the rules, and the averages after sgd, which keeps none.
+COUNTED = registry.OPTIMIZERS | registry.TRANSFORMS
+del COUNTED["reduce_on_plateau"]  # a schedule
+COUNTED |= {k: registry.WRAPPERS[k] for k in ("exponential_moving_average", "model_average")}
+BATCHES = {"asgd": 1, "asgd_batches": 3, "scale_by_asgd": 2}  # what their docstrings call n
+
+
+def state_bytes(entry: Entry, columns: int) -> int:
+    """Return the bytes of the state for a leaf of 4 rows."""
+    leaf = jax.ShapeDtypeStruct((4, columns), "float32")
+    state = jax.eval_shape(entry.make().init, {"w": leaf})
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_docstrings_name_source_and_bytes_of_state(name):
+    """The bytes per parameter that the docstring has are those by which the state grows."""
+    entry = COUNTED[name]
+    text = inspect.getdoc(operator.attrgetter(entry.name)(optfn))
+    # The rate is nobody's rule.
+    assert entry.name == "scale_by_learning_rate" or re.search(r"^Source: ", text, re.MULTILINE)
+    said = re.search(r"^(State: |No state).*?(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL).group()
+    found = (state_bytes(entry, 4096) - state_bytes(entry, 1024)) / (4 * (4096 - 1024))
+    counts = {float(x) for x in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?!·)", said)}
+    counts |= {float(x) * BATCHES[name] for x in re.findall(r"(\d+)·n", said)}
+    if found == 0:
+        assert "per parameter" not in said
+    else:
+        assert "per parameter" in said and round(found, 2) in counts, (found, said)
+
+
+def test_doctests():
+    for module in ["optfn", *(f"optfn.{m}" for m in modules())]:
+        assert doctest.testmod(importlib.import_module(module)).failed == 0, module
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_readme_begins_with_a_program():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    end = lines.index("```", lines.index("```python") + 1)
+    assert end <= 12, "the program is complete by line 12"
+
+
+def test_readme_is_short_and_has_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert [block.split() for block in blocks("sh")] == [["make", "demo", "make", "test"]]

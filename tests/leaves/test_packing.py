@@ -1,0 +1,290 @@
+"""Packed parameters: every optimizer gives on one buffer what it gives on the tree."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from grids import thinned
+
+import optfn
+from optfn import sparse
+from optfn.distributed import data_mesh
+from optfn.leaves.packed import pack_like
+
+
+def normal(shape, seed, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def params():
+    """Shapes that repeat and that do not, of two depths, and a leaf that is held."""
+    return {
+        "a": {"w": normal((5, 4), 0), "b": normal(4, 1)},
+        "c": {"w": normal((5, 4), 2), "b": normal(4, 3)},
+        "d": [normal(7, 4), normal((), 5)],
+        "n": jnp.int32(3),
+    }
+
+
+def gradients(seed):
+    def one(i, p):
+        held = p.dtype == jnp.int32
+        return np.zeros((), jax.dtypes.float0) if held else normal(p.shape, 100 * seed + i)
+
+    leaves, structure = jax.tree.flatten(params())
+    return structure.unflatten([one(i, p) for i, p in enumerate(leaves)])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_there_and_back(jitted):
+    tree = params() | {
+        "h": normal((3, 2), 6).astype(jnp.bfloat16),
+        "z": normal(2, 7) + 1j,
+        "empty": jnp.zeros((0, 3)),
+        "none": None,
+        "key": jax.random.key(0),
+    }
+    both = (jax.jit if jitted else lambda fn: fn)(lambda tree: optfn.unpack(optfn.pack(tree)))
+    back = both(tree)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(back), strict=True):
+        assert (old.dtype, old.shape) == (new.dtype, new.shape)
+        if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(old, new)
+    packed = optfn.pack(tree)
+    assert [b.shape for b in packed.buffers] == [(6,), (2,), (56,)]
+    assert repr(packed).startswith("Packed(bfloat16[6] of 1 leaves, complex64[2] of 1 leaves")
+
+
+def test_gradients_go_through_unpack():
+    tree = {k: v for k, v in params().items() if k != "n"}
+
+    def loss(tree):
+        return sum(jnp.sum(jnp.sin(x) * (i + 1)) for i, x in enumerate(jax.tree.leaves(tree)[1:]))
+
+    def packed_loss(packed):
+        return loss(optfn.unpack(packed))
+
+    packed, want = optfn.pack(tree), jax.grad(loss)(tree)
+    for grad in (jax.grad(packed_loss), jax.jit(jax.grad(jax.checkpoint(packed_loss)))):
+        chex.assert_trees_all_close(optfn.unpack(grad(packed)), want, rtol=1e-6)
+    twice = jax.grad(lambda p: jnp.sum(jax.grad(packed_loss)(p).buffers[0] ** 2))(packed)
+    plain = jax.grad(lambda t: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(t))))
+    chex.assert_trees_all_close(optfn.unpack(twice), plain(tree), rtol=1e-6)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), packed)
+    found = jax.vmap(packed_loss)(stacked)
+    np.testing.assert_allclose(found[1], loss(jax.tree.map(lambda x: 2 * x, tree)), rtol=1e-6)
+
+
+def follow(tx, packed, steps=3, **extra):
+    """Return the params after some steps, as a tree, and the state."""
+    p = optfn.pack(params()) if packed else params()
+    tx, state = optax.with_extra_args_support(tx), tx.init(p)
+
+    @jax.jit
+    def step(p, state, g):
+        updates, state = tx.update(g, state, p, **extra)
+        return optfn.apply_updates(p, updates), state
+
+    for i in range(steps):
+        g = gradients(i)
+        p, state = step(p, state, pack_like(p.layout, g) if packed else g)
+    return optfn.unpack(p), state
+
+
+def assert_same(tx, **extra):
+    (tree, state), (found, packed_state) = follow(tx, False, **extra), follow(tx, True, **extra)
+    chex.assert_trees_all_close(found, tree, rtol=1e-6, atol=1e-6)
+    want, names = optfn.state_dict(state), optfn.state_dict(packed_state)
+    assert set(names) == set(want)
+    for name in want:
+        np.testing.assert_allclose(names[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    # Either state loads into the other's template.
+    loaded = optfn.load_state_dict(packed_state, want)
+    assert jax.tree.structure(loaded) == jax.tree.structure(packed_state)
+    chex.assert_trees_all_close(loaded, packed_state, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(optfn.load_state_dict(state, names), state, rtol=1e-5, atol=1e-6)
+
+
+# Those whose rules look at tensors or paths, and some of each other kind.
+RULES = [
+    "adam_clip_l2", "asgd_batches", "ftrl", "lamb", "lars", "clip_by_norm", "clip_by_global_norm",
+    "scale_by_trust_ratio", "add_decayed_weights", "exponential_moving_average", "model_average",
+    "accumulate", "multi_precision", "skip_nonfinite", "record_metrics", "stack",
+    "reduce_on_plateau",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", thinned(RULES, every=4))
+def test_every_rule_is_that_of_the_tree(name):
+    entry = registry.ALL[name]
+    assert_same(entry.make(), **dict(entry.extra))
+
+
+ATTRS = {
+    r".*/b": optfn.ParamAttr(learning_rate=0.5, regularization=None, need_clip=False),
+    r"c/.*": optfn.ParamAttr(trainable=False),
+    r"d/0": optfn.ParamAttr(regularization=optfn.l1_decay(0.1)),
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    thinned(
+        [
+            lambda **k: optfn.adamw(0.1, exclude=r".*/b", **k),
+            lambda **k: optfn.lamb(0.1, exclude=lambda path: path == "a/w", **k),
+            lambda **k: optfn.lars(0.1, 0.9, grad_clip=optfn.clip_by_norm(0.5), **k),
+            lambda **k: optfn.ftrl(0.1, l1=0.01, regularization=optfn.l2_decay(0.1), **k),
+            lambda **k: optfn.sgd(0.1, grad_clip=optfn.clip_by_global_norm(0.5), **k),
+        ],
+        every=3,
+    ),
+    ids=["adamw", "lamb", "lars", "ftrl", "sgd"],
+)
+def test_patterns_and_attributes_are_those_of_the_leaves(make):
+    assert_same(make())
+    assert_same(make(param_attrs=ATTRS))
+    # Patterns that meet no leaf once those that are held are taken out.
+    assert_same(
+        make(
+            param_attrs={
+                r"c/.*|n": optfn.ParamAttr(trainable=False),
+                r"a/b": optfn.ParamAttr(regularization=None, need_clip=False),
+            }
+        )
+    )
+    found, _ = follow(make(param_attrs=ATTRS), True)
+    chex.assert_trees_all_equal(found["c"]["w"], params()["c"]["w"])  # held bit for bit
+    chex.assert_trees_all_equal(
+        optfn.summary(make(param_attrs=ATTRS), optfn.pack(params())),
+        optfn.summary(make(param_attrs=ATTRS), params()),
+    )
+
+
+def test_moments_in_fewer_bits():
+    """Rounded by other random bits, in other blocks: the same to their precision."""
+    tree, _ = follow(optfn.adam(0.1, moment_dtype="int8"), False)
+    found, state = follow(optfn.adam(0.1, moment_dtype="int8"), True)
+    chex.assert_trees_all_close(found, tree, atol=0.03)
+    again = optfn.load_state_dict(state, optfn.state_dict(state))
+    chex.assert_trees_all_equal(again, state)
+
+
+def loss_fn(tree, x):
+    for k in ("a", "c"):
+        x = x + jnp.tanh(x @ tree[k]["w"].T) @ tree[k]["w"] + tree[k]["b"]
+    return jnp.mean((x * tree["d"][1] + tree["d"][0][:4]) ** 2)
+
+
+BATCH = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mesh": 4}, {"rng": 3}, {"has_aux": True}, {"value_and_grad": True}],
+    ids=["plain", "mesh", "rng", "aux", "given"],
+)
+def test_train_step(options):
+    """loss_fn sees the tree; the state is one buffer for each of p, m and v."""
+    options = dict(options)
+    fn = loss_fn
+    if "mesh" in options:
+        options["mesh"] = data_mesh(options["mesh"])
+    if "rng" in options:
+
+        def fn(tree, x, key):
+            return loss_fn(tree, x + jax.random.normal(key, x.shape))
+
+    if "has_aux" in options:
+
+        def fn(tree, x):
+            return loss_fn(tree, x), {"norm": jnp.sum(tree["a"]["w"] ** 2)}
+
+    if "value_and_grad" in options:
+        options["value_and_grad"] = jax.value_and_grad(loss_fn, allow_int=True)
+    tx = optfn.adam(0.1, grad_clip=optfn.clip_by_global_norm(0.1))
+    states, metrics = [], []
+    for packed in (False, True):
+        step = optfn.make_train_step(fn, tx, packed=packed, **options)
+        state = step.init(params())
+        for _ in range(3):
+            state, out = step(state, BATCH)
+        states.append(state)
+        metrics.append(out)
+    chex.assert_trees_all_close(
+        jax.device_get(optfn.unpack(states[1].params)), jax.device_get(states[0].params), rtol=1e-5
+    )
+    chex.assert_trees_all_close(jax.device_get(metrics[1]), jax.device_get(metrics[0]), rtol=1e-5)
+    assert len(jax.tree.leaves(states[1].params)) == 2  # the buffer, and n
+    assert len(jax.tree.leaves(states[1].opt_state)) < 10
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", thinned(["adam_clip_l2", "adam", "momentum", "rmsprop"], every=4))
+def test_a_packed_step_is_in_place(name):
+    tree = {f"layer{k}": {"w": normal((32, 32), k), "b": normal(32, k)} for k in range(8)}
+
+    def loss_fn(tree, x):
+        for layer in tree.values():
+            x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean(x**2)
+
+    step = optfn.make_train_step(loss_fn, registry.OPTIMIZERS[name].make(), packed=True)
+    optfn.assert_in_place(step, step.init(tree), jnp.ones((4, 32)))
+
+
+def test_minimize_goes_on_from_the_checkpoint_of_the_tree(tmp_path):
+    tx, batches = optfn.lamb(0.01), [BATCH] * 6
+    whole, _ = optfn.minimize(loss_fn, tx, params(), batches, progress=False)
+    kept = {"progress": False, "checkpoint": tmp_path}
+    optfn.minimize(loss_fn, tx, params(), batches[:3], **kept)
+    state, _ = optfn.minimize(loss_fn, tx, params(), batches, packed=True, **kept)
+    assert int(state.step) == 6
+    chex.assert_trees_all_close(optfn.unpack(state.params), whole.params, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.optimized
+def test_slices_of_one_shape_share_their_code():
+    """On CPU no slice is compiled for its own offset, and the gradient is not padded."""
+    tree = {f"w{k}": normal((3, 3), k) for k in range(40)}
+
+    def loss(packed, x):
+        for w in optfn.unpack(packed).values():
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    compiled = jax.jit(jax.grad(loss)).lower(optfn.pack(tree), jnp.ones((2, 3))).compile()
+    text = compiled.as_text()
+    assert not re.findall(r"= f32\[\S+ slice\(%?\S*f32\[360\]", text)
+    assert len(re.findall(r" dynamic-slice\(", text)) >= 1
+    assert not re.findall(r" pad\(", text)
+
+
+def test_errors():
+    packed = optfn.pack(params())
+    rows = sparse.Rows(jnp.zeros(1, jnp.int32), jnp.ones((1, 4)), 5)
+    with pytest.raises(TypeError, match="leaf 't' is row-sparse"):
+        optfn.pack({"t": rows})
+    with pytest.raises(TypeError, match="leaf 'w' must be an array; got 'x'"):
+        optfn.pack({"w": "x"})
+    with pytest.raises(ValueError, match="missing 'n'"):
+        pack_like(packed.layout, {k: v for k, v in params().items() if k != "n"})
+    wrong = params()
+    wrong["a"]["w"] = jnp.zeros((4, 5))
+    with pytest.raises(ValueError, match=r"leaf 'a/w' has shape \(4, 5\); .* shape \(5, 4\)"):
+        pack_like(packed.layout, wrong)
+    with pytest.raises(ValueError, match="leaf 'd/0' is missing"):
+        pack_like(packed.layout, params() | {"d": [None, jnp.zeros(())]})
+    tx = optfn.adamw(0.1, exclude="nothing")
+    with pytest.raises(ValueError, match=r"matches no leaf.*'a/b', 'c/b', 'a/w'"):
+        tx.update(pack_like(packed.layout, gradients(0)), tx.init(packed), packed)
+    with pytest.raises(ValueError, match=r"tables=.* cannot be with packed=True"):
+        optfn.make_train_step(loss_fn, optfn.sgd(0.1), tables="a/w", packed=True)
+    with pytest.raises(TypeError, match="packed"):
+        optfn.make_train_step(loss_fn, optfn.sgd(0.1), packed="yes")

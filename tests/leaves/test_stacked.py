@@ -1,0 +1,155 @@
+"""Layers stacked in one leaf are tensors of their own to rules with a norm per tensor."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import registry
+from grids import thinned
+from problems import STAGES, batch, block, blocks, mean_square, mesh_of, whole
+
+import optfn
+from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
+
+# Blocks of 8-bit moments lie across layers, and leaves of one shape have the same random bits.
+EXACT = {k: v for k, v in registry.EVERYTHING.items() if not v.quantized}
+STEPS = 2
+
+
+def layers(seed):
+    rng = np.random.default_rng(seed)
+    return [{"b": normal(rng, 3) * 2**k, "w": normal(rng, 4, 3) * (k + 1)} for k in range(STAGES)]
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def trained(tx, entry, params, gradients):
+    """Return the updates of a few steps."""
+    state, found = tx.init(params), []
+    for grads in gradients:
+        updates, state = tx.update(grads, state, params, **dict(entry.extra))
+        params = optfn.apply_updates(params, updates)
+        found.append(updates)
+    return found
+
+
+@pytest.mark.parametrize("name", thinned(EXACT, every=8))
+def test_every_rule_takes_stacked_layers_apart(name):
+    """The updates of a stacked tree are those of the list of its layers."""
+    entry = EXACT[name]
+    apart = [layers(seed) for seed in range(1 + STEPS)]
+    want = trained(entry.make(), entry, apart[0], apart[1:])
+    stacked = [stack_stages(tree) for tree in apart]
+    got = trained(entry.make(), entry, stacked[0], stacked[1:])
+    for a, b in zip(got, want, strict=True):
+        chex.assert_trees_all_close(unstack_stages(a), b, rtol=2e-6, atol=1e-7)
+
+
+NORM_RULES = {
+    "lamb": lambda **attrs: optfn.lamb(0.1, **attrs),
+    "lars": lambda **attrs: optfn.lars(0.1, 0.9, lars_coeff=0.1, **attrs),
+    "clip_by_norm": lambda **attrs: optfn.sgd(0.1, grad_clip=optfn.clip_by_norm(0.5), **attrs),
+}
+ENTRY = registry.OPTIMIZERS["lamb"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", thinned(NORM_RULES, every=3))
+def test_an_attribute_stacks_as_stack_stages_does(name, packed):
+    """Also in a Packed, and beside leaves of the same shape that are one tensor."""
+    make = NORM_RULES[name]
+    attrs = {"layers/.*": optfn.ParamAttr(stacked=1)}
+    trees = []
+    for seed in range(1 + STEPS):
+        alone = normal(np.random.default_rng(100 + seed), STAGES, 4, 3)
+        trees.append({"layers": layers(seed), "w": alone})
+    want = trained(make(), ENTRY, trees[0], trees[1:])
+    stacked = [t | {"layers": stack_stages(t["layers"]).layers} for t in trees]
+    kept = [optfn.pack(t) for t in stacked] if packed else stacked
+    got = trained(make(param_attrs=attrs), ENTRY, kept[0], kept[1:])
+    for a, b in zip(got, want, strict=True):
+        a = optfn.unpack(a) if packed else a
+        chex.assert_trees_all_close(unstack_stages(a["layers"]), b["layers"], rtol=2e-6)
+        np.testing.assert_allclose(a["w"], b["w"], rtol=2e-6)
+    # Without the mark the layers share a norm: the test above can fail.
+    unmarked = trained(make(), ENTRY, stacked[0], stacked[1:])
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(unstack_stages(unmarked[0]["layers"]), want[0]["layers"])
+
+
+def test_too_many_stacked_axes_are_an_error():
+    attrs = {"w": optfn.ParamAttr(stacked=2)}
+    with pytest.raises(ValueError, match=r"stacked=2 for leaf 'w' of shape \(3,\)"):
+        optfn.lamb(0.1, param_attrs=attrs).init({"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match="stacked must be >= 0; got -1"):
+        optfn.ParamAttr(stacked=-1)
+
+
+def test_the_mark_adds_no_word_and_reads_like_the_tree():
+    params = stack_stages(layers(0), virtual_stages=2)
+    assert params["w"].shape == (2, STAGES // 2, 4, 3)
+    state = optfn.adam(0.1).init(params)
+    assert "scale_by_adam/mu/w" in optfn.state_dict(state)
+    with pytest.raises(KeyError):
+        params["other"]
+    assert "w" in params and "other" not in params
+    pair = stack_stages([(jnp.ones((4, 3)), jnp.zeros(3)) for _ in range(STAGES)])
+    assert pair[0].shape == (STAGES, 4, 3) and pair[-1].shape == (STAGES, 3)
+    assert optfn.sgd(0.1).update(pair, optfn.sgd(0.1).init(pair), pair)[0][1].shape == (STAGES, 3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mark_of_leaves_without_gradient(packed):
+    """An integer leaf and a frozen one may have the gradient None, marked or not."""
+    attrs = {
+        "frozen": optfn.ParamAttr(stacked=1, trainable=False),
+        ".*": optfn.ParamAttr(stacked=1),
+    }
+    params = {"frozen": jnp.ones((2, 3)), "n": jnp.arange(3), "w": jnp.ones((2, 3))}
+    grads = {"frozen": jnp.ones((2, 3)), "n": jnp.zeros(3, jnp.int32), "w": jnp.ones((2, 3))}
+    if packed:
+        params, grads = optfn.pack(params), optfn.pack(grads)
+        grads = jax.tree.map(lambda g: None if g.dtype == jnp.int32 else g, grads)
+    else:
+        grads |= {"frozen": None, "n": None}
+    tx = optfn.lamb(0.1, param_attrs=attrs)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    moved = optfn.unpack(optfn.apply_updates(params, updates))
+    np.testing.assert_array_equal(moved["frozen"], jnp.ones((2, 3)))
+    np.testing.assert_array_equal(moved["n"], jnp.arange(3))
+    assert float(jnp.max(moved["w"])) < 1
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """The gradient of a pipeline, compiled once, and that of the model on one device."""
+    f = pipeline_value_and_grad(block, mean_square, mesh=mesh_of(False), num_microbatches=3)
+    return f, jax.jit(jax.grad(whole))
+
+
+@pytest.mark.parametrize(
+    "name",
+    thinned((k for k, v in registry.OPTIMIZERS.items() if not v.quantized), every=12, first=11),
+)
+def test_a_pipeline_trains_with_every_optimizer_as_one_device(gradients, name):
+    pipelined, alone = gradients
+    tx, stages = registry.OPTIMIZERS[name].make(), blocks()
+    params, want = stack_stages(stages), stages
+    state, want_state = tx.init(params), tx.init(want)
+    for k in range(STEPS):
+        _, grads = pipelined(params, batch(k))
+        updates, state = tx.update(grads, state, params)
+        params = optfn.apply_updates(params, updates)
+        updates, want_state = tx.update(alone(want, batch(k)), want_state, want)
+        want = optfn.apply_updates(want, updates)
+    moved, error = distance(want, stages), distance(unstack_stages(params), want)
+    # Adam's first steps divide by the gradient: an element near zero may turn its sign.
+    assert error < 1e-3 * moved
+
+
+def distance(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return np.linalg.norm(np.concatenate([np.ravel(x - y) for x, y in pairs]))

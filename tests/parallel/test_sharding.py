@@ -1,0 +1,120 @@
+"""Sharded parameters, shard_map and pmap: the same numbers as on one device."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from grids import thinned
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optfn
+
+
+def mesh(kind):
+    if kind == "explicit":
+        return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    return Mesh(np.array(jax.devices()[:4]), ("data",))
+
+
+def arrays(seed):
+    rng = np.random.default_rng(seed)
+    return {"w": rng.normal(size=(8, 3)).astype(np.float32), "b": np.float32(rng.normal(size=4))}
+
+
+def steps(entry, tx, params, state, gradients):
+    for grads in gradients:
+        updates, state = tx.update(grads, state, params, **dict(entry.extra))
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@functools.cache
+def expected(entry):
+    tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))
+    gradients = [jax.tree.map(jnp.asarray, arrays(k)) for k in (1, 2)]
+    return steps(entry, tx, params, tx.init(params), gradients)
+
+
+# Exchanges have axes and states of their own, which tests/compression/test_exchange.py is about.
+PROGRAMS = {k: v for k, v in registry.PROGRAMS.items() if k in registry.EVERYTHING}
+
+
+AXES = registry.in_turn("auto", "auto", "explicit", "explicit", entries=PROGRAMS)
+CHECKED = registry.in_turn(True, True, False, False, entries=PROGRAMS)
+
+
+@pytest.mark.parametrize(("entry", "kind"), thinned(AXES, every=9))
+def test_sharded_parameters(entry, kind):
+    """jit over sharded arrays: state is sharded as its parameters, results as on one device."""
+    on = mesh(kind)
+
+    def place(tree):
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(on, P("data"))), tree)
+
+    tx, params = entry.make(), place(arrays(0))
+    state = tx.init(params)
+    for leaf in jax.tree.leaves(state):
+        if leaf.shape in ((8, 3), (4,)):
+            assert leaf.sharding.spec == P("data")
+    with jax.set_mesh(on):
+        new, _ = jax.jit(functools.partial(steps, entry, tx))(
+            params, state, [place(arrays(k)) for k in (1, 2)]
+        )
+    chex.assert_trees_all_close(jax.device_get(new), expected(entry)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("entry", "check_vma"), thinned(CHECKED, every=9, first=1))
+def test_replicated_in_shard_map(entry, check_vma):
+    """Parameters, state and (averaged) gradients are replicated; so is what comes out."""
+    tx, params = entry.make(), jax.tree.map(jnp.asarray, arrays(0))
+    own = [jax.tree.map(lambda x: jnp.stack([x * k for k in (0.5, 1.5, 1.0, 1.0)]), arrays(s))
+           for s in (1, 2)]  # fmt: skip
+
+    def body(params, state, gradients):
+        mine = jax.tree.map(lambda x: jax.lax.pmean(x[0], "data"), gradients)
+        return steps(entry, tx, params, state, mine)
+
+    run = jax.shard_map(
+        body, mesh=mesh("auto"), in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    new, state = jax.jit(run)(params, tx.init(params), own)
+    want = expected(entry)
+    chex.assert_trees_all_close(jax.device_get(new), want[0], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(state), want[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", thinned(["adam", "stack", "ftrl", "lamb", "param_attrs"], every=4))
+def test_pmap(name):
+    entry = registry.EVERYTHING[name]
+    tx = entry.make()
+    stack = functools.partial(jax.tree.map, lambda x: jnp.stack([x] * 4))
+    params = stack(arrays(0))
+    state = jax.pmap(tx.init)(params)
+    new, _ = jax.pmap(functools.partial(steps, entry, tx), axis_name="data")(
+        params, state, [stack(arrays(k)) for k in (1, 2)]
+    )
+    one = jax.tree.map(lambda x: x[3], new)
+    chex.assert_trees_all_close(jax.device_get(one), expected(entry)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_each_worker_with_its_own_state():
+    """Varying gradients and state under check_vma: also through accumulate's loop."""
+    tx = optfn.accumulate(optfn.adam(0.1), 2)
+    params = jnp.stack([jnp.full(3, k) for k in range(4)]).astype(jnp.float32)
+
+    def body(p):
+        p = p[0]
+        state = tx.init(p)
+        for _ in range(2):
+            updates, state = tx.update(p - 10.0, state, p)
+            p = p + updates
+        return p[None]
+
+    run = jax.shard_map(body, mesh=mesh("auto"), in_specs=P("data"), out_specs=P("data"))
+    np.testing.assert_allclose(jax.jit(run)(params), params + 0.1, rtol=1e-5)

@@ -1,0 +1,258 @@
+"""Workers hold the same params whatever stands around or beside a transform that communicates."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from grids import thinned
+from jax.sharding import PartitionSpec as P
+from problems import batch, block, blocks, mean_square, mesh_of
+
+import optfn
+from optfn.distributed import (
+    data_mesh,
+    on_each_device,
+    pipeline_value_and_grad,
+    rescale_residuals,
+    stack_stages,
+)
+
+N = 4
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
+
+
+def start():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (6, 8), "v": (8, 2), "b": (2,)}
+    return {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+
+
+def data(k, size=16):
+    rng = np.random.default_rng(k)
+    return rng.standard_normal((size, 6), np.float32), rng.standard_normal((size, 2), np.float32)
+
+
+def dgc(**options):
+    options = {"rampup_begin_step": 0, "sparsity": (0.98,), "min_size": 16} | options
+    return optfn.dgc_momentum(0.1, 0.9, **options)
+
+
+def simulated(tx, batches):
+    """Return the params of N workers side by side on one device, and their state."""
+
+    def worker(params, state, part):
+        grads = jax.grad(loss_fn)(params, part)
+        grads = {k: g if k in ("w", "v") else jax.lax.pmean(g, "data") for k, g in grads.items()}
+        updates, state = tx.update(grads, state, params, axis_name="data")
+        return optfn.apply_updates(params, updates), state
+
+    step = jax.jit(jax.vmap(worker, axis_name="data"))
+    params, state = jax.tree.map(lambda x: jnp.stack([x] * N), (start(), tx.init(start())))
+    for whole in batches:
+        parts = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), whole)
+        params, state = step(params, state, parts)
+    return params, state
+
+
+def on_mesh(tx, batches):
+    step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N))
+    state = step.init(start())
+    for whole in batches:
+        state, _ = step(state, whole)
+    return step, state
+
+
+def assert_replicated(params):
+    """What should be the same everywhere is, bit for bit."""
+    for x in jax.tree.leaves(params):
+        first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+        assert all(np.array_equal(first, other) for other in others)
+
+
+def labels(params):
+    return {k: "slow" if k == "b" else "fast" for k in params}
+
+
+BESIDE_OTHERS = {
+    "partition": lambda: optax.partition({"fast": dgc(), "slow": optfn.adam(0.1)}, labels),
+    "masked": lambda: optfn.chain(
+        optax.masked(dgc(), {"w": True, "v": True, "b": False}),
+        optax.masked(optfn.adam(0.1), {"w": False, "v": False, "b": True}),
+    ),
+    "accumulate": lambda: optfn.accumulate(dgc(), 2),
+    "accumulated partition": lambda: optfn.accumulate(
+        optax.partition({"fast": dgc(), "slow": optfn.adam(0.1)}, labels), 2
+    ),
+    "guarded": lambda: optfn.record_metrics(
+        optfn.skip_nonfinite(optax.partition({"fast": dgc(), "slow": optfn.adam(0.1)}, labels))
+    ),
+    "attributes": lambda: dgc(param_attrs={"b": optfn.ParamAttr(trainable=False)}),
+}
+
+
+@pytest.mark.parametrize("name", thinned(BESIDE_OTHERS, every=6))
+def test_params_stay_the_same_on_all_workers(name):
+    """The mesh gives what simulated workers give, whose other leaves have the mean gradient."""
+    batches = [data(k) for k in range(4)]
+    want, _ = simulated(BESIDE_OTHERS[name](), batches)
+    _, state = on_mesh(BESIDE_OTHERS[name](), batches)
+    assert_replicated(state.params)
+    for k, x in state.params.items():
+        np.testing.assert_allclose(x, want[k][0], rtol=1e-5, atol=1e-6, err_msg=k)
+        np.testing.assert_allclose(want[k], np.broadcast_to(want[k][0], want[k].shape), atol=1e-6)
+
+
+def test_accumulate_keeps_each_workers_own_sum(tmp_path):
+    """Halfway it is saved, resumed bit for bit, and carried over to other workers as the mean."""
+    step, state = on_mesh(optfn.accumulate(dgc(), 2), [data(k) for k in range(3)])
+    accumulated = state.opt_state.own_total["w"]
+    assert accumulated.shape == (N * 48,) and accumulated.sharding.spec == P("data")
+    optfn.save_checkpoint(tmp_path, state)
+    restored, _ = optfn.restore_checkpoint(tmp_path, step.init(start()))
+    mapping = optfn.state_dict(state.opt_state)
+    assert "accumulate/own_total/w" in mapping["per_worker"]
+    rescaled = rescale_residuals(mapping, 2)
+    mean = np.asarray(accumulated).reshape(N, 48).mean(0)
+    total = rescaled["accumulate/own_total/w"].reshape(2, 48)
+    np.testing.assert_allclose(total, [mean, mean], rtol=1e-6)
+    ends = [step(s, data(3))[0] for s in (state, restored)]
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    ],
+)
+def test_wrappers_that_are_not_known_are_refused_by_name(wrap):
+    with pytest.raises(ValueError, match=r"(ApplyIfFinite|MultiSteps)State stands around"):
+        optfn.make_train_step(loss_fn, wrap(dgc()), mesh=data_mesh(N)).init(start())
+
+
+def test_a_wrapper_whose_state_is_a_class_is_refused_too():
+    @partial(jax.tree_util.register_dataclass, data_fields=["inner"], meta_fields=[])
+    @dataclasses.dataclass
+    class Wrapped:
+        inner: Any
+
+    def wrap(tx):
+        return optax.GradientTransformationExtraArgs(lambda p: Wrapped(tx.init(p)), tx.update)
+
+    step = optfn.make_train_step(loss_fn, wrap(dgc()), mesh=data_mesh(N))
+    with pytest.raises(ValueError, match="Wrapped stands around"):
+        step.init(start())
+    optfn.make_train_step(loss_fn, wrap(optfn.adam(0.1)), mesh=data_mesh(N)).init(start())
+
+
+def test_a_wrapper_that_renames_leaves_is_refused():
+    """By their names the step knows which gradients are a worker's own."""
+    step = optfn.make_train_step(loss_fn, optax.flatten(dgc()), mesh=data_mesh(N))
+    with pytest.raises(ValueError, match=r"other leaves than params, ''.*optax.flatten"):
+        step(step.init(start()), data(0))
+
+
+def test_accumulate_goes_inside_on_each_device():
+    mesh = mesh_of(False)
+    with pytest.raises(ValueError, match=r"put it inside: on_each_device\(accumulate"):
+        optfn.accumulate(on_each_device(dgc(), mesh, spec=P("stage")), 2).init(
+            stack_stages(blocks(), mesh=mesh)
+        )
+
+
+def pipelined(tx, steps):
+    mesh = mesh_of(False)
+    f = pipeline_value_and_grad(
+        block, mean_square, mesh=mesh, num_microbatches=3, data_axis="data", grad_reduce=None
+    )
+    step = optfn.make_train_step(None, on_each_device(tx, mesh, spec=P("stage")), value_and_grad=f)
+    state = step.init(stack_stages(blocks(), mesh=mesh))
+    for k in range(steps):
+        state, _ = step(state, batch(k))
+    return state
+
+
+def test_partitions_and_sums_on_each_device_of_a_pipeline():
+    """Leaves that nothing exchanges are averaged; accumulate keeps the sums of each worker."""
+
+    def by_path(params):
+        return jax.tree.map(lambda x: "fast" if x.ndim > 2 else "slow", params)
+
+    for wrap in (lambda tx: tx, lambda tx: optfn.accumulate(tx, 2)):
+        rules = {"fast": dgc(), "slow": optfn.adam(0.1)}
+        state = pipelined(wrap(optax.partition(rules, by_path)), 4)
+        shards = {}
+        for x in jax.tree.leaves(state.params):
+            for shard in x.addressable_shards:
+                key = (x.shape, str(shard.index))
+                shards.setdefault(key, []).append(np.asarray(shard.data))
+        for parts in shards.values():
+            assert all(np.array_equal(parts[0], part) for part in parts[1:])
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+def test_labels_of_stacked_stages_are_stacked_or_a_function(virtual_stages):
+    params = stack_stages(blocks(), virtual_stages=virtual_stages)
+    labels = dict.fromkeys(blocks()[0], "fast")
+    mask = dict.fromkeys(labels, True)
+
+    def by_labels(labels):
+        return optax.partition({"fast": optfn.adam(0.1)}, labels)
+
+    for tx in (by_labels(labels), optax.masked(optfn.adam(0.1), mask)):
+        with pytest.raises(
+            ValueError, match=r"on_each_device: tx: a tree.*Put it into an optfn\.St"
+        ):
+            on_each_device(tx, mesh_of(False), spec=P()).init(params)
+        with pytest.raises(ValueError, match=r"chain: part 1: a tree.*or give a function"):
+            optfn.chain(optfn.clip_by_norm(1.0), tx).init(params)
+    stacked = optfn.Stacked(labels)
+    stacked = optfn.Stacked(stacked) if virtual_stages > 1 else stacked
+    whole = jax.tree.leaves(optfn.adam(0.1).init(params))
+    for good in (stacked, lambda params: jax.tree.map(lambda _: "fast", params)):
+        state = on_each_device(by_labels(good), mesh_of(False), spec=P()).init(params)
+        for x, y in zip(jax.tree.leaves(state), whole, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_the_recorded_norm_has_one_meaning():
+    """The root mean square over workers of the norms of their gradients, in both ways."""
+    mesh, tx = mesh_of(False), dgc()
+    f = pipeline_value_and_grad(
+        block, mean_square, mesh=mesh, num_microbatches=3, data_axis="data", grad_reduce=None
+    )
+    params = stack_stages(blocks(), mesh=mesh)
+    _, grads = f(params, batch(0))
+    recorded = optfn.record_metrics(on_each_device(tx, mesh, spec=P("stage")))
+    _, state = jax.jit(recorded.update)(grads, recorded.init(params), params)
+    norms = [
+        np.sqrt(
+            sum(np.sum(np.square(np.asarray(g[w], np.float64))) for g in jax.tree.leaves(grads))
+        )
+        for w in range(2)
+    ]
+    want = np.sqrt(np.mean(np.square(norms)))
+    np.testing.assert_allclose(optfn.metrics(state)["grad_norm"], want, rtol=1e-6)
+
+
+def test_a_nan_on_one_worker_stops_all():
+    """The guard decides for all workers, where some leaves are averaged and others are not."""
+    tx = BESIDE_OTHERS["guarded"]()
+    step, state = on_mesh(tx, [data(0)])
+    before = jax.tree.map(np.asarray, state.params)
+    x, y = data(1)
+    x[3, 0] = np.nan
+    state, _ = step(state, (x, y))
+    for k, p in state.params.items():
+        np.testing.assert_array_equal(p, before[k])

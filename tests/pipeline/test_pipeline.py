@@ -1,0 +1,815 @@
+"""The pipeline against the unpipelined model, by jax.value_and_grad."""
+
+import functools
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from grids import thinned
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import (
+    PipelineParams,
+    pipeline_value_and_grad,
+    plan,
+    stack_stages,
+    unstack_stages,
+)
+
+WIDTH, BATCH = 6, 24
+
+
+def mesh_of(p, data=1, *, explicit=False):
+    shape, names = ((data, p), ("data", "stage")) if data > 1 else ((p,), ("stage",))
+    devices = jax.devices()[: p * data]
+    if explicit:
+        return jax.make_mesh(shape, names, devices=devices)
+    return Mesh(np.array(devices).reshape(shape), names)
+
+
+def block(w, x):
+    return x + jnp.tanh(x @ w["in"] + w["bias"]) @ w["out"]
+
+
+def mean_square(y, target):
+    return jnp.mean((y - target) ** 2)
+
+
+def random(seed, *shape, scale=1.0):
+    return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
+
+
+def blocks(n, seed=0):
+    return [
+        {
+            "in": random([seed, i, 0], WIDTH, 9, scale=0.4),
+            "bias": random([seed, i, 1], 9, scale=0.1),
+            "out": random([seed, i, 2], 9, WIDTH, scale=0.4),
+        }
+        for i in range(n)
+    ]
+
+
+def batch(seed=7, size=BATCH):
+    return random([seed, 0], size, WIDTH), random([seed, 1], size, WIDTH)
+
+
+def whole(stage_fn, loss_fn, params, x, target):
+    """The reference: all stages on one device."""
+
+    def loss(params):
+        y = x
+        for w in params:
+            y = stage_fn(w, y)
+        return loss_fn(y, target)
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@functools.cache
+def reference(stages):
+    with jax.enable_x64(True):
+        exact = whole(block, mean_square, *jax.tree.map(np.float64, (blocks(stages), *batch())))
+        return jax.tree.map(np.asarray, exact)
+
+
+def assert_close(got, want, tolerance=1e-6):
+    """Compare loss and gradients, leaf by leaf, relative to the norm of the leaf."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        name = jax.tree_util.keystr(path)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape, name
+        assert np.isfinite(a).all(), name
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), name
+
+
+GRID = [
+    (p, v, m, schedule, stash)
+    for p, v, m in [(4, 1, 3), (2, 2, 4)]
+    for schedule in ("1f1b", "gpipe", "zb")
+    for stash in ("input", "residual")
+]
+GRID += [
+    (1, 1, 2, "1f1b", "input"),
+    (1, 1, 2, "zb", "residual"),
+    (2, 1, 4, "1f1b", "residual"),
+    (2, 3, 2, "1f1b", "input"),
+    (4, 1, 6, "zb", "residual"),
+    (4, 2, 4, "1f1b", "input"),
+    (8, 1, 4, "1f1b", "residual"),
+]
+
+
+@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), thinned(GRID, every=6))
+def test_exact_over_the_grid(p, v, m, schedule, stash):
+    # Half of the grid on each kind of mesh.
+    explicit = (schedule == "gpipe") == (stash == "input")
+    fn = pipeline_value_and_grad(
+        block,
+        mean_square,
+        mesh=mesh_of(p, explicit=explicit),
+        num_microbatches=m,
+        schedule=schedule,
+        virtual_stages=v,
+        stash=stash,
+    )
+    # In float64 hardly any rounding hides what the schedule itself does.
+    with jax.enable_x64(True):
+        params, x, target = jax.tree.map(np.float64, (blocks(p * v), *batch()))
+        loss, grads = fn(stack_stages(params), x, target)
+        assert_close((loss, unstack_stages(grads)), reference(p * v), tolerance=1e-13)
+
+
+@pytest.mark.parametrize("explicit", thinned([False, True]))
+def test_params_placed_by_stage_stay_where_they_are(explicit):
+    """Folded and placed, gradients and optimizer state are sharded as the params are."""
+    mesh = mesh_of(2, explicit=explicit)
+    params = stack_stages(blocks(4), virtual_stages=2, mesh=mesh)
+    fn = pipeline_value_and_grad(
+        block, mean_square, mesh=mesh, num_microbatches=4, virtual_stages=2
+    )
+    tx = optfn.adam(1e-2)
+
+    @jax.jit
+    def step(params, state, x, target):
+        loss, grads = fn(params, x, target)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, grads
+
+    state = tx.init(params)
+    new, state, loss, grads = step(params, state, *batch())
+    assert_close((loss, unstack_stages(grads, virtual_stages=2)), reference(4))
+    moments = [x for x in jax.tree.leaves(state) if x.ndim >= 2]
+    assert len(moments) == 6
+    for x in [*jax.tree.leaves((params, grads, new)), *moments]:
+        assert x.sharding.spec[:2] == (None, "stage"), x.sharding
+
+
+def test_stacking_and_unstacking_are_inverse():
+    trees = blocks(6)
+    for v in (1, 2, 3):
+        stacked = stack_stages(trees, virtual_stages=v)
+        lead = (6,) if v == 1 else (v, 6 // v)
+        assert all(x.shape[: len(lead)] == lead for x in jax.tree.leaves(stacked))
+        assert_close(unstack_stages(stacked, virtual_stages=v), trees, 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stash"), [("1f1b", "residual"), ("zb", None), ("gpipe", None)]
+)
+def test_a_stage_that_is_nan_on_zeros(schedule, stash):
+    """The bubble computes with zeros; its results may not reach the loss or the gradients."""
+
+    def normalized(w, x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True) @ w
+
+    params = [
+        np.eye(WIDTH, dtype=np.float32) + random(i, WIDTH, WIDTH, scale=0.1) for i in range(3)
+    ]
+    fn = pipeline_value_and_grad(
+        normalized, mean_square, mesh=mesh_of(3), num_microbatches=4, schedule=schedule, stash=stash
+    )
+    loss, grads = fn(stack_stages(params), *batch())
+    assert_close((loss, unstack_stages(grads)), whole(normalized, mean_square, params, *batch()))
+
+
+@functools.cache
+def temporaries(schedule, stash, m):
+    """Bytes of temporaries per device, for microbatches of one size."""
+    shape = jax.ShapeDtypeStruct
+    widths = {"in": (16, 64), "bias": (64,), "out": (64, 16)}
+    params = {name: shape((4, *width), "f") for name, width in widths.items()}
+    x = shape((m * 128, 16), "f")
+    fn = pipeline_value_and_grad(
+        block, mean_square, mesh=mesh_of(4), num_microbatches=m, schedule=schedule, stash=stash
+    )
+    compiled = jax.jit(fn).lower(params, x, x).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("stash", thinned(["input", "residual"]))
+def test_memory_of_1f1b_is_flat(stash):
+    assert temporaries("1f1b", stash, 64) <= 1.02 * temporaries("1f1b", stash, 16)
+    assert temporaries("1f1b", stash, 64) <= 0.2 * temporaries("gpipe", "residual", 64)
+
+
+@pytest.mark.optimized
+def test_memory_of_zero_bubble_is_flat():
+    assert temporaries("zb", "residual", 64) <= 1.02 * temporaries("zb", "residual", 16)
+
+
+def equations(jaxpr, name):
+    """Return the equations of that name, at any depth."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            found.append(equation)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, list | tuple) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found += equations(inner, name)
+    return found
+
+
+def phases_of(p, v, m, stage_fn=block, params=None, **options):
+    """Return the scans over the ticks, without compiling anything."""
+    fn = pipeline_value_and_grad(
+        stage_fn, mean_square, mesh=mesh_of(p), num_microbatches=m, virtual_stages=v, **options
+    )
+    x = jax.ShapeDtypeStruct((m, WIDTH), jnp.float32)
+    params = jax.eval_shape(stack_stages, params or blocks(p * v))
+    (mapped,) = equations(jax.make_jaxpr(fn)(params, x, x).jaxpr, "shard_map")
+    return [e for e in mapped.params["jaxpr"].eqns if e.primitive.name == "scan"]
+
+
+def products(phase):
+    """Return how many matrix products a tick of the phase makes."""
+    return len(equations(phase.params["jaxpr"].jaxpr, "dot_general"))
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "m", "schedule"),
+    [
+        (4, 1, 8, "1f1b"),
+        (4, 1, 3, "1f1b"),
+        (2, 2, 8, "1f1b"),
+        (4, 1, 8, "gpipe"),
+        (2, 2, 8, "gpipe"),
+        (4, 1, 8, "zb"),
+        (2, 2, 8, "zb"),
+        (1, 1, 5, "1f1b"),
+    ],
+)
+def test_ticks_are_those_of_the_plan(p, v, m, schedule):
+    lengths = [e.params["length"] for e in phases_of(p, v, m, schedule=schedule)]
+    theory = plan(p, m, v, schedule)
+    assert lengths == [phase.stop - phase.start for phase in theory.phases]
+    closed = {
+        "1f1b": [v * p - 1, m * v - v * p + p, v * p - 1],
+        "gpipe": [m * v + p - 1] * 2,
+        "zb": [v * p - 1, p - 1, m * v - v * p + 1, v * p - 1],
+    }[schedule]
+    assert lengths == [n for n in closed if n]
+    assert theory.ticks == sum(lengths)
+    if schedule == "zb":
+        assert theory.units == 3 * m * v + 2 * (p - 1)
+        assert theory.bubble == 2 * (p - 1) / (3 * v * m)
+    else:
+        assert theory.ticks == (
+            2 * (m * v + p - 1) if schedule == "gpipe" else m * v + v * p + p - 2
+        )
+        assert theory.bubble == (p - 1) / (v * m)
+
+
+def deep(w, x):
+    """Two layers in a scan, each of them in a jitted function."""
+    return jax.lax.scan(lambda x, w: (jax.jit(block)(w, x), None), x, w)[0]
+
+
+@pytest.mark.parametrize("stage_fn", [block, deep])
+@pytest.mark.parametrize(
+    ("schedule", "stash", "work"),
+    [
+        # a forward has 2, the cotangent of the input 2, the gradient of the weights 2
+        ("1f1b", "residual", [2, 6, 4]),
+        ("1f1b", "input", [2, 8, 6]),
+        ("gpipe", "residual", [2, 4]),
+        ("zb", "residual", [2, 4, 6, 4]),
+        ("zb", "input", [2, 6, 8, 6]),
+    ],
+)
+def test_work_of_a_tick(stage_fn, schedule, stash, work):
+    """Only stash="input" computes a forward twice; zb splits a backward in halves."""
+    params = [stack_stages(blocks(2, seed=i)) for i in range(3)] if stage_fn is deep else blocks(3)
+    phases = phases_of(3, 1, 6, stage_fn, params, schedule=schedule, stash=stash)
+    assert list(map(products, phases)) == work
+
+
+def test_residuals_of_the_weights_alone_are_not_saved():
+    """Every microbatch would save the same transposes and casts."""
+
+    def stage(w, x):
+        return x + jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16).T).astype(x.dtype)
+
+    params = [random(i, WIDTH, WIDTH) for i in range(2)]
+    first, *_ = phases_of(2, 1, 8, stage, params, stash="residual")
+    saved = [a.aval.shape for a in first.outvars if a.aval.shape[:1] == (3,)]
+    assert saved
+    assert all(shape == (3, 1, WIDTH) for shape in saved)
+
+
+def test_zero_bubble_splits_scans():
+    """Scans inside scans, weights that all iterations share, and an effect."""
+
+    def stage(w, x):
+        def iteration(x, w_in):
+            x = jax.lax.scan(lambda x, _: (block(w_in, x), None), x, None, length=2)[0]
+            return jnp.tanh(x @ w["all"]), x.mean(axis=1, keepdims=True)
+
+        x, means = jax.lax.scan(iteration, x, w["each"], reverse=True)
+        jax.debug.callback(lambda _: None, x[0, 0])
+        return x + means.sum(axis=0)
+
+    params = [
+        {"each": stack_stages(blocks(2, seed=i)), "all": random(i, WIDTH, WIDTH, scale=0.4)}
+        for i in range(2)
+    ]
+    fn = pipeline_value_and_grad(
+        stage, mean_square, mesh=mesh_of(2), num_microbatches=4, schedule="zb"
+    )
+    loss, grads = fn(stack_stages(params), *batch())
+    want = whole(stage, mean_square, params, *batch())
+    # Eight nonlinear layers lie between input and loss.
+    assert_close((loss, unstack_stages(grads)), want, 5e-6)
+
+
+def test_plan_is_consistent():
+    """Work follows its dependencies, one item of a kind per tick, and ring buffers suffice."""
+    for p, m, v, schedule in [
+        (4, 8, 1, "1f1b"),
+        (4, 3, 1, "zb"),
+        (3, 6, 2, "zb"),
+        (2, 4, 3, "gpipe"),
+    ]:
+        theory = plan(p, m, v, schedule)
+        cells = list(theory.cells())
+        when = {(c.work, c.microbatch, c.chunk * p + c.stage): c.tick for c in cells}
+        assert len(when) == len(cells) == (3 if schedule == "zb" else 2) * p * m * v
+        assert len({(c.work, c.stage, c.tick) for c in cells}) == len(cells)
+        assert max(when.values()) == theory.ticks - 1
+        last = p * v - 1
+        for (work, j, s), tick in when.items():
+            if work == "F":
+                assert s == 0 or tick == when["F", j, s - 1] + 1
+            if work == "B":
+                assert tick == when["B", j, s + 1] + 1 if s < last else tick >= when["F", j, s]
+            if work == "W":
+                assert tick >= when["B", j, s]
+        saved = [
+            sum(
+                when["F", j, s] <= tick <= when["B", j, s]
+                for j in range(m)
+                for s in range(0, p * v, p)
+            )
+            for tick in range(theory.ticks)
+        ]
+        assert max(saved) <= theory.stash_slots
+
+
+def test_plan_counts_and_draws():
+    assert plan(4, 64).stash == 7
+    assert plan(4, 64, 2).stash == 15
+    assert plan(4, 64, schedule="gpipe").stash == 64
+    assert plan(4, 64, schedule="zb").stash == 7 + 4
+    assert plan(4, 64, activation_bytes=1000).stash == 7000
+    assert repr(plan(4, 8)) == "plan(4, 8)"
+    for made in (plan(4, 8, 2, "zb"), plan(2, 3, schedule="gpipe", activation_bytes=9)):
+        assert eval(repr(made)) == made
+    assert repr(plan(4, 8, 2, "zb")) == "plan(4, 8, virtual_stages=2, schedule='zb')"
+    assert "7,000 bytes" in str(plan(4, 64, activation_bytes=1000))
+    lines = str(plan(4, 8)).splitlines()
+    assert len(lines) == 5
+    assert all(f"F{j}" in line and f"B{j}" in line for line in lines[1:] for j in range(8))
+    # 3 ticks of forwards, 8 of both, 3 of backwards
+    assert len(lines[1].split()) == 2 + 3 + 16 + 3
+
+
+def test_plan_has_a_picture():
+    """Bars lie side by side in each row; matplotlib itself is not needed to see that."""
+
+    theory, axes = plan(2, 4, 2, "zb"), mock.Mock()
+    assert theory.draw(axes) is axes
+    bars = [(c.args[0], c.kwargs["left"], c.args[1]) for c in axes.barh.call_args_list]
+    assert len(bars) == len(list(theory.cells()))
+    for stage in range(2):
+        row = sorted((left, width) for s, left, width in bars if s == stage)
+        assert all(a + width <= b for (a, width), (b, _) in itertools.pairwise(row))
+        assert sum(width for _, width in row) == 3 * 4 * 2
+    assert max(left + width for _, left, width in bars) == theory.units
+
+
+def chain_of_heterogeneous_stages():
+    """Tokens and a mask → embedding → bfloat16 in between → another width and length → logits."""
+
+    def embed(w, x):
+        return {"h": w["table"][x["tokens"]], "mask": x["mask"]}
+
+    def narrow(w, x):
+        h = jnp.tanh(x["h"] @ w["kernel"]) * x["mask"][..., None]
+        return {"h": h.astype(jnp.bfloat16), "mask": x["mask"]}
+
+    def pool(w, x):
+        h = x["h"].astype(jnp.float32)
+        return h.reshape(h.shape[0], -1) @ w[0] + w[1], x["mask"].sum(axis=1)
+
+    def head(w, x):
+        h, length = x
+        return h @ w["logits"] / length[:, None]
+
+    params = [
+        {"table": random(1, 11, 8), "unused": np.arange(3)},
+        {"kernel": random(2, 8, 3)},
+        (random(3, 15, 7), random(4, 7)),
+        {"logits": random(5, 7, 11)},
+    ]
+    tokens = np.random.default_rng(6).integers(0, 11, size=(16, 5))
+    mask = np.arange(5) <= np.arange(16)[:, None] % 5
+    target = np.random.default_rng(8).integers(0, 11, size=16)
+    return [embed, narrow, pool, head], params, {"tokens": tokens, "mask": mask}, target
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "schedule", "stash", "explicit"),
+    thinned(
+        [
+            (4, 1, "1f1b", "input", True),
+            (2, 2, "1f1b", "residual", False),
+            (4, 1, "zb", "residual", False),
+        ]
+    ),
+)
+def test_a_list_of_heterogeneous_stages(p, v, schedule, stash, explicit):
+    fns, params, x, target = chain_of_heterogeneous_stages()
+    mesh = mesh_of(p, explicit=explicit)
+    if explicit:
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+    fn = pipeline_value_and_grad(
+        fns,
+        cross_entropy,
+        mesh=mesh,
+        num_microbatches=4,
+        schedule=schedule,
+        virtual_stages=v,
+        stash=stash,
+    )
+    loss, grads = fn(params, x, target)
+    assert grads[0].pop("unused").dtype == jax.dtypes.float0
+
+    def loss_of(params):
+        y = x
+        for fn, w in zip(fns, params, strict=True):
+            y = fn(w, y)
+        return cross_entropy(y, target)
+
+    want, want_grads = jax.jit(jax.value_and_grad(loss_of, allow_int=True))(params)
+    want_grads[0].pop("unused")
+    assert_close((loss, grads), (want, want_grads))
+
+
+def test_tied_weights_in_heterogeneous_stages():
+    """The embedding is read by the first stage and, transposed, by the last."""
+
+    def embed(w, tokens, *, shared):
+        return shared["embedding"][tokens] + w
+
+    def head(w, x, *, shared):
+        return x * w @ shared["embedding"].T
+
+    fns = [embed, block, head]
+    shared = {"embedding": random(1, 11, WIDTH)}
+    params = PipelineParams([random(2, WIDTH), blocks(1)[0], random(3, WIDTH)], shared)
+    tokens, target = np.random.default_rng(4).integers(0, 11, size=(2, 12))
+    fn = pipeline_value_and_grad(fns, cross_entropy, mesh=mesh_of(3), num_microbatches=3)
+    got = fn(params, tokens, target)
+
+    def loss_of(params):
+        (first, second, third), shared = params
+        y = block(second, embed(first, tokens, shared=shared))
+        return cross_entropy(head(third, y, shared=shared), target)
+
+    assert_close(got, jax.jit(jax.value_and_grad(loss_of))(params))
+
+
+@pytest.mark.parametrize("schedule", thinned(["1f1b", "zb"], first=1))
+def test_weights_shared_by_homogeneous_stages_and_the_loss(schedule):
+    def stage(w, x, shared):
+        return block(w, x) * shared["scale"]
+
+    def loss_fn(y, target, shared):
+        return mean_square(y @ shared["head"], target)
+
+    shared = {"scale": random(1, WIDTH), "head": random(2, WIDTH, WIDTH)}
+    fn = pipeline_value_and_grad(
+        stage, loss_fn, mesh=mesh_of(2), num_microbatches=3, schedule=schedule
+    )
+    loss, (stages, tied) = fn(PipelineParams(stack_stages(blocks(2)), shared), *batch())
+
+    def loss_of(stages, shared):
+        y, target = batch()
+        for w in stages:
+            y = stage(w, y, shared)
+        return loss_fn(y, target, shared)
+
+    want = jax.jit(jax.value_and_grad(loss_of, (0, 1)))(blocks(2), shared)
+    assert_close((loss, (unstack_stages(stages), tied)), want)
+
+
+def dropout(w, x, rng):
+    return block(w, x * jax.random.bernoulli(rng, 0.7, x.shape))
+
+
+def dropout_reference(params, x, target, rng, microbatches):
+    def loss_of(params):
+        total = 0.0
+        parts = zip(np.split(x, microbatches), np.split(target, microbatches), strict=True)
+        for j, (y, t) in enumerate(parts):
+            for s, w in enumerate(params):
+                y = dropout(w, y, jax.random.fold_in(jax.random.fold_in(rng, j), s))
+            total += mean_square(y, t) / microbatches
+        return total
+
+    return jax.jit(jax.value_and_grad(loss_of))(params)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stash", "data", "remat", "typed"),
+    thinned([("1f1b", "input", 2, False, True), ("zb", "residual", 1, True, False)]),
+)
+def test_dropout_has_a_key_per_microbatch_and_stage(schedule, stash, data, remat, typed):
+    rng = jax.random.key(3) if typed else jax.random.PRNGKey(3)
+    fn = pipeline_value_and_grad(
+        jax.checkpoint(dropout) if remat else dropout,
+        mean_square,
+        mesh=mesh_of(2, data),
+        num_microbatches=2,
+        schedule=schedule,
+        stash=stash,
+        data_axis="data" if data > 1 else None,
+    )
+    loss, grads = fn(stack_stages(blocks(2)), *batch(), rng=rng)
+    want = dropout_reference(blocks(2), *batch(), rng, 2 * data)
+    assert_close((loss, unstack_stages(grads)), want)
+
+
+@pytest.mark.parametrize(("schedule", "stash"), thinned([("1f1b", "input"), ("zb", "residual")]))
+def test_trees_between_stages(schedule, stash):
+    """Floats, integers and leaves that no stage changes are passed on; None is no leaf."""
+
+    def stage(w, x):
+        h = jnp.where(x["keep"][:, None], block(w, x["h"]), x["h"])
+        return {"h": h, "sum": x["sum"] + h.sum(axis=-1), "keep": x["keep"], "none": None}
+
+    def loss_fn(y, target):
+        return mean_square(y["h"], target["h"]) + jnp.mean(y["sum"] ** 2 * target["weight"])
+
+    h, goal = batch()
+    x = {"h": h, "sum": np.zeros(BATCH, np.float32), "keep": np.arange(BATCH) % 3 > 0, "none": None}
+    target = {"h": goal, "weight": np.arange(BATCH) % 5}
+    fn = pipeline_value_and_grad(
+        stage, loss_fn, mesh=mesh_of(4), num_microbatches=4, schedule=schedule, stash=stash
+    )
+    loss, grads = fn(stack_stages(blocks(4)), x, target)
+    assert_close((loss, unstack_stages(grads)), whole(stage, loss_fn, blocks(4), x, target))
+
+
+def test_low_precision_params_get_gradients_in_their_dtype_summed_in_float32():
+    params = [jax.tree.map(lambda x: x.astype(jnp.bfloat16), w) for w in blocks(2)]
+    x, target = (a.astype(jnp.bfloat16) for a in batch(size=64))
+    fn = pipeline_value_and_grad(block, mean_square, mesh=mesh_of(2), num_microbatches=64)
+    loss, grads = fn(stack_stages(params), x, target)
+    assert loss.dtype == jnp.bfloat16
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+    wide = [jax.tree.map(lambda x: x.astype(jnp.float32), w) for w in params]
+    want = whole(block, mean_square, wide, x.astype(jnp.float32), target.astype(jnp.float32))
+    assert_close((loss, unstack_stages(grads)), want, 0.02)
+
+
+@pytest.mark.parametrize("explicit", thinned([False, True], first=1))
+def test_a_data_axis_with_the_mean(explicit):
+    fn = pipeline_value_and_grad(
+        block,
+        mean_square,
+        mesh=mesh_of(2, 3, explicit=explicit),
+        num_microbatches=2,
+        data_axis="data",
+    )
+    loss, grads = fn(stack_stages(blocks(2)), *batch())
+    assert_close((loss, unstack_stages(grads)), reference(2))
+
+
+@pytest.mark.parametrize(("explicit", "v"), thinned([(False, 1), (True, 2)], first=1))
+def test_a_data_axis_where_each_worker_has_its_gradient(explicit, v):
+    mesh = mesh_of(2, 2, explicit=explicit)
+    fn = pipeline_value_and_grad(
+        block,
+        mean_square,
+        mesh=mesh,
+        num_microbatches=2,
+        virtual_stages=v,
+        data_axis="data",
+        grad_reduce=None,
+    )
+    params = stack_stages(blocks(2 * v), virtual_stages=v, mesh=mesh)
+    loss, grads = jax.jit(fn)(params, *batch())
+    spec = P("data", None, "stage") if v > 1 else P("data", "stage")
+    for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True):
+        assert g.shape == (2, *w.shape)
+        assert g.sharding.is_equivalent_to(NamedSharding(mesh, spec), g.ndim)
+    for worker in range(2):
+        half = [np.split(x, 2)[worker] for x in batch()]
+        own = jax.tree.map(lambda g, worker=worker: np.asarray(g)[worker], grads)
+        want = whole(block, mean_square, blocks(2 * v), *half)[1]
+        assert_close(unstack_stages(own, virtual_stages=v), want)
+    assert_close(loss, reference(2 * v)[0])
+
+    # The sharding that a compressor's shard_map takes without change.
+    def combine(g):
+        return jax.tree.map(lambda x: jax.lax.pmean(x[0], "data"), g)
+
+    reduced = jax.jit(
+        jax.shard_map(combine, mesh=mesh, in_specs=spec, out_specs=P(*spec[1:]), check_vma=False)
+    )(grads)
+    assert_close(unstack_stages(reduced, virtual_stages=v), reference(2 * v)[1])
+
+
+def test_heterogeneous_and_shared_gradients_of_each_worker():
+    def head(w, x, shared):
+        return x @ w + shared
+
+    params = PipelineParams([blocks(1)[0], random(1, WIDTH, WIDTH)], random(2, WIDTH))
+    fn = pipeline_value_and_grad(
+        [block, head],
+        mean_square,
+        mesh=mesh_of(2, 2),
+        num_microbatches=2,
+        data_axis="data",
+        grad_reduce=None,
+    )
+    loss, grads = fn(params, *batch())
+
+    def loss_of(params, x, target):
+        first, second = params.stages
+        return mean_square(head(second, block(first, x), params.shared), target)
+
+    halves = [np.stack(np.split(a, 2)) for a in batch()]
+    losses, want = jax.jit(jax.vmap(jax.value_and_grad(loss_of), (None, 0, 0)))(params, *halves)
+    assert_close((loss, grads), (losses.mean(), want))
+
+
+def test_work_is_replicated_over_other_axes():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("other", "stage"))
+    fn = pipeline_value_and_grad(block, mean_square, mesh=mesh, num_microbatches=2)
+    loss, grads = fn(stack_stages(blocks(2)), *batch())
+    assert_close((loss, unstack_stages(grads)), reference(2))
+
+
+def make(stage_fn=block, loss_fn=mean_square, *, p=2, **options):
+    options = {"mesh": mesh_of(p), "num_microbatches": 2} | options
+    return pipeline_value_and_grad(stage_fn, loss_fn, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"axis_name": "model"}, ValueError, "axis_name must be an axis of the mesh.*'stage'"),
+        ({"data_axis": "data"}, ValueError, "data_axis must be an axis of the mesh"),
+        ({"data_axis": "stage"}, ValueError, "data_axis must be another axis"),
+        ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
+        (
+            {"schedule": "2f2b"},
+            ValueError,
+            "schedule must be one of '1f1b', 'gpipe', 'zb'; got '2f2b'",
+        ),
+        ({"stash": "outputs"}, ValueError, "stash must be one of 'input', 'residual'"),
+        ({"grad_reduce": "sum"}, ValueError, "grad_reduce must be one of 'mean', None"),
+        ({"num_microbatches": 0}, ValueError, "num_microbatches must be >= 1"),
+        ({"num_microbatches": 2.0}, TypeError, "num_microbatches must be a Python integer"),
+        (
+            {"virtual_stages": 2, "num_microbatches": 3},
+            ValueError,
+            "num_microbatches.*virtual_stages",
+        ),
+        ({"stage_fn": [block] * 3}, ValueError, "stage_fn: 3 functions for 2 devices"),
+        ({"stage_fn": "block"}, TypeError, "stage_fn must be a function"),
+        ({"loss_fn": None}, TypeError, "loss_fn must be a function"),
+    ],
+)
+def test_wrong_arguments(options, error, words):
+    with pytest.raises(error, match=words):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "size", "error", "words"),
+    [
+        ({}, 3, 24, ValueError, "params: leaf 'bias' of shape .3, 9. must have the 2 stages"),
+        ({}, 2, 25, ValueError, "inputs: a batch of 25 cannot be split into num_microbatches=2"),
+        ({"stage_fn": lambda w, x: x @ w["in"]}, 2, 24, ValueError, "stage_fn.*list of functions"),
+        ({"stage_fn": lambda w, x: x.astype("bfloat16")}, 2, 24, ValueError, "stage_fn.*bfloat16"),
+        ({"stage_fn": lambda w, x: (x, x)}, 2, 24, ValueError, "stage_fn takes.*returns"),
+        ({"loss_fn": lambda y, t: (y - t) ** 2}, 2, 24, ValueError, "loss_fn must return a scalar"),
+        ({"loss_fn": lambda y, t: (0.0, y)}, 2, 24, ValueError, "loss_fn must return a scalar"),
+        ({"loss_fn": lambda y, t: jnp.int32(1)}, 2, 24, TypeError, "loss_fn must return a real"),
+        ({"stage_fn": [block, block]}, 2, 24, TypeError, "params must be the list"),
+    ],
+)
+def test_wrong_data(options, stages, size, error, words):
+    with pytest.raises(error, match=words):
+        make(**options)(stack_stages(blocks(stages)), *batch(size=size))
+
+
+def test_wrong_calls():
+    params, (x, target) = stack_stages(blocks(2)), batch()
+    with pytest.raises(ValueError, match="targets: every array must have the batch"):
+        make()(params, x, target[:5])
+    with pytest.raises(ValueError, match="inputs must hold"):
+        make()(params, {}, target)
+    with pytest.raises(ValueError, match="rng was given"):
+        make()(params, x, target, rng=jax.random.key(0))
+    with pytest.raises(ValueError, match="shared was given"):
+        make()(PipelineParams(params, {}), x, target)
+    with pytest.raises(ValueError, match="params: 3 stages for 2 functions"):
+        make([block, block])(blocks(3), x, target)
+    with pytest.raises(ValueError, match=r"params.1.: leaf 'in'.*list of functions"):
+        stack_stages([{"in": np.zeros(3)}, {"in": np.zeros(4)}])
+    with pytest.raises(ValueError, match=r"stack_stages: params.1. must have the tree structure"):
+        stack_stages([{"in": np.zeros(3)}, {"out": np.zeros(3)}])
+    with pytest.raises(ValueError, match="params: 4 stages, but axis 'stage' has 2"):
+        stack_stages(blocks(4), mesh=mesh_of(2))
+    with pytest.raises(ValueError, match="stacked: "):
+        unstack_stages({"a": np.zeros((2, 3)), "b": np.zeros((3, 3))})
+    with pytest.raises(ValueError, match="schedule must be one of"):
+        plan(2, 2, schedule="interleaved")
+
+
+PROCESS = """
+import sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+address, process = "127.0.0.1:" + sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, process, initialization_timeout=60)
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P, NamedSharding
+import test_pipeline as t
+assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
+# Stages lie across the processes, data workers within.
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2).T, ("data", "stage"))
+gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+host = lambda tree: jax.tree.map(np.asarray, gather(tree))
+options = dict(mesh=mesh, num_microbatches=2, data_axis="data")
+fn = t.pipeline_value_and_grad(t.dropout, t.mean_square, **options)
+rng = jax.random.key(3)
+loss, grads = fn(t.stack_stages(t.blocks(2), mesh=mesh), *t.batch(), rng=rng)
+want = t.dropout_reference(t.blocks(2), *t.batch(), rng, 4)
+t.assert_close((host(loss), t.unstack_stages(host(grads))), want)
+fn = t.pipeline_value_and_grad([t.block] * 2, t.mean_square, grad_reduce=None, **options)
+loss, grads = fn(t.blocks(2), *t.batch())
+mean = jax.tree.map(lambda g: g.mean(axis=0), host(grads))
+t.assert_close((host(loss), mean), t.reference(2))
+print("exact", flush=True)
+"""
+
+
+@pytest.mark.nightly  # test_processes.py and faults.py have real processes without a pipeline
+def test_two_processes():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    folders = Path(__file__).parents[:3]
+    environment = os.environ | {
+        # The last one counts; examples and benchmarks that are imported add their own.
+        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=2",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+    }
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, port, str(i)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    outputs = []
+    try:
+        for run in runs:
+            outputs.append(run.communicate(timeout=120)[0])
+    except subprocess.TimeoutExpired:
+        outputs.append("no end after 120 s")
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
+    report = "\n".join(f"process {i}:\n{text[-3000:]}" for i, text in enumerate(outputs))
+    assert [run.returncode for run in runs] == [0, 0], report
+    assert all("exact" in text for text in outputs), report

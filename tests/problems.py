@@ -1,0 +1,49 @@
+"""A model of one shape, by stages, that tests share; so do they its compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+WIDTH, BATCH, STAGES = 6, 24, 4
+
+
+def random(*seed, shape, scale=1.0):
+    return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
+
+
+def blocks():
+    return [
+        {
+            "in": random(i, 0, shape=(WIDTH, 9), scale=0.4),
+            "bias": random(i, 1, shape=(9,), scale=0.1),
+            "out": random(i, 2, shape=(9, WIDTH), scale=0.4),
+        }
+        for i in range(STAGES)
+    ]
+
+
+def block(w, x):
+    return x + jnp.tanh(x @ w["in"] + w["bias"]) @ w["out"]
+
+
+def mean_square(y, target):
+    return jnp.mean((y - target) ** 2)
+
+
+def whole(stages, batch):
+    y, target = batch
+    for w in stages:
+        y = block(w, y)
+    return mean_square(y, target)
+
+
+def batch(k):
+    return random(9, k, 0, shape=(BATCH, WIDTH)), random(9, k, 1, shape=(BATCH, WIDTH))
+
+
+def mesh_of(explicit):
+    devices = jax.devices()[: 2 * STAGES]
+    if explicit:
+        return jax.make_mesh((2, STAGES), ("data", "stage"), devices=devices)
+    return Mesh(np.array(devices).reshape(2, STAGES), ("data", "stage"))

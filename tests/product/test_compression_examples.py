@@ -1,0 +1,96 @@
+"""The example and the benchmarks of compression, at toy size."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+from benchmarks import compression_accuracy, compression_link, exchange_link, measure, network
+from examples import compression, text, transformer
+
+ROOT = Path(__file__).parents[2]
+
+
+def namespaces():
+    """Return the names of the network namespaces there are."""
+    if shutil.which("ip") is None:
+        return ""
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(
+    "OPTFN_TEST_NETWORK" not in os.environ,
+    reason="it makes network namespaces: OPTFN_TEST_NETWORK=1",
+)
+def test_the_link_benchmark_at_toy_size(capsys):
+    try:
+        dense, wide, narrow = compression_link.run([2], [100], 1, 100_000)
+    except measure.Refused as why:
+        pytest.skip(f"no network namespaces here: {why}")
+    assert dense["theory"] <= dense["bytes"] < 1.1 * dense["theory"]
+    assert narrow["theory"] < wide["theory"] <= wide["bytes"] < dense["bytes"] / 20
+    assert f"dgc{os.getpid()}-" not in namespaces()
+    assert capsys.readouterr().out.count("|") == 3 * 12
+
+
+@pytest.mark.parametrize("script", [compression_link, exchange_link], ids=lambda m: m.__name__)
+def test_the_link_benchmark_says_what_it_lacks(monkeypatch, capsys, script):
+    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
+    monkeypatch.setattr(sys, "argv", ["compression_link"])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == measure.CANNOT_RUN
+    assert "no network namespaces" in (said := capsys.readouterr().err)
+    assert said.endswith("no ip on the path\n")
+
+
+def test_simulated_workers_follow_dense_momentum():
+    """Dense momentum on the workers' gradients is dense momentum on the whole batch."""
+
+    def loss_fn(p, x):
+        return ((x @ p - 1) ** 2).mean()
+
+    batches = list(np.random.default_rng(0).standard_normal((3, 8, 5)).astype(np.float32))
+    tx, params = optfn.momentum(0.1, 0.9), np.zeros(5, np.float32)
+    found, _ = optfn.minimize(
+        loss_fn,
+        compression_accuracy.simulated(tx),
+        params,
+        batches,
+        progress=False,
+        value_and_grad=compression_accuracy.of_workers(loss_fn),
+    )
+    want, _ = optfn.minimize(loss_fn, tx, params, batches, progress=False)
+    np.testing.assert_allclose(found.params, want.params, rtol=1e-5)
+
+
+def test_the_example_trains_and_draws(monkeypatch, tmp_path, capsys):
+    small = transformer.Config(width=8, heads=2, blocks=1, hidden=16, length=8, recent=2)
+    monkeypatch.setattr(compression, "CONFIG", small)
+    monkeypatch.setattr(compression, "SPARSITY", (0.5, 0.99))
+    training = np.arange(3000, dtype=np.uint8)
+    monkeypatch.setattr(text, "standard_library", lambda: (training, training))
+    monkeypatch.setattr(sys, "argv", ["compression", "--steps", "5", "--out", str(tmp_path)])
+    compression.main()
+    out = capsys.readouterr().out.splitlines()
+    assert f"picture: {tmp_path / 'compression.png'}" in out
+    assert (tmp_path / "compression.png").read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in out if line.startswith(tuple(compression.schemes(5)))]
+    assert len(rows) == 4 and rows[0].startswith("dense momentum")
+
+
+def test_the_bytes_of_the_ramp_fall():
+    key = jax.random.key(0)
+    params = jax.eval_shape(lambda: transformer.init(key, compression.CONFIG))
+    state = jax.eval_shape(compression.schemes(25)["dgc_momentum"]["tx"].init, params)
+    traffic = state[0].exchanged.traffic
+    sent = np.array([traffic.bytes_sent(jnp.int32(n), jnp.int32(4)) for n in range(10)])
+    assert (np.diff(sent) <= 0).all()
+    assert (sent[4:] == sent[4]).all() and sent[0] > 50 * sent[4]

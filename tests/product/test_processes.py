@@ -1,0 +1,101 @@
+"""Real processes on the loopback: `jax.distributed`, replicas, a worker that dies."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import train_worker
+
+import optfn
+
+TESTS = Path(__file__).parents[1]
+# Within which the others notice that a worker is gone: its sockets close, or heartbeats stop.
+TIME_BOUND = 60
+
+
+def launch(directory, processes, steps, *words):
+    """Start the processes and return (return code, stdout, stderr) of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+    environment = os.environ | {
+        "XLA_FLAGS": flags,  # one device each
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    program = str(TESTS / "train_worker.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, program, *map(str, (port, processes, i, steps, directory)), *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(processes)
+    ]
+    end = time.monotonic() + TIME_BOUND
+    try:
+        out = [p.communicate(timeout=max(1, end - time.monotonic())) for p in started]
+        return [(p.returncode, *texts) for p, texts in zip(started, out, strict=True)]
+    finally:
+        for p in started:
+            p.kill()
+
+
+def replicas(results):
+    """Return the hash and the number of workers of each run, a list for each process."""
+    for code, out, error in results:
+        assert code == 0, out + error
+    return [re.findall(r"replica (\w+) workers (\d+)", out) for _, out, _ in results]
+
+
+def test_replicas_are_the_same_bits(tmp_path):
+    """Through gloo: after dense phase and ramp of DGC, and with compressors of both kinds."""
+    found = replicas(launch(tmp_path, 3, 8, "dgc", "exchange"))
+    assert found == [found[0]] * 3
+    assert [workers for _, workers in found[0]] == ["3", "3"]
+
+
+@pytest.mark.nightly  # tests/faults.py has the same with two workers after it
+def test_a_worker_that_dies(tmp_path):
+    """The others stop with an error in bounded time; one of them goes on from its checkpoint."""
+    results = launch(tmp_path, 2, 8, "dgc", "dies")
+    code, out, error = results[0]
+    assert "step 3" in out and "replica" not in out
+    assert code != 0
+    assert re.search(r"heartbeat timeout|Connection (closed|reset) by peer", error), error
+    ((found,),) = replicas(launch(tmp_path, 1, 8, "dgc"))
+    assert found[1] == "1"
+
+
+def test_sharded_processes_train_as_one_device(tmp_path):
+    """Through gloo, whose reduce-scatter cannot be used (jax issue 40830)."""
+    results = launch(tmp_path, 2, 4, "sharded")
+    each = []
+    for code, out, error in results:
+        assert code == 0, out + error
+        each.append([json.loads(line) for line in out.splitlines()[-3:]])
+    assert each[0] == each[1]
+    params = {"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)}
+    for kind, found in zip(("state", "params", "tables"), each[0], strict=True):
+        assert found["mu"] == [10, 30]  # half of (20, 30) on each
+        loss, tx, options, batches = train_worker.sharded_run(kind)
+        options = {k: v for k, v in options.items() if k == "tables"}
+        state, history = optfn.minimize(loss, tx, params, batches, progress=False, **options)
+        np.testing.assert_allclose(found["loss"], history["loss"][-1], rtol=1e-5)
+        for name in params:
+            np.testing.assert_allclose(found[name], state.params[name], rtol=1e-4, atol=1e-6)
+        # What the two processes wrote together, read by one.
+        one = optfn.make_train_step(loss, tx, **options)
+        restored, _ = optfn.restore_checkpoint(tmp_path / kind, one.init(params))
+        for name in params:
+            np.testing.assert_array_equal(restored.params[name], np.float32(found[name]))

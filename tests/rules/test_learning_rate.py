@@ -1,0 +1,229 @@
+"""The learning rate as a number, an array and a schedule; reading and setting it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_schedules
+import registry
+from grids import thinned
+
+import optfn
+
+G = {"w": jnp.ones(2)}
+P = {"w": jnp.ones(2)}
+
+
+def rate_used(tx, state):
+    """The factor of sgd's step."""
+    updates, state = tx.update(G, state, P)
+    return -float(updates["w"][0]), state
+
+
+def test_number_belongs_to_the_state():
+    """set_learning_rate changes it without recompiling; the number in the code is then not read."""
+    tx = optfn.sgd(0.1)
+    traces = []
+
+    @jax.jit
+    def step(state):
+        traces.append(1)
+        return tx.update(G, state, P)
+
+    state = tx.init(P)
+    assert optfn.get_learning_rate(state).dtype == jnp.float32
+    for rate in (0.1, 0.25, 0.0):
+        state = optfn.set_learning_rate(state, rate)
+        updates, state = step(state)
+        np.testing.assert_allclose(updates["w"], -rate)
+        np.testing.assert_allclose(optfn.get_learning_rate(state), rate, rtol=1e-6)
+    assert len(traces) == 1
+    edited = optfn.sgd(0.7)
+    assert rate_used(edited, optfn.set_learning_rate(state, 0.25))[0] == 0.25
+
+
+@pytest.mark.parametrize("number", [0.5, 1, np.float64(0.5), np.float32(0.5), np.array(0.5)])
+def test_kinds_of_numbers(number):
+    tx = optfn.sgd(number)
+    used, state = rate_used(tx, tx.init(P))
+    assert used == float(number)
+    optfn.set_learning_rate(state, 0.1)
+
+
+@pytest.mark.parametrize("rate", [jnp.asarray(0.5), lambda step: 0.5 / (1 + step)])
+def test_driven_rates_show_and_refuse(rate):
+    """The state shows the rate of step 0, then that of the k-th update; setting is an error."""
+    tx = optfn.sgd(rate)
+    state = tx.init(P)
+    assert float(optfn.get_learning_rate(state)) == 0.5
+    for k in range(3):
+        expected = float(rate(k)) if callable(rate) else 0.5
+        used, state = rate_used(tx, state)
+        assert used == pytest.approx(expected)
+        assert float(optfn.get_learning_rate(state)) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="driven by a schedule"):
+        optfn.set_learning_rate(state, 0.1)
+
+
+@pytest.mark.parametrize("make", [optfn.sgd, optfn.ftrl, optfn.schedules.reduce_on_plateau])
+def test_a_rate_that_is_an_array_stays_valid_where_the_state_is_donated(make):
+    rate = jnp.float32(0.1)
+    tx = make(rate)
+    donate = jax.jit(lambda state: state, donate_argnums=0)
+    donate(tx.init(P))
+    donate(tx.update(G, tx.init(P), P, value=1.0)[1])  # not jitted
+    assert float(rate) == pytest.approx(0.1)
+
+
+def test_schedules_are_given_an_int32_step():
+    dtypes = []
+
+    def schedule(step):
+        dtypes.append(step.dtype)
+        return jnp.asarray([0.3, 0.2, 0.1])[step]  # a table look-up needs an integer
+
+    tx = optfn.adam(schedule)
+    _, state = tx.update(G, tx.init(P), P)
+    assert set(dtypes) == {jnp.dtype(jnp.int32)}
+    assert float(optfn.get_learning_rate(state)) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    thinned(
+        [
+            ("noam", (64, 10)),
+            ("exponential", (0.1, 10**9, 0.5)),
+            ("natural_exp", (0.1, 10**9, 0.1, True)),
+            ("inverse_time", (0.1, 10, 0.5)),
+            ("polynomial", (0.1, 700, 1e-4, 2.0, True)),
+            ("piecewise", ([3, 5], [0.1, 0.2, 0.3])),
+            ("cosine", (0.1, 3, 7)),
+            ("linear_warmup", (0.1, 10, 0.0, 0.1)),
+            ("step_decay", (0.1, 10**9, 0.5)),
+            ("multi_step", (0.1, [3, 5])),
+            ("lambda_decay", (0.1, lambda i: 1 / (1 + i))),
+        ],
+        every=4,
+    ),
+)
+def test_a_python_step_beyond_int32_gives_the_value_of_the_formula(name, arguments):
+    schedule = getattr(optfn.schedules, name)(*arguments)
+    reference = getattr(reference_schedules, name)(*arguments)
+    for step in (2**31, 2**31 + 5, np.int64(2**33 + 1)):
+        rate = schedule(step)
+        assert rate.dtype == jnp.float32
+        np.testing.assert_allclose(rate, reference(int(step)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("entry", registry.OPTIMIZERS.values(), ids=registry.OPTIMIZERS)
+def test_a_zero_rate_leaves_parameters_alone(entry):
+    """Also in rules that have the rate inside, and for momentum kept outside it."""
+    tx = entry.make()
+    state = tx.init(P)
+    if isinstance(optfn.get_learning_rate(state), jax.Array):
+        try:
+            state = optfn.set_learning_rate(state, 0.0)
+        except ValueError:
+            return  # a schedule drives it
+    for _ in range(2):
+        updates, state = tx.update(G, state, P)
+        assert not np.any(updates["w"])
+
+
+def test_ftrl_state_stays_where_the_rate_is_zero():
+    """The first step of a warm-up from 0 is as if it had not been."""
+    warm = optfn.ftrl(optfn.schedules.linear_warmup(0.1, 1, 0.0, 0.0))
+    plain = optfn.ftrl(0.1)
+    state = warm.init(P)
+    _, state = warm.update({"w": jnp.full(2, 9.0)}, state, P)
+    updates, _ = warm.update(G, state, P)
+    expected, _ = plain.update(G, plain.init(P), P)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
+
+
+def test_several_rates_are_told_apart_by_path():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = optax.partition(
+        {"fast": optfn.sgd(0.5), "slow": optfn.adam(0.1)}, {"a": "fast", "b": "slow"}
+    )
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"several learning rates.*fast.*0\.5.*slow.*0\.1"):
+        optfn.get_learning_rate(state)
+    assert float(optfn.get_learning_rate(state, "fast")) == 0.5
+    state = optfn.set_learning_rate(state, 0.25, "slow")
+    assert float(optfn.get_learning_rate(state, "slow")) == 0.25
+    assert float(optfn.get_learning_rate(state, path="fast")) == 0.5
+    state = optfn.set_learning_rate(state, 0.125)
+    assert float(optfn.get_learning_rate(state)) == 0.125
+    with pytest.raises(ValueError, match="no learning rate at path 'missing'"):
+        optfn.get_learning_rate(state, "missing")
+
+
+def test_same_rate_twice_is_one_rate():
+    tx = optax.partition({"x": optfn.sgd(0.5), "y": optfn.adam(0.5)}, {"a": "x", "b": "y"})
+    state = tx.init({"a": jnp.ones(2), "b": jnp.ones(2)})
+    assert float(optfn.get_learning_rate(state)) == 0.5
+
+
+def test_no_rate_is_an_error():
+    with pytest.raises(ValueError, match="holds no learning rate"):
+        optfn.get_learning_rate(optax.sgd(0.1).init(P))
+
+
+def test_plateau_rate_is_the_one_read_and_set():
+    """The optimizer before it has rate 1."""
+    tx = optfn.chain(optfn.sgd(1.0), optfn.schedules.reduce_on_plateau(0.5))
+    state = tx.init(P)
+    assert float(optfn.get_learning_rate(state)) == 0.5
+    state = optfn.set_learning_rate(state, 0.25)
+    updates, state = tx.update(G, state, P, value=jnp.float32(1.0))
+    np.testing.assert_array_equal(updates["w"], -0.25)
+
+
+def test_plateau_inside_multi_steps_gets_its_metric():
+    tx = optax.MultiSteps(optfn.chain(optfn.sgd(1.0), optfn.schedules.reduce_on_plateau(0.1)), 2)
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] * x), tx)
+    state = step.init(P)
+    for _ in range(2):
+        state, _ = step(state, jnp.float32(1.0))
+    np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+
+
+def test_plateau_needs_its_metric():
+    tx = optfn.schedules.reduce_on_plateau(0.5, patience=0)
+    state = tx.init(P)
+    with pytest.raises(ValueError, match="value=metric"):
+        tx.update(G, state, P)
+    for value in (1.0, None, None, 1.0):  # None is no observation
+        updates, state = tx.update(G, state, P, value=value)
+        np.testing.assert_array_equal(updates["w"], 0.5)
+    updates, state = tx.update(G, state, P, value=None)
+    np.testing.assert_allclose(updates["w"], 0.05)
+
+
+def test_staircases_are_exact_at_their_edges():
+    """A compiler that divides by multiplying with 1/41 puts step 41 on the stair before."""
+    for length in (41, 47, 55, 61, 82, 83):
+        steps = jnp.arange(5 * length, dtype=jnp.int32)
+        schedule = optfn.schedules.exponential(1.0, length, 0.5, staircase=True)
+        rates = jax.jit(jax.vmap(schedule))(steps)
+        np.testing.assert_allclose(rates, 0.5 ** (np.arange(5 * length) // length), rtol=1e-6)
+
+
+def test_a_float64_program_keeps_the_rate_in_float64_and_loads_earlier_files():
+    mapping = optfn.state_dict(optfn.sgd(0.25).init(P))  # float32, as all files before were
+    with jax.enable_x64(True):
+        p = {"w": jnp.ones(2, jnp.float64)}
+        for rate in (0.1, lambda step: 0.1, np.float64(0.1)):
+            state = optfn.sgd(rate).init(p)
+            assert float(optfn.get_learning_rate(state)) == 0.1  # not the float32 next to it
+            _, new = optfn.sgd(rate).update(p, state, p)
+            assert float(optfn.get_learning_rate(new)) == 0.1
+        tx = optfn.sgd(0.1)
+        state = optfn.set_learning_rate(tx.init(p), 0.3)
+        assert tx.update(p, state, p)[0]["w"].tolist() == [-0.3, -0.3]
+        loaded = optfn.load_state_dict(state, mapping)
+        assert jax.tree.map(jnp.result_type, loaded) == jax.tree.map(jnp.result_type, state)
+        assert float(optfn.get_learning_rate(loaded)) == 0.25

@@ -1,0 +1,205 @@
+"""Numbers in few bits: exact on average, never stuck, and what they cost."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from grids import thinned
+
+import optfn
+from optfn.transforms import codes as quantization
+
+SCALE = jnp.array([2.5], jnp.float32)
+CODES = {
+    "signed": (
+        quantization.encode_signed,
+        quantization.decode_signed,
+        np.arange(-127, 128, dtype=np.int8),
+    ),
+    "unsigned": (
+        quantization.encode_unsigned,
+        quantization.decode_unsigned,
+        np.arange(256, dtype=np.uint8),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_a_number_that_has_a_code_keeps_it(kind):
+    """Whatever the noise; and the codes are in order, from zero to the scale."""
+    encode, decode, codes = CODES[kind]
+    x = decode(jnp.asarray(codes), SCALE)
+    assert np.all(np.diff(x) > 0)
+    assert float(x[-1]) == pytest.approx(2.5, rel=1e-6)
+    assert float(x[codes.tolist().index(0)]) == 0.0
+    positive = codes > 0
+    spacing = np.diff(np.asarray(x, np.float64)[positive])
+    relative = spacing / np.asarray(x, np.float64)[positive][:-1]
+    assert np.all(relative[8:] < 0.26) and np.all(relative[64:] < 0.1255)  # three bits of mantissa
+    for noise in (2**4, 2**15, 2**16 - 2**4):
+        # The product may be a last bit off, which only a noise at the very ends would show.
+        np.testing.assert_array_equal(encode(x, SCALE, jnp.full(x.shape, noise, jnp.uint32)), codes)
+
+
+@pytest.mark.parametrize("kind", [*CODES, "bfloat16"])
+def test_rounding_is_right_on_average(kind):
+    """The mean over all noises is the number; each result is one of its two neighbours."""
+    x = np.concatenate([np.geomspace(1e-4, 2.4, 40), [2.5e-5, 1.0, 0.0]]).astype(np.float32)
+    noise = jnp.arange(0, 2**16, 16, dtype=jnp.uint32)[:, None]
+    if kind == "bfloat16":
+        x = np.concatenate([x, -x])
+        found = jax.vmap(lambda r: quantization.to_bfloat16(x, jnp.broadcast_to(r, x.shape)))(noise)
+    else:
+        encode, decode, _ = CODES[kind]
+        if kind == "signed":
+            x = np.concatenate([x, -x])
+        found = jax.vmap(
+            lambda r: decode(encode(jnp.asarray(x), SCALE, jnp.broadcast_to(r, x.shape)), SCALE)
+        )(noise)
+    found = np.asarray(found, np.float64)
+    np.testing.assert_allclose(found.mean(axis=0), x, rtol=2e-4, atol=1e-9)
+    for column, value in zip(found.T, x, strict=True):
+        levels = np.unique(column)
+        assert len(levels) <= 2
+        assert levels[0] - 1e-6 * abs(value) <= value <= levels[-1] + 1e-6 * abs(value)
+
+
+def test_only_zero_is_stored_as_zero():
+    x = jnp.array([0.0, 1e-30, 1e-12, 1.0])
+    codes = quantization.encode_unsigned(x, SCALE, jnp.zeros(4, jnp.uint32))
+    assert np.array_equal(np.asarray(codes) > 0, [False, True, True, True])
+    assert np.all(np.asarray(quantization.decode_unsigned(codes, SCALE))[1:] > 0)
+
+
+def test_the_hash_is_random_enough():
+    """Bytes are uniform, and neighbours, steps and the two halves are not correlated."""
+    n = 1 << 16
+    bits = np.stack(
+        [quantization.random_bits((n,), jnp.uint32(s * 0x85EBCA6B & 0xFFFFFFFF)) for s in (1, 2, 3)]
+    )
+    for shift in (0, 8, 16, 24):
+        counts = np.bincount((bits[0] >> shift) & 0xFF, minlength=256)
+        chi2 = np.sum((counts - n / 256) ** 2 / (n / 256))
+        assert 255 - 5 * np.sqrt(510) < chi2 < 255 + 5 * np.sqrt(510)
+    u = bits.astype(np.float64) / 2**32 - 0.5
+    low = (bits & 0xFFFF) / 2**16 - 0.5
+    pairs = [(u[0], u[1]), (u[1], u[2]), (u[0][1:], u[0][:-1]), (u[0], low[0])]
+    pairs += [(u[0][k:], u[0][:-k]) for k in (2, 256, 1000)]
+    for a, b in pairs:
+        assert abs(np.mean(a * b)) * 12 < 5 / np.sqrt(n)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (300, 256), (3, 5, 8, 1)])
+def test_the_hash_is_that_of_the_number_of_the_element(shape):
+    for seed in (0, 0x85EBCA6B, 2**32 - 1):
+        x = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape) * 0x9E3779B1 + seed
+        for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+            x = x % 2**32
+            x = (x ^ (x >> shift)) * factor
+        x = x % 2**32
+        found = quantization.random_bits(shape, jnp.uint32(seed))
+        np.testing.assert_array_equal(found, x ^ (x >> 15))
+
+
+def test_blocks():
+    """Each block of 256 has its maximum, the last one of what is left."""
+    x = np.abs(np.random.default_rng(0).normal(size=(3, 200))).astype(np.float32)
+    flat = x.reshape(-1)
+    want = [flat[:256].max(), flat[256:512].max(), flat[512:].max()]
+    np.testing.assert_array_equal(quantization.block_max(jnp.asarray(x)), np.float32(want))
+
+
+@pytest.mark.parametrize("moment_dtype", ["bfloat16", "int8"])
+def test_moments_do_not_freeze(moment_dtype):
+    """From far above, ν of gradients of 1 comes down to 1, a thousandth of the way at a step."""
+    tx = optfn.scale_by_quantized_adam(0.9, 0.999, dtype=moment_dtype)
+    params = jnp.zeros(2048)
+
+    def many(g, state, steps):
+        return jax.lax.scan(lambda s, _: (tx.update(g, s)[1], None), state, None, length=steps)[0]
+
+    signs = jnp.where(jnp.arange(2048) % 2, 1.0, -1.0)
+    state = jax.jit(many, static_argnums=2)(2 * signs, tx.init(params), 2000)
+    state = jax.jit(many, static_argnums=2)(signs, state, 2000)
+    nu = state.nu.astype(jnp.float32)
+    if moment_dtype == "int8":
+        nu = quantization.decode_unsigned(state.nu, state.nu_scale)
+    expected = 4 * (1 - 0.999**2000) * 0.999**2000 + (1 - 0.999**2000)
+    assert float(nu.mean()) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.adamw]))
+@pytest.mark.parametrize(("moment_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.1)])
+def test_small_moments_follow_float32(make, moment_dtype, bound):
+    """Noisy least squares, 300 steps: the parameters stay near those of float32 moments."""
+    n = 700
+    rng = np.random.default_rng(3)
+    target = jnp.asarray(rng.normal(size=n), jnp.float32)
+    sizes = jnp.asarray(np.geomspace(1e-3, 1.0, n), jnp.float32)  # gradients of unlike size
+    noise = jnp.asarray(0.3 * rng.normal(size=(300, n)), jnp.float32)
+
+    def run(dtype):
+        tx = make(0.02, moment_dtype=dtype)
+
+        def step(carry, eta):
+            p, state = carry
+            updates, state = tx.update(sizes * (p - target + eta), state, p)
+            return (optax.apply_updates(p, updates), state), None
+
+        start = jnp.zeros(n)
+        return jax.jit(lambda: jax.lax.scan(step, (start, tx.init(start)), noise)[0][0])()
+
+    wide, small = run(None), run(moment_dtype)
+    travelled = float(jnp.linalg.norm(wide))
+    assert float(jnp.linalg.norm(small - wide)) < bound * travelled
+    assert float(jnp.linalg.norm(small - wide)) > 0
+
+
+TREE = {"w": (512, 300), "odd": (333, 77), "bias": (300,), "scalar": ()}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.adamw]))
+@pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 4.01), ("int8", 2.1)])
+def test_bytes_of_state_and_of_temporaries(make, moment_dtype, most):
+    """Beside gradients that are given, a train step needs less than half a byte a parameter."""
+    params = {k: jnp.ones(shape) for k, shape in TREE.items()}
+    tx = make(1e-3, moment_dtype=moment_dtype)
+    count = sum(p.size for p in params.values())
+    state = tx.init(params)
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) / count <= most
+    step = optfn.make_train_step(
+        lambda params, batch: 0.0, tx, value_and_grad=lambda params, grads: (jnp.zeros(()), grads)
+    )
+    compiled = step.compiled.lower(step.init(params), params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes / count < 0.5
+
+
+def test_a_run_repeats_itself_bit_for_bit():
+    tx = optfn.adam(0.1, moment_dtype="int8")
+    params = {"w": jnp.linspace(-1, 1, 600)}
+
+    def run():
+        p, state = params, tx.init(params)
+        for k in range(3):
+            updates, state = tx.update({"w": jnp.sin(p["w"] * (k + 1))}, state, p)
+            p = optax.apply_updates(p, updates)
+        return p, state
+
+    for a, b in zip(jax.tree.leaves(run()), jax.tree.leaves(jax.jit(run)()), strict=True):
+        # Compiled, multiplications and additions may fuse: a last bit, and with it a code.
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            np.testing.assert_allclose(a, b, rtol=0.02, atol=1e-3)
+    for a, b in zip(jax.tree.leaves(run()), jax.tree.leaves(run()), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_unknown_dtype_and_complex_leaves_are_refused():
+    with pytest.raises(ValueError, match="moment_dtype must be one of 'bfloat16', 'int8'; got 'f'"):
+        optfn.adam(1e-3, moment_dtype="f")
+    tx = optfn.adam(1e-3, moment_dtype="int8")
+    with pytest.raises(TypeError, match="scale_by_quantized_adam is not defined for complex"):
+        tx.init({"z": jnp.ones(3, jnp.complex64)})

@@ -1,0 +1,426 @@
+"""minimize: evaluation, early stopping, the best state, callbacks, logs, signals."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grids import thinned
+
+import optfn
+from optfn.run.progress import Progress, num_examples, words
+
+X = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+TARGET = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch @ w - batch @ TARGET) ** 2)
+
+
+def distance(w):
+    return float(jnp.sum((w - TARGET) ** 2))
+
+
+def run(batches=X, tx=None, **options):
+    return optfn.minimize(
+        loss_fn, tx or optfn.sgd(0.1), jnp.zeros(3), batches, progress=False, **options
+    )
+
+
+def params_after(steps):
+    """Return params after so many steps of SGD, in NumPy."""
+    w = np.zeros(3)
+    for x in X[:steps].astype(np.float64):
+        w = w - 0.1 * 2 / len(x) * x.T @ (x @ (w - TARGET))
+    return w
+
+
+def test_evaluations_are_of_the_steps_they_name():
+    state, history = run(steps=10, evaluate=distance, evaluate_every=4)
+    assert history["evaluation_step"].tolist() == [4, 8, 10]
+    want = [np.sum((params_after(n) - TARGET) ** 2) for n in (4, 8, 10)]
+    np.testing.assert_allclose(history["evaluation"], want, rtol=1e-4)
+    assert history["loss"].shape == (10,)
+    np.testing.assert_allclose(state.params, params_after(10), rtol=1e-4)
+
+
+def fitted(step, state, batches, **options):
+    return optfn.fit(step, state, batches, progress=False, **options)
+
+
+def test_fit_goes_on_from_any_state():
+    """minimize is the same from the first state; the batches are those after the state given."""
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
+    state, first = fitted(step, step.init(jnp.zeros(3)), X[:7])
+    options = {"steps": 5, "evaluate": distance, "evaluate_every": 4}
+    state, second = fitted(step, state, X[7:], **options)
+    assert int(state.step) == 12 and second["evaluation_step"].tolist() == [8, 12]
+    want, history = run(X[:12], optfn.adam(0.1))
+    np.testing.assert_array_equal(state.params, want.params)
+    losses = np.concatenate([first["loss"], second["loss"]])
+    np.testing.assert_array_equal(losses, history["loss"])
+
+
+def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
+    step = optfn.make_train_step(loss_fn, optfn.adam(0.1))
+
+    def begun():
+        return fitted(step, step.init(jnp.zeros(3)), X[:4])[0]
+
+    fitted(step, begun(), X[4:], steps=3, checkpoint=tmp_path)
+    seen = []
+    state, history = fitted(
+        step, begun(), X[4:], steps=8, checkpoint=tmp_path,
+        callback=lambda n, state, metrics: seen.append(n),
+    )  # fmt: skip
+    assert seen == [8, 9, 10, 11, 12] and history["loss"].shape == (8,)
+    np.testing.assert_array_equal(state.params, run(X[:12], optfn.adam(0.1))[0].params)
+    later, _ = fitted(step, state, X[12:20])
+    with pytest.raises(ValueError, match="is of step 12, before step 20 of state"):
+        fitted(step, later, X[20:], checkpoint=tmp_path)
+
+
+def test_a_guard_that_gave_up_ends_its_own_run_only():
+    """Two runs share a step; the one whose gradients are finite goes on."""
+    step = optfn.make_train_step(
+        loss_fn, optfn.skip_nonfinite(optfn.sgd(0.1), max_consecutive=0), donate=False
+    )
+    good = step.init(jnp.zeros(3))
+    bad, _ = step(good, np.full((8, 3), np.nan, np.float32))
+    good, _ = step(good, X[0])
+    np.testing.assert_allclose(good.params, params_after(1), rtol=1e-5)
+    with pytest.raises(FloatingPointError, match="skip_nonfinite"):
+        step(bad, X[1])
+
+
+def test_a_guard_that_gave_up_within_a_round_ends_the_run():
+    """Also where the steps after it, in the same round, have finite gradients."""
+    tx = optfn.skip_nonfinite(optfn.sgd(0.0), max_consecutive=0)
+    mesh = optfn.distributed.data_mesh(2)
+    step = optfn.make_train_step(loss_fn, tx, mesh=mesh, local_steps=2)
+    batch = X[0].copy()
+    batch[0] = np.nan  # the first step of the first worker
+    state, metrics = step(step.init(jnp.zeros(3)), batch)
+    assert bool(metrics["gave_up"])
+    with pytest.raises(FloatingPointError, match="skip_nonfinite"):
+        step(state, X[1])
+
+
+def test_a_dict_of_evaluations_and_only_one_at_the_end():
+    def evaluate(w):
+        return {"distance": jnp.sum((w - TARGET) ** 2), "first": w[0]}
+
+    state, history = run(steps=6, evaluate=evaluate)
+    assert history["evaluation_step"].tolist() == [6]
+    assert history["evaluation/distance"] == pytest.approx([distance(state.params)])
+    assert history["evaluation/first"] == pytest.approx([float(state.params[0])])
+    _, history = run(steps=6, evaluate=distance, evaluate_every=3)
+    assert history["evaluation_step"].tolist() == [3, 6]  # the last one not twice
+
+
+def test_packed_params_are_evaluated_as_the_tree():
+    def loss(params, batch):
+        return loss_fn(params["w"], batch)
+
+    options = {"evaluate": lambda p: distance(p["w"]), "progress": False, "steps": 5}
+    _, history = optfn.minimize(
+        loss, optfn.sgd(0.1), {"w": jnp.zeros(3)}, X, packed=True, **options
+    )
+    np.testing.assert_allclose(
+        history["evaluation"], [np.sum((params_after(5) - TARGET) ** 2)], rtol=1e-4
+    )
+
+
+def scripted(values):
+    """Return an evaluation that gives these numbers one after the other."""
+    remaining = iter(values)
+    return lambda w: next(remaining)
+
+
+def test_metrics_that_have_moved_to_the_host_are_the_same(monkeypatch):
+    _, want = run(steps=10)
+    monkeypatch.setattr("optfn.run.history._CHUNK", 3)
+    _, history = run(steps=10)
+    chex.assert_trees_all_equal(history, want)
+    assert history["loss"].shape == (10,)
+
+
+def test_patience_ends_the_run_and_the_best_state_comes_back():
+    values = [3.0, 2.0, 2.5, 2.0, 1.0]
+    options = {"evaluate_every": 2, "patience": 2}
+    state, history = run(evaluate=scripted(values), **options)
+    assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0]  # no better twice
+    assert int(state.step) == 8
+    best, _ = run(evaluate=scripted(values), keep_best=True, **options)
+    assert int(best.step) == 4
+    np.testing.assert_allclose(best.params, params_after(4), rtol=1e-4)
+
+
+def test_the_best_state_and_the_patience_survive_a_restart(tmp_path):
+    values = [3.0, 1.0, 2.0, 2.5, 2.6]
+    options = {"evaluate_every": 2, "patience": 3, "keep_best": True, "save_every": 2}
+    whole, history = run(evaluate=scripted(values), **options)
+    run(evaluate=scripted(values[:3]), steps=6, checkpoint=tmp_path, **options)
+    best, resumed = run(evaluate=scripted(values[3:]), checkpoint=tmp_path, **options)
+    assert int(best.step) == int(whole.step) == 4
+    chex.assert_trees_all_equal(jax.device_get(best), jax.device_get(whole))
+    chex.assert_trees_all_equal(resumed, history)
+
+
+def test_monitor_names_the_number_that_has_to_fall():
+    def evaluate(values):
+        script = scripted(values)
+        return lambda w: {"good": 0.0, "error": script(w)}
+
+    _, history = run(evaluate=evaluate([1, 2]), evaluate_every=1, patience=1, monitor="error")
+    assert history["evaluation/error"].tolist() == [1.0, 2.0]
+    with pytest.raises(ValueError, match=r"monitor must be one of .*error, good; got 'loss'"):
+        run(evaluate=evaluate([1]), monitor="loss")
+
+
+@pytest.mark.parametrize("options", [{"keep_best": True}, {"patience": 1}])
+def test_a_dict_of_evaluations_needs_monitor_where_they_are_compared(options):
+    seen = []
+
+    def evaluate(w):
+        seen.append(w)
+        return {"good": 0.0, "error": 1.0}
+
+    words = "monitor must be one of the numbers that evaluate gives, error, good; got None"
+    with pytest.raises(ValueError, match=words):
+        run(evaluate=evaluate, evaluate_every=2, **options)
+    assert len(seen) == 1
+
+
+def test_a_run_that_patience_has_ended_stays_ended(tmp_path):
+    options = {"evaluate_every": 2, "patience": 2, "checkpoint": tmp_path}
+    state, history = run(evaluate=scripted([3.0, 2.0, 2.5, 2.0]), **options)
+    again, same = run(evaluate=scripted([]), **options)
+    assert int(again.step) == int(state.step) == 8
+    chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(state))
+    chex.assert_trees_all_equal(same, history)
+    with_more_patience, history = run(
+        evaluate=scripted([1.0]), steps=10, **options | {"patience": 3}
+    )
+    assert int(with_more_patience.step) == 10
+    assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0, 1.0]
+
+
+def without_keep_best_and_then_with(values, steps, directory):
+    """Return what comes back, after a first run of so many steps that kept no best state."""
+    options = {"evaluate": scripted(values), "evaluate_every": 1, "checkpoint": directory}
+    run(steps=steps, **options)
+    return run(steps=len(values), keep_best=True, **options)
+
+
+def test_a_better_evaluation_whose_state_was_not_kept_is_said(tmp_path):
+    words = "the state of step 4 comes back. The evaluation of step 1 is better, 1, but its state"
+    with pytest.warns(UserWarning, match=words) as caught:
+        state, history = without_keep_best_and_then_with([1.0, 5.0, 4.0, 2.0, 3.0], 2, tmp_path)
+    assert [entry.filename for entry in caught] == [__file__]
+    assert history["evaluation"].tolist() == [1.0, 5.0, 4.0, 2.0, 3.0]
+    np.testing.assert_allclose(state.params, params_after(4), rtol=1e-4)
+    with pytest.warns(UserWarning, match=words):  # what was kept is found again
+        state, _ = run(steps=5, evaluate=distance, keep_best=True, checkpoint=tmp_path)
+    np.testing.assert_allclose(state.params, params_after(4), rtol=1e-4)
+
+
+def test_the_state_that_a_run_resumes_from_may_be_the_best(tmp_path):
+    state, _ = without_keep_best_and_then_with([5.0, 1.0, 4.0, 2.0], 2, tmp_path)
+    assert int(state.step) == 2
+    np.testing.assert_allclose(state.params, params_after(2), rtol=1e-4)
+
+
+def test_a_better_evaluation_of_this_run_needs_no_warning(tmp_path):
+    state, _ = without_keep_best_and_then_with([2.0, 5.0, 1.0, 3.0], 2, tmp_path)
+    assert int(state.step) == 3
+
+
+def test_a_kept_state_that_the_history_does_not_have_is_made_again(tmp_path):
+    """The run was cut between an evaluation and the next checkpoint."""
+    options = {"evaluate_every": 1, "keep_best": True, "checkpoint": tmp_path, "save_every": 4}
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(_cut_after(7), evaluate=scripted([3.0, 2.0, 4.0, 4.0, 4.0, 1.0, 5.0]), **options)
+    with pytest.warns(UserWarning, match="step 5 comes back. The evaluation of step 2 is better"):
+        state, _ = run(steps=5, evaluate=scripted([3.5]), **options)
+    np.testing.assert_allclose(state.params, params_after(5), rtol=1e-4)
+    state, _ = run(steps=7, evaluate=scripted([1.0, 5.0]), **options)
+    np.testing.assert_allclose(state.params, params_after(6), rtol=1e-4)
+
+
+def test_the_callback_gets_numbers_and_may_stop():
+    seen = []
+
+    def callback(step, state, metrics):
+        seen.append((step, metrics, np.asarray(state.params)))
+        return step == 3
+
+    state, history = run(steps=10, callback=callback, evaluate=distance, evaluate_every=2)
+    assert [step for step, _, _ in seen] == [1, 2, 3] and int(state.step) == 3
+    for n, metrics, params in seen:
+        assert type(metrics["loss"]) is float
+        assert metrics["loss"] == pytest.approx(float(history["loss"][n - 1]))
+        np.testing.assert_allclose(params, params_after(n), rtol=1e-4)
+    assert ["evaluation" in metrics for _, metrics, _ in seen] == [False, True, False]
+    assert history["evaluation_step"].tolist() == [2, 3]
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_log_has_one_object_a_step(tmp_path):
+    path = tmp_path / "logs" / "run.jsonl"
+    seen_while_running = []
+
+    def callback(step, state, metrics):
+        seen_while_running.append(len(lines_of(path)))
+
+    _, history = run(steps=7, log=path, evaluate=distance, evaluate_every=5, callback=callback)
+    lines = lines_of(path)
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    np.testing.assert_array_equal([line["loss"] for line in lines], history["loss"])
+    assert [line["step"] for line in lines if "evaluation" in line] == [5, 7]
+    assert seen_while_running[-1] >= 5
+
+
+def test_the_log_of_a_resumed_run_has_each_step_once(tmp_path):
+    path, options = tmp_path / "run.jsonl", {"checkpoint": tmp_path / "run", "save_every": 4}
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(_cut_after(6), log=path, **options)
+    assert len(lines_of(path)) == 6  # two more than the checkpoint has
+    run(steps=9, log=path, **options)
+    assert [line["step"] for line in lines_of(path)] == list(range(1, 10))
+
+
+def _cut_after(steps):
+    yield from X[:steps]
+    raise RuntimeError("power cut")
+
+
+def test_what_json_does_not_have_is_null(tmp_path):
+    path = tmp_path / "run.jsonl"
+    run([np.full((8, 3), np.inf, np.float32)], log=path)
+    assert lines_of(path)[0]["loss"] is None
+
+
+PROGRAM = """
+    import signal, sys, time
+    import jax.numpy as jnp, numpy as np, optfn
+
+    # A shell that starts programs in the background has them ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def batches():
+        for n in range(1000):
+            if n == 5:
+                print("five", flush=True)
+            if n >= 5:
+                time.sleep(0.05)
+            yield np.ones((4, 3), np.float32)
+
+    state, history = optfn.minimize(
+        lambda w, x: jnp.mean((x @ w - 1.0) ** 2), optfn.sgd(0.1), jnp.zeros(3), batches(),
+        checkpoint=sys.argv[1], evaluate=lambda w: 7.0, steps=1000, report=sys.argv[2],
+    )
+    print("state", int(state.step), len(history["loss"]), history["evaluation"].tolist())
+    print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
+@pytest.mark.parametrize("name", thinned(["SIGTERM", "SIGINT"]))
+def test_a_signal_ends_the_run_with_what_there_is(name, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), tmp_path, tmp_path / "run.html"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert process.stdout.readline() == "five\n"
+    process.send_signal(getattr(signal, name))
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    state, usual = output.splitlines()
+    words = state.split()
+    assert words[1] == words[2] and 5 <= int(words[1]) < 1000 and words[3] == "[7.0]"
+    assert usual == "True"
+    assert f"stopped by {name} after step {words[1]}" in errors
+    assert (tmp_path / f"step_{int(words[1]):09d}.npz").exists()
+    report = (tmp_path / "run.html").read_text(encoding="utf-8")
+    assert f"<td>stopped by {name} after step {words[1]}</td>" in report
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_bar_shows_small_losses_and_examples_per_second():
+    file = Terminal()
+    with Progress(3, True, file=file) as report:
+        for n in range(1, 4):
+            report(n, {"loss": 1.25e-6, "evaluation/error": 0.5}, X[0])
+    assert "loss 1.2500e-06 error 0.50000" in file.getvalue()
+    assert "examples/s" in file.getvalue()
+    assert words({"loss": np.nan}) == "loss nan"
+
+
+@pytest.mark.parametrize(
+    ("batch", "examples"),
+    [
+        (np.zeros((8, 3)), 8),
+        ({"x": np.zeros((8, 3)), "y": np.zeros(8)}, 8),
+        ((np.zeros((8, 3)), np.zeros(4)), None),
+        ((np.zeros((8, 3)), 1.0), None),
+        (None, None),
+    ],
+)
+def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples):
+    assert num_examples(batch) == examples
+
+
+def test_batches_that_are_too_few_are_counted(tmp_path):
+    with pytest.raises(ValueError, match=r"batches gave 3 batches; 5 are needed for steps=5$"):
+        run(X[:3], steps=5)
+    with pytest.raises(ValueError, match=r"batches gave 0 batches; at least 1 are needed$"):
+        run(iter([]))
+    state, history = run(X[:10], checkpoint=tmp_path)
+    passed = "; the run passes over the first 10, used before$"
+    with pytest.raises(ValueError, match="gave 6 batches; 12 are needed for steps=12" + passed):
+        run(X[:6], steps=12, checkpoint=tmp_path)
+    with pytest.raises(ValueError, match="gave 6 batches; at least 10 are needed" + passed):
+        run(X[:6], checkpoint=tmp_path)
+    for finished in ({"batches": X[:10]}, {"batches": X[:6], "steps": 8}):
+        again, same = run(**finished, checkpoint=tmp_path)
+        chex.assert_trees_all_equal(jax.device_get(again), jax.device_get(state))
+        chex.assert_trees_all_equal(same, history)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"evaluate": 3}, TypeError, "evaluate must be a function of params; got 3"),
+        ({"evaluate_every": 2}, ValueError, "evaluate_every needs evaluate"),
+        ({"patience": 2}, ValueError, "patience needs evaluate"),
+        ({"keep_best": True}, ValueError, "keep_best needs evaluate"),
+        ({"evaluate": distance, "evaluate_every": 0}, ValueError, "evaluate_every must be"),
+        ({"evaluate": distance, "patience": 1.5}, TypeError, "patience must be"),
+        ({"evaluate": lambda w: "x"}, TypeError, "must return a number or a dict.*got 'x'"),
+        ({"evaluate": lambda w: {"a": w}}, TypeError, "for 'a'"),
+        ({"callback": "print"}, TypeError, r"callback must be a function of \(step, state"),
+        ({"log": 3}, TypeError, "log must be a path; got 3"),
+    ],
+)
+def test_bad_arguments(options, error, words):
+    with pytest.raises(error, match=words):
+        run(steps=1, **options)

@@ -1,0 +1,218 @@
+"""Checkpoints in parts, written in the background: resumed, moved, damaged, carried over."""
+
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grids import thinned
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import data_mesh, init_state
+from optfn.parallel.fingerprint import fingerprint
+from optfn.run.sharded_checkpoint import wait
+from optfn.train.state import TrainState
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "t": RNG.normal(size=(64, 4)).astype(np.float32),
+    "w": RNG.normal(size=(4, 8)).astype(jnp.bfloat16),
+    "n": np.int32(3),
+    "empty": np.zeros((0, 4), np.float32),
+}
+BATCHES = [
+    (RNG.integers(0, 64, 16).astype(np.int32), RNG.normal(size=(16, 8)).astype(np.float32))
+    for _ in range(6)
+]
+
+
+def loss_fn(params, batch):
+    ids, y = batch
+    return jnp.mean((params["t"][ids] @ params["w"].astype(jnp.float32) - y) ** 2)
+
+
+def optimizer():
+    return optfn.adam(0.01, lazy=True)
+
+
+def minimize(batches, directory=None, workers=8, **options):
+    mesh = {} if workers == 1 else {"mesh": data_mesh(workers), "shard_tables": True}
+    mesh |= {"shard": "params"} if workers > 1 else {}
+    return optfn.minimize(
+        loss_fn, optimizer(), PARAMS, batches, tables="t", progress=False,
+        checkpoint=directory, save_every=2, **mesh, **options,
+    )  # fmt: skip
+
+
+def equal(a, b):
+    chex.assert_trees_all_equal(jax.device_get(a), jax.device_get(b))
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path):
+    whole, history = minimize(BATCHES)
+    minimize(BATCHES[:5], tmp_path)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step_000000004", "step_000000005"]
+    state, resumed = minimize(BATCHES, tmp_path)
+    equal(state, whole)
+    np.testing.assert_array_equal(resumed["loss"], history["loss"])
+    assert state.params["t"].sharding == whole.params["t"].sharding
+
+
+@pytest.mark.parametrize("workers", thinned([4, 1]))
+def test_it_moves_to_other_numbers_of_devices(workers, tmp_path):
+    whole, _ = minimize(BATCHES)
+    minimize(BATCHES[:3], tmp_path)
+    state, _ = minimize(BATCHES, tmp_path, workers)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-5
+        )
+
+
+def test_the_state_may_be_overwritten_right_after_saving(tmp_path):
+    step = optfn.make_train_step(
+        loss_fn, optimizer(), tables="t", mesh=data_mesh(8), shard_tables=True
+    )
+    state = step.init(PARAMS)
+    state, _ = step(state, BATCHES[0])
+    saved = jax.device_get(state)
+    path = optfn.save_checkpoint(tmp_path, state, {"loss": np.ones(1)})
+    for _ in range(20):
+        state, _ = step(state, BATCHES[1])
+    found, history = optfn.restore_checkpoint(tmp_path, step.init(PARAMS))
+    assert path.is_dir() and path.name == "step_000000001"
+    equal(found, saved)
+    np.testing.assert_array_equal(history["loss"], np.ones(1))
+
+
+def test_flipped_bytes_are_found_and_the_one_before_is_read(tmp_path):
+    minimize(BATCHES[:4], tmp_path)
+    first, last = sorted(tmp_path.iterdir())
+    want = optfn.restore_checkpoint(tmp_path, template())
+    assert int(want[0].step) == 4
+    damaged = 0
+    for file in sorted(last.rglob("*")):
+        if file.is_file() and "/d/" in str(file) and file.stat().st_size > 200:
+            data = bytearray(file.read_bytes())
+            for k in range(len(data) // 3, len(data), max(1, len(data) // 7)):
+                data[k] ^= 0x10
+            file.write_bytes(bytes(data))
+            damaged += 1
+    assert damaged
+    with pytest.warns(UserWarning, match="skipped: .*step_000000004"):
+        state, _ = optfn.restore_checkpoint(tmp_path, template())
+    assert int(state.step) == 2 and first.exists()
+
+
+def template():
+    step = optfn.make_train_step(
+        loss_fn, optimizer(), tables="t", mesh=data_mesh(8), shard_tables=True, shard="params"
+    )
+    return step.init(PARAMS)
+
+
+def test_an_array_that_was_changed_on_the_disk_does_not_have_its_checksum(tmp_path, monkeypatch):
+    import optfn.run.sharded_checkpoint as module
+
+    real = module.fingerprints
+    monkeypatch.setattr(module, "fingerprints", lambda leaves: real(leaves) + np.uint32([[0, 1]]))
+    minimize(BATCHES[:2], tmp_path)
+    monkeypatch.undo()
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(ValueError, match="not a whole checkpoint: the checksum of 'train/step'"),
+    ):
+        optfn.restore_checkpoint(tmp_path, template())
+
+
+def test_residuals_are_carried_over_to_another_number_of_workers(tmp_path):
+    def make(workers):
+        tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, sparsity=(0.99,), min_size=8)
+        params = {"w": jnp.ones((8, 8))}
+        opt_state = init_state(tx, params, data_mesh(workers))
+        return TrainState(jnp.int32(1), params, opt_state)
+
+    state = make(4)
+    state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.float32 else x, state)
+    residual = state.opt_state[0].residual.value["w"]
+    state.opt_state[0].residual.value["w"] = residual * jnp.arange(256.0)
+    for sharded in (True, False):
+        directory = tmp_path / str(sharded)
+        optfn.save_checkpoint(directory, state, sharded=sharded)
+        found, _ = optfn.restore_checkpoint(directory, make(2))
+        dgc = found.opt_state[0]
+        assert int(dgc.num_workers) == 2
+        want = np.arange(256.0).reshape(4, 64).mean(0)
+        np.testing.assert_allclose(np.asarray(dgc.residual["w"]).reshape(2, 64), [want, want])
+
+
+def test_which_form_is_chosen_and_what_an_older_directory_holds(tmp_path):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
+    assert optfn.save_checkpoint(tmp_path, state).name == "step_000000000.npz"
+    path = optfn.save_checkpoint(tmp_path, state._replace(step=jnp.int32(1)), sharded=True)
+    assert path.name == "step_000000001"
+    found, _ = optfn.restore_checkpoint(tmp_path, state)
+    assert int(found.step) == 1 and found.params["empty"].shape == (0, 4)
+    assert optfn.save_checkpoint(tmp_path, template(), sharded=False).suffix == ".npz"
+    wait()
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    minimize(BATCHES[:2], tmp_path)
+    other = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS | {"new": np.ones(2)})
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(ValueError, match=r"missing 'train/params/new'.*not expected"),
+    ):
+        optfn.restore_checkpoint(tmp_path, other)
+    with pytest.raises(TypeError, match="sharded must be"):
+        optfn.save_checkpoint(tmp_path, other, sharded=2)
+
+
+@pytest.mark.parametrize(
+    "x",
+    thinned(
+        [
+            jnp.arange(24.0).reshape(8, 3),
+            jnp.arange(16, dtype=jnp.int8),
+            jnp.arange(16) % 3 == 0,
+            jnp.arange(16, dtype=jnp.bfloat16),
+            (1 + 2j) * jnp.arange(8.0),
+            jax.random.split(jax.random.key(0), 8),
+        ],
+        every=3,
+    ),
+    ids=lambda x: str(x.dtype),
+)
+def test_a_checksum_depends_on_every_element_and_its_place_not_on_the_layout(x):
+    mesh = data_mesh(8)
+    spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    want = np.asarray(fingerprint(x))
+    np.testing.assert_array_equal(jax.jit(fingerprint)(spread), want)
+    seen = {want.tobytes()}
+    for k in range(1, len(x)):
+        seen.add(np.asarray(fingerprint(x[jnp.r_[k, 1:k, 0, k + 1 : len(x)]])).tobytes())
+    swapped = len(
+        {np.asarray(jax.random.key_data(v) if "key" in str(v.dtype) else v).tobytes() for v in x}
+    )
+    assert len(seen) >= min(swapped, len(x))
+
+
+@pytest.mark.optimized
+def test_a_checksum_takes_no_memory():
+    x = jax.ShapeDtypeStruct(
+        (512, 512), jnp.float32, sharding=NamedSharding(data_mesh(8), P("data"))
+    )
+    compiled = jax.jit(fingerprint).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1000 < 4 * 512 * 512 / 8
+
+
+def test_without_orbax_the_error_names_the_extra(tmp_path, monkeypatch):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r'pip install "optfn\[orbax\]"'):
+        optfn.save_checkpoint(tmp_path, state, sharded=True)

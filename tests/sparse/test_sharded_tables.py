@@ -1,0 +1,329 @@
+"""Tables whose rows are spread over workers: the unsharded step, whatever the ids are."""
+
+import functools
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from grids import thinned
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import data_mesh
+from optfn.sparse.tables import _capacity
+from optfn.train.state import TrainState
+
+N, ROWS, WIDTH, STEPS = 8, 64, 4, 4
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "t": RNG.normal(size=(ROWS, WIDTH)).astype(np.float32),
+    "w": RNG.normal(size=(WIDTH, 2)).astype(np.float32),
+}
+TARGETS = RNG.normal(size=(STEPS, 32, 2)).astype(np.float32)
+
+
+def zipf(rng):
+    weights = 1 / np.arange(1, ROWS + 1) ** 1.05
+    return rng.choice(ROWS, (STEPS, 32, 5), p=weights / weights.sum())
+
+
+IDS = {
+    "uniform": lambda rng: rng.integers(0, ROWS, (STEPS, 32, 5)),
+    "zipf": zipf,
+    "all the same": lambda rng: np.full((STEPS, 32, 5), 7),
+    "all to one owner": lambda rng: rng.integers(ROWS - ROWS // N, ROWS, (STEPS, 32, 5)),
+    "from the end": lambda rng: rng.integers(-ROWS, 0, (STEPS, 32, 5)),
+}
+
+
+def batches(kind):
+    ids = IDS[kind](np.random.default_rng(1)).astype(np.int32)
+    return list(zip(ids, TARGETS, strict=True))
+
+
+def loss_fn(params, batch):
+    ids, y = batch
+    return jnp.mean((params["t"][ids].mean(1) @ params["w"] - y) ** 2)
+
+
+def run(step, data, params=PARAMS):
+    state, losses = step.init(params), []
+    for batch in data:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def sharded(tx, loss=loss_fn, tables="t", **options):
+    options = {"mesh": data_mesh(N)} | options
+    return optfn.make_train_step(loss, tx, tables=tables, shard_tables=True, **options)
+
+
+RULES = {
+    "lazy": lambda: optfn.adam(0.01, lazy=True, grad_clip=optfn.clip_by_global_norm(0.1)),
+    "lazy exact": lambda: optfn.adam(0.01, lazy="exact"),
+    "adagrad": lambda: optfn.adagrad(0.1),
+    "sgd": lambda: optfn.sgd(0.1, regularization=optfn.l2_decay(0.01)),
+    "ftrl": lambda: optfn.ftrl(0.1, l1=0.01),
+    "guarded, measured": lambda: optfn.record_metrics(
+        optfn.skip_nonfinite(optfn.adam(0.01, lazy=True))
+    ),
+    "accumulate": lambda: optfn.accumulate(optfn.sgd(0.1), 2),
+    "partition": lambda: optax.partition(
+        {"rows": optfn.adam(0.01, lazy=True), "dense": optax.adam(0.01)},
+        {"t": "rows", "w": "dense"},
+    ),
+    "attributes": lambda: optfn.adam(
+        0.01, lazy=True, param_attrs={"t": optfn.ParamAttr(learning_rate=2.0)}
+    ),
+    "average": lambda: optfn.chain(
+        optfn.adam(0.01, lazy=True), optfn.exponential_moving_average(0.9)
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def alone(rule, kind):
+    return run(optfn.make_train_step(loss_fn, RULES[rule](), tables="t"), batches(kind))
+
+
+CASES = [(rule, "uniform") for rule in RULES]
+CASES += [(rule, kind) for rule in ("lazy", "lazy exact") for kind in IDS if kind != "uniform"]
+
+
+@pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
+@pytest.mark.parametrize(("rule", "kind"), thinned(CASES, every=6))
+def test_it_is_the_unsharded_step(rule, kind):
+    want, losses = alone(rule, kind)
+    step = sharded(RULES[rule]())
+    state, found = run(step, batches(kind))
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert step.compiled._cache_size() == 1
+    assert state.params["t"].addressable_shards[0].data.shape == (ROWS // N, WIDTH)
+
+
+def test_metrics_are_of_the_whole_tables():
+    state, _ = run(sharded(RULES["guarded, measured"]()), batches("zipf"))
+    want, _ = alone("guarded, measured", "zipf")
+    for name, value in optfn.metrics(want.opt_state).items():
+        assert float(optfn.metrics(state.opt_state)[name]) == pytest.approx(float(value), rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_on_one_worker_is_skipped_by_all():
+    step = sharded(optfn.skip_nonfinite(optfn.adam(0.01, lazy=True)))
+    state, _ = run(step, batches("uniform")[:2])
+    before = np.asarray(state.params["t"])
+    ids, y = batches("uniform")[2]
+    y = y.copy()
+    y[0] = np.inf
+    state, _ = step(state, (ids, y))
+    np.testing.assert_array_equal(state.params["t"], before)
+    assert int(state.opt_state.skipped) == 1
+
+
+def test_ids_outside_the_table_are_what_the_lookup_says():
+    """Two lookups of a table in one loss, some of their ids too large or too small."""
+
+    def loss(params, batch):
+        ids, y = batch
+        table = params["t"]
+        rows = table[ids] + table[ids[:, ::-1]]
+        return jnp.mean((rows.mean(1) @ params["w"] - y) ** 2)
+
+    ids = np.random.default_rng(2).integers(-2 * ROWS, 2 * ROWS, (32, 5)).astype(np.int32)
+    data = [(ids, TARGETS[0])]
+    want, losses = run(optfn.make_train_step(loss, optfn.sgd(0.1), tables="t"), data)
+    state, found = run(sharded(optfn.sgd(0.1), loss), data)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-4, atol=1e-6)
+
+
+LOOKUPS = {
+    "an array of ids": lambda t, ids: t[ids],
+    "an id": lambda t, ids: t[ids[0, 0]],
+    "vmap of an id": lambda t, ids: jax.vmap(lambda i: t[i])(ids[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", thinned(LOOKUPS, every=3))
+def test_ids_outside_the_table_are_as_in_a_dense_lookup(name):
+    ids = np.random.default_rng(2).integers(-2 * ROWS, 2 * ROWS, (32, 5)).astype(np.int32)
+    ids[::4, 0] = [-2 * ROWS, -ROWS - 1, -ROWS, -1, 0, ROWS - 1, ROWS, 2 * ROWS]
+
+    def loss(params, batch):
+        return jnp.mean(jnp.sin(LOOKUPS[name](params["t"], batch)))
+
+    params = {"t": PARAMS["t"]}
+    dense = optfn.make_train_step(loss, optfn.sgd(10.0), mesh=data_mesh(N))
+    want, losses = run(dense, [ids], params)
+    state, found = run(sharded(optfn.sgd(10.0), loss), [ids], params)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(state.params["t"], want.params["t"], rtol=1e-5, atol=1e-6)
+    assert np.any(want.params["t"] != params["t"])
+
+
+@pytest.mark.parametrize("shard", thinned(["state", "params", {"w": P("data")}], 3, first=1))
+def test_the_rest_of_the_model_may_be_sharded_too(shard):
+    params = PARAMS | {"w": np.random.default_rng(1).normal(size=(8, 2)).astype(np.float32)}
+
+    def loss(params, batch):
+        ids, y = batch
+        x = jnp.concatenate([params["t"][ids].mean(1), params["t"][ids[:, 0]]], 1)
+        return jnp.mean((x @ params["w"] - y) ** 2)
+
+    tx = optfn.adam(0.01, lazy=True)
+    want, _ = run(optfn.make_train_step(loss, tx, tables="t"), batches("zipf"), params)
+    state, _ = run(sharded(tx, loss, shard=shard), batches("zipf"), params)
+    for name in params:
+        np.testing.assert_allclose(state.params[name], want.params[name], rtol=1e-4, atol=1e-6)
+    part = state.opt_state[0].mu["w"].addressable_shards[0].data.shape
+    assert part == (1, 2)
+
+
+def test_two_tables_of_other_optimizers_and_dtypes():
+    params = {
+        "embed": np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(jnp.bfloat16),
+        "wide": np.zeros((128, 1), np.float32),
+        "w": PARAMS["w"],
+    }
+
+    def loss(params, batch):
+        ids, y = batch
+        deep = params["embed"][ids].astype(jnp.float32).mean(1) @ params["w"]
+        return jnp.mean((deep + params["wide"][2 * ids].sum(1) - y) ** 2)
+
+    def tx():
+        return optax.partition(
+            {
+                "lazy": optfn.adam(0.01, lazy=True, multi_precision=True),
+                "ftrl": optfn.ftrl(0.1, l1=0.1),
+            },
+            {"embed": "lazy", "w": "lazy", "wide": "ftrl"},
+        )  # fmt: skip
+
+    data = batches("uniform")
+    want, losses = run(optfn.make_train_step(loss, tx(), tables="embed|wide"), data, params)
+    state, found = run(sharded(tx(), loss, tables="embed|wide"), data, params)
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    zeros = [np.asarray(s.params["wide"]) == 0 for s in (state, want)]
+    np.testing.assert_array_equal(*zeros)  # FTRL's exact zeros
+    np.testing.assert_allclose(state.params["wide"], want.params["wide"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_is_in_natural_order_and_moves_to_other_numbers_of_workers(tmp_path):
+    def minimize(data, directory=None, **options):
+        return optfn.minimize(
+            loss_fn, RULES["lazy exact"](), PARAMS, data, tables="t", progress=False,
+            checkpoint=directory, **options,
+        )  # fmt: skip
+
+    data = batches("zipf")
+    eight = {"mesh": data_mesh(N), "shard_tables": True}
+    state, _ = minimize(data[:2], tmp_path / "saved", **eight)
+    want, _ = run(optfn.make_train_step(loss_fn, RULES["lazy exact"](), tables="t"), data[:2])
+    natural = optfn.state_dict(state)["train/params/t"]
+    np.testing.assert_allclose(natural, want.params["t"], rtol=1e-4, atol=1e-6)
+    whole, _ = minimize(data)
+    layouts = {"8": eight, "4": eight | {"mesh": data_mesh(4)}, "1": {}}
+    for name, options in layouts.items():
+        shutil.copytree(tmp_path / "saved", tmp_path / name)
+        state, _ = minimize(data, tmp_path / name, **options)
+        np.testing.assert_allclose(state.params["t"], whole.params["t"], rtol=1e-4, atol=1e-6)
+
+
+def test_explicit_axes_and_a_checked_layout():
+    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
+    step = sharded(optfn.adam(0.01, lazy=True), mesh=mesh)
+    state, found = run(step, batches("uniform"))
+    _, losses = run(
+        optfn.make_train_step(loss_fn, optfn.adam(0.01, lazy=True), tables="t"), batches("uniform")
+    )
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert step.compiled._cache_size() == 1
+    assert "lies" in optfn.summary(optfn.adam(0.01), state.params, mesh=data_mesh(N), shard="state")
+
+
+def compiled(tx, rows, ids=4096, width=64):
+    """Return the compiled step of a table that is not there."""
+    step = sharded(tx, lambda p, b: jnp.mean((p["t"][b[0]] @ p["w"] - b[1]) ** 2))
+    place = step.layout.place
+    params = {
+        "t": jax.ShapeDtypeStruct((rows, width), jnp.float32),
+        "w": jax.ShapeDtypeStruct((width, 2), jnp.float32),
+    }
+
+    def placed(values, shardings):
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), values, shardings
+        )
+
+    opt_state = jax.eval_shape(tx.init, params)
+    state = TrainState(
+        jax.ShapeDtypeStruct((), jnp.int32),
+        placed(params, place(step.layout.of_params(params))),
+        placed(opt_state, place(step.layout.of_state(opt_state, params))),
+    )
+    batch = jax.ShapeDtypeStruct((ids,), jnp.int32), jax.ShapeDtypeStruct((ids, 2), jnp.float32)
+    return step.compiled.lower(state, batch).compile()
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("lazy", thinned([True, "exact"]))
+def test_temporaries_and_the_wire_do_not_depend_on_the_number_of_rows(lazy):
+    """16M × 64 on 8 devices, 4,096 ids: 4 MB of temporaries, 1.6 times the ideal bytes."""
+    tx = optfn.adam(0.01, lazy=lazy, grad_clip=optfn.clip_by_global_norm(1.0))
+    small, big = compiled(tx, 1 << 16), compiled(tx, 1 << 24)
+    temporaries = [c.memory_analysis().temp_size_in_bytes for c in (small, big)]
+    assert max(temporaries) <= 4e6
+    assert temporaries[1] == pytest.approx(temporaries[0], rel=0.1)
+    arguments = big.memory_analysis().argument_size_in_bytes
+    assert arguments == pytest.approx(3 * 4 * (1 << 24) * 64 / N, rel=0.01)
+    exchanged = re.findall(r"= (f32|s32)\[([\d,]+)\]\S* all-to-all\(", big.as_text())
+    sent = 7 / 8 * sum(4 * int(np.prod(list(map(int, s.split(","))))) for _, s in exchanged)
+    ids = np.random.default_rng(0).integers(0, 1 << 24, (N, 4096 // N))
+    owners = ids // ((1 << 24) // N)
+    foreign = np.mean(
+        [len(np.unique(i[o != k])) for k, (i, o) in enumerate(zip(ids, owners, strict=True))]
+    )
+    assert sent <= 1.6 * 2 * foreign * 64 * 4  # rows there, gradients back
+    assert max(np.bincount(o).max() for o in owners) <= _capacity(4096 // N, N)  # in one round
+    assert not re.search(r"(all-gather|reduce-scatter)", big.as_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tables": None}, ValueError, "shard_tables=True needs tables"),
+        ({"mesh": None}, ValueError, "needs mesh"),
+        ({"shard_tables": 1}, TypeError, "shard_tables must be"),
+        ({"packed": True}, ValueError, "shard_tables=True cannot be with packed=True"),
+        (
+            {"shard_tables": False, "shard": "state"},
+            ValueError,
+            "shard='state' cannot be with tables=",
+        ),
+        ({"local_steps": 2}, ValueError, "shard_tables=True cannot be with local_steps=2"),
+    ],
+)
+def test_bad_arguments(options, error, words):
+    options = {"mesh": data_mesh(N), "tables": "t", "shard_tables": True} | options
+    with pytest.raises(error, match=words):
+        optfn.make_train_step(loss_fn, optfn.sgd(0.1), **options)
+
+
+def test_tables_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"dimension 0 of leaf 't', of shape \(63, 4\), must be"):
+        sharded(optfn.sgd(0.1)).init(PARAMS | {"t": PARAMS["t"][:-1]})
+    with pytest.raises(ValueError, match="'u' matches no leaf"):
+        sharded(optfn.sgd(0.1), tables="u").init(PARAMS)
+    step = sharded(optfn.sgd(0.1), lambda p, b: jnp.sum(p["t"]))
+    with pytest.raises(TypeError, match="table 't' can only be looked up"):
+        step(step.init(PARAMS), batches("uniform")[0])

@@ -1,0 +1,139 @@
+"""Files written by earlier versions load, and the next step is the one that was made then.
+
+Those of `run_packed_…` are of commit f02a297, all others of 8f58b5b.
+
+`checkpoints/<name>.npz` has the `state_dict` of an entry of the registry after two steps
+("state/"), the params there ("params/") and after a third step ("after/"); `run_<name>.npz` is a
+file of `save_checkpoint` after three steps of a run, `run_<name>_after.npz` the params after the
+fourth.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import registry
+from grids import thinned
+
+import optfn
+from optfn.distributed import data_mesh, rescale_residuals, stack_stages
+
+# Fields of these files that the state does not have any more.
+RETIRED = dict.fromkeys(("rmsprop_centered", "skip_nonfinite"), "scale_by_momentum/velocity/")
+FILES = Path(__file__).parents[1] / "checkpoints"
+NAMES = sorted(p.stem for p in FILES.glob("*.npz") if p.stem in registry.EVERYTHING)
+
+
+def tree(k):
+    rng = np.random.default_rng(k)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    return {"a": {"w": normal(3, 4), "z": normal(4)}, "b": [normal(2, 2), normal()]}
+
+
+def part(arrays, name):
+    return {k.removeprefix(f"{name}/"): v for k, v in arrays.items() if k.startswith(f"{name}/")}
+
+
+def test_there_are_files():
+    assert len(NAMES) == 23
+
+
+@pytest.mark.parametrize("name", thinned(NAMES, every=3))
+def test_a_state_goes_on(name):
+    with np.load(FILES / f"{name}.npz") as file:
+        arrays = dict(file)
+    entry = registry.EVERYTHING[name]
+    tx, template = entry.make(), tree(0)
+    structure = jax.tree.structure(template)
+    params = structure.unflatten(map(jnp.asarray, part(arrays, "params").values()))
+    mapping = part(arrays, "state")
+    state = optfn.load_state_dict(tx.init(template), mapping)
+    retired = {k for k in mapping if name in RETIRED and k.startswith(RETIRED[name])}
+    assert len(retired) == (4 if name in RETIRED else 0)
+    assert set(optfn.state_dict(state)) == set(mapping) - retired
+    updates, _ = tx.update(tree(3), state, params, **dict(entry.extra))
+    after = optfn.apply_updates(params, updates)
+    for got, want in zip(jax.tree.leaves(after), part(arrays, "after").values(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["w"]) @ params["v"]) ** 2)
+
+
+def compressing():
+    with pytest.warns(UserWarning, match="little momentum remains"):
+        return optfn.dgc_momentum(
+            0.1, 0.9, rampup_begin_step=1, rampup_step=2, sparsity=(0.5, 0.9), min_size=16
+        )
+
+
+def summing():
+    exchanging = optfn.distributed.exchange(optfn.distributed.top_k(0.25), min_size=1)
+    return optfn.accumulate(optfn.chain(exchanging, optfn.momentum(0.1, 0.9)), 2)
+
+
+RUNS = {
+    "dgc": (compressing, lambda: {"mesh": data_mesh(4)}),
+    "packed": (
+        lambda: optfn.lamb(0.1, grad_clip=optfn.clip_by_norm(1.0)),
+        lambda: {"packed": True},
+    ),
+    "guarded": (lambda: optfn.skip_nonfinite(optfn.adamw(0.01)), dict),
+    # Buffers that are a worker's own are whole in these files.
+    "packed_local": (
+        lambda: optfn.adam(0.05),
+        lambda: {"mesh": data_mesh(4), "packed": True, "local_steps": 2},
+    ),
+    "packed_int8": (
+        lambda: optfn.adam(0.05, moment_dtype="int8"),
+        lambda: {"mesh": data_mesh(4), "packed": True, "local_steps": 2},
+    ),
+    "packed_sums": (summing, lambda: {"mesh": data_mesh(4), "packed": True}),
+    "packed_dgc": (compressing, lambda: {"mesh": data_mesh(4), "packed": True}),
+}
+
+
+def begun(name):
+    make, options = RUNS[name]
+    step = optfn.make_train_step(loss_fn, make(), **options())
+    return step, step.init({"w": np.zeros((6, 8), np.float32), "v": np.zeros((8, 2), np.float32)})
+
+
+@pytest.mark.parametrize("name", thinned(RUNS, every=3))
+def test_a_run_goes_on(name):
+    step, template = begun(name)
+    state, history = optfn.load_checkpoint(FILES / f"run_{name}.npz", template)
+    assert int(state.step) == 3 * step.local_steps and history["loss"].shape == (3,)
+    state, _ = step(state, np.random.default_rng(3).standard_normal((8, 6)).astype(np.float32))
+    params = optfn.unpack(state.params)
+    with np.load(FILES / f"run_{name}_after.npz") as want:
+        for key in want.files:
+            np.testing.assert_allclose(params[key], want[key], rtol=1e-5, atol=1e-6)
+
+
+def test_residuals_of_an_earlier_file_are_rescaled():
+    """It does not list what is a worker's own."""
+    with np.load(FILES / "run_dgc.npz") as file:
+        mapping = dict(file)
+    assert "per_worker" not in mapping
+    rescaled = rescale_residuals(mapping, 2)
+    (key,) = (k for k in mapping if k.endswith("residual/w"))
+    mean = mapping[key].reshape(4, -1).mean(0)
+    np.testing.assert_allclose(rescaled[key].reshape(2, -1), [mean, mean], rtol=1e-6)
+
+
+def test_the_state_of_stacked_stages_goes_on():
+    with np.load(FILES / "stacked.npz") as file:
+        arrays = dict(file)
+    tx = optfn.adam(0.1)
+    params = stack_stages([{"w": jnp.asarray(w)} for w in arrays["params/w"]])
+    state = optfn.load_state_dict(tx.init(params), part(arrays, "state"))
+    updates, _ = tx.update(jax.tree.map(jnp.sin, params), state, params)
+    after = optfn.apply_updates(params, updates)
+    np.testing.assert_allclose(after["w"], arrays["after/w"], rtol=1e-6, atol=1e-7)

@@ -1,0 +1,110 @@
+"""What compiled steps do to memory: in place, without copies, equal leaves traced once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from grids import thinned
+
+import optfn
+
+SHAPE = (128, 96)
+
+
+def params_of():
+    return {"w": jnp.ones(SHAPE), "v": jnp.ones(SHAPE)}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] - params["v"]) ** 2)
+
+
+BATCH = np.ones((SHAPE[0], SHAPE[0]), np.float32)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "name", thinned([k for k, v in registry.OPTIMIZERS.items() if not v.copies], 4)
+)
+def test_train_steps_are_in_place(name):
+    step = optfn.make_train_step(loss_fn, registry.OPTIMIZERS[name].make())
+    optfn.assert_in_place(step, step.init(params_of()), BATCH)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "name", thinned(["ftrl", "lamb", "lamb_corrected", "adam", "lars", "accumulate"], 3)
+)
+def test_updates_keep_no_temporaries(name):
+    """Beyond params, state and gradients, less than a tenth of a byte per parameter."""
+    tx, params = registry.EVERYTHING[name].make(), {k: jnp.ones((512, 128)) for k in "abc"}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optfn.apply_updates(params, updates), state
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= 0.1 * 3 * 512 * 128
+
+
+@pytest.mark.optimized
+def test_another_order_of_donated_arguments_is_found():
+    tx = optfn.adam(0.1)
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = params_of(), tx.init(params_of()), params_of()
+    donated = jax.jit(step, donate_argnums=(1, 2))
+    with pytest.raises(AssertionError, match=r"copies \d+ arrays .*f32\[128,96\]"):
+        optfn.assert_in_place(donated, *args)
+    with pytest.raises(AssertionError, match="no argument is donated"):
+        optfn.assert_in_place(jax.jit(step), *args)
+    with pytest.raises(TypeError, match="TrainStep or a jitted function"):
+        optfn.assert_in_place(step, *args)
+
+
+@pytest.mark.parametrize("name", thinned(registry.PROGRAMS, every=5, first=1))
+def test_equal_leaves_are_treated_as_any(name):
+    """Under jit they share one traced rule; the results are those of unlike leaves, one by one."""
+    entry = registry.ALL[name]
+    rng = np.random.default_rng(0)
+    keys = ("w", "v", "z", "0")
+
+    def random(scale=1.0):
+        return {k: jnp.asarray(scale * rng.normal(size=5), jnp.float32) for k in keys}
+
+    params, grads = random(), [random(0.1 * (k + 1)) for k in range(2)]
+    tx = entry.make()
+
+    def one(params, state, g):
+        updates, state = tx.update(g, state, params, **dict(entry.extra))
+        return optax.apply_updates(params, updates), state
+
+    def after(step):
+        new, state = params, tx.init(params)
+        for g in grads:
+            new, state = step(new, state, g)
+        return new, state
+
+    found, want = after(jax.jit(one)), after(one)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        tolerance = {"rtol": 0.1, "atol": 0.05} if entry.quantized else {"rtol": 2e-5, "atol": 1e-6}
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), **tolerance
+        )
+
+
+def test_equal_leaves_are_traced_once():
+    """The program of 40 equal leaves has one copy of Adam's rule, called 40 times."""
+    tx = optfn.adam(0.1)
+    params = {f"w{k}": jnp.ones(7) for k in range(40)} | {"other": jnp.ones((2, 3))}
+
+    def step(params, state, grads):
+        return tx.update(grads, state, params)
+
+    text = jax.jit(step).lower(params, tx.init(params), params).as_text()
+    assert text.count("stablehlo.sqrt") <= 4  # one shared, one of its own, and the bias correction

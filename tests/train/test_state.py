@@ -1,0 +1,293 @@
+"""state_dict, load_state_dict and summary: names, exactness, errors."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import registry
+from grids import by_entry, thinned
+
+import optfn
+
+EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
+
+
+def tree(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    w = {"w": jnp.asarray(rng.normal(size=(3, 2)), dtype)}
+    return {"z": w, "w": [jnp.asarray(rng.normal(size=4), dtype)], "z0": jnp.zeros((), dtype)}
+
+
+def trained(entry, dtype=jnp.float32):
+    """A state after two steps, and the template of a fresh one."""
+    tx, params = entry.make(), tree(0, dtype)
+    state = tx.init(params)
+    for k in (1, 2):
+        _, state = tx.update(tree(k, dtype), state, params, **dict(entry.extra))
+    return tx, params, state
+
+
+@pytest.mark.parametrize("dtype", thinned([jnp.bfloat16, jnp.float32]))
+@by_entry(registry.ALL, every=3)
+def test_round_trip_through_npz_is_bit_exact(entry, dtype, tmp_path):
+    tx, params, state = trained(entry, dtype)
+    np.savez(tmp_path / "state.npz", **optfn.state_dict(state))
+    with np.load(tmp_path / "state.npz") as file:
+        loaded = optfn.load_state_dict(tx.init(params), file)
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(state), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@by_entry(registry.ALL)
+def test_names_are_words_without_positions(entry):
+    """Each name is the transform's word, a field, a path; an inserted transform moves none."""
+    _, params, state = trained(entry)
+    names = set(optfn.state_dict(state))
+    inserted = optfn.chain(optfn.clip_by_value(1.0), optax.ema(0.9), entry.make())
+    assert names <= set(optfn.state_dict(inserted.init(params)))
+    around = optfn.record_metrics(entry.make())
+    renumbered = {n for n in names if n.startswith("record_metrics/")}
+    assert names - renumbered <= set(optfn.state_dict(around.init(params)))
+
+
+def test_names():
+    tx = optfn.chain(
+        optfn.momentum(0.1, 0.9, grad_clip=optfn.clip_by_norm(1.0)), optfn.scale_by_momentum(0.5)
+    )
+    assert list(optfn.state_dict(tx.init({"a": {"b": jnp.ones(2)}}))) == [
+        "version",
+        "clip/factor",
+        "scale_by_momentum/velocity/a/b",
+        "scale_by_learning_rate/step",
+        "scale_by_learning_rate/learning_rate",
+        "scale_by_momentum_2/velocity/a/b",
+    ]
+    parts = optax.partition({"x": optfn.sgd(0.1), "y": optfn.adam(0.2)}, {"a": "x", "b": "y"})
+    names = optfn.state_dict(parts.init({"a": jnp.ones(1), "b": jnp.ones(2)}))
+    assert "x/scale_by_learning_rate/learning_rate" in names
+    assert "y/scale_by_adam/mu/b" in names
+
+
+def test_without_momentum_there_is_no_velocity():
+    """It is retired: strict loading passes it over, and the next transform keeps its number."""
+    params = {"a": {"b": jnp.ones(2)}}
+
+    def state_of(momentum):
+        first = optfn.rmsprop(0.1, momentum=momentum)
+        return optfn.chain(first, optfn.scale_by_momentum(0.5)).init(params)
+
+    kept, none = state_of(jnp.float32(0.0)), state_of(0.0)
+    assert optfn.state_dict(kept).keys() - optfn.state_dict(none).keys() == {
+        "scale_by_momentum/velocity/a/b"
+    }
+    count = sum(x.size for x in jax.tree.leaves(none) if x.ndim)
+    assert count == 4  # two accumulators in all
+    saved = optfn.state_dict(jax.tree.map(lambda x: x + 7, kept))
+    loaded = optfn.state_dict(optfn.load_state_dict(none, saved))
+    assert all(np.array_equal(saved[k], x) for k, x in loaded.items())
+    for stranger in ("scale_by_momentum/velocities", "scale_by_momentum_3/velocity/a/b"):
+        with pytest.raises(ValueError, match=f"not expected '{stranger}'"):
+            optfn.load_state_dict(none, saved | {stranger: np.ones(2)})
+
+
+def test_two_leaves_of_one_name_are_an_error():
+    """The mapping would hold one of them, and both would be loaded from it."""
+    state = optfn.adam(0.1).init({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}})
+    with pytest.raises(ValueError, match="several arrays have the name 'scale_by_adam/mu/a/b'"):
+        optfn.state_dict(state)
+
+
+def test_bfloat16_is_kept_as_bits(tmp_path):
+    state = optax.trace(0.9, accumulator_dtype=jnp.bfloat16).init({"w": jnp.ones(3)})
+    state = jax.tree.map(lambda x: x + jnp.asarray(1.5, x.dtype), state)
+    saved = optfn.state_dict(state)
+    assert saved["trace/trace/w"].dtype == np.uint16
+    np.savez(tmp_path / "s.npz", **saved)
+    with np.load(tmp_path / "s.npz") as file:
+        chex.assert_trees_all_equal(optfn.load_state_dict(state, file), state)
+    raw = {k: v.view("V2") if k != "version" else v for k, v in saved.items()}
+    chex.assert_trees_all_equal(optfn.load_state_dict(state, raw), state)  # as npz gives it back
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_round_trip_through_orbax(tmp_path):
+    """Every optimizer, transform and wrapper, in one checkpoint.
+
+    Not exchanges: orbax does not store strings, the names that are listed under "per_worker".
+    """
+    everything = {name: trained(entry, jnp.bfloat16) for name, entry in registry.EVERYTHING.items()}
+    saved = {name: optfn.state_dict(state) for name, (_, _, state) in everything.items()}
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "states", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "states")
+    for name, (tx, params, state) in everything.items():
+        loaded = optfn.load_state_dict(tx.init(params), restored[name])
+        chex.assert_trees_all_equal(loaded, state)
+
+
+def test_saved_state_outlives_a_donated_one():
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p * x), optfn.adam(0.1))
+    state, _ = step(step.init(jnp.zeros(2)), jnp.ones(2))
+    saved = optfn.state_dict(state.opt_state)
+    copy = {k: np.array(v) for k, v in saved.items()}
+    step(state, jnp.ones(2))
+    chex.assert_trees_all_equal(saved, copy)
+
+
+@pytest.mark.parametrize("other", [0.5, jnp.asarray(0.5), optfn.schedules.cosine(0.5, 1, 10)])
+def test_a_state_loads_under_another_kind_of_rate(other):
+    """The step goes on: the next update uses the schedule at the step that was saved."""
+    params = {"w": jnp.ones(2)}
+    for first in (0.1, optfn.schedules.step_decay(0.1, 1)):
+        tx = optfn.adam(first)
+        state = tx.init(params)
+        for _ in range(3):
+            _, state = tx.update(params, state, params)
+        new = optfn.adam(other)
+        loaded = optfn.load_state_dict(new.init(params), optfn.state_dict(state))
+        updates, loaded = new.update(params, loaded, params)
+        kept = optfn.get_learning_rate(state) if other == 0.5 and isinstance(other, float) else None
+        want = kept if kept is not None else (other(3) if callable(other) else other)
+        np.testing.assert_allclose(optfn.get_learning_rate(loaded), want, rtol=1e-6)
+        np.testing.assert_allclose(updates["w"], -want, rtol=1e-4)
+
+
+def test_errors_name_everything_that_is_wrong():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    state = optfn.momentum(0.1, 0.9).init(params)
+    saved = optfn.state_dict(state)
+    bad = {k: v for k, v in saved.items() if not k.endswith("/a")}
+    bad["scale_by_momentum/velocity/b"] = np.ones((3, 1))
+    bad["stranger"] = np.ones(1)
+    with pytest.raises(ValueError, match="does not fit") as error:
+        optfn.load_state_dict(state, bad)
+    for words in (
+        "missing 'scale_by_momentum/velocity/a'",
+        "not expected 'stranger'",
+        "'scale_by_momentum/velocity/b' has shape (3, 1), the template (3,)",
+    ):
+        assert words in str(error.value)
+    with pytest.raises(ValueError, match=r"velocity/b' has shape"):
+        optfn.load_state_dict(state, bad, strict=False)
+    with pytest.raises(ValueError, match="complex"):
+        optfn.load_state_dict(state, saved | {"scale_by_momentum/velocity/b": np.ones(3, complex)})
+    with pytest.raises(ValueError, match="format version 99"):
+        optfn.load_state_dict(state, saved | {"version": 99})
+
+
+@pytest.mark.parametrize("version", ["x", None, np.ones(2), 1.5])
+def test_a_version_that_is_no_number_is_an_error(version):
+    state = optfn.sgd(0.1).init({})
+    with pytest.raises(TypeError, match="version must be a Python integer"):
+        optfn.load_state_dict(state, optfn.state_dict(state) | {"version": version})
+
+
+def test_strict_is_a_flag():
+    state = optfn.sgd(0.1).init({})
+    with pytest.raises(TypeError, match="strict must be True or False; got 3"):
+        optfn.load_state_dict(state, optfn.state_dict(state), strict=3)
+
+
+def test_partial_loading_keeps_the_rest():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    state = optfn.momentum(0.1, 0.9).init(params)
+    part = {"scale_by_momentum/velocity/a": np.full(2, 7.0), "stranger": 1}
+    loaded = optfn.load_state_dict(state, part, strict=False)
+    saved = optfn.state_dict(loaded)
+    np.testing.assert_array_equal(saved["scale_by_momentum/velocity/a"], 7.0)
+    np.testing.assert_array_equal(saved["scale_by_momentum/velocity/b"], 0.0)
+
+
+def test_results_take_dtype_and_sharding_of_the_template():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = {"w": jax.device_put(jnp.ones(4), sharding)}
+    tx = optfn.momentum(0.1, 0.9)
+    state = tx.init(params)
+    saved = optfn.state_dict(state)
+    saved["scale_by_momentum/velocity/w"] = np.arange(4.0)  # float64
+    loaded = optfn.load_state_dict(state, saved)
+    (velocity,) = [x for x in jax.tree.leaves(loaded) if x.shape == (4,)]
+    assert velocity.dtype == jnp.float32
+    assert velocity.sharding == sharding
+
+
+def test_stacked_states():
+    tx = optfn.adam(0.1)
+    state = jax.vmap(tx.init)({"w": jnp.ones((3, 2))})
+    changed = optfn.set_learning_rate(state, 0.5)
+    loaded = optfn.load_state_dict(state, optfn.state_dict(changed))
+    chex.assert_trees_all_equal(loaded, changed)
+    assert loaded[1].rate.learning_rate.shape == (3,)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nnx_wrappers_stay():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    tx = optfn.chain(optfn.adam(0.1), optfn.exponential_moving_average(0.9))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda m: m(jnp.ones((1, 3))).sum())(model))
+    saved = optfn.state_dict(optimizer.opt_state)
+    assert "scale_by_adam/mu/kernel" in saved
+    loaded = optfn.load_state_dict(optimizer.opt_state, saved)
+    assert jax.tree.structure(loaded) == jax.tree.structure(optimizer.opt_state)
+    averaged = optfn.averaged_params(optimizer.opt_state, nnx.state(model, nnx.Param))
+    np.testing.assert_allclose(averaged["bias"][...], model.bias[...], rtol=1e-6)
+
+
+# Summary
+
+
+def test_summary_counts_every_byte():
+    tx = optfn.chain(
+        optfn.adam(
+            0.1,
+            multi_precision=True,
+            param_attrs={
+                "emb/w": optfn.ParamAttr(trainable=False),
+                "b": optfn.ParamAttr(learning_rate=0.5, need_clip=False, regularization=None),
+            },
+        ),
+        optfn.exponential_moving_average(0.9),
+    )
+    shapes = {
+        "emb": {"w": jax.ShapeDtypeStruct((100, 8), jnp.float32)},
+        "w": jax.ShapeDtypeStruct((8, 8), jnp.bfloat16),
+        "b": jax.ShapeDtypeStruct((8,), jnp.float32),
+        "ids": jax.ShapeDtypeStruct((3,), jnp.int32),
+    }
+    rows = {line.split()[0]: line for line in optfn.summary(tx, shapes).splitlines()}
+    assert "frozen: not trainable" in rows["emb/w"]
+    assert rows["emb/w"].split()[-2] == "3,200"  # the average does not know
+    assert "frozen: not floating point" in rows["ids"]
+    assert "rate × 0.5, no regularization, not clipped" in rows["b"]
+    assert rows["w"].split()[-2:] == [f"{64 * 16:,}", "16.00"]  # master, mu, nu, average
+    assert rows["b"].split()[-2:] == [str(8 * 12), "12.00"]
+    state = jax.eval_shape(tx.init, shapes)
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert rows["total"].split()[-2] == f"{total:,}"
+
+
+def test_summary_shows_what_is_excluded_from_weight_decay():
+    tx = optfn.skip_nonfinite(optfn.adamw(1e-3, weight_decay=0.1, exclude="b|.*/scale"))
+    params = {"b": jnp.ones(2), "norm": {"scale": jnp.ones(2)}, "w": jnp.ones(2)}
+    rows = {line.split()[0]: line for line in optfn.summary(tx, params).splitlines()}
+    shown = {name: "no weight decay" in rows[name] for name in ("b", "norm/scale", "w")}
+    assert shown == {"b": True, "norm/scale": True, "w": False}
+
+
+@EVERYTHING
+def test_summary_of_everything(entry):
+    params = tree(0) | {"ids": jnp.arange(3)}
+    state = entry.make().init(params)
+    lines = optfn.summary(entry.make(), params).splitlines()
+    total = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert lines[-1].split()[-2] == f"{total:,}"
+    assert len(lines) == 8

@@ -1,0 +1,98 @@
+"""A training step inside other transformations, on every kind of mesh, and used wrongly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from grids import thinned
+from jax.sharding import AxisType
+
+import optfn
+from optfn.distributed import data_mesh
+
+GUARDS = {
+    "plain": lambda: optfn.adam(1e-2),
+    "guarded": lambda: optfn.record_metrics(optfn.skip_nonfinite(optfn.adam(1e-2))),
+}
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] - 1.0) ** 2)
+
+
+def start():
+    return {"w": np.full((16, 4), 0.1, np.float32)}
+
+
+BATCHES = np.random.default_rng(0).standard_normal((3, 8, 16), np.float32)
+
+
+def trained(step):
+    state, losses = step.init(start()), []
+    for batch in BATCHES:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+@pytest.mark.parametrize("workers", thinned([None, 4], first=1))
+@pytest.mark.parametrize("name", GUARDS)
+def test_inside_jit_and_scan(name, workers):
+    mesh = None if workers is None else data_mesh(workers)
+    step = optfn.make_train_step(loss_fn, GUARDS[name](), mesh=mesh)
+    want, want_state = trained(step)
+    state, metrics = jax.lax.scan(step, step.init(start()), BATCHES)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], want_state.params["w"], rtol=1e-5)
+    _, metrics = jax.jit(step)(step.init(start()), BATCHES[0])
+    np.testing.assert_allclose(metrics["loss"], want[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", thinned([AxisType.Auto, AxisType.Explicit], first=1))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optfn.adam(1e-2),
+        lambda: optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=4),
+    ],
+    ids=["adam", "dgc"],
+)
+def test_one_compilation_on_every_kind_of_mesh(make, kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    step = optfn.make_train_step(loss_fn, make(), mesh=mesh)
+    losses, _ = trained(step)
+    assert step.compiled._cache_size() == 1
+    np.testing.assert_allclose(
+        losses, trained(optfn.make_train_step(loss_fn, make(), mesh=data_mesh(4)))[0], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("workers", [None, 4])
+def test_a_state_that_was_used_up_is_named(workers):
+    mesh = None if workers is None else data_mesh(workers)
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=mesh)
+    state = step.init(start())
+    step(state, BATCHES[0])
+    with pytest.raises(ValueError, match="the state has been used up by an earlier call"):
+        step(state, BATCHES[0])
+
+
+def test_multi_steps_as_an_object():
+    made = optax.MultiSteps(optax.sgd(0.1), 2)
+    losses, _ = trained(optfn.make_train_step(loss_fn, made))
+    want, _ = trained(optfn.make_train_step(loss_fn, made.gradient_transformation()))
+    assert losses == want and losses[0] != losses[2]
+
+
+def test_a_batch_that_is_one_array_has_no_empty_name():
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=data_mesh(4))
+    with pytest.raises(ValueError, match=r"4 workers; it has shape \(7, 16\)"):
+        step(step.init(start()), np.zeros((7, 16), np.float32))
+
+
+def test_a_loss_beside_value_and_grad_is_not_needed():
+    step = optfn.make_train_step(None, optfn.sgd(0.1), value_and_grad=jax.value_and_grad(loss_fn))
+    assert trained(step)[0] == trained(optfn.make_train_step(loss_fn, optfn.sgd(0.1)))[0]
+    with pytest.raises(TypeError, match="loss_fn must be a function"):
+        optfn.make_train_step(None, optfn.sgd(0.1))
