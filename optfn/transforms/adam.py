@@ -22,6 +22,24 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
     return state_type(core.first_step(), *zeros)
 
 
+def counting_steps(
+    rule_at: Callable[[jax.Array], Callable[..., Any]],
+    state_type: Callable[..., OptState],
+    rows: str = "dense",
+) -> core.Rule:
+    """Return the rule that applies `rule_at(t)` to the gradient and two moments in step t."""
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del params, extra
+        step = core.next_step(state.step)
+        updates, *moments = leafwise.apply(rule_at(step), updates, *state[1:], rows=rows)
+        return updates, state_type(step, *moments)
+
+    return core.Rule(partial(init_moments, state_type), update)
+
+
 class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
 
@@ -109,22 +127,11 @@ def scale_by_adam(
     bias_correction = checks.flag("bias_correction", bias_correction)
     lazy = checks.flag("lazy", lazy)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        step = core.next_step(state.step)
+    def rule_at(step: jax.Array) -> Callable[..., Any]:
         scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
-        updates, mu, nu = leafwise.apply(
-            partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root),
-            updates,
-            state.mu,
-            state.nu,
-            rows="touched" if lazy else "dense",
-        )
-        return updates, ScaleByAdamState(step, mu, nu)
+        return partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root)
 
-    return core.Rule(partial(init_moments, ScaleByAdamState), update)
+    return counting_steps(rule_at, ScaleByAdamState, rows="touched" if lazy else "dense")
 
 
 class ScaleByAdamaxState(NamedTuple):
@@ -162,15 +169,9 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
     eps = checks.nonnegative("eps", eps)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        step = core.next_step(state.step)
-        scale = 1 / numerics.bias_correction(b1, step)
-        updates, mu, infinity_norm = leafwise.apply(
-            adamax_rule, updates, state.mu, state.infinity_norm, b1=b1, b2=b2, eps=eps, scale=scale
+    def rule_at(step: jax.Array) -> Callable[..., Any]:
+        return partial(
+            adamax_rule, b1=b1, b2=b2, eps=eps, scale=1 / numerics.bias_correction(b1, step)
         )
-        return updates, ScaleByAdamaxState(step, mu, infinity_norm)
 
-    return core.Rule(partial(init_moments, ScaleByAdamaxState), update)
+    return counting_steps(rule_at, ScaleByAdamaxState)
