@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import slices
+from optfn.leaves.types import PyTree
 
 AxisName: TypeAlias = Any  # the name of a mesh axis, a tuple of names, or None
 # Some of these are hashable; JAX takes a number for an axis of an array.
@@ -81,6 +82,20 @@ def mapped(
         axis_names=frozenset(names) - bound,
         # With check_vma, JAX itself would sum the gradient of replicated parameters.
         check_vma=False,
+    )
+
+
+def constrained(x: PyTree, mesh: Mesh, specs: Any) -> PyTree:
+    """Return arrays that the compiler is told to lay out by these PartitionSpecs."""
+    if jax.sharding.get_abstract_mesh().manual_axes:  # the mesh is that of the context
+        return lax.with_sharding_constraint(x, specs)
+    return lax.with_sharding_constraint(
+        x,
+        jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            specs,
+            is_leaf=lambda s: isinstance(s, PartitionSpec),
+        ),
     )
 
 

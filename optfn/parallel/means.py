@@ -165,4 +165,4 @@ def for_optimizer(
         means, of_all = mean_on_parts(some, of_all, names, parts)
         metrics = of_all if names == axes(axis_name) else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
-    return grads, metrics, {"axis_name": axis_name, "parts": parts}
+    return grads, metrics, {"axis_name": axis_name} | ({} if parts is None else {"parts": parts})
