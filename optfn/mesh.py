@@ -13,7 +13,8 @@ from optfn import checks
 from optfn.leaves import slices
 from optfn.leaves.types import PyTree
 
-AxisName: TypeAlias = Any  # the name of a mesh axis, a tuple of names, or None
+# The name of a mesh axis, several names, or None for no axis.
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
 # Some of these are hashable; JAX takes a number for an axis of an array.
 _NO_NAMES = (type(None), bool, int, float, complex, np.ndarray, np.generic, jax.Array)
 
