@@ -47,8 +47,8 @@ def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in kept))
 
 
-def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> AxisName:
-    """Return `axis_name` if it is the name of an axis, or several; None only if `optional`.
+def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> Axes:
+    """Return the axes in `axis_name`, the name of one or several; None only if `optional`.
 
     Raises:
       TypeError: it is not.
@@ -63,7 +63,7 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
         )
     if len(set(names)) < len(names):
         raise ValueError(f"{argument} must name each mesh axis once; got {axis_name!r}")
-    return axis_name
+    return names
 
 
 def mapped(
@@ -100,9 +100,9 @@ def constrained(x: PyTree, mesh: Mesh, specs: Any) -> PyTree:
     )
 
 
-def axis_size(axis_name: AxisName) -> int:
+def axis_size(names: Axes) -> int:
     """Return the number of workers along the axes."""
-    return int(np.prod([lax.axis_size(axis) for axis in axes(axis_name)], dtype=np.int64))
+    return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
@@ -122,14 +122,13 @@ def vary(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def checked_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+def checked_axes(names: Axes) -> Axes:
     """Return the axes over which JAX tracks variation: all axes, or none."""
-    return tuple(a for a in axes(axis_name) if a in varying_axes(lax.axis_index(a)))
+    return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 
-def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def all_gather(x: jax.Array, names: Axes) -> jax.Array:
     """Return the x of every worker, (N, *shape), the same array on all workers."""
-    names = axes(axis_name)
     gathered: jax.Array
     if checked_axes(names):
         gathered = lax.all_gather(vary(x, names), names, to="invarying")
@@ -150,13 +149,13 @@ def reducible(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if fails else x
 
 
-def pmean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def pmean(x: jax.Array, names: Axes) -> jax.Array:
     """Return the mean over workers, in the dtype of x."""
-    mean: jax.Array = lax.pmean(reducible(x), axes(axis_name)).astype(x.dtype)
+    mean: jax.Array = lax.pmean(reducible(x), names).astype(x.dtype)
     return mean
 
 
-def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     """Return the means over workers, with one all-reduce for all arrays of one dtype.
 
     Where JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
@@ -165,18 +164,18 @@ def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     kinds = [(str(x.dtype), *sorted(map(str, varying_axes(x)))) for x in g]
     for kind in sorted(set(kinds)):
         numbers = [i for i, other in enumerate(kinds) if other == kind]
-        bucket = pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), axis_name)
+        bucket = pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), names)
         parts = slices.split(bucket, [g[i].size for i in numbers])
         means |= {i: part.reshape(g[i].shape) for i, part in zip(numbers, parts, strict=True)}
     return [means[i] for i in range(len(g))]
 
 
-def zeros_of_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
     """Return zeros like the mean of x over workers, for the branch of a cond that has no mean."""
-    return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(axes(axis_name)))
+    return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
-def gather_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def gather_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     """Return the arrays of every worker, (N, *shape) each, with one all-gather for each dtype.
 
     Arrays of 32 bits an entry share one.
@@ -185,7 +184,7 @@ def gather_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array
     gathered: dict[int, jax.Array] = {}
     for dtype in sorted({x.dtype for x in words}, key=str):
         numbers = [i for i, x in enumerate(words) if x.dtype == dtype]
-        bucket = all_gather(jnp.concatenate([words[i].reshape(-1) for i in numbers]), axis_name)
+        bucket = all_gather(jnp.concatenate([words[i].reshape(-1) for i in numbers]), names)
         parts = slices.split(bucket, [words[i].size for i in numbers])
         gathered |= dict(zip(numbers, parts, strict=True))
     return [
@@ -237,9 +236,9 @@ def data_mesh(
     return Mesh(np.array(found[:count]), (axis_name,))
 
 
-def check_axis(name: str, axis_name: AxisName) -> None:
+def check_axis(name: str, names: Axes) -> None:
     """Raise a ValueError unless all mesh axes of `axis_name` are bound here."""
-    for axis in axes(axis_name):
+    for axis in names:
         try:
             lax.axis_size(axis)
         except NameError:

@@ -193,8 +193,8 @@ def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompression
         core.first_step(),
         jnp.ones((), jnp.int32),
         leafwise.zeros_like(tree.map_arrays(dense, params)),
-        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
-        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
+        PerWorker(tree.map_arrays(flat, params), options.axis_name),
+        PerWorker(tree.map_arrays(flat, params), options.axis_name),
         options.regularization.init(params),
         exchanged(params, options.all_axes, _bytes_of_leaves(options, params)),
     )
@@ -317,7 +317,7 @@ def _local_gradient(
     options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
 ) -> Updates:
     """Return the gradients averaged over `reduce_axis_name`, those of compressed leaves clipped."""
-    reduce_axes, c = mesh.axes(options.reduce_axis_name), options.local_grad_clip_norm
+    reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
         c = c * mesh.axis_size(options.axis_name) ** -0.5
 

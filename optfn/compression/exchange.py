@@ -35,7 +35,7 @@ from optfn.compression.on_parts import on_parts
 from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.mesh import AxisName
+from optfn.mesh import Axes, AxisName
 from optfn.parallel.means import Parts, mean_on_parts
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged
@@ -70,7 +70,7 @@ class _Options:
 
     compressors: Mapping[Any, BaseCompressor | None]
     error_feedback: Number
-    axis_name: AxisName
+    axis_name: Axes
     min_size: int
     warmup_steps: int
     parts: Parts | None = None
@@ -213,7 +213,7 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        PerWorker(structure.unflatten(residuals), mesh.axes(options.axis_name)),
+        PerWorker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
         exchanged(params, options.axis_name, _bytes_of_packets(options, pairs)),
     )
@@ -337,7 +337,7 @@ def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
 
 
 def _exchanged_densely(
-    leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: AxisName
+    leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
     """Return the leaves with those that are not compressed replaced by their means."""
 
@@ -351,7 +351,7 @@ def _exchanged_densely(
         new[i] = finite(mean)
     for i in others:
         if isinstance(leaves[i], LeafKind):
-            new[i] = leaves[i].mean_over(mesh.axes(axis_name)).map(finite)
+            new[i] = leaves[i].mean_over(axis_name).map(finite)
     return new
 
 
@@ -388,7 +388,7 @@ def _compress(
     leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
     if options.warmup_steps:
         is_dense = ~nonfinite & (step < options.warmup_steps)
-        axes = mesh.axes(axis_name)
+        axes = axis_name
         means = lax.cond(
             is_dense,
             lambda g, zeros: [lax.pmean(x, axes) for x in g],
@@ -403,7 +403,7 @@ def _compress(
 
 
 def _send(
-    axis_name: AxisName, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
+    axis_name: Axes, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
 ) -> tuple[list[LeafInExchange]]:
     """Send the accumulated updates, and keep the rest."""
     # Matrices of all ranks share their all-reduces, all packets that are gathered one all-gather.

@@ -17,13 +17,13 @@ from optfn import checks
 from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, PyTree
-from optfn.mesh import AxisName, axes, joined, sharding
+from optfn.mesh import Axes, joined, sharding
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.state.placement import num_workers, specs_of
 
 
 def on_workers(
-    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: AxisName
+    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
     """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
 
@@ -47,9 +47,9 @@ def on_workers(
     return global_step
 
 
-def batch_spec(x: Leaf, data_axis: AxisName) -> P:
+def batch_spec(x: Leaf, data_axis: Axes) -> P:
     """Return the PartitionSpec of an array of a batch: split along its leading axis, if any."""
-    return P(axes(data_axis)) if jnp.ndim(x) else P()
+    return P(data_axis) if jnp.ndim(x) else P()
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
@@ -63,7 +63,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, x)
 
 
-def split_batch(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
+def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
-from optfn.mesh import Axes, AxisName, axes, joined, mean_in_one, pmean, without
+from optfn.mesh import Axes, joined, mean_in_one, pmean, without
 from optfn.state.per_worker import exchanged_axes, exchanges
 
 
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 
 def mean_on_parts(
-    x: Updates, others: PyTree, axis_name: AxisName, parts: Parts | None
+    x: Updates, others: PyTree, axis_name: Axes, parts: Parts | None
 ) -> tuple[Updates, PyTree]:
     """Return the means over workers of a tree like the params and of other arrays.
 
@@ -64,7 +64,7 @@ def mean_on_parts(
       axis_name: the mesh axes of the workers.
       parts: how the devices of a worker divide gradients; None where a worker is one device.
     """
-    if parts is None or not axes(axis_name):
+    if parts is None or not axis_name:
         means: tuple[Updates, PyTree] = mean_over_workers((x, others), axis_name)
         return means
     arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)  # no device takes a float0
@@ -78,21 +78,21 @@ def mean_on_parts(
 _SMALL_BYTES = 65536
 
 
-def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
+def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
     Integers of fewer than 32 bits are summed in 32. The mean of a row-sparse leaf consists of the
     rows of all workers, that of a key is worker 0's. Small leaves share an all-reduce. Without axes
     there is one worker, and `x` comes back.
     """
-    if not axes(axis_name):
+    if not axis_name:
         return x
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
     small = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_small(leaf)}
 
     def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, LeafKind):
-            return leaf.mean_over(axes(axis_name))
+            return leaf.mean_over(axis_name)
         if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
             return leaf
         if tree.is_key(leaf):
@@ -100,7 +100,7 @@ def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return pmean(leaf, axis_name)
-        return lax.psum(leaf.astype(sum_dtype(leaf)), axes(axis_name))
+        return lax.psum(leaf.astype(sum_dtype(leaf)), axis_name)
 
     means = dict(zip(small, mean_in_one(list(small.values()), axis_name), strict=True))
     found = [means[i] if i in means else reduce(leaf) for i, leaf in enumerate(leaves)]
@@ -121,11 +121,11 @@ def _is_small(leaf: Leaf) -> bool:
     )
 
 
-def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
+def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and worker 0's of all others."""
-    if not axes(axis_name):
+    if not axis_name:
         return x
-    is_first = lax.axis_index(axes(axis_name)) == 0
+    is_first = lax.axis_index(axis_name) == 0
 
     def reduce(leaf: Leaf) -> Leaf:
         leaf = jnp.asarray(leaf)
@@ -134,7 +134,7 @@ def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
         if tree.is_key(leaf):
             return tree.on_key_data(reduce, leaf)
         # One worker's number and zeros: their sum is that number.
-        return lax.psum(jnp.where(is_first, leaf, 0), axes(axis_name)).astype(leaf.dtype)
+        return lax.psum(jnp.where(is_first, leaf, 0), axis_name).astype(leaf.dtype)
 
     return jax.tree.map(reduce, x)
 
@@ -142,7 +142,7 @@ def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
 def for_optimizer(
     grads: Updates,
     opt_state: OptState,
-    axis_name: AxisName,
+    axis_name: Axes,
     metrics: PyTree = None,
     parts: Parts | None = None,
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
@@ -152,17 +152,17 @@ def for_optimizer(
     leaves, and the metrics, over all axes of the workers. The extra arguments are then the axis
     name, by which wrappers such as `skip_nonfinite` combine the workers' gradients, and the parts.
     """
-    if not axes(axis_name) or not exchanges(opt_state):
+    if not axis_name or not exchanges(opt_state):
         return *mean_on_parts(grads, metrics, axis_name, parts), {}
     remaining = [without(axis_name, done) for done in exchanged_axes(opt_state, grads)]
-    for names in dict.fromkeys([axes(axis_name), *remaining]):
+    for names in dict.fromkeys([axis_name, *remaining]):
 
         def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:
             return g if remaining[place.number] == names else None
 
         some = tree.map_named(select, grads)
-        of_all = metrics if names == axes(axis_name) else None
+        of_all = metrics if names == axis_name else None
         means, of_all = mean_on_parts(some, of_all, names, parts)
-        metrics = of_all if names == axes(axis_name) else metrics
+        metrics = of_all if names == axis_name else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
     return grads, metrics, {"axis_name": axis_name} | ({} if parts is None else {"parts": parts})

@@ -115,7 +115,7 @@ def on_each_device(
 
         def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
             local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
-            local, _, known = for_optimizer(local, state, data_axis)
+            local, _, known = for_optimizer(local, state, meshes.axes(data_axis))
             return inner.update(local, state, params, **known, **extra)
 
         run = jax.shard_map(

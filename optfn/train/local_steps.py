@@ -18,7 +18,7 @@ from optfn.jaxprs.dependence import depends
 from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
-from optfn.mesh import AxisName, axes
+from optfn.mesh import Axes
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
@@ -68,7 +68,7 @@ class LocalSteps(NamedTuple):
         inner = LocalState(one, _laid_out(state, is_own(self.tx, params)))
         return InnerAndOuter(inner, self.outer.init(params))
 
-    def round(self, local_step: StepFn, axis_name: AxisName) -> StepFn:
+    def round(self, local_step: StepFn, axis_name: Axes) -> StepFn:
         """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
         Args:
@@ -116,7 +116,7 @@ class LocalSteps(NamedTuple):
         state: TrainState,
         finite: jax.Array,
         loss: jax.Array,
-        axis_name: AxisName,
+        axis_name: Axes,
     ) -> tuple[Params, OptState]:
         """Return the params after an outer step, and its state; the old ones if not `finite`."""
         before = state.opt_state.outer
@@ -233,19 +233,19 @@ def _drift(start: Leaf, end: Leaf) -> Leaf:
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 
 
-def _all_finite(drift: Updates, axis_name: AxisName) -> jax.Array:
+def _all_finite(drift: Updates, axis_name: Axes) -> jax.Array:
     """Tell whether the drift of every worker is finite."""
     bad = ~leafwise.all_finite(drift)
-    return lax.pmax(bad.astype(jnp.int32), axes(axis_name)) == 0
+    return lax.pmax(bad.astype(jnp.int32), axis_name) == 0
 
 
-def _mean_of_metrics(metrics: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
+def _mean_of_metrics(metrics: dict[str, Any], axis_name: Axes) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
     of_steps = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
     reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), axis_name)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
-        reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axes(axis_name))
+        reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axis_name)
     if "gave_up" in metrics:
         gave_up = jnp.any(metrics["gave_up"]).astype(jnp.int32)
-        reduced["gave_up"] = lax.pmax(gave_up, axes(axis_name)) > 0
+        reduced["gave_up"] = lax.pmax(gave_up, axis_name) > 0
     return reduced

@@ -20,7 +20,7 @@ from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
-from optfn.mesh import AxisName, restricted
+from optfn.mesh import Axes, restricted
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
@@ -335,7 +335,7 @@ class _OnParts(NamedTuple):
 
 
 def value_fn(
-    objective: Objective, axis_name: AxisName, parts: Parts | None, *arguments: Any
+    objective: Objective, axis_name: Axes, parts: Parts | None, *arguments: Any
 ) -> Callable[[Params], jax.Array]:
     """Return params -> loss on the batch of a step, as transforms that search a line call it.
 
