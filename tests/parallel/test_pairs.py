@@ -107,7 +107,8 @@ IMPOSSIBLE = {
 
 def reference_of(names):
     """Return the features without those that only lay out arrays."""
-    if set(names) == {"exchange", "tables"}:  # rows are exchanged otherwise than arrays
+    # Rows are exchanged otherwise than arrays, and a model state goes through microbatches in turn.
+    if set(names) in ({"exchange", "tables"}, {"microbatches", "model_state"}):
         return names
     return tuple(name for name in names if not FEATURES[name].lays_out)
 
