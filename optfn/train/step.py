@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn.leaves import mismatch, tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
@@ -46,7 +47,7 @@ from optfn.train.objective import (
     on_parts,
 )
 from optfn.train.options import StepOptions
-from optfn.train.order import warn_of_order
+from optfn.train.order import warn_of_lazy, warn_of_order
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.train.worker_step import keys_of, worker_step
 from optfn.wrappers.nonfinite import gave_up
@@ -101,10 +102,13 @@ class TrainStep:
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
-          TypeError: all params are integers, of which none is trained.
+          TypeError: all params are integers, of which none is trained; or they are a model of flax
+            or equinox that holds more than parameters, such as batch statistics. The error has the
+            line that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
 
-        Warns of a transform at the wrong position in a chain, such as an average before others.
+        Warns of a transform at the wrong position in a chain, such as an average before others, and
+        of `lazy` in an optimizer of tables where no gradient is row-sparse.
         """
         _check_params(params)
         self._check_model_state(model_state)
@@ -122,6 +126,8 @@ class TrainStep:
             step, model_state = self.layout.replicate((np.int32(0), model_state))
             state = distinct(TrainState(step, params, opt_state, model_state))
         warn_of_order(state.opt_state)
+        if self.options.tables is None and self.options.value_and_grad is None:
+            warn_of_lazy(self.tx, params)
         return state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -215,6 +221,7 @@ class TrainStep:
 
 
 def _check_params(params: Params) -> None:
+    check_split("TrainStep.init", params)
     mismatch.check_params("TrainStep.init", params, "")
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
@@ -297,7 +304,8 @@ def make_train_step(
         leaves; see `optfn.pack`. `loss_fn` sees the tree, state.params is the result of `pack`, and
         `unpack(state.params)` is the tree.
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
-        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
+        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`. Without it every
+        gradient of `loss_fn` is dense, and `init` warns of an optimizer with `lazy`.
       rng: True, a seed or a key: `loss_fn` then gets a key as its last argument, a different one in
         each step and on each worker; True means the seed 0.
       value_and_grad: (params, batch) -> (loss, gradients), used instead of the gradient of
