@@ -331,6 +331,7 @@ OTHER_NAMES = {
     "make_train_step",
     "metrics",
     "minimize",
+    "over_batches",
     "fit",
     "pack",
     "plot",

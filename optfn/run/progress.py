@@ -25,7 +25,9 @@ class Progress:
         done: int = 0,
         file: TextIO | None = None,
         per_call: int = 1,
+        epochs: int | None = None,
     ) -> None:
+        self.epochs = epochs
         self.steps, self.done, self.per_call = steps, done, per_call
         self.file = file or sys.stderr
         self.bar: Any = None
@@ -68,11 +70,14 @@ class Progress:
     def _line(self) -> None:
         if self.last is not None and self.last[0] != self.printed:
             self.printed, metrics = self.last
-            text = words(metrics, self.per_call)
-            print(f"step {self.printed} {text}", file=self.file, flush=True)
+            text = f"step {self.printed} {self._epoch(metrics)}{words(metrics, self.per_call)}"
+            print(text, file=self.file, flush=True)
 
     def _words(self, metrics: dict[str, Any]) -> str:
-        return words(metrics, self.per_call) + self.speed.words()
+        return self._epoch(metrics) + words(metrics, self.per_call) + self.speed.words()
+
+    def _epoch(self, metrics: dict[str, Any]) -> str:
+        return "" if self.epochs is None else f"epoch {metrics['epoch']}/{self.epochs} "
 
     def __exit__(self, *error: Any) -> None:
         if self.bar is not None:

@@ -36,6 +36,7 @@ from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Kind, Layout, layout_of
 from optfn.sparse.tables import Owners
+from optfn.train.batches import as_arrays
 from optfn.train.local_steps import LocalSteps, check_rounds
 from optfn.train.objective import (
     Form,
@@ -142,11 +143,12 @@ class TrainStep:
             several processes have other structures or shapes; or `state` has local steps of
             another number of workers.
           TypeError: `state` is not a TrainState, or its params are packed where the step's are not,
-            or it was made without local steps where the step makes some; or the batch holds text.
+            or it was made without local steps where the step makes some; or the batch holds text,
+            or arrays of another library that NumPy does not take without a copy.
         """
         self._check_state(state)
         self.check(state)
-        _check_batch(batch)
+        batch = as_arrays(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
         if self.layout is not None:
@@ -229,16 +231,6 @@ def _check_params(params: Params) -> None:
             "TrainStep.init: params must have a floating-point array, as integers are not "
             f"trained; got {checks.shown(params)}"
         )
-
-
-def _check_batch(batch: Batch) -> None:
-    """Raise a TypeError for text in a batch, which no device holds."""
-    for i, x in enumerate(jax.tree.leaves(batch)):
-        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
-            path = tree.array_paths(batch)[i]
-            raise TypeError(
-                f"the batch must hold arrays and numbers; leaf {path!r} is {checks.shown(x)}"
-            )
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:
