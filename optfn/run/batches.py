@@ -79,4 +79,6 @@ class Remaining:
         words += "" if self.steps is None else f" for steps={self.steps}"
         words += f" with local_steps={self.local_steps}" if self.local_steps > 1 else ""
         words += f"; the run passes over the first {self.used}, used before" if self.used else ""
-        raise ValueError(f"batches gave {self.given} batches; {words}")
+        once = not self.given and isinstance(self.batches, Iterator)
+        why = "batches is an iterator, which gives its batches only once: " if once else ""
+        raise ValueError(f"{why}batches gave {self.given} batches; {words}")
