@@ -5,8 +5,7 @@ types of these libraries, which are not imported: such a model can only come whe
 """
 
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -26,13 +25,12 @@ def check_split(name: str, params: Params) -> None:
     _check_equinox(name, params)
 
 
-def _named(params: Params, *types: Any) -> list[tuple[str, Any]]:
-    """Return the nodes of these types and the other leaves, by path."""
-
-    def stop(x: object) -> bool:
-        return tree.is_leaf(x) or isinstance(x, types)
-
-    return list(zip(tree.paths(params, stop), jax.tree.leaves(params, is_leaf=stop), strict=True))
+def _nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
+    """Yield the nodes of a type and the leaves outside of them, each after its path."""
+    for keys, x in jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda x: isinstance(x, kind)
+    ):
+        yield "/".join(map(tree.key_name, keys)), x
 
 
 def _check_nnx(name: str, params: Params) -> None:
@@ -41,13 +39,13 @@ def _check_nnx(name: str, params: Params) -> None:
         return
     others = [
         f"{path!r} of type {type(x).__name__}"
-        for path, x in _named(params, nnx.Variable)
+        for path, x in _nodes(params, nnx.Variable)
         if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param)
     ]
     if others:
         raise TypeError(
             f"{name}: params must hold no variable of flax.nnx but nnx.Param; got "
-            f"{_listed(others)}. Split the model: graphdef, params, rest = "
+            f"{_first_of(others)}. Split the model: graphdef, params, rest = "
             "nnx.split(model, nnx.Param, ...). Train params, give rest as the model_state, and "
             "call nnx.merge(graphdef, params, rest) in the loss"
         )
@@ -62,7 +60,7 @@ def _check_linen(name: str, params: Params) -> None:
         state = f'variables["{others[0]}"]' if len(others) == 1 else "the others"
         raise TypeError(
             f"{name}: params must be one collection of a flax.linen model; got its variables, with "
-            f'{_listed(others)} beside "params". Train variables["params"], give {state} as the '
+            f'{_first_of(others)} beside "params". Train variables["params"], give {state} as the '
             "model_state, and put both together in the loss. (A tree of your own that looks like "
             'this needs another key than "params")'
         )
@@ -74,7 +72,7 @@ def _check_equinox(name: str, params: Params) -> None:
         return
     others = [
         f"{tree.join(path, inner)!r} of type {type(x).__name__}"
-        for path, node in _named(params, eqx.Module)
+        for path, node in _nodes(params, eqx.Module)
         if isinstance(node, eqx.Module)
         for inner, x in tree.with_paths(node)
         if not (tree.is_masked(x) or (tree.is_array(x) and tree.is_inexact(x)))
@@ -82,12 +80,12 @@ def _check_equinox(name: str, params: Params) -> None:
     if others:
         raise TypeError(
             f"{name}: an equinox module as params must hold floating-point arrays only; got "
-            f"{_listed(others)}. Split the model: params, static = "
+            f"{_first_of(others)}. Split the model: params, static = "
             "eqx.partition(model, eqx.is_inexact_array), and call eqx.combine(params, static) in "
             "the loss"
         )
 
 
-def _listed(names: list[str], most: int = 5) -> str:
+def _first_of(names: list[str], most: int = 5) -> str:
     shown = ", ".join(names[:most])
     return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown

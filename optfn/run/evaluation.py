@@ -36,8 +36,8 @@ class Evaluator:
         self.best, self.best_step, self.no_better = self.worst, 0, 0
         earlier = history.earlier
         if self.key in earlier:
-            for step, value in zip(earlier["evaluation_step"], earlier[self.key], strict=True):
-                self._compare(int(step), float(value))
+            for i, value in enumerate(earlier[self.key]):
+                self._compare(int(earlier["evaluation_step"][i]), float(value))
 
     @property
     def worst(self) -> float:
@@ -169,12 +169,10 @@ def over_batches(
     compiled = jax.jit(fn)
 
     def evaluate(*arguments: Any) -> float | dict[str, float]:
-        rows, counts = [], []
-        for batch in batches:
-            batch = as_arrays(batch)
-            counts.append(_num_examples(batch))
-            rows.append(_numbers(compiled(*arguments, batch)))
-        return _weighted(rows, counts)
+        rows = []
+        for batch in map(as_arrays, batches):
+            rows.append((_num_examples(batch), _numbers_by_key(compiled(*arguments, batch))))
+        return _mean_of(rows)
 
     return evaluate
 
@@ -190,7 +188,7 @@ def _num_examples(batch: Batch) -> int:
     return count
 
 
-def _numbers(result: Any) -> dict[str, float]:
+def _numbers_by_key(result: object) -> dict[str, float]:
     """Return the numbers for a batch by key, "" for one alone; reading them waits for the device.
 
     So at most one batch is under way: CPU devices share their threads, see `TrainStep`.
@@ -199,12 +197,14 @@ def _numbers(result: Any) -> dict[str, float]:
     return {str(key): _real(str(key), value) for key, value in named.items()}
 
 
-def _weighted(rows: list[dict[str, float]], counts: list[int]) -> float | dict[str, float]:
-    if not sum(counts):
+def _mean_of(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:
+    """Return the means of numbers, each row with a weight; without key one number alone."""
+    total = sum(weight for weight, _ in rows)
+    if not total:
         raise ValueError("over_batches: batches gave no example")
-    if any(row.keys() != rows[0].keys() for row in rows):
-        keys = " and ".join(sorted({str(sorted(row)) for row in rows}))
+    first = rows[0][1]
+    if any(row.keys() != first.keys() for _, row in rows):
+        keys = " and ".join(sorted({str(sorted(row)) for _, row in rows}))
         raise ValueError(f"over_batches: fn must give the same keys for each batch; got {keys}")
-    pairs = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
-    means = {key: sum(n * row[key] for row, n in pairs) / sum(counts) for key in rows[0]}
+    means = {key: sum(n * row[key] for n, row in rows if n) / total for key in first}
     return means[""] if list(means) == [""] else means

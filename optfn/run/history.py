@@ -29,7 +29,7 @@ class History:
         if len(self.steps) == _CHUNK:
             self._move_to_host()
         kept = {k: metrics[k] for k in metrics if k.partition("/")[0] in PER_STEP}
-        self.steps.append(_by_name(kept))
+        self.steps.append(_scalars_by_name(kept))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return an array for each metric, with the entries of the earlier run first."""
@@ -60,7 +60,7 @@ def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[s
     }
 
 
-def _by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
+def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
     """Return the scalars among metrics by name; those of a nested "aux" are "aux/<path>"."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
@@ -71,7 +71,7 @@ def _by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among metrics by name, as Python numbers."""
-    return {name: np.asarray(x).item() for name, x in _by_name(metrics).items()}
+    return {name: np.asarray(x).item() for name, x in _scalars_by_name(metrics).items()}
 
 
 def as_numbers(metrics: Mapping[str, Any]) -> PyTree:

@@ -242,7 +242,7 @@ def fit(
 
 
 class _Run:
-    """A run: what it keeps and records, and its state after step n."""
+    """A run: its records, its checkpoints, and its state after step n."""
 
     def __init__(
         self, step: TrainStep, state: TrainState, batches: Iterable[Batch], options: LoopOptions
@@ -263,15 +263,9 @@ class _Run:
 
     def to_the_end(self) -> tuple[TrainState, dict[str, np.ndarray]]:
         """Make the steps; return the last state, or the best one, and the history."""
-        options = self.options
+        options, per_call = self.options, self.step.local_steps
         with (
-            Progress(
-                self.last,
-                options.progress,
-                self.done,
-                per_call=self.step.local_steps,
-                epochs=options.epochs,
-            ) as bar,
+            Progress(self.last, options.progress, self.done, per_call=per_call) as bar,
             RunLog(options.log, self.done) as lines,
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
             interruptible(self.step.mesh) as interrupt,
@@ -284,7 +278,7 @@ class _Run:
                 lines(self.n, metrics)
                 page()
                 self.stopped = self._callback_stops(metrics) or self.evaluator.gave_up
-                self.stopped |= interrupt.is_due(self.n // self.step.local_steps)
+                self.stopped |= interrupt.is_due(self.n // per_call)
                 if self.stopped:
                     break
                 self.saver.save_if_due(self.n, self.state, self.history)

@@ -25,9 +25,7 @@ class Progress:
         done: int = 0,
         file: TextIO | None = None,
         per_call: int = 1,
-        epochs: int | None = None,
     ) -> None:
-        self.epochs = epochs
         self.steps, self.done, self.per_call = steps, done, per_call
         self.file = file or sys.stderr
         self.bar: Any = None
@@ -70,14 +68,11 @@ class Progress:
     def _line(self) -> None:
         if self.last is not None and self.last[0] != self.printed:
             self.printed, metrics = self.last
-            text = f"step {self.printed} {self._epoch(metrics)}{words(metrics, self.per_call)}"
-            print(text, file=self.file, flush=True)
+            text = words(metrics, self.per_call)
+            print(f"step {self.printed} {text}", file=self.file, flush=True)
 
     def _words(self, metrics: dict[str, Any]) -> str:
-        return self._epoch(metrics) + words(metrics, self.per_call) + self.speed.words()
-
-    def _epoch(self, metrics: dict[str, Any]) -> str:
-        return "" if self.epochs is None else f"epoch {metrics['epoch']}/{self.epochs} "
+        return words(metrics, self.per_call) + self.speed.words()
 
     def __exit__(self, *error: Any) -> None:
         if self.bar is not None:
@@ -113,7 +108,8 @@ def num_examples(batch: Batch) -> int | None:
 
 def words(metrics: dict[str, Any], steps: int = 1) -> str:
     """Return the metrics of so many steps as readable text: "loss 0.043120 rate 0.001"."""
-    text = f"loss {short(metrics['loss'])}"
+    text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
+    text += f"loss {short(metrics['loss'])}"
     if "learning_rate" in metrics:
         text += f" rate {float(metrics['learning_rate']):.3g}"
     if "bytes_sent" in metrics:

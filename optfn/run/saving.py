@@ -1,4 +1,4 @@
-"""What a run keeps: its checkpoints, and the state with the best evaluation."""
+"""The states that a run keeps: its checkpoints, and the one with the best evaluation."""
 
 import os
 from pathlib import Path

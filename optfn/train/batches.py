@@ -1,5 +1,7 @@
 """Batches as a step takes them: arrays of other libraries become NumPy's, text is an error."""
 
+from typing import Protocol, TypeGuard, runtime_checkable
+
 import jax
 import numpy as np
 
@@ -19,11 +21,10 @@ def as_arrays(batch: Batch) -> Batch:
     Raises:
       TypeError: a leaf is text, which no device holds, or an array that NumPy does not take.
     """
-    leaves, structure = jax.tree.flatten(batch)
-    if any(map(_is_foreign, leaves)):
-        names = tree.array_paths(batch)
-        leaves = [_converted(name, x) for name, x in zip(names, leaves, strict=True)]
-        batch = jax.tree.unflatten(structure, leaves)
+    leaves = jax.tree.leaves(batch)
+    if any(map(_is_tensor, leaves)):
+        batch = tree.map_named(_converted, batch)
+        leaves = jax.tree.leaves(batch)
     for i, x in enumerate(leaves):
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
             path = tree.array_paths(batch)[i]
@@ -33,18 +34,26 @@ def as_arrays(batch: Batch) -> Batch:
     return batch
 
 
-def _is_foreign(x: Leaf) -> bool:
-    return not isinstance(x, _KNOWN) and hasattr(type(x), "__array__")
+@runtime_checkable
+class _Convertible(Protocol):
+    """An array of any library that NumPy can take."""
+
+    def __array__(self) -> np.ndarray: ...
 
 
-def _converted(name: str, x: Leaf) -> Leaf:
-    if not _is_foreign(x):
+def _is_tensor(x: Leaf) -> TypeGuard[_Convertible]:
+    """Tell whether a leaf is an array of a library other than JAX and NumPy."""
+    return not isinstance(x, _KNOWN) and isinstance(x, _Convertible)
+
+
+def _converted(place: tree.Place, x: Leaf) -> Leaf:
+    if not _is_tensor(x):
         return x
     try:
         return np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise TypeError(
-            f"the batch must hold arrays on the host; leaf {name!r} is a {kind} that NumPy does "
+            f"the batch must hold arrays on the host; leaf {place!r} is a {kind} that NumPy does "
             f"not take ({error})"
         ) from error

@@ -73,7 +73,7 @@ def _exchanges(links: tuple[OptState, ...]) -> Iterator[str]:
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
     """Warn of an optimizer with `lazy` where all gradients are dense and a leaf may be a table.
 
-    Only what the call of the optimizer says counts: a default does not.
+    Only an argument in the call of the optimizer counts: a default does not.
     """
     if not any(np.ndim(x) > 1 for x in jax.tree.leaves(params)):
         return

@@ -47,7 +47,7 @@ from optfn.train.objective import (
     of_value_and_grad,
     on_parts,
 )
-from optfn.train.options import StepOptions
+from optfn.train.options import StepOptions, check_loss
 from optfn.train.order import warn_of_lazy, warn_of_order
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.train.worker_step import keys_of, worker_step
@@ -348,7 +348,7 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    _check_loss(loss_fn, value_and_grad)
+    check_loss(loss_fn, value_and_grad)
     extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
     options = StepOptions(
         has_aux=has_aux,
@@ -442,14 +442,3 @@ def _local_steps(
         return None
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
     return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer))
-
-
-def _check_loss(loss_fn: object, value_and_grad: object) -> None:
-    """Raise a TypeError unless each is a function, and one of them is given."""
-    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
-        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    if value_and_grad is not None and not callable(value_and_grad):
-        raise TypeError(
-            "value_and_grad must be a function (params, batch) -> (loss, gradients); "
-            f"got {value_and_grad!r}"
-        )
