@@ -45,6 +45,7 @@ from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.run.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place
 from optfn.train.state import TrainState
@@ -119,6 +120,7 @@ __all__ = [
     "minimize",
     "model_average",
     "momentum",
+    "over_batches",
     "pack",
     "plot",
     "recompute",
