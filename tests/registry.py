@@ -151,46 +151,13 @@ def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
 
 # Public names that are not factories of transforms; each has its own tests.
 OTHER_NAMES = {
-<<<<<<< HEAD
     "Packed", "ParamAttr", "Stacked", "TrainState", "TrainStep", "apply_updates",
     "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
     "get_learning_rate", "load_checkpoint", "load_state_dict", "make_train_step", "metrics",
-    "minimize", "fit", "pack", "plot", "recompute", "restore_checkpoint", "save_checkpoint",
+    "minimize", "fit", "over_batches", "pack", "plot", "recompute", "restore_checkpoint",
+    "save_checkpoint",
     "schedules", "set_learning_rate", "sparse", "state_dict", "summary", "unpack",
 }  # fmt: skip
-=======
-    "Packed",
-    "ParamAttr",
-    "Stacked",
-    "TrainState",
-    "TrainStep",
-    "apply_updates",
-    "assert_in_place",
-    "averaged_params",
-    "chain",
-    "dgc_momentum",
-    "distributed",
-    "get_learning_rate",
-    "load_checkpoint",
-    "load_state_dict",
-    "make_train_step",
-    "metrics",
-    "minimize",
-    "over_batches",
-    "fit",
-    "pack",
-    "plot",
-    "recompute",
-    "restore_checkpoint",
-    "save_checkpoint",
-    "schedules",
-    "set_learning_rate",
-    "sparse",
-    "state_dict",
-    "summary",
-    "unpack",
-}
->>>>>>> loop25
 
 
 def clip_of(spec: tuple | None) -> Any:
