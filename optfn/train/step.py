@@ -34,14 +34,16 @@ from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
-from optfn.parallel.layout import Kind, Layout, layout_of
+from optfn.parallel.layout import Kind, Layout, Sharded, layout_of
 from optfn.sparse.tables import Owners
 from optfn.train.batches import as_arrays
 from optfn.train.local_steps import LocalSteps, check_rounds
+from optfn.train.microbatches import in_microbatches
 from optfn.train.objective import (
     Form,
     Objective,
     Seen,
+    gathered,
     of_loss,
     of_packed,
     of_value_and_grad,
@@ -256,6 +258,7 @@ def make_train_step(
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
+    microbatches: int = 1,
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
@@ -304,6 +307,10 @@ def make_train_step(
         `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. It takes and
         gives model state and aux as `loss_fn` does, ((loss, model_state), gradients). With `mesh`
         it is called inside `shard_map` with a worker's part of the batch.
+      microbatches: k. The batch of a worker goes through the loss in k equal parts, one after the
+        other, whose gradients are averaged, so that the activations of one part are held at a time.
+        Batch statistics are those of the parts. With `shard="params"` each part gathers params
+        anew, see `optfn.distributed.sharded`.
       local_steps: H. With H > 1 a call is a round: each worker makes H steps of `tx` alone, on
         equal parts of its part of the batch, with a state of its own; then `outer` gets the drift
         θ_start − θ_end of each worker as its gradient, in float32, and params become θ_start plus
@@ -360,6 +367,7 @@ def make_train_step(
         tables=tables,
         rng=rng,
         value_and_grad=value_and_grad,
+        microbatches=checks.count("microbatches", microbatches),
         local_steps=checks.count("local_steps", local_steps),
         outer=outer,
         shard=shard,
@@ -369,8 +377,8 @@ def make_train_step(
     )
     layout = None
     if mesh is not None:
-        layout = layout_of(shard, mesh, data_axis, tables if shard_tables else None)
-    local = _local_steps(options, extra_tx)
+        layout = layout_of(shard, mesh, data_axis, tables if shard_tables or shard else None)
+    local = _local_steps(options, extra_tx, layout)
     step = _composed(_objective(loss_fn, options, layout), extra_tx, options, layout, local)
     return TrainStep(loss_fn, extra_tx, options, layout, local, step)
 
@@ -385,7 +393,7 @@ def _composed(
     """Return the step of all devices."""
     workers = Axes() if layout is None else layout.worker_axes
     key_of = keys_of(options.rng, workers)
-    step = worker_step(objective, tx, key_of, workers if local is None else Axes())
+    step = worker_step(objective, tx, key_of, workers if local is None else Axes(), layout)
     if local is not None:
         step = local.round(step, workers)
     if layout is not None and workers:
@@ -414,9 +422,16 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
     form = Form(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
-        owners = Owners(layout.mesh, layout.data_axes)
+        owners = Owners(layout.mesh, layout.part_axes)
 
     def make(seen: Seen = contextlib.nullcontext) -> Objective:
+        once = isinstance(options.shard, Sharded) and options.shard.gather_once
+        if not (once or options.packed):
+            return in_microbatches(of_one(seen), options.microbatches)
+        whole = in_microbatches(of_one(), options.microbatches)
+        return gathered(of_packed(whole) if options.packed else whole, seen)
+
+    def of_one(seen: Seen = contextlib.nullcontext) -> Objective:
         if options.value_and_grad is not None:
             return of_value_and_grad(options.value_and_grad, form, seen)
         assert loss_fn is not None
@@ -431,14 +446,21 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
 
     if layout is not None and layout.part_axes:
         return on_parts(make, layout)
-    return of_packed(make()) if options.packed else make()
+    return make()
 
 
 def _local_steps(
-    options: StepOptions, tx: optax.GradientTransformationExtraArgs
+    options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
     """Return how a round goes; None where a call is one step."""
-    if options.local_steps == 1:
+    if options.local_steps == 1 or layout is None:
         return None
+    if not layout.worker_axes:
+        raise ValueError(
+            f"local_steps={options.local_steps} cannot be with params or state divided over all of "
+            f"data_axis, {(*layout.part_axes,)}: workers that train apart differ in their params, "
+            "so that none can keep a part for others. Divide over some of the axes: "
+            "shard=sharded(..., axis=)"
+        )
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
-    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer))
+    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer), layout)
