@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import slices
-from optfn.leaves.types import PyTree
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -86,18 +85,13 @@ def mapped(
     )
 
 
-def constrained(x: PyTree, mesh: Mesh, specs: Any) -> PyTree:
-    """Return arrays that the compiler is told to lay out by these PartitionSpecs."""
-    if jax.sharding.get_abstract_mesh().manual_axes:  # the mesh is that of the context
-        return lax.with_sharding_constraint(x, specs)
-    return lax.with_sharding_constraint(
-        x,
-        jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            specs,
-            is_leaf=lambda s: isinstance(s, PartitionSpec),
-        ),
-    )
+def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Return an array that the compiler is told to lay out by this PartitionSpec."""
+    # Inside a shard_map the mesh is that of the context.
+    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    placement = spec if is_inside else NamedSharding(mesh, spec)
+    laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
+    return laid_out
 
 
 def axis_size(names: Axes) -> int:

@@ -26,7 +26,7 @@ from optfn.compression.dgc_phases import (
     ramp_step,
     update_compressed,
 )
-from optfn.compression.on_parts import on_parts
+from optfn.compression.on_parts import update_on_parts
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
@@ -253,7 +253,7 @@ def _accumulate_and_send(
     options = dataclasses.replace(options, parts=parts)
     updates = leafwise.to_dense(updates)  # row-sparse gradients accumulate and compete like others
     run = partial(_accumulate_and_send_parts, options, row_updates and parts is None)
-    result: tuple[Updates, DeepGradientCompressionState] = on_parts(
+    result: tuple[Updates, DeepGradientCompressionState] = update_on_parts(
         run, updates, state, params, parts
     )
     return result

@@ -31,7 +31,7 @@ from optfn.compression.compressors import (
     chosen,
 )
 from optfn.compression.gathering import mean_by_all_gather
-from optfn.compression.on_parts import on_parts
+from optfn.compression.on_parts import update_on_parts
 from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
@@ -274,7 +274,7 @@ def _compressed_mean(
     whole = packed.unpack(updates)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
     _check_compressors_of_parts(whole, state.compressor, parts)
-    whole, new = on_parts(update, whole, state, None, parts)
+    whole, new = update_on_parts(update, whole, state, None, parts)
     return _packed_as(updates, whole), new
 
 

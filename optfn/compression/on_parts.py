@@ -15,7 +15,7 @@ from optfn.state.per_worker import PerWorker
 Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 
 
-def on_parts(
+def update_on_parts(
     update: Update, updates: Updates, state: Any, params: Params | None, parts: Parts | None
 ) -> tuple[Updates, OptState]:
     """Return the result of an update, computed by each device on its parts of the arrays.

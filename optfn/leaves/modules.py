@@ -45,7 +45,7 @@ def _check_nnx(name: str, params: Params) -> None:
     if others:
         raise TypeError(
             f"{name}: params must hold no variable of flax.nnx but nnx.Param; got "
-            f"{_first_of(others)}. Split the model: graphdef, params, rest = "
+            f"{tree.first_of(others, 5)}. Split the model: graphdef, params, rest = "
             "nnx.split(model, nnx.Param, ...). Train params, give rest as the model_state, and "
             "call nnx.merge(graphdef, params, rest) in the loss"
         )
@@ -60,9 +60,9 @@ def _check_linen(name: str, params: Params) -> None:
         state = f'variables["{others[0]}"]' if len(others) == 1 else "the others"
         raise TypeError(
             f"{name}: params must be one collection of a flax.linen model; got its variables, with "
-            f'{_first_of(others)} beside "params". Train variables["params"], give {state} as the '
-            "model_state, and put both together in the loss. (A tree of your own that looks like "
-            'this needs another key than "params")'
+            f'{tree.first_of(others, 5)} beside "params". Train variables["params"], give {state} '
+            "as the model_state, and put both together in the loss. (A tree of your own that looks "
+            'like this needs another key than "params")'
         )
 
 
@@ -80,12 +80,7 @@ def _check_equinox(name: str, params: Params) -> None:
     if others:
         raise TypeError(
             f"{name}: an equinox module as params must hold floating-point arrays only; got "
-            f"{_first_of(others)}. Split the model: params, static = "
+            f"{tree.first_of(others, 5)}. Split the model: params, static = "
             "eqx.partition(model, eqx.is_inexact_array), and call eqx.combine(params, static) in "
             "the loss"
         )
-
-
-def _first_of(names: list[str], most: int = 5) -> str:
-    shown = ", ".join(names[:most])
-    return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown

@@ -308,8 +308,13 @@ def check_pattern(argument: str, pattern: object) -> Pattern | None:
 
 def listed(names: Sequence[str], most: int = 20) -> str:
     """Return `names` as text for an error message, at most the first `most` of them."""
-    shown = ", ".join(repr(name) for name in names[:most])
-    return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown
+    return first_of([repr(name) for name in names], most)
+
+
+def first_of(words: Sequence[str], most: int) -> str:
+    """Return words as a list in a text, at most the first `most`, and how many there are."""
+    shown = ", ".join(words[:most])
+    return f"{shown}, … ({len(words)} in all)" if len(words) > most else shown
 
 
 def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference: PyTree) -> None:

@@ -13,7 +13,7 @@ its own (`optfn.state.per_worker`); the devices of a group divide it among them.
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +59,8 @@ def sharded(
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
-    check_names("sharded: axis", axis, optional=True)
-    once = checks.flag("sharded: gather_once", gather_once)
-    return Sharded(kind, None if axis is None else axes(axis), once)
+    names = check_names("sharded: axis", axis, optional=True)
+    return Sharded(kind, names or None, checks.flag("sharded: gather_once", gather_once))
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -154,37 +153,49 @@ class Layout:
         gradient of that parameter does. Any other array, such as scales of blocks, is divided where
         the part axes divide it.
         """
-        of_workers = specs_of(state, self.worker_axes)
         if not self.part_axes:
-            return of_workers
-        by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
+            return specs_of(state, self.worker_axes)
 
-        def part_of(path: str | None, x: Leaf, own: P) -> P:
-            if path is None:
-                return own
-            p, spec = by_path[path]
+        def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
             shape = _of_one_worker(jnp.shape(x), own, self.mesh)
             leading = len(shape) - jnp.ndim(p)
             if leading >= 0 and shape[leading:] == jnp.shape(p):
-                return _joined(own, P(*[None] * leading, *spec) if any(spec) else P())
+                return _over_both(own, P(*[None] * leading, *spec) if any(spec) else P())
             is_divided = self.divisions(spec)
-            return _joined(own, self.divided_shape(shape)) if is_divided else own
+            return _over_both(own, self.divided(shape)) if is_divided else own
 
+        return self._map_state(part_of, lambda x, own: own, state, params)
+
+    def _map_state(
+        self,
+        of_param: Callable[[Leaf, P, Leaf, P], Any],
+        of_rest: Callable[[Leaf, P], Any],
+        state: OptState,
+        params: Params,
+    ) -> PyTree:
+        """Map the leaves of a state by the parameter that each belongs to.
+
+        Args:
+          of_param: (leaf, its spec over the workers, its parameter, the spec of its gradient).
+          of_rest: (leaf, its spec over the workers) for counters and rates.
+          state: the state of an optimizer.
+          params: the params.
+        """
+        by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
         owned = state_names.with_owners(state_names.named_parts(state), by_path)
-        own = jax.tree.leaves(of_workers, is_leaf=is_spec)
-        specs = [part_of(*pair, spec) for pair, spec in zip(owned, own, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(state), specs)
+        of_workers = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
+        new = [
+            of_rest(x, own) if path is None else of_param(x, own, *by_path[path])
+            for (path, x), own in zip(owned, of_workers, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state), new)
 
-    def divided(self, x: Leaf, stacked: int = 0) -> P:
+    def divided(self, shape: tuple[int, ...], stacked: int = 0) -> P:
         """Return the spec that divides the first dimension that the number of parts divides.
 
-        Axes that count stacked layers come last, so that each device has a part of each layer. A
-        leaf without such a dimension lies on every device.
+        Axes that count stacked layers come last, so that each device has a part of each layer. An
+        array without such a dimension lies on every device.
         """
-        return self.divided_shape(jnp.shape(x), stacked)
-
-    def divided_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides an array of a shape; see `divided`."""
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_parts == 0]
         return P(*[None] * fitting[0], self.part_axes) if fitting else P()
@@ -234,9 +245,9 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        self._check_axes_of_exchanges(jax.eval_shape(init, params))
         all_workers = on_workers_of(self._in_shapes_of_params(init), self.mesh, self.worker_axes)
         shapes = jax.eval_shape(all_workers, params)
+        self._check_axes_of_exchanges(shapes)
         shardings = jax.tree.map(
             lambda spec, x: meshes.sharding(self.mesh, spec, x.ndim),
             self.of_state(shapes, params), shapes, is_leaf=is_spec,
@@ -269,21 +280,12 @@ class Layout:
         A part of a leaf is no range of the flat array.
         """
 
+        def shaped(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
+            is_flat = any(own) and jnp.shape(x) == (jnp.size(p),)
+            return jnp.reshape(x, p.shape) if is_flat and self.divisions(spec) else x
+
         def reshaped(params: Params) -> OptState:
-            state = init(params)
-            by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
-            owned = state_names.with_owners(state_names.named_parts(state), by_path)
-            own = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
-
-            def shaped(path: str | None, x: Leaf, own: P) -> Leaf:
-                if path is None or not any(own):
-                    return x
-                p, spec = by_path[path]
-                is_flat = jnp.shape(x) == (jnp.size(p),)
-                return jnp.reshape(x, p.shape) if is_flat and self.divisions(spec) else x
-
-            leaves = [shaped(*pair, spec) for pair, spec in zip(owned, own, strict=True)]
-            return jax.tree.unflatten(jax.tree.structure(state), leaves)
+            return self._map_state(shaped, lambda x, own: x, init(params), params)
 
         return reshaped if self.worker_axes and self.part_axes else init
 
@@ -302,7 +304,7 @@ class ShardState(Layout):
         def divided(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
                 return x
-            return self.divided(x, stacked[place.number]) if tree.is_inexact(x) else P()
+            return self.divided(jnp.shape(x), stacked[place.number]) if tree.is_inexact(x) else P()
 
         return tree.map_named(divided, params)
 
@@ -403,7 +405,7 @@ def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...
     return (shape[0] // num_workers(mesh, axes(own[0])), *shape[1:]) if any(own) else shape
 
 
-def _joined(own: P, part: P) -> P:
+def _over_both(own: P, part: P) -> P:
     """Return the spec of an array that is divided over workers, and over the parts of each."""
     if not any(own):
         return part

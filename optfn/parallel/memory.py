@@ -88,7 +88,7 @@ def plan_memory(
         passes = 1 if once else microbatches
         gathers = 2 if stacked[place.number] and not once else 1
         leaf = _Leaf(layout, bool(layout.divisions(spec)), bool(layout.divisions(grad_spec)))
-        whole = _bytes_on_device(p, _without(grad_spec, layout.data_axes), mesh)
+        whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
         sent += leaf.sent(whole, passes, gathers, exchanged[place.number])
         gradients += whole
     return MemoryPlan(
@@ -110,7 +110,7 @@ class _Leaf(NamedTuple):
         """Return the bytes that a device sends.
 
         Args:
-          whole: the bytes of the leaf along the part axes.
+          whole: the bytes of the leaf before the data axes divide it.
           passes: how often a divided leaf is gathered for the loss, and its gradient reduced.
           gathers: how many gathers that takes.
           exchanged: the axes over which a transform exchanges its gradient.
@@ -124,7 +124,7 @@ class _Leaf(NamedTuple):
         return float(over_parts + all_reduce_bytes(whole / parts, workers))
 
 
-def _without(spec: P, names: Axes) -> P:
+def _outside(spec: P, names: Axes) -> P:
     """Return a PartitionSpec without these axes."""
     return restricted(spec, {a for entry in spec for a in axes(entry) if a not in names})
 

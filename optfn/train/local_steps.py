@@ -49,7 +49,10 @@ class InnerAndOuter(NamedTuple):
 
 
 class LocalSteps(NamedTuple):
-    """How a round goes: `steps` local steps with `tx`, then one of `outer` on the drift."""
+    """How a round goes: `steps` local steps with `tx`, then one of `outer` on the drift.
+
+    The workers are those of `layout`.
+    """
 
     steps: int
     tx: optax.GradientTransformationExtraArgs
@@ -68,13 +71,13 @@ class LocalSteps(NamedTuple):
         inner = LocalState(one, _laid_out(state, is_own(self.tx, params)))
         return InnerAndOuter(inner, self.outer.init(params))
 
-    def round(self, local_step: StepFn, axis_name: Axes) -> StepFn:
+    def round(self, local_step: StepFn) -> StepFn:
         """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
         Args:
           local_step: a step on the state and the batch of one worker.
-          axis_name: the mesh axes of the workers.
         """
+        axis_name = self.layout.worker_axes
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
             own = is_own(self.tx, state.params)
@@ -88,7 +91,7 @@ class LocalSteps(NamedTuple):
             drift = jax.tree.map(_drift, state.params, end.params)
             finite = _all_finite(drift, axis_name)
             metrics = _mean_of_metrics(metrics, axis_name)
-            params, outer = self._exchange(drift, state, finite, metrics["loss"], axis_name)
+            params, outer = self._exchange(drift, state, finite, metrics["loss"])
             metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
             # A worker whose drift is not finite starts again with a fresh optimizer state.
             fresh = self.tx.init(params)
@@ -111,18 +114,12 @@ class LocalSteps(NamedTuple):
         return run
 
     def _exchange(
-        self,
-        drift: Updates,
-        state: TrainState,
-        finite: jax.Array,
-        loss: jax.Array,
-        axis_name: Axes,
+        self, drift: Updates, state: TrainState, finite: jax.Array, loss: jax.Array
     ) -> tuple[Params, OptState]:
         """Return the params after an outer step, and its state; the old ones if not `finite`."""
         before = state.opt_state.outer
-        grads, _, extra = means.for_optimizer(
-            drift, before, axis_name, parts=self.layout.parts_of(state.params)
-        )
+        workers, parts = self.layout.worker_axes, self.layout.parts_of(state.params)
+        grads, _, extra = means.for_optimizer(drift, before, workers, parts=parts)
         updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
         params = core.apply_updates(state.params, updates)
         return jax.tree.map(

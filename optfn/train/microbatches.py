@@ -67,7 +67,7 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
             return values.model_state, (values.loss, values.aux)
 
         state, results = scan_batch(of_part, model_state, batch, count, "microbatches")
-        return _values(state, results)
+        return _values_of_parts(state, results)
 
     def value_and_grad(
         params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array
@@ -76,33 +76,33 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
             state, totals = carry
             values, grads = objective.value_and_grad(params, state, part, *keys_of(keys, number))
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
-            totals = tree.map(_add, totals, grads)
+            totals = tree.map(_with_part, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)
 
         first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
         _, like = jax.eval_shape(objective.value_and_grad, params, model_state, first, *keys)
         start = model_state, tree.map(_zeros, like)
         (state, totals), (*results, rows) = scan_batch(of_part, start, batch, count, "microbatches")
-        grads = tree.map(lambda g, total, own: _mean(g, total, own, count), like, totals, rows)
-        return _values(state, results), grads
+        grads = tree.map(
+            lambda g, total, own: _mean_of_parts(g, total, own, count), like, totals, rows
+        )
+        return _values_of_parts(state, results), grads
 
     return Objective(value, value_and_grad)
 
 
-def _is_summed(g: Leaf) -> bool:
-    return tree.is_inexact(g) and not isinstance(g, LeafKind)
-
-
 def _zeros(g: Leaf) -> Leaf:
     """Return where to add up gradients like g; None for rows, and for leaves without a gradient."""
-    return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype)) if _is_summed(g) else None
+    if isinstance(g, LeafKind) or not tree.is_inexact(g):
+        return None
+    return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype))
 
 
-def _add(total: Leaf, g: Leaf) -> Leaf:
+def _with_part(total: Leaf, g: Leaf) -> Leaf:
     return None if total is None else total + leafwise.cast(g, total.dtype)
 
 
-def _mean(g: Leaf, total: Leaf, rows: Leaf, count: int) -> Leaf:
+def _mean_of_parts(g: Leaf, total: Leaf, rows: Leaf, count: int) -> Leaf:
     if total is not None:
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):
@@ -110,7 +110,7 @@ def _mean(g: Leaf, total: Leaf, rows: Leaf, count: int) -> Leaf:
     return g if tree.is_masked(g) else mismatch.no_gradient(jnp.shape(g))
 
 
-def _values(model_state: PyTree, results: PyTree) -> Values:
+def _values_of_parts(model_state: PyTree, results: PyTree) -> Values:
     loss, aux = results
     return Values(jnp.mean(loss), model_state, jax.tree.map(of_parts, aux))
 

@@ -395,7 +395,7 @@ def _composed(
     key_of = keys_of(options.rng, workers)
     step = worker_step(objective, tx, key_of, workers if local is None else Axes(), layout)
     if local is not None:
-        step = local.round(step, workers)
+        step = local.round(step)
     if layout is not None and workers:
         step = parallel.on_workers(step, layout.mesh, workers)
     if layout is not None and layout.part_axes:
