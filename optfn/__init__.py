@@ -43,6 +43,7 @@ from optfn.leaves.updates import apply_updates
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
+from optfn.optimizers.muon import muon
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.run.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
 from optfn.run.loop import fit, minimize
@@ -68,6 +69,7 @@ from optfn.transforms.moment import (
     scale_by_momentum,
     scale_by_rms,
 )
+from optfn.transforms.muon import scale_by_muon
 from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
 from optfn.transforms.scaling import scale_by_lars, scale_by_trust_ratio
@@ -119,6 +121,7 @@ __all__ = [
     "minimize",
     "model_average",
     "momentum",
+    "muon",
     "pack",
     "plot",
     "recompute",
@@ -137,6 +140,7 @@ __all__ = [
     "scale_by_lars",
     "scale_by_learning_rate",
     "scale_by_momentum",
+    "scale_by_muon",
     "scale_by_quantized_adam",
     "scale_by_rms",
     "scale_by_trust_ratio",

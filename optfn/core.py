@@ -144,7 +144,8 @@ def transform(
 
     Args:
       needs_params: whether the rule reads params; without them it is an error.
-      complex_leaves: whether the rule is defined for complex leaves; else they are an error.
+      complex_leaves: whether the rule is defined for complex leaves; else they are an error. A rule
+        of which an argument excludes them says so in its `real_only`.
       reads_state: whether update reads its state; if not, or if the state is empty, it also takes
         None, () and `optax.EmptyState()`.
     """
@@ -154,7 +155,7 @@ def transform(
         @functools.wraps(factory)
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
             made, name = factory(*args, **kwargs), factory.__name__
-            real_only = "" if complex_leaves else name
+            real_only = made.real_only if complex_leaves else name
             return behind_edge(name, Rule(*made[:2], needs_params, real_only, reads_state))
 
         return make

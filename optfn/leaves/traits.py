@@ -37,6 +37,9 @@ class Traits:
       follows_params: it holds copies or averages of params.
       spans_buffers: the order of the elements in the whole buffer of a Packed matters to it.
       skipped: the field that counts steps which left params and state as they were.
+
+    Of a state in `summary`:
+      treatment: the word for a leaf of which it holds an array.
     """
 
     transparent: bool = False
@@ -52,6 +55,7 @@ class Traits:
     follows_params: bool = False
     spans_buffers: bool = False
     skipped: str = ""
+    treatment: str = ""
 
 
 _NONE = Traits()

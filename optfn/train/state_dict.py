@@ -18,6 +18,7 @@ from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import unpack
+from optfn.leaves.traits import traits_of
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
@@ -281,7 +282,7 @@ def summary(
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
-    kept = _bytes_by_leaf(state, names)
+    kept, treatments = _bytes_by_leaf(state, names), _treatments(state, names)
     lies = [] if shard is None else _layout_columns(state, params, mesh, shard, data_axis)
     titles = ["lies", "bytes a device"] if lies else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
@@ -290,7 +291,8 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        described = _described(attrs.get(name, DEFAULT), p, name in without_decay)
+        words = _words(attrs.get(name, DEFAULT), p, name in without_decay)
+        described = ", ".join(treatments.get(name, []) + words)
         row = (name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per)
         rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
@@ -353,11 +355,23 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
     return found
 
 
-def _described(attr: ParamAttr, p: Leaf, without_decay: bool) -> str:
+def _treatments(state: OptState, names: list[str]) -> dict[str, list[str]]:
+    """Return for leaves the words of the states that hold an array of theirs."""
+    found: dict[str, list[str]] = {}
+    parts = state_names.named_parts(state, stop=lambda x: bool(traits_of(x).treatment))
+    for _, part in parts:
+        if traits_of(part).treatment:
+            owners = {owner for owner, _ in state_names.with_owners(named_leaves(part), names)}
+            for owner in owners - {None}:
+                found.setdefault(str(owner), []).append(traits_of(part).treatment)
+    return found
+
+
+def _words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
-        return "frozen: not floating point"
+        return ["frozen: not floating point"]
     if not attr.trainable:
-        return "frozen: not trainable"
+        return ["frozen: not trainable"]
     words = []
     if attr.learning_rate != 1.0:
         words.append(f"rate × {attr.learning_rate:g}")
@@ -371,7 +385,7 @@ def _described(attr: ParamAttr, p: Leaf, without_decay: bool) -> str:
         words.append("not clipped")
     if attr.stacked:
         words.append(f"{attr.stacked} stacked")
-    return ", ".join(words)
+    return words
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
