@@ -1,8 +1,12 @@
 """Bytes that each device sends in a compiled step, read from its program."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
 
 # What a device of a ring of n sends, as a multiple of the bytes of the result.
 FACTORS = {
@@ -18,6 +22,17 @@ CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?((?:%?[\w.-
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
+class Collective(NamedTuple):
+    """A collective of a compiled program: its kind, the bytes of its results, and its devices.
+
+    devices: the numbers of the devices of one group; () for all of them, and for permutations.
+    """
+
+    kind: str
+    size: float
+    devices: tuple[int, ...]
+
+
 def bytes_sent(compiled: Any, devices: int, rounds: int = 1) -> float:
     """Return the bytes that a device sends, in rings of all devices.
 
@@ -26,19 +41,35 @@ def bytes_sent(compiled: Any, devices: int, rounds: int = 1) -> float:
       devices: how many there are.
       rounds: how often each loop runs whose number of iterations the compiler does not know.
     """
-    return sum(FACTORS[kind](devices) * size for kind, size in collectives(compiled, rounds))
+    return sum(FACTORS[x.kind](devices) * x.size for x in collectives(compiled, rounds))
 
 
-def collectives(compiled: Any, rounds: int = 1) -> list[tuple[str, float]]:
-    """Return the kind of each collective, and the bytes of its results in all iterations."""
+def bytes_by_axes(compiled: Any, mesh: Mesh, rounds: int = 1) -> dict[tuple[str, ...], float]:
+    """Return the bytes that a device sends along the axes of a mesh, in rings of each group."""
+    sent: Counter[tuple[str, ...]] = Counter()
+    numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    for kind, size, devices in collectives(compiled, rounds):
+        group = devices or tuple(range(numbers.size))
+        places = np.argwhere(np.isin(numbers, group))
+        along = tuple(
+            str(name)
+            for name, column in zip(mesh.axis_names, places.T, strict=True)
+            if np.ptp(column)
+        )
+        sent[along] += FACTORS[kind](len(group)) * size
+    return dict(sent)
+
+
+def collectives(compiled: Any, rounds: int = 1) -> list[Collective]:
+    """Return the collectives of a program, each with the bytes of its results in all iterations."""
     text = compiled.as_text()
     bodies = {m[2]: m[0] for m in COMPUTATION.finditer(text)}
     entry = next(m[2] for m in COMPUTATION.finditer(text) if m[1])
 
-    def found_in(name: str, times: int) -> Iterator[tuple[str, float]]:
+    def found_in(name: str, times: int) -> Iterator[Collective]:
         for line in bodies[name].splitlines()[1:]:
             for shapes, kind in COLLECTIVE.findall(line):
-                yield kind, times * _bytes(shapes)
+                yield Collective(kind, times * _bytes(shapes), _group(line))
             known = TRIPS.search(line)
             trips = (int(known[1]) if known else rounds) if " while(" in line else 1
             for names in CALLED.findall(line):
@@ -47,6 +78,32 @@ def collectives(compiled: Any, rounds: int = 1) -> list[tuple[str, float]]:
                         yield from found_in(called, times * trips)
 
     return list(found_in(entry, 1))
+
+
+def _group(line: str) -> tuple[int, ...]:
+    """Return the devices of the first group of a collective, in any of the forms of HLO.
+
+    {{0,1},{2,3}};  [2,4]<=[8] or [4,2]<=[2,4]T(1,0): groups of a permuted range;  and
+    mesh['a'=2,'b'=4] {'b'}: groups along axes.
+    """
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return tuple(map(int, listed[1].split(",")))
+    if ranged := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape = [int(n) for n in ranged[3].split(",")]
+        numbers = np.arange(int(np.prod(shape))).reshape(shape)
+        if ranged[4]:
+            numbers = numbers.transpose([int(n) for n in ranged[4].split(",")])
+        return tuple(numbers.reshape(int(ranged[1]), int(ranged[2]))[0].tolist())
+    if along := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        axes = re.findall(r"'([^']+)'=(\d+)", along[1])
+        numbers = np.arange(int(np.prod([int(n) for _, n in axes])))
+        numbers = numbers.reshape([int(n) for _, n in axes])
+        chosen = re.findall(r"'([^']+)'", along[2])
+        first = tuple(slice(None) if name in chosen else 0 for name, _ in axes)
+        return tuple(numbers[first].ravel().tolist())
+    if "replica_groups={}" in line or "collective-permute(" in line:
+        return ()
+    raise ValueError(f"replica groups of another form: {line}")
 
 
 def _bytes(shapes: str) -> float:

@@ -46,6 +46,7 @@ from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.muon import muon
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
 from optfn.run.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place
 from optfn.train.state import TrainState
@@ -122,6 +123,7 @@ __all__ = [
     "model_average",
     "momentum",
     "muon",
+    "over_batches",
     "pack",
     "plot",
     "recompute",

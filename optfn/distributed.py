@@ -7,7 +7,7 @@ from optfn.compression.quantize import quantize
 from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
 from optfn.mesh import data_mesh
-from optfn.parallel.layout import init_state
+from optfn.parallel.layout import init_state, sharded
 from optfn.parallel.memory import MemoryPlan, plan_memory
 from optfn.parallel.parts import scan_layers
 from optfn.parallel.tensor import copy_to, sum_over
@@ -35,6 +35,7 @@ __all__ = [
     "rescale_residuals",
     "scan_layers",
     "select_top_k",
+    "sharded",
     "stack_stages",
     "state_specs",
     "sum_over",

@@ -1,6 +1,6 @@
 """Mesh axes: their sizes, arrays that vary over them, means over workers, a mesh for data."""
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -11,8 +11,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import slices
+from optfn.leaves.types import PyTree
 
-AxisName: TypeAlias = Any  # the name of a mesh axis, a tuple of names, or None
+# The name of a mesh axis, several names, or None for no axis.
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
 # Some of these are hashable; JAX takes a number for an axis of an array.
 _NO_NAMES = (type(None), bool, int, float, complex, np.ndarray, np.generic, jax.Array)
 
@@ -45,8 +47,8 @@ def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in kept))
 
 
-def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> AxisName:
-    """Return `axis_name` if it is the name of an axis, or several; None only if `optional`.
+def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> Axes:
+    """Return the axes in `axis_name`, the name of one or several; None only if `optional`.
 
     Raises:
       TypeError: it is not.
@@ -61,12 +63,46 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
         )
     if len(set(names)) < len(names):
         raise ValueError(f"{argument} must name each mesh axis once; got {axis_name!r}")
-    return axis_name
+    return names
 
 
-def axis_size(axis_name: AxisName) -> int:
+def mapped(
+    fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """Return `jax.shard_map` of a function over these axes of a mesh, which it then has bound.
+
+    The other axes are left to the compiler. Where a `shard_map` over other axes encloses it, the
+    mesh is that of the context.
+    """
+    bound = set(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.shard_map(
+        fn,
+        mesh=None if bound else mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=frozenset(names) - bound,
+        # With check_vma, JAX itself would sum the gradient of replicated parameters.
+        check_vma=False,
+    )
+
+
+def constrained(x: PyTree, mesh: Mesh, specs: Any) -> PyTree:
+    """Return arrays that the compiler is told to lay out by these PartitionSpecs."""
+    if jax.sharding.get_abstract_mesh().manual_axes:  # the mesh is that of the context
+        return lax.with_sharding_constraint(x, specs)
+    return lax.with_sharding_constraint(
+        x,
+        jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            specs,
+            is_leaf=lambda s: isinstance(s, PartitionSpec),
+        ),
+    )
+
+
+def axis_size(names: Axes) -> int:
     """Return the number of workers along the axes."""
-    return int(np.prod([lax.axis_size(axis) for axis in axes(axis_name)], dtype=np.int64))
+    return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))
 
 
 def varying_axes(x: jax.Array) -> frozenset[Hashable]:
@@ -86,14 +122,13 @@ def vary(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def checked_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+def checked_axes(names: Axes) -> Axes:
     """Return the axes over which JAX tracks variation: all axes, or none."""
-    return tuple(a for a in axes(axis_name) if a in varying_axes(lax.axis_index(a)))
+    return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 
-def all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def all_gather(x: jax.Array, names: Axes) -> jax.Array:
     """Return the x of every worker, (N, *shape), the same array on all workers."""
-    names = axes(axis_name)
     gathered: jax.Array
     if checked_axes(names):
         gathered = lax.all_gather(vary(x, names), names, to="invarying")
@@ -114,13 +149,13 @@ def reducible(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if fails else x
 
 
-def pmean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def pmean(x: jax.Array, names: Axes) -> jax.Array:
     """Return the mean over workers, in the dtype of x."""
-    mean: jax.Array = lax.pmean(reducible(x), axes(axis_name)).astype(x.dtype)
+    mean: jax.Array = lax.pmean(reducible(x), names).astype(x.dtype)
     return mean
 
 
-def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     """Return the means over workers, with one all-reduce for all arrays of one dtype.
 
     Where JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
@@ -129,18 +164,18 @@ def mean_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     kinds = [(str(x.dtype), *sorted(map(str, varying_axes(x)))) for x in g]
     for kind in sorted(set(kinds)):
         numbers = [i for i, other in enumerate(kinds) if other == kind]
-        bucket = pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), axis_name)
+        bucket = pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), names)
         parts = slices.split(bucket, [g[i].size for i in numbers])
         means |= {i: part.reshape(g[i].shape) for i, part in zip(numbers, parts, strict=True)}
     return [means[i] for i in range(len(g))]
 
 
-def zeros_of_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
     """Return zeros like the mean of x over workers, for the branch of a cond that has no mean."""
-    return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(axes(axis_name)))
+    return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
-def gather_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def gather_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     """Return the arrays of every worker, (N, *shape) each, with one all-gather for each dtype.
 
     Arrays of 32 bits an entry share one.
@@ -149,7 +184,7 @@ def gather_in_one(g: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array
     gathered: dict[int, jax.Array] = {}
     for dtype in sorted({x.dtype for x in words}, key=str):
         numbers = [i for i, x in enumerate(words) if x.dtype == dtype]
-        bucket = all_gather(jnp.concatenate([words[i].reshape(-1) for i in numbers]), axis_name)
+        bucket = all_gather(jnp.concatenate([words[i].reshape(-1) for i in numbers]), names)
         parts = slices.split(bucket, [words[i].size for i in numbers])
         gathered |= dict(zip(numbers, parts, strict=True))
     return [
@@ -201,9 +236,9 @@ def data_mesh(
     return Mesh(np.array(found[:count]), (axis_name,))
 
 
-def check_axis(name: str, axis_name: AxisName) -> None:
+def check_axis(name: str, names: Axes) -> None:
     """Raise a ValueError unless all mesh axes of `axis_name` are bound here."""
-    for axis in axes(axis_name):
+    for axis in names:
         try:
             lax.axis_size(axis)
         except NameError:

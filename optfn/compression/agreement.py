@@ -8,7 +8,7 @@ from optfn import mesh
 from optfn.compression.bits import pack_mask
 from optfn.leaves import numerics, tree
 from optfn.leaves.types import Leaf, LeafKind, Updates
-from optfn.mesh import AxisName
+from optfn.mesh import Axes
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:
@@ -18,7 +18,7 @@ def is_compressible(p: jax.Array, min_size: int) -> bool:
     return bool(dtype == jnp.float32 and p.size >= min_size)
 
 
-def check_own_gradients(name: str, updates: Updates, axis_name: AxisName) -> None:
+def check_own_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
     """Raise unless the axes are bound and each gradient is the worker's own, as far as is known."""
     mesh.check_axis(name, axis_name)
     checked = set(mesh.checked_axes(axis_name))
@@ -44,7 +44,7 @@ def check_state_of_leaf(name: str, place: object, x: Leaf, shape: tuple[int, ...
         )
 
 
-def agree(updates: Updates, step: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array, jax.Array]:
     """Return whether any worker's gradient is not finite, and the step: the same on all workers.
 
     Under `vmap` neither of them has a batch axis, so that a branch on them stays a branch.
@@ -53,7 +53,7 @@ def agree(updates: Updates, step: jax.Array, axis_name: AxisName) -> tuple[jax.A
     # One pass over each leaf into bits, and one reduction over the bits of all leaves.
     bits = [pack_mask(~jnp.isfinite(g.reshape(-1))) for g in arrays if not tree.is_masked(g)]
     nonfinite = jnp.any(jnp.concatenate(bits) > 0) if bits else jnp.asarray(False)
-    axes = mesh.axes(axis_name)
+    axes = axis_name
     flags = jnp.stack([nonfinite.astype(jnp.int32), step])
     nonfinite, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axes)), axes)
     return nonfinite > 0, step

@@ -29,7 +29,7 @@ import jax
 from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
-from optfn.mesh import AxisName
+from optfn.mesh import Axes
 
 P = ParamSpec("P")
 
@@ -108,7 +108,7 @@ class BaseCompressor(Compressor):
         return total + scale * self.decode(packet, total.shape).reshape(total.shape)
 
     @staticmethod
-    def reduced(leaves: Sequence[LeafInExchange], axis_name: AxisName) -> list[LeafInExchange]:
+    def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
         """Return leaves after all-reduces of their packets, if `is_reduced`."""
         raise NotImplementedError
 

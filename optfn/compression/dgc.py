@@ -26,10 +26,12 @@ from optfn.compression.dgc_phases import (
     ramp_step,
     update_compressed,
 )
+from optfn.compression.on_parts import on_parts
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.mesh import AxisName
+from optfn.parallel.means import Parts
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged
 from optfn.transforms.clipping import clip_factor
@@ -191,8 +193,8 @@ def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompression
         core.first_step(),
         jnp.ones((), jnp.int32),
         leafwise.zeros_like(tree.map_arrays(dense, params)),
-        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
-        PerWorker(tree.map_arrays(flat, params), mesh.axes(options.axis_name)),
+        PerWorker(tree.map_arrays(flat, params), options.axis_name),
+        PerWorker(tree.map_arrays(flat, params), options.axis_name),
         options.regularization.init(params),
         exchanged(params, options.all_axes, _bytes_of_leaves(options, params)),
     )
@@ -244,15 +246,32 @@ def _accumulate_and_send(
     params: Params,
     *,
     row_updates: bool = False,
+    parts: Parts | None = None,
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
+    options = dataclasses.replace(options, parts=parts)
     updates = leafwise.to_dense(updates)  # row-sparse gradients accumulate and compete like others
+    run = partial(_accumulate_and_send_parts, options, row_updates and parts is None)
+    result: tuple[Updates, DeepGradientCompressionState] = on_parts(
+        run, updates, state, params, parts
+    )
+    return result
+
+
+def _accumulate_and_send_parts(
+    options: Options,
+    row_updates: bool,
+    updates: Updates,
+    state: DeepGradientCompressionState,
+    params: Params,
+) -> tuple[Updates, DeepGradientCompressionState]:
     for axis_name in (options.axis_name, options.reduce_axis_name):
         check_own_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
-    nonfinite, step = agree(updates, state.step, options.all_axes)
-    g = _local_gradient(options, updates, ~nonfinite & (step >= options.rampup_begin_step))
+    nonfinite, step = agree(updates, state.step, options.agreeing_axes)
+    compressing = ~nonfinite & (step >= options.rampup_begin_step)
+    g = _local_gradient(options, updates, state.residual.value, compressing)
     g, regularization = options.regularization.update(g, state.regularization, params)
 
     directions, structure = tree.flatten(g)
@@ -288,24 +307,32 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
         tree.check_same_structure("update", "the state", part, "updates", updates)
     for place, g, velocity, residual in tree.items(updates, state.velocity, v):
         if not tree.is_masked(g):
-            is_flat = options.compresses(g)
+            of_part = options.parts is not None
+            is_flat = not tree.is_masked(residual) if of_part else options.compresses(g)
             found, shape = (residual, (g.size,)) if is_flat else (velocity, g.shape)
             check_state_of_leaf("update", place, found, shape)
 
 
-def _local_gradient(options: Options, updates: Updates, compressing: jax.Array) -> Updates:
+def _local_gradient(
+    options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
+) -> Updates:
     """Return the gradients averaged over `reduce_axis_name`, those of compressed leaves clipped."""
-    reduce_axes, c = mesh.axes(options.reduce_axis_name), options.local_grad_clip_norm
+    reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
         c = c * mesh.axis_size(options.axis_name) ** -0.5
 
-    def local(g: jax.Array) -> jax.Array:
-        g = lax.pmean(g, reduce_axes) if reduce_axes else g
-        if c is None or not options.compresses(g):
+    def local(place: tree.Place, g: Leaf, residual: Leaf) -> Leaf:
+        if tree.is_masked(g):
             return g
-        return g * jnp.where(compressing, clip_factor(numerics.norm(g), c), 1.0)
+        g = lax.pmean(g, reduce_axes) if reduce_axes else g
+        if c is None or tree.is_masked(residual):
+            return g
+        divided = () if options.parts is None else options.parts.axes_of(place)
+        squares = numerics.sum_of_squares(g)
+        norm = jnp.sqrt(lax.psum(squares, divided) if divided else squares)
+        return g * jnp.where(compressing, clip_factor(norm, c), 1.0)
 
-    return tree.map_arrays(local, updates)
+    return tree.map_named(local, updates, residuals)
 
 
 def _dense_leaf(

@@ -27,7 +27,8 @@ from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.leaves import numerics
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
-from optfn.mesh import AxisName
+from optfn.mesh import Axes
+from optfn.parallel.means import Parts
 from optfn.transforms.moment import momentum_rule
 
 # The encoding of a value, by `wire`.
@@ -45,16 +46,22 @@ class Options:
     nesterov: bool
     local_grad_clip_norm: Number | None
     regularization: optax.GradientTransformationExtraArgs
-    axis_name: AxisName
-    reduce_axis_name: AxisName
+    axis_name: Axes
+    reduce_axis_name: Axes
     min_size: int
     momentum_masking: bool
     wire: str
+    parts: Parts | None = None
 
     @property
     def all_axes(self) -> mesh.Axes:
         """The axes over which gradients are exchanged or averaged."""
         return mesh.joined(self.axis_name, self.reduce_axis_name)
+
+    @property
+    def agreeing_axes(self) -> mesh.Axes:
+        """The axes of all devices that take part."""
+        return mesh.joined(self.all_axes, self.parts and self.parts.axes)
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
@@ -177,7 +184,7 @@ def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
 
 def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     """Apply momentum to the mean gradient, with u as the velocity."""
-    options, axes = ramp.options, mesh.axes(ramp.options.axis_name)
+    options, axes = ramp.options, ramp.options.axis_name
 
     def of_leaf(leaf: DgcLeaf) -> DgcLeaf:
         mean = lax.pmean(leaf.direction, axes)
@@ -244,7 +251,7 @@ def _exchanged_entries(
     directions: Sequence[jax.Array | Rows]
     if dense:
         entries = zip(zeros, places, packet_format.split(sent), strict=True)
-        axes = mesh.axes(axis_name)
+        axes = axis_name
         directions = [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries]
     elif ramp.gives_rows:
         packet = packet_format.encode(sent, index)
@@ -269,9 +276,7 @@ def _without_entries(
     return DgcLeaf(g, u, with_entries(v, remainder))
 
 
-def _rows_of_packets(
-    packet: jax.Array, packet_format: PacketFormat, axis_name: AxisName
-) -> list[Rows]:
+def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
     """Return the mean over workers as Rows of one entry each, one part per worker.
 
     No array of the size of a leaf is made.

@@ -31,12 +31,12 @@ from optfn.compression.compressors import (
     chosen,
 )
 from optfn.compression.gathering import mean_by_all_gather
+from optfn.compression.on_parts import on_parts
 from optfn.leaves import leafwise, numerics, packed, tree
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.rows import Rows, mean_over
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.mesh import AxisName
-from optfn.parallel.data_parallel import mean_over_workers
+from optfn.mesh import Axes, AxisName
+from optfn.parallel.means import Parts, mean_on_parts
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged
 from optfn.transforms.in_place import when
@@ -70,9 +70,15 @@ class _Options:
 
     compressors: Mapping[Any, BaseCompressor | None]
     error_feedback: Number
-    axis_name: AxisName
+    axis_name: Axes
     min_size: int
     warmup_steps: int
+    parts: Parts | None = None
+
+    @property
+    def all_axes(self) -> mesh.Axes:
+        """The axes of all devices that take part."""
+        return mesh.joined(self.axis_name, self.parts and self.parts.axes)
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, None for those that are exchanged densely."""
@@ -187,12 +193,14 @@ def _plain_mean(
     updates: Updates,
     state: ExchangeDenseState,
     params: Params | None = None,
+    *,
+    parts: Parts | None = None,
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
     core.check_state("exchange", state, ExchangeDenseState)
     check_own_gradients("exchange", leafwise.inexact(updates), options.axis_name)
-    return mean_over_workers(updates, options.axis_name), state
+    return mean_on_parts(updates, (), options.axis_name, parts)[0], state
 
 
 def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
@@ -205,7 +213,7 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        PerWorker(structure.unflatten(residuals), mesh.axes(options.axis_name)),
+        PerWorker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
         exchanged(params, options.axis_name, _bytes_of_packets(options, pairs)),
     )
@@ -253,13 +261,42 @@ def _compressed_mean(
     updates: Updates,
     state: ExchangeState,
     params: Params | None = None,
+    *,
+    parts: Parts | None = None,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
     del params, extra
+    options = dataclasses.replace(options, parts=parts)
+
+    def update(updates: Updates, state: ExchangeState, params: None) -> Any:
+        return _compressed_mean_of_parts(options, updates, state)
+
     whole = packed.unpack(updates)
-    check_own_gradients("exchange", whole, options.axis_name)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
-    nonfinite, step = agree(whole, state.step, options.axis_name)
+    _check_compressors_of_parts(whole, state.compressor, parts)
+    whole, new = on_parts(update, whole, state, None, parts)
+    return _packed_as(updates, whole), new
+
+
+def _check_compressors_of_parts(updates: Updates, states: PyTree, parts: Parts | None) -> None:
+    """Raise a ValueError if the compressor of a divided leaf has a state, of the whole leaf."""
+    if parts is None:
+        return
+    of_leaves = tree.flatten(updates)[1].flatten_up_to(states)
+    for place, spec in tree.items(parts.specs_of(updates)):
+        if not tree.is_masked(spec) and any(spec) and jax.tree.leaves(of_leaves[place.number]):
+            raise ValueError(
+                f"exchange: the compressor of leaf {place!r} keeps a state for the whole leaf, as "
+                "power_sgd does, and the leaf is divided over devices, which exchange their parts: "
+                "pass another compressor for it, or do not divide it"
+            )
+
+
+def _compressed_mean_of_parts(
+    options: _Options, whole: Updates, state: ExchangeState
+) -> tuple[Updates, ExchangeState]:
+    check_own_gradients("exchange", whole, options.axis_name)
+    nonfinite, step = agree(whole, state.step, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
     residuals = tree.flatten(state.residual.value)[0]
@@ -276,7 +313,7 @@ def _compressed_mean(
         sent = _compress(options, compressors, nonfinite, step, own, pending)
         for i, leaf in zip(numbers, sent, strict=True):
             directions[i], residuals[i], states[i] = leaf
-    return _packed_as(updates, structure.unflatten(directions)), ExchangeState(
+    return structure.unflatten(directions), ExchangeState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
         state.residual._replace(value=structure.unflatten(residuals)),
@@ -300,7 +337,7 @@ def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
 
 
 def _exchanged_densely(
-    leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: AxisName
+    leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
     """Return the leaves with those that are not compressed replaced by their means."""
 
@@ -313,8 +350,8 @@ def _exchanged_densely(
     for i, mean in zip(dense, mesh.mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
         new[i] = finite(mean)
     for i in others:
-        if isinstance(leaves[i], Rows):
-            new[i] = mean_over(leaves[i], mesh.axes(axis_name)).map(finite)
+        if isinstance(leaves[i], LeafKind):
+            new[i] = leaves[i].mean_over(axis_name).map(finite)
     return new
 
 
@@ -351,7 +388,7 @@ def _compress(
     leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
     if options.warmup_steps:
         is_dense = ~nonfinite & (step < options.warmup_steps)
-        axes = mesh.axes(axis_name)
+        axes = axis_name
         means = lax.cond(
             is_dense,
             lambda g, zeros: [lax.pmean(x, axes) for x in g],
@@ -366,7 +403,7 @@ def _compress(
 
 
 def _send(
-    axis_name: AxisName, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
+    axis_name: Axes, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
 ) -> tuple[list[LeafInExchange]]:
     """Send the accumulated updates, and keep the rest."""
     # Matrices of all ranks share their all-reduces, all packets that are gathered one all-gather.

@@ -9,14 +9,14 @@ from jax import lax
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.leaves.types import PyTree
-from optfn.mesh import AxisName
+from optfn.mesh import Axes
 
 # (totals, packet, scale) -> totals, to which scale times the decoded packet is added.
 Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]
 
 
 def mean_by_all_gather(
-    compressors: Sequence[BaseCompressor], leaves: Sequence[LeafInExchange], axis_name: AxisName
+    compressors: Sequence[BaseCompressor], leaves: Sequence[LeafInExchange], axis_name: Axes
 ) -> list[LeafInExchange]:
     """Encode the leaves, gather the packets of all workers, and decode them.
 
@@ -55,7 +55,7 @@ def _encode_all(
 
 
 def mean_of_packets(
-    packet: PyTree, zeros: list[jax.Array], add: Adder, axis_name: AxisName
+    packet: PyTree, zeros: list[jax.Array], add: Adder, axis_name: Axes
 ) -> list[jax.Array]:
     """Return the mean over workers of the arrays that are encoded in their packets.
 

@@ -12,7 +12,7 @@ from jax import lax
 from optfn import checks, mesh
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
 from optfn.leaves.types import PyTree
-from optfn.mesh import AxisName
+from optfn.mesh import Axes
 
 # On accelerators the default precision would make the product sent differ from that subtracted.
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -38,7 +38,7 @@ class PowerSgd(ShownAsCall):
     is_reduced = True
 
     @staticmethod
-    def reduced(leaves: Sequence[LeafInExchange], axis_name: AxisName) -> list[LeafInExchange]:
+    def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
         """Return leaves with the mean over workers of P̂Q_wᵀ, by two all-reduces for all."""
         matrices = [as_matrix(leaf.accumulated) for leaf in leaves]
         products = [_matmul(m, leaf.state) for m, leaf in zip(matrices, leaves, strict=True)]

@@ -127,6 +127,24 @@ class Rows(LeafKind):
         pairs = zip(accumulators, new, strict=True)
         return update, *(put(x, once, updated_rows) for x, updated_rows in pairs)
 
+    def joined(self) -> "Rows":
+        """Return the rows of all parts; the arrays have the parts as a further leading axis."""
+        return Rows(
+            self.indices.reshape(-1),
+            self.values.reshape(-1, *self.values.shape[2:]),
+            self.num_rows,
+            view=self.view,
+        )
+
+    def mean_over(self, axes: tuple[Hashable, ...]) -> "Rows":
+        """Return the mean over workers, as the rows of all workers: only rows are exchanged."""
+        return Rows(
+            jax.lax.all_gather(self.indices, axes, tiled=True),
+            jax.lax.all_gather(self.values, axes, tiled=True) / jax.lax.axis_size(axes),
+            self.num_rows,
+            view=self.view,
+        )
+
     def __add__(self, other: Leaf) -> Leaf:
         """Return other + self: an array, or Rows where `other` is Rows as well."""
         if isinstance(other, Rows):
@@ -255,14 +273,3 @@ def _add_parts(x: jax.Array, rows: Rows) -> jax.Array:
 
     total: jax.Array = jax.lax.fori_loop(0, rows.parts, add_part, x)
     return total
-
-
-def mean_over(rows: Rows, axis_name: Hashable) -> Rows:
-    """Return the mean over workers, as the rows of all workers: only rows are exchanged."""
-    workers = jax.lax.axis_size(axis_name)
-    return Rows(
-        jax.lax.all_gather(rows.indices, axis_name, tiled=True),
-        jax.lax.all_gather(rows.values, axis_name, tiled=True) / workers,
-        rows.num_rows,
-        view=rows.view,
-    )

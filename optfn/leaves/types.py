@@ -44,6 +44,19 @@ class LeafKind(abc.ABC):
         return dtype
 
     @abc.abstractmethod
+    def mean_over(self, axes: tuple[Any, ...]) -> "LeafKind":
+        """Return the mean over the workers along mesh axes, where these axes are bound."""
+
+    @abc.abstractmethod
+    def joined(self) -> "LeafKind":
+        """Return the sum of leaves that are stacked: the arrays of this one have a further axis."""
+
+    @property
+    def divided_over(self) -> tuple[Any, ...]:
+        """The mesh axes over whose devices its arrays are divided."""
+        return ()
+
+    @abc.abstractmethod
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LeafKind":
         """Return the leaf with fn(values), for an elementwise fn with fn(0) = 0."""
 

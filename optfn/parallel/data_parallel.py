@@ -6,139 +6,50 @@ workers. An optimizer whose state says that it exchanges gradients by itself
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks
+from optfn import mesh as meshes
 from optfn.leaves import tree
-from optfn.leaves.rows import Rows, mean_over
-from optfn.leaves.types import Batch, DType, Leaf, OptState, PyTree, Updates
-from optfn.mesh import AxisName, axes, mean_in_one, pmean, sharding, without
-from optfn.state.per_worker import exchanged_axes, exchanges
+from optfn.leaves.types import Batch, Leaf, PyTree
+from optfn.mesh import Axes, joined, sharding
+from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.state.placement import num_workers, specs_of
 
 
 def on_workers(
-    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: AxisName
+    step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
     """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
 
     Args:
       step: the step of one worker on its part of the batch; the names of the axes are bound.
       mesh: the mesh of the workers.
-      data_axis: the mesh axes over which the batch is split.
+      data_axis: the mesh axes of the workers, over which the batch is split.
     """
 
     def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
         replicated = jax.tree.map(lambda x: P(), state)
         placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
-        # With check_vma, JAX itself would sum the gradient of replicated parameters over workers.
-        run = jax.shard_map(
-            step, mesh=mesh, in_specs=(placed, split), out_specs=(placed, P()), check_vma=False
-        )
-        return run(state, batch)
+        in_specs, out_specs = (placed, split), (placed, P())
+        # An exchange may be over axes along which the batch is not split.
+        names = joined(data_axis, *(x.axes for x in nodes_of(Exchanged, state.opt_state)))
+        run = meshes.mapped(step, mesh, names, in_specs, out_specs)
+        result: tuple[PyTree, PyTree] = run(state, batch)
+        return result
 
     return global_step
 
 
-# Up to this size latency dominates an all-reduce; joining larger arrays is not worth the copy.
-_SMALL_BYTES = 65536
-
-
-def batch_spec(x: Leaf, data_axis: AxisName) -> P:
+def batch_spec(x: Leaf, data_axis: Axes) -> P:
     """Return the PartitionSpec of an array of a batch: split along its leading axis, if any."""
-    return P(axes(data_axis)) if jnp.ndim(x) else P()
-
-
-def mean_over_workers(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
-
-    Integers of fewer than 32 bits are summed in 32. The mean of a row-sparse leaf consists of the
-    rows of all workers, that of a key is worker 0's. Small leaves share an all-reduce. Without axes
-    there is one worker, and `x` comes back.
-    """
-    if not axes(axis_name):
-        return x
-    leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
-    small = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_small(leaf)}
-
-    def reduce(leaf: Leaf) -> Leaf:
-        if isinstance(leaf, Rows):
-            return mean_over(leaf, axes(axis_name))
-        if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
-            return leaf
-        if tree.is_key(leaf):
-            return mean_or_first(leaf, axis_name)
-        leaf = jnp.asarray(leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return pmean(leaf, axis_name)
-        return lax.psum(leaf.astype(sum_dtype(leaf)), axes(axis_name))
-
-    means = dict(zip(small, mean_in_one(list(small.values()), axis_name), strict=True))
-    found = [means[i] if i in means else reduce(leaf) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(structure, found)
-
-
-def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype in which to add up integers: one of at least 32 bits."""
-    return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
-
-
-def _is_small(leaf: Leaf) -> bool:
-    """Tell whether a leaf is a floating-point array, or number, of few bytes."""
-    return (
-        tree.is_inexact(leaf)
-        and not isinstance(leaf, Rows)
-        and jnp.asarray(leaf).nbytes <= _SMALL_BYTES
-    )
-
-
-def mean_or_first(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, and worker 0's of all others."""
-    if not axes(axis_name):
-        return x
-    is_first = lax.axis_index(axes(axis_name)) == 0
-
-    def reduce(leaf: Leaf) -> Leaf:
-        leaf = jnp.asarray(leaf)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return pmean(leaf, axis_name)
-        if tree.is_key(leaf):
-            return tree.on_key_data(reduce, leaf)
-        # One worker's number and zeros: their sum is that number.
-        return lax.psum(jnp.where(is_first, leaf, 0), axes(axis_name)).astype(leaf.dtype)
-
-    return jax.tree.map(reduce, x)
-
-
-def for_optimizer(
-    grads: Updates, opt_state: OptState, axis_name: AxisName, metrics: PyTree = None
-) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
-
-    A leaf that a transform exchanges by itself is averaged over the other axes only; all other
-    leaves, and the metrics, over all axes of the workers. The extra argument is then the axis name,
-    by which wrappers such as `skip_nonfinite` combine the workers' gradients.
-    """
-    if not axes(axis_name) or not exchanges(opt_state):
-        return *mean_over_workers((grads, metrics), axis_name), {}
-    leaves, structure = tree.flatten(grads)
-    remaining = [without(axis_name, done) for done in exchanged_axes(opt_state, grads)]
-    for names in dict.fromkeys([axes(axis_name), *remaining]):
-        numbers = [i for i, own in enumerate(remaining) if own == names]
-        of_all = metrics if names == axes(axis_name) else None
-        means, of_all = mean_over_workers(([leaves[i] for i in numbers], of_all), names)
-        metrics = of_all if names == axes(axis_name) else metrics
-        for i, mean in zip(numbers, means, strict=True):
-            leaves[i] = mean
-    return structure.unflatten(leaves), metrics, {"axis_name": axis_name}
+    return P(data_axis) if jnp.ndim(x) else P()
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
@@ -152,7 +63,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, x)
 
 
-def split_batch(batch: Batch, mesh: Mesh, data_axis: AxisName, local_steps: int = 1) -> Batch:
+def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1) -> Batch:
     """Return a batch on the mesh, split along its leading axis.
 
     Args:

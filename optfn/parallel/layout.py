@@ -4,10 +4,10 @@ A `Layout` gives each leaf its PartitionSpec. There is one class for each way of
 else (the training step, checkpoints, plans of memory) asks the layout:
 
     mesh axes = data axes (the batch is split over them) + axes that are left to the compiler
-    data axes = part axes (params or state are divided over them) + worker axes
+    data axes = worker axes + part axes (params or state are divided over them)
 
 Along the worker axes each group of devices has a gradient and, where its state says so, a state of
-its own (`optfn.state.per_worker`).
+its own (`optfn.state.per_worker`); the devices of a group divide it among them.
 """
 
 import dataclasses
@@ -21,18 +21,51 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import core
+from optfn import checks, core
 from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import Axes, AxisName, axes, restricted, without
+from optfn.mesh import Axes, AxisName, axes, check_names, joined, restricted, without
 from optfn.parallel.data_parallel import put, replicate
+from optfn.parallel.means import Parts
 from optfn.state import names as state_names
-from optfn.state.per_worker import PerWorker, exchanges, nodes_of
+from optfn.state.per_worker import Exchanged, PerWorker, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
 
-# "state", "params", or PartitionSpecs of params by patterns of paths.
-Kind: TypeAlias = str | Mapping[str, P]
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """How params and state are divided; see `sharded`."""
+
+    kind: "str | Mapping[str, P]"
+    axis: Axes | None = None
+    gather_once: bool = False
+
+
+def sharded(
+    kind: str | Mapping[str, P], *, axis: AxisName = None, gather_once: bool = False
+) -> Sharded:
+    """Return a way of sharding, for the argument `shard` of `make_train_step`.
+
+    Args:
+      kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
+      axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
+        None: all of them. Along the others each group of devices is a worker: gradients are
+        averaged over them, or exchanged, or every `local_steps`.
+      gather_once: with `microbatches`, whether params are gathered and gradients reduced once for
+        all of them, at the cost of the memory of whole params and gradients.
+
+    >>> from optfn.distributed import sharded
+    >>> sharded("params", axis="fast").axis
+    ('fast',)
+    """
+    check_names("sharded: axis", axis, optional=True)
+    once = checks.flag("sharded: gather_once", gather_once)
+    return Sharded(kind, None if axis is None else axes(axis), once)
+
+
+# "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
+Kind: TypeAlias = str | Mapping[str, P] | Sharded
 
 
 def is_spec(x: object) -> TypeGuard[P]:
@@ -52,12 +85,14 @@ class Layout:
     """Where each leaf of a training run lies.
 
     mesh: the mesh.
-    data_axes: the axes over which the batch is split.
-    tables: the leaves whose rows are divided over the data axes in any case.
+    worker_axes: the data axes along which each group of devices has a gradient of its own.
+    part_axes: the data axes over which params or state are divided.
+    tables: the leaves whose rows are divided over the part axes in any case.
     """
 
     mesh: Mesh
-    data_axes: Axes
+    worker_axes: Axes
+    part_axes: Axes
     tables: tree.Pattern | None = None
 
     def dense_params(self, params: Params) -> PyTree:
@@ -69,14 +104,9 @@ class Layout:
         return self.dense_params(params)
 
     @property
-    def part_axes(self) -> Axes:
-        """The data axes over which params or state are divided."""
-        return self.data_axes
-
-    @property
-    def worker_axes(self) -> Axes:
-        """The data axes along which each group of devices has a gradient of its own."""
-        return without(self.data_axes, self.part_axes)
+    def data_axes(self) -> Axes:
+        """The axes over which the batch is split, those of the workers first."""
+        return joined(self.worker_axes, self.part_axes)
 
     @property
     def num_parts(self) -> int:
@@ -103,7 +133,7 @@ class Layout:
         if self.tables is None:
             return specs
         paths = tree.matching(self.tables, params, "tables")
-        return self._with_spec(P(self.data_axes), paths, specs, params)
+        return self._with_spec(P(self.part_axes), paths, specs, params)
 
     def _with_spec(self, spec: P, paths: Collection[str], specs: PyTree, params: Params) -> PyTree:
         """Return `specs`, with that of the leaves at these paths replaced."""
@@ -117,32 +147,33 @@ class Layout:
         return tree.map_named(chosen, params, specs)
 
     def of_state(self, state: OptState, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of the state of an optimizer.
+        """Return the PartitionSpec of each leaf of the state of an optimizer of all workers.
 
-        A per-worker array is divided over the worker axes. An array of the shape of its parameter,
-        or with further leading axes such as that of a history, lies as the gradient of that
-        parameter does. Any other array, such as scales of blocks, is divided where the part axes
-        divide it.
+        A per-worker array is divided over the worker axes, along its first axis. An array of the
+        shape of its parameter, or with further leading axes such as that of a history, lies as the
+        gradient of that parameter does. Any other array, such as scales of blocks, is divided where
+        the part axes divide it.
         """
         of_workers = specs_of(state, self.worker_axes)
         if not self.part_axes:
             return of_workers
-        by_path = {
-            str(place): pair for place, *pair in tree.items(params, self.of_gradients(params))
-        }
+        by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
 
-        def part_of(path: str | None, x: Leaf) -> P:
+        def part_of(path: str | None, x: Leaf, own: P) -> P:
             if path is None:
-                return P()
+                return own
             p, spec = by_path[path]
-            leading = jnp.ndim(x) - jnp.ndim(p)
-            if leading >= 0 and jnp.shape(x)[leading:] == jnp.shape(p):
-                return P(*[None] * leading, *spec) if any(spec) else P()
-            return self.divided(x) if self.divisions(spec) else P()
+            shape = _of_one_worker(jnp.shape(x), own, self.mesh)
+            leading = len(shape) - jnp.ndim(p)
+            if leading >= 0 and shape[leading:] == jnp.shape(p):
+                return _joined(own, P(*[None] * leading, *spec) if any(spec) else P())
+            is_divided = self.divisions(spec)
+            return _joined(own, self.divided_shape(shape)) if is_divided else own
 
         owned = state_names.with_owners(state_names.named_parts(state), by_path)
-        parts = jax.tree.unflatten(jax.tree.structure(state), [part_of(*pair) for pair in owned])
-        return jax.tree.map(lambda own, part: own if any(own) else part, of_workers, parts)
+        own = jax.tree.leaves(of_workers, is_leaf=is_spec)
+        specs = [part_of(*pair, spec) for pair, spec in zip(owned, own, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(state), specs)
 
     def divided(self, x: Leaf, stacked: int = 0) -> P:
         """Return the spec that divides the first dimension that the number of parts divides.
@@ -150,7 +181,10 @@ class Layout:
         Axes that count stacked layers come last, so that each device has a part of each layer. A
         leaf without such a dimension lies on every device.
         """
-        shape = jnp.shape(x)
+        return self.divided_shape(jnp.shape(x), stacked)
+
+    def divided_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
+        """Return the spec that divides an array of a shape; see `divided`."""
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_parts == 0]
         return P(*[None] * fitting[0], self.part_axes) if fitting else P()
@@ -159,6 +193,21 @@ class Layout:
         """Return the dimensions of an array that are divided over part axes."""
         entries = enumerate(restricted(spec, self.part_axes))
         return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
+
+    def parts_of(self, params: Params) -> Parts | None:
+        """Return how the devices of each worker divide gradients; None where they do not."""
+        if not (self.worker_axes and self.part_axes):
+            return None
+        specs = tree.items(params, self.of_gradients(params))
+        return Parts(
+            self.mesh,
+            self.part_axes,
+            {
+                str(k): restricted(spec, self.part_axes)
+                for k, x, spec in specs
+                if not tree.is_masked(x)
+            },
+        )
 
     def place(self, specs: PyTree) -> PyTree:
         """Return the NamedShardings of PartitionSpecs."""
@@ -185,29 +234,62 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        shapes = jax.eval_shape(init, params)
-        keeps_own = bool(jax.tree.leaves(nodes_of(PerWorker, shapes)))
-        if not self.worker_axes and (exchanges(shapes) or keeps_own):
-            raise ValueError(
-                "shard: tx exchanges gradients or keeps a state on each worker, and no axis of "
-                f"workers is left: params or state are divided over all of {(*self.data_axes,)}; "
-                "leave shard out"
-            )
+        self._check_axes_of_exchanges(jax.eval_shape(init, params))
+        all_workers = on_workers_of(self._in_shapes_of_params(init), self.mesh, self.worker_axes)
+        shapes = jax.eval_shape(all_workers, params)
         shardings = jax.tree.map(
             lambda spec, x: meshes.sharding(self.mesh, spec, x.ndim),
             self.of_state(shapes, params), shapes, is_leaf=is_spec,
         )  # fmt: skip
-        init_all = on_workers_of(init, self.mesh, self.worker_axes)
-        return jax.jit(init_all, out_shardings=shardings)(params)
+        return jax.jit(all_workers, out_shardings=shardings)(params)
+
+    def _check_axes_of_exchanges(self, state: OptState) -> None:
+        """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
+        over = joined(*(node.axes for node in nodes_of(Exchanged, state)))
+        divided = [axis for axis in over if axis in self.part_axes]
+        if divided:
+            raise ValueError(
+                f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
+                "state are divided. No device has a whole gradient there, and its residual would "
+                "be as large as one. Divide over other axes, sharded(..., axis=), or leave the "
+                "exchange out"
+            )
+        if not self.worker_axes and jax.tree.leaves(nodes_of(PerWorker, state)):
+            raise ValueError(
+                "shard: tx keeps a state on each worker, and no axis of workers is left: params or "
+                f"state are divided over all of {(*self.data_axes,)}; name the axes that divide "
+                "them, sharded(..., axis=), or leave shard out"
+            )
+
+    def _in_shapes_of_params(
+        self, init: Callable[[Params], OptState]
+    ) -> Callable[[Params], OptState]:
+        """Return `init` with flat per-worker arrays of divided leaves in the shape of the leaf.
+
+        A part of a leaf is no range of the flat array.
+        """
+
+        def reshaped(params: Params) -> OptState:
+            state = init(params)
+            by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
+            owned = state_names.with_owners(state_names.named_parts(state), by_path)
+            own = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
+
+            def shaped(path: str | None, x: Leaf, own: P) -> Leaf:
+                if path is None or not any(own):
+                    return x
+                p, spec = by_path[path]
+                is_flat = jnp.shape(x) == (jnp.size(p),)
+                return jnp.reshape(x, p.shape) if is_flat and self.divisions(spec) else x
+
+            leaves = [shaped(*pair, spec) for pair, spec in zip(owned, own, strict=True)]
+            return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+        return reshaped if self.worker_axes and self.part_axes else init
 
 
 class Replicated(Layout):
-    """Params and state are whole on every device, but for the rows of tables."""
-
-    @property
-    def part_axes(self) -> Axes:
-        """None; those of the data where there are tables."""
-        return Axes() if self.tables is None else self.data_axes
+    """Params and state are whole on every device of a worker, but for the rows of tables."""
 
 
 class ShardState(Layout):
@@ -271,7 +353,7 @@ def init_state(
     """
     num_workers(mesh, axis_name)  # it has these axes
     init = core.check_transform("init_state: tx", tx).init
-    return Replicated(mesh, axes(axis_name)).init(init, params)
+    return Replicated(mesh, axes(axis_name), Axes()).init(init, params)
 
 
 KINDS: dict[str, type[Layout]] = {"state": ShardState, "params": ShardParams}
@@ -291,22 +373,42 @@ def layout_of(
       TypeError: `shard` is neither of the names nor a mapping from patterns to PartitionSpecs.
       ValueError: a spec names an axis that the mesh does not have, or one twice.
     """
-    if shard is None and tables is None:
-        return Replicated(mesh, axes(data_axis))
-    if not isinstance(mesh, AbstractMesh):
+    way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
+    divides = shard is not None or tables is not None
+    parts = Axes(way.axis or axes(data_axis)) if divides else Axes()
+    unknown = without(parts, axes(data_axis))
+    if unknown:
+        raise ValueError(
+            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*axes(data_axis),)}"
+        )
+    workers = without(data_axis, parts)
+    if divides and not isinstance(mesh, AbstractMesh):
         # Along explicit axes an update of divided moments and whole params would be an error.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
-        return Replicated(mesh, axes(data_axis), tables)
-    if isinstance(shard, Mapping):
-        _check_shard(shard, mesh)
-        return ShardBySpec(mesh, axes(data_axis), tables, dict(shard))
-    if shard not in KINDS:
+        return Replicated(mesh, workers, parts, tables)
+    if isinstance(way.kind, Mapping):
+        _check_shard(way.kind, mesh)
+        return ShardBySpec(mesh, workers, parts, tables, dict(way.kind))
+    if way.kind not in KINDS:
         raise TypeError(
-            'shard must be "state", "params" or a mapping from patterns to PartitionSpecs; '
-            f"got {shard!r}"
+            'shard must be "state", "params" or a mapping from patterns to PartitionSpecs, or '
+            f"sharded(...) of one of these; got {way.kind!r}"
         )
-    return KINDS[shard](mesh, axes(data_axis), tables)
+    return KINDS[way.kind](mesh, workers, parts, tables)
+
+
+def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of one worker's part of an array that is divided over workers by `own`."""
+    return (shape[0] // num_workers(mesh, axes(own[0])), *shape[1:]) if any(own) else shape
+
+
+def _joined(own: P, part: P) -> P:
+    """Return the spec of an array that is divided over workers, and over the parts of each."""
+    if not any(own):
+        return part
+    first, *rest = part or (None,)
+    return P(joined(own[0], first), *rest)
 
 
 def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:

@@ -1,6 +1,5 @@
 """The costs of each way of sharding a model: bytes on a device, and bytes sent in a step."""
 
-from itertools import compress
 from typing import NamedTuple, cast
 
 import jax
@@ -12,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.leaves import tree
-from optfn.leaves.types import Leaf, Params, PyTree
-from optfn.mesh import AxisName, axes, restricted, without
-from optfn.parallel.layout import Kind, is_spec, layout_of
+from optfn.leaves.types import Params, PyTree
+from optfn.mesh import Axes, AxisName, axes, restricted, without
+from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
+from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import exchanged_axes
 from optfn.state.placement import num_workers, on_workers_of
 
@@ -42,6 +42,8 @@ def plan_memory(
     *,
     shard: Kind | None = None,
     data_axis: AxisName = "data",
+    tables: tree.Pattern | None = None,
+    microbatches: int = 1,
 ) -> MemoryPlan:
     """Return the bytes that a way of sharding a model takes; nothing is allocated.
 
@@ -53,8 +55,10 @@ def plan_memory(
         "params"    P/N     S/N    (N − 1)/N·(G + P), and P once more for a `Stacked`, whose layers
                                    `scan_layers` gathers again in the backward pass
 
-    A leaf that cannot be divided by N counts whole, and goes through an all-reduce. Activations and
-    the batch come on top.
+    With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
+    of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
+    that cannot be divided by N counts whole, and goes through an all-reduce. Activations and the
+    batch come on top.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -62,35 +66,67 @@ def plan_memory(
       mesh: a mesh, or a `jax.sharding.AbstractMesh` of devices that are not there.
       shard: as for `make_train_step`.
       data_axis: as for `make_train_step`.
+      tables: as for `make_train_step`; with `shard` their rows are divided. Their gradients are the
+        rows that a batch looks up, which are not counted.
+      microbatches: as for `make_train_step`; with "params" each of them gathers params and reduces
+        gradients, unless `sharded(..., gather_once=True)`.
     """
     tx = core.check_transform("plan_memory: tx", tx)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
     num_workers(mesh, data_axis)  # the mesh has these axes
     params = jax.eval_shape(lambda x: x, params)
-    state = jax.eval_shape(tx.init, params)
-    layout = layout_of(shard, mesh, data_axis)
-    all_workers = on_workers_of(tx.init, mesh, layout.worker_axes)
-    kept, of_state = jax.eval_shape(all_workers, params), layout.of_state(state, params)
+    layout = layout_of(shard, mesh, data_axis, tables if shard is not None else None)
+    state = jax.eval_shape(on_workers_of(tx.init, mesh, layout.worker_axes), params)
     specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
-    leaves = jax.tree.leaves(params)
-    of_params, of_grads = (jax.tree.leaves(x, is_leaf=is_spec) for x in (specs, grad_specs))
-    present = [not tree.is_masked(x) for x in tree.flatten(params)[0]]
-    facts = tree.stacked_axes(params), exchanged_axes(state, params)
-    columns = leaves, of_params, of_grads, *(compress(fact, present) for fact in facts)
-    others = set(mesh.axis_names) - set(axes(data_axis))
+    stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
+    exchanged = exchanged_axes(state, params)
+    once = isinstance(shard, Sharded) and shard.gather_once
     sent, gradients = 0.0, 0
-    for p, spec, grad_spec, stacked, exchanged in zip(*columns, strict=True):
-        if tree.is_inexact(p):
-            gathers = 2 if stacked else 1
-            averaged = without(data_axis, exchanged)
-            sent += _sent(p, spec, grad_spec, mesh, averaged, gathers)
-            gradients += _bytes_on_device(p, restricted(grad_spec, others), mesh)
+    for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
+        if tree.is_masked(p) or not tree.is_inexact(p) or str(place) in rows:
+            continue
+        passes = 1 if once else microbatches
+        gathers = 2 if stacked[place.number] and not once else 1
+        leaf = _Leaf(layout, bool(layout.divisions(spec)), bool(layout.divisions(grad_spec)))
+        whole = _bytes_on_device(p, _without(grad_spec, layout.data_axes), mesh)
+        sent += leaf.sent(whole, passes, gathers, exchanged[place.number])
+        gradients += whole
     return MemoryPlan(
         _bytes_on_device(params, specs, mesh),
-        _bytes_on_device(kept, of_state, mesh),
+        _bytes_on_device(state, layout.of_state(state, params), mesh),
         gradients,
         round(sent),
     )
+
+
+class _Leaf(NamedTuple):
+    """Whether a leaf of params is divided over the part axes, and whether its gradient is."""
+
+    layout: Layout
+    is_divided: bool
+    has_divided_gradient: bool
+
+    def sent(self, whole: float, passes: int, gathers: int, exchanged: Axes) -> float:
+        """Return the bytes that a device sends.
+
+        Args:
+          whole: the bytes of the leaf along the part axes.
+          passes: how often a divided leaf is gathered for the loss, and its gradient reduced.
+          gathers: how many gathers that takes.
+          exchanged: the axes over which a transform exchanges its gradient.
+        """
+        mesh, parts = self.layout.mesh, self.layout.num_parts
+        workers = num_workers(mesh, without(self.layout.worker_axes, exchanged))
+        if not self.has_divided_gradient:
+            return float(all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
+        once = (parts - 1) / parts * whole
+        over_parts = passes * (1 + gathers) * once if self.is_divided else 2 * once
+        return float(over_parts + all_reduce_bytes(whole / parts, workers))
+
+
+def _without(spec: P, names: Axes) -> P:
+    """Return a PartitionSpec without these axes."""
+    return restricted(spec, {a for entry in spec for a in axes(entry) if a not in names})
 
 
 def _bytes_on_device(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
@@ -101,26 +137,3 @@ def _bytes_on_device(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
         // num_workers(mesh, tuple(axis for entry in spec for axis in axes(entry)))
         for x, spec in pairs
     )  # fmt: skip
-
-
-def _sent(p: Leaf, spec: P, grad_spec: P, mesh: Mesh, data_axis: AxisName, gathers: int) -> float:
-    """Return the bytes that a device sends for a leaf.
-
-    Args:
-      p: the leaf.
-      spec: how it lies.
-      grad_spec: how its gradient lies.
-      mesh: the mesh.
-      data_axis: the axes of the workers.
-      gathers: how often it is gathered if it is sharded.
-    """
-    workers = num_workers(mesh, data_axis)
-    others = set(mesh.axis_names) - set(axes(data_axis))
-    once = (workers - 1) / workers * _bytes_on_device(p, restricted(grad_spec, others), mesh)
-
-    def is_divided(spec: P) -> bool:
-        return any(restricted(spec, axes(data_axis)))
-
-    if not is_divided(grad_spec):
-        return 2 * once
-    return once * (1 + (gathers if is_divided(spec) else 1))

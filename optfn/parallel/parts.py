@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -41,7 +42,7 @@ def mean_part(x: jax.Array, divisions: Sequence[Division], names: Axes, mesh: Me
 def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
     """Return a device's part along one dimension of the mean over the axes `names`."""
     count = num_workers(mesh, names)
-    if not _is_gloo(mesh):
+    if not _is_gloo(mesh, names):
         total = lax.psum_scatter(reducible(x), names, scatter_dimension=dimension, tiled=True)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
@@ -50,10 +51,11 @@ def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Ar
     return jnp.mean(lax.all_to_all(parts, names, 0, 0), 0)
 
 
-def _is_gloo(mesh: Mesh) -> bool:
-    """Tell whether CPU devices of several processes take part."""
-    devices = mesh.devices.flat
-    return devices[0].platform == "cpu" and len({d.process_index for d in devices}) > 1
+def _is_gloo(mesh: Mesh, names: Axes) -> bool:
+    """Tell whether CPU devices of several processes lie along these axes."""
+    along = tuple(mesh.axis_names.index(name) for name in names)
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())
 
 
 def gather(part: jax.Array, divisions: Sequence[Division], layout: Layout) -> jax.Array:

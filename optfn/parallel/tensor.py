@@ -33,10 +33,11 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: f.
     """
-    mesh.check_axis("copy_to", mesh.check_names("axis_name", axis_name))
-    if mesh.checked_axes(axis_name):
-        return jax.tree.map(lambda leaf: mesh.vary(leaf, mesh.axes(axis_name)), x)
-    return _copy_to(mesh.axes(axis_name), x)
+    names = mesh.check_names("axis_name", axis_name)
+    mesh.check_axis("copy_to", names)
+    if mesh.checked_axes(names):
+        return jax.tree.map(lambda leaf: mesh.vary(leaf, names), x)
+    return _copy_to(names, x)
 
 
 def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
@@ -51,10 +52,11 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: g.
     """
-    mesh.check_axis("sum_over", mesh.check_names("axis_name", axis_name))
-    if mesh.checked_axes(axis_name):
-        return lax.psum(x, mesh.axes(axis_name))
-    return _sum_over(mesh.axes(axis_name), x)
+    names = mesh.check_names("axis_name", axis_name)
+    mesh.check_axis("sum_over", names)
+    if mesh.checked_axes(names):
+        return lax.psum(x, names)
+    return _sum_over(names, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

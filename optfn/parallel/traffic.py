@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from optfn import mesh
 from optfn.leaves import tree
 from optfn.leaves.types import LeafKind, OptState, Updates
-from optfn.mesh import AxisName
+from optfn.mesh import Axes
 from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
 
 
@@ -32,7 +32,7 @@ def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.A
 
 
 def traffic_metrics(
-    grads: Updates, before: OptState, after: OptState, axis_name: AxisName
+    grads: Updates, before: OptState, after: OptState, axis_name: Axes
 ) -> dict[str, jax.Array]:
     """Return the bytes that a worker sends for an update as "bytes_sent"; {} if not known.
 

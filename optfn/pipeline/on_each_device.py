@@ -14,7 +14,7 @@ from optfn import mesh as meshes
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.parallel.data_parallel import for_optimizer
+from optfn.parallel.means import for_optimizer
 from optfn.pipeline.stacking import PipelineParams
 from optfn.state.per_worker import Exchanged, check_wrappers, nodes_of
 from optfn.state.placement import map_state, num_workers
@@ -115,7 +115,7 @@ def on_each_device(
 
         def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
             local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
-            local, _, known = for_optimizer(local, state, data_axis)
+            local, _, known = for_optimizer(local, state, meshes.axes(data_axis))
             return inner.update(local, state, params, **known, **extra)
 
         run = jax.shard_map(

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optfn import mesh as meshes
 from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch, tree
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
@@ -330,13 +331,11 @@ class ListedStages(StagePlacement):
         self, fn: Callable[[Any], Any], in_specs: PyTree, out_specs: PyTree, arrays: PyTree
     ) -> Any:
         """Run `fn` on each device's part of the arrays."""
-        run = jax.shard_map(
-            fn, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
-        )
+        run = meshes.mapped(fn, self.mesh, self.mesh.axis_names, (in_specs,), out_specs)
         return run(self.along_explicit_axes(arrays, in_specs))
 
     def _placed(self, x: jax.Array, spec: P) -> jax.Array:
         x = self.along_explicit_axes(x, spec)
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         rest = restricted(spec, {name for name, kind in types if kind != AxisType.Explicit})
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, rest))
+        return meshes.constrained(x, self.mesh, rest)

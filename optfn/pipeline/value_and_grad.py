@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import checks
+from optfn import mesh as meshes
 from optfn.jaxprs.pullback import Key, inexact_leaves
 from optfn.leaves import tree
 from optfn.leaves.types import LossFn, Params, PyTree, Updates
@@ -288,14 +289,12 @@ class _Pipeline:
         arguments = (stage_weights, shared, inputs, targets, rng)
         specs = (placement.weight_specs(stages), P(), by_worker, by_worker, P())
         leading_axes = placement.leading_axes
-        run = jax.shard_map(
+        run = meshes.mapped(
             partial(self._run_on_device, placement.shapes(stages)),
-            mesh=self.mesh,
-            in_specs=specs,
-            out_specs=(P(), (placement.gradient_specs(stages), P(*leading_axes))),
-            # Stage functions need not track which values vary over which axis: `_reduce` sums
-            # explicitly.
-            check_vma=False,
+            self.mesh,
+            self.mesh.axis_names,
+            specs,
+            (P(), (placement.gradient_specs(stages), P(*leading_axes))),
         )
         loss, (stage_gradients, shared_gradients) = run(
             *map(placement.along_explicit_axes, arguments, specs)

@@ -17,10 +17,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from optfn import mesh as meshes
 from optfn.leaves import rows as local_rows
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf, LeafKind
-from optfn.mesh import AxisName, axes
+from optfn.mesh import Axes
 from optfn.state.placement import num_workers
 
 
@@ -28,16 +29,16 @@ class Owners(NamedTuple):
     """The workers that keep the rows of tables: worker k has rows k·R/N to (k + 1)·R/N.
 
     mesh: the mesh.
-    data_axis: the axes of the workers.
+    axes: the mesh axes of these workers.
     """
 
     mesh: Mesh
-    data_axis: AxisName
+    axes: Axes
 
     @property
     def workers(self) -> int:
         """The number of workers."""
-        return num_workers(self.mesh, self.data_axis)
+        return num_workers(self.mesh, self.axes)
 
     def num_rows(self, part: Leaf) -> int:
         """Return the number of rows of the table of which a worker keeps `part`."""
@@ -45,15 +46,8 @@ class Owners(NamedTuple):
 
     def on_each(self, fn: Callable[..., Any], *arguments: Any) -> Any:
         """Run `fn` on each worker's part of whole arrays, and return whole arrays."""
-        spread = P(axes(self.data_axis))
-        return jax.shard_map(
-            fn,
-            mesh=self.mesh,
-            in_specs=spread,
-            out_specs=spread,
-            axis_names=frozenset(axes(self.data_axis)),
-            check_vma=False,
-        )(*arguments)
+        spread = P(self.axes)
+        return meshes.mapped(fn, self.mesh, self.axes, spread, spread)(*arguments)
 
     def lookup(self, part: jax.Array, ids: jax.Array) -> jax.Array:
         """Return the rows of a table, inside `shard_map`.
@@ -115,7 +109,7 @@ class Owners(NamedTuple):
 
     def _exchange(self, x: jax.Array) -> jax.Array:
         """Send row k of x to worker k, and return the rows that come from each worker."""
-        received: jax.Array = lax.all_to_all(x, axes(self.data_axis), 0, 0)
+        received: jax.Array = lax.all_to_all(x, self.axes, 0, 0)
         return received
 
 
@@ -144,7 +138,7 @@ class _Rounds(NamedTuple):
         bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:-1], bounds[1:]
         needed = jnp.max(-(-(ends - starts) // capacity))
-        number = lax.pmax(needed, axes(owners.data_axis))
+        number = lax.pmax(needed, owners.axes)
         return cls(ids, starts, ends, number, capacity, per_owner)
 
     def positions(self, r: jax.Array) -> jax.Array:
@@ -220,6 +214,24 @@ class OwnedRows(LeafKind):
     def merged(self) -> "OwnedRows":
         """Return the same rows: each is here once."""
         return self
+
+    @property
+    def divided_over(self) -> Axes:
+        """The axes of the workers that keep the rows."""
+        return self.owners.axes
+
+    def joined(self) -> "OwnedRows":
+        """Return the rows of all parts, inside `shard_map` over the workers that keep them."""
+        values = self.values.reshape(-1, *self.values.shape[2:])
+        size = self.num_rows // self.owners.workers
+        once = local_rows.merged(Rows(self.indices.reshape(-1), values, size))
+        return dataclasses.replace(self, indices=once.indices, values=once.values)
+
+    def mean_over(self, axes: tuple[Any, ...]) -> "OwnedRows":
+        """Return the mean over groups of such workers, inside `shard_map` over theirs as well."""
+        own = self._local(self.indices, self.values)
+        once = local_rows.merged(own.mean_over(axes))
+        return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
         """Return the array that the rows represent, spread over the workers."""

@@ -18,12 +18,12 @@ from optfn.jaxprs.dependence import depends
 from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
-from optfn.mesh import AxisName, axes
-from optfn.parallel import data_parallel as parallel
-from optfn.parallel import traffic
+from optfn.mesh import Axes
+from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
+from optfn.train.microbatches import of_parts, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.wrappers.nonfinite import with_gave_up
 
@@ -54,6 +54,7 @@ class LocalSteps(NamedTuple):
     steps: int
     tx: optax.GradientTransformationExtraArgs
     outer: optax.GradientTransformationExtraArgs
+    layout: Layout
 
     def init(self, params: Params) -> InnerAndOuter:
         """Return the state of one worker at step 0.
@@ -67,7 +68,7 @@ class LocalSteps(NamedTuple):
         inner = LocalState(one, _laid_out(state, is_own(self.tx, params)))
         return InnerAndOuter(inner, self.outer.init(params))
 
-    def round(self, local_step: StepFn, axis_name: AxisName) -> StepFn:
+    def round(self, local_step: StepFn, axis_name: Axes) -> StepFn:
         """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
 
         Args:
@@ -80,7 +81,10 @@ class LocalSteps(NamedTuple):
             like = jax.eval_shape(self.tx.init, state.params)
             opt_state = _unwrapped(state.opt_state.inner.inner_state, like)
             start = state._replace(opt_state=opt_state)
-            end, metrics = _scan(local_step, start, batch, self.steps)
+            end, metrics = scan_batch(
+                lambda state, part, _: local_step(state, part),
+                start, batch, self.steps, "local_steps",
+            )  # fmt: skip
             drift = jax.tree.map(_drift, state.params, end.params)
             finite = _all_finite(drift, axis_name)
             metrics = _mean_of_metrics(metrics, axis_name)
@@ -99,7 +103,7 @@ class LocalSteps(NamedTuple):
             model_state = jax.tree.map(
                 lambda old, new: jnp.where(finite, new, old),
                 state.model_state,
-                parallel.mean_or_first(end.model_state, axis_name),
+                means.mean_or_first(end.model_state, axis_name),
             )
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics
@@ -112,11 +116,13 @@ class LocalSteps(NamedTuple):
         state: TrainState,
         finite: jax.Array,
         loss: jax.Array,
-        axis_name: AxisName,
+        axis_name: Axes,
     ) -> tuple[Params, OptState]:
         """Return the params after an outer step, and its state; the old ones if not `finite`."""
         before = state.opt_state.outer
-        grads, _, extra = parallel.for_optimizer(drift, before, axis_name)
+        grads, _, extra = means.for_optimizer(
+            drift, before, axis_name, parts=self.layout.parts_of(state.params)
+        )
         updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
         params = core.apply_updates(state.params, updates)
         return jax.tree.map(
@@ -219,27 +225,6 @@ def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
     return jax.tree.unflatten(jax.tree.structure(like), [x.reshape(y.shape) for x, y in pairs])
 
 
-def _scan(
-    step: StepFn, state: TrainState, batch: Batch, count: int
-) -> tuple[TrainState, dict[str, Any]]:
-    """Return the state after `count` steps on equal parts of a batch, and stacked metrics."""
-    arrays, structure = jax.tree.flatten(batch)
-    is_split = [jnp.ndim(x) > 0 for x in arrays]
-    parts = [
-        jnp.reshape(x, (count, -1, *x.shape[1:]))
-        for x, flag in zip(arrays, is_split, strict=True)
-        if flag
-    ]
-
-    def body(state: TrainState, parts: list[jax.Array]) -> tuple[TrainState, dict[str, Any]]:
-        remaining = iter(parts)
-        pairs = zip(arrays, is_split, strict=True)
-        leaves = [next(remaining) if flag else x for x, flag in pairs]
-        return step(state, jax.tree.unflatten(structure, leaves))
-
-    return lax.scan(body, state, parts)
-
-
 def _drift(start: Leaf, end: Leaf) -> Leaf:
     """Return start − end in float32 or wider; an integer leaf has none."""
     if not tree.is_inexact(start):
@@ -248,26 +233,19 @@ def _drift(start: Leaf, end: Leaf) -> Leaf:
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 
 
-def _all_finite(drift: Updates, axis_name: AxisName) -> jax.Array:
+def _all_finite(drift: Updates, axis_name: Axes) -> jax.Array:
     """Tell whether the drift of every worker is finite."""
     bad = ~leafwise.all_finite(drift)
-    return lax.pmax(bad.astype(jnp.int32), axes(axis_name)) == 0
+    return lax.pmax(bad.astype(jnp.int32), axis_name) == 0
 
 
-def _of_steps(x: jax.Array) -> jax.Array:
-    """Return the mean over steps of numbers, the sum of integers, the first of keys."""
-    if tree.is_key(x):
-        return x[0]
-    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=parallel.sum_dtype(x))
-
-
-def _mean_of_metrics(metrics: dict[str, Any], axis_name: AxisName) -> dict[str, Any]:
+def _mean_of_metrics(metrics: dict[str, Any], axis_name: Axes) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
-    means = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = parallel.mean_over_workers(jax.tree.map(_of_steps, means), axis_name)
+    of_steps = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
+    reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), axis_name)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
-        reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axes(axis_name))
+        reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axis_name)
     if "gave_up" in metrics:
         gave_up = jnp.any(metrics["gave_up"]).astype(jnp.int32)
-        reduced["gave_up"] = lax.pmax(gave_up, axes(axis_name)) > 0
+        reduced["gave_up"] = lax.pmax(gave_up, axis_name) > 0
     return reduced

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
 from optfn.checks import shown
@@ -19,9 +20,10 @@ from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
-from optfn.mesh import AxisName, restricted
-from optfn.parallel.data_parallel import batch_spec, mean_or_first, mean_over_workers
+from optfn.mesh import Axes, restricted
+from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
+from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.tables import Owners
 
@@ -218,6 +220,20 @@ def of_value_and_grad(
     return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
 
 
+def gathered(objective: Objective, seen: Seen) -> Objective:
+    """Return the objective as a function of stored params; gradients are those of the seen ones."""
+
+    def value(params: Params, *others: Any) -> Values:
+        with seen(params) as whole_params:
+            return objective.value(whole_params, *others)
+
+    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
+        with seen(params) as whole_params:
+            return objective.value_and_grad(whole_params, *others)
+
+    return Objective(value, value_and_grad)
+
+
 def _as_array(x: Leaf) -> Leaf:
     return jnp.asarray(x) if isinstance(x, int | float) else x
 
@@ -313,24 +329,20 @@ class _OnParts(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.part_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        return jax.shard_map(
-            function,
-            mesh=self.layout.mesh,
-            in_specs=(self._on_devices(specs), P(), split, *[P()] * len(keys)),
-            out_specs=out_specs,
-            axis_names=frozenset(names),
-            check_vma=False,
-        )(params, model_state, batch, *keys)
+        in_specs = (self._on_devices(specs), P(), split, *[P()] * len(keys))
+        run = meshes.mapped(function, self.layout.mesh, names, in_specs, out_specs)
+        return run(params, model_state, batch, *keys)
 
 
 def value_fn(
-    objective: Objective, axis_name: AxisName, *arguments: Any
+    objective: Objective, axis_name: Axes, parts: Parts | None, *arguments: Any
 ) -> Callable[[Params], jax.Array]:
     """Return params -> loss on the batch of a step, as transforms that search a line call it.
 
     Args:
       objective: that of the step.
       axis_name: the mesh axes over whose workers loss and gradients are averaged; None for none.
+      parts: how the devices of a worker divide gradients; None where they do not.
       *arguments: model state, batch and keys of the step.
     """
 
@@ -340,7 +352,8 @@ def value_fn(
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
         values, grads = objective.value_and_grad(params, *arguments)
-        return mean_over_workers((values.loss, grads), axis_name)
+        grads, mean = mean_on_parts(grads, values.loss, axis_name, parts)
+        return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
         def scaled(g: Leaf) -> Leaf:

@@ -27,7 +27,6 @@ NEEDS = (
 )
 
 _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
-_APART = "workers that train apart differ in their params, so that none can keep a part for others"
 
 # (option, an option that excludes it, why)
 EXCLUDES = (
@@ -36,12 +35,6 @@ EXCLUDES = (
     ("rng", "value_and_grad", _OF_LOSS),
     ("tables", "packed", "a buffer of several leaves has no rows"),
     ("shard_tables", "packed", "a buffer of several leaves has no rows"),
-    ("shard", "packed", "a buffer of several leaves is not divided by leaf"),
-    ("shard", "tables", "pass shard_tables=True to divide their rows as well"),
-    ("shard", "local_steps", _APART),
-    ("shard_tables", "local_steps", _APART),
-    ("local_steps", "tables", "the drift of a table is dense"),
-    ("local_steps", "value_and_grad", "rounds take gradients of loss_fn"),
 )
 
 
@@ -58,6 +51,7 @@ class StepOptions:
     tables: Pattern | None = None
     rng: bool | int | jax.Array = False
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None
+    microbatches: int = 1
     local_steps: int = 1
     outer: optax.GradientTransformation | None = None
     shard: Kind | None = None
@@ -69,6 +63,7 @@ class StepOptions:
         for name in ("has_aux", "model_state", "packed", "shard_tables", "donate"):
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)
+        checks.count("microbatches", self.microbatches)
         if self.compare_replicas_every is not None:
             checks.count("compare_replicas_every", self.compare_replicas_every)
         _check_mesh(self.mesh, self.data_axis)
@@ -84,10 +79,8 @@ def _check_together(given: Mapping[str, Any]) -> None:
     for option, needed, why in NEEDS:
         if option in given and needed not in given:
             raise ValueError(f"{_shown(option, given)} needs {needed}: {why}")
-    # The flag speaks for the tables: their rows are divided as params may be.
-    present = set(given) - ({"tables"} if "shard_tables" in given else set())
     for option, other, why in EXCLUDES:
-        if {option, other} <= present:
+        if {option, other} <= set(given):
             raise ValueError(
                 f"{_shown(option, given)} cannot be with {_shown(other, given)}: {why}"
             )
@@ -107,3 +100,14 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
     meshes.check_names("data_axis", data_axis)
     if mesh is not None:
         num_workers(mesh, data_axis)
+
+
+def check_loss(loss_fn: object, value_and_grad: object) -> None:
+    """Raise a TypeError unless each is a function, and one of them is given."""
+    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
+        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
+    if value_and_grad is not None and not callable(value_and_grad):
+        raise TypeError(
+            "value_and_grad must be a function (params, batch) -> (loss, gradients); "
+            f"got {value_and_grad!r}"
+        )

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn.leaves import mismatch, tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
@@ -33,20 +34,23 @@ from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
-from optfn.parallel.layout import Kind, Layout, layout_of
+from optfn.parallel.layout import Kind, Layout, Sharded, layout_of
 from optfn.sparse.tables import Owners
+from optfn.train.batches import as_arrays
 from optfn.train.local_steps import LocalSteps, check_rounds
+from optfn.train.microbatches import in_microbatches
 from optfn.train.objective import (
     Form,
     Objective,
     Seen,
+    gathered,
     of_loss,
     of_packed,
     of_value_and_grad,
     on_parts,
 )
-from optfn.train.options import StepOptions
-from optfn.train.order import warn_of_order
+from optfn.train.options import StepOptions, check_loss
+from optfn.train.order import warn_of_lazy, warn_of_order
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.train.worker_step import keys_of, worker_step
 from optfn.wrappers.nonfinite import gave_up
@@ -101,10 +105,13 @@ class TrainStep:
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
-          TypeError: all params are integers, of which none is trained.
+          TypeError: all params are integers, of which none is trained; or they are a model of flax
+            or equinox that holds more than parameters, such as batch statistics. The error has the
+            line that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
 
-        Warns of a transform at the wrong position in a chain, such as an average before others.
+        Warns of a transform at the wrong position in a chain, such as an average before others, and
+        of `lazy` in an optimizer of tables where no gradient is row-sparse.
         """
         _check_params(params)
         self._check_model_state(model_state)
@@ -122,6 +129,8 @@ class TrainStep:
             step, model_state = self.layout.replicate((np.int32(0), model_state))
             state = distinct(TrainState(step, params, opt_state, model_state))
         warn_of_order(state.opt_state)
+        if self.options.tables is None and self.options.value_and_grad is None:
+            warn_of_lazy(self.tx, params)
         return state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -136,11 +145,12 @@ class TrainStep:
             several processes have other structures or shapes; or `state` has local steps of
             another number of workers.
           TypeError: `state` is not a TrainState, or its params are packed where the step's are not,
-            or it was made without local steps where the step makes some; or the batch holds text.
+            or it was made without local steps where the step makes some; or the batch holds text,
+            or arrays of another library that NumPy does not take without a copy.
         """
         self._check_state(state)
         self.check(state)
-        _check_batch(batch)
+        batch = as_arrays(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
         if self.layout is not None:
@@ -215,6 +225,7 @@ class TrainStep:
 
 
 def _check_params(params: Params) -> None:
+    check_split("TrainStep.init", params)
     mismatch.check_params("TrainStep.init", params, "")
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
@@ -222,16 +233,6 @@ def _check_params(params: Params) -> None:
             "TrainStep.init: params must have a floating-point array, as integers are not "
             f"trained; got {checks.shown(params)}"
         )
-
-
-def _check_batch(batch: Batch) -> None:
-    """Raise a TypeError for text in a batch, which no device holds."""
-    for i, x in enumerate(jax.tree.leaves(batch)):
-        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
-            path = tree.array_paths(batch)[i]
-            raise TypeError(
-                f"the batch must hold arrays and numbers; leaf {path!r} is {checks.shown(x)}"
-            )
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:
@@ -257,6 +258,7 @@ def make_train_step(
     tables: Pattern | None = None,
     rng: bool | int | jax.Array = False,
     value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
+    microbatches: int = 1,
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
@@ -297,13 +299,18 @@ def make_train_step(
         leaves; see `optfn.pack`. `loss_fn` sees the tree, state.params is the result of `pack`, and
         `unpack(state.params)` is the tree.
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
-        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
+        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`. Without it every
+        gradient of `loss_fn` is dense, and `init` warns of an optimizer with `lazy`.
       rng: True, a seed or a key: `loss_fn` then gets a key as its last argument, a different one in
         each step and on each worker; True means the seed 0.
       value_and_grad: (params, batch) -> (loss, gradients), used instead of the gradient of
         `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. It takes and
         gives model state and aux as `loss_fn` does, ((loss, model_state), gradients). With `mesh`
         it is called inside `shard_map` with a worker's part of the batch.
+      microbatches: k. The batch of a worker goes through the loss in k equal parts, one after the
+        other, whose gradients are averaged, so that the activations of one part are held at a time.
+        Batch statistics are those of the parts. With `shard="params"` each part gathers params
+        anew, see `optfn.distributed.sharded`.
       local_steps: H. With H > 1 a call is a round: each worker makes H steps of `tx` alone, on
         equal parts of its part of the batch, with a state of its own; then `outer` gets the drift
         θ_start − θ_end of each worker as its gradient, in float32, and params become θ_start plus
@@ -348,7 +355,7 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    _check_loss(loss_fn, value_and_grad)
+    check_loss(loss_fn, value_and_grad)
     extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
     options = StepOptions(
         has_aux=has_aux,
@@ -360,6 +367,7 @@ def make_train_step(
         tables=tables,
         rng=rng,
         value_and_grad=value_and_grad,
+        microbatches=checks.count("microbatches", microbatches),
         local_steps=checks.count("local_steps", local_steps),
         outer=outer,
         shard=shard,
@@ -369,8 +377,8 @@ def make_train_step(
     )
     layout = None
     if mesh is not None:
-        layout = layout_of(shard, mesh, data_axis, tables if shard_tables else None)
-    local = _local_steps(options, extra_tx)
+        layout = layout_of(shard, mesh, data_axis, tables if shard_tables or shard else None)
+    local = _local_steps(options, extra_tx, layout)
     step = _composed(_objective(loss_fn, options, layout), extra_tx, options, layout, local)
     return TrainStep(loss_fn, extra_tx, options, layout, local, step)
 
@@ -385,7 +393,7 @@ def _composed(
     """Return the step of all devices."""
     workers = Axes() if layout is None else layout.worker_axes
     key_of = keys_of(options.rng, workers)
-    step = worker_step(objective, tx, key_of, workers if local is None else Axes())
+    step = worker_step(objective, tx, key_of, workers if local is None else Axes(), layout)
     if local is not None:
         step = local.round(step, workers)
     if layout is not None and workers:
@@ -414,9 +422,16 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
     form = Form(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
-        owners = Owners(layout.mesh, layout.data_axes)
+        owners = Owners(layout.mesh, layout.part_axes)
 
     def make(seen: Seen = contextlib.nullcontext) -> Objective:
+        once = isinstance(options.shard, Sharded) and options.shard.gather_once
+        if not (once or options.packed):
+            return in_microbatches(of_one(seen), options.microbatches)
+        whole = in_microbatches(of_one(), options.microbatches)
+        return gathered(of_packed(whole) if options.packed else whole, seen)
+
+    def of_one(seen: Seen = contextlib.nullcontext) -> Objective:
         if options.value_and_grad is not None:
             return of_value_and_grad(options.value_and_grad, form, seen)
         assert loss_fn is not None
@@ -431,25 +446,21 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
 
     if layout is not None and layout.part_axes:
         return on_parts(make, layout)
-    return of_packed(make()) if options.packed else make()
+    return make()
 
 
 def _local_steps(
-    options: StepOptions, tx: optax.GradientTransformationExtraArgs
+    options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
     """Return how a round goes; None where a call is one step."""
-    if options.local_steps == 1:
+    if options.local_steps == 1 or layout is None:
         return None
-    outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
-    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer))
-
-
-def _check_loss(loss_fn: object, value_and_grad: object) -> None:
-    """Raise a TypeError unless each is a function, and one of them is given."""
-    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
-        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    if value_and_grad is not None and not callable(value_and_grad):
-        raise TypeError(
-            "value_and_grad must be a function (params, batch) -> (loss, gradients); "
-            f"got {value_and_grad!r}"
+    if not layout.worker_axes:
+        raise ValueError(
+            f"local_steps={options.local_steps} cannot be with params or state divided over all of "
+            f"data_axis, {(*layout.part_axes,)}: workers that train apart differ in their params, "
+            "so that none can keep a part for others. Divide over some of the axes: "
+            "shard=sharded(..., axis=)"
         )
+    outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
+    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer), layout)

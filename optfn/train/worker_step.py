@@ -19,8 +19,8 @@ from optfn.leaves import mismatch, tree
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Batch, OptState, PyTree
 from optfn.mesh import Axes
-from optfn.parallel import data_parallel as parallel
-from optfn.parallel import traffic
+from optfn.parallel import means, traffic
+from optfn.parallel.layout import Layout
 from optfn.state.per_worker import may_give_rows
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
@@ -58,6 +58,7 @@ def worker_step(
     tx: optax.GradientTransformationExtraArgs,
     key_of: KeyOf | None,
     workers: Axes,
+    layout: Layout | None = None,
 ) -> StepFn:
     """Return the step of one worker; the names of the worker axes are bound where it runs.
 
@@ -66,27 +67,29 @@ def worker_step(
       tx: the optimizer.
       key_of: gives the key of a step; None where the loss takes none.
       workers: the mesh axes of the workers; none where there is one.
+      layout: how params lie on a mesh.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
         values, grads = objective.value_and_grad(state.params, *arguments)
-        grads, (loss, aux), extra = parallel.for_optimizer(
-            grads, state.opt_state, workers, (values.loss, values.aux)
+        parts = layout.parts_of(state.params) if layout and workers else None
+        grads, (loss, aux), extra = means.for_optimizer(
+            grads, state.opt_state, workers, (values.loss, values.aux), parts
         )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
         # An optimizer that exchanges gradients by itself gets each worker's; `grad` is their mean.
-        mean = parallel.mean_over_workers(grads, workers) if exchanges_itself else grads
+        mean = means.mean_on_parts(grads, (), workers, parts)[0] if exchanges_itself else grads
         extra |= {"value": loss, "grad": mean}
-        extra["value_fn"] = value_fn(objective, workers, *arguments)
+        extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = core.apply_updates(params, updates)
-        model_state = parallel.mean_or_first(values.model_state, workers)
+        model_state = means.mean_or_first(values.model_state, workers)
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
         if exchanges_itself:

@@ -22,7 +22,7 @@ from optfn.distributed import (
 )
 from optfn.leaves import tree
 from optfn.leaves.traits import traits
-from optfn.mesh import all_gather
+from optfn.mesh import all_gather, axes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
@@ -42,7 +42,7 @@ class SparseLocoState(NamedTuple):
 def send(e, axis_name):
     """Return the mean over workers of the largest entries of a flat array, and what is left."""
     packet, _ = LARGEST.encode(e, ())
-    packets = all_gather(packet, axis_name)
+    packets = all_gather(packet, axes(axis_name))
     decoded = jax.vmap(lambda packet: LARGEST.decode(packet, e.shape))(packets)
     return jnp.mean(decoded, axis=0), e - LARGEST.decode(packet, e.shape)
 

@@ -545,7 +545,7 @@ def test_the_state_of_another_optimizer_is_an_error(tx):
 def test_functions_among_the_leaves_are_told_how_to_part():
     """As in an equinox module that is not partitioned."""
     with pytest.raises(
-        TypeError, match=r"parameter 'act' must be a floating-point array.*equinox\.partition"
+        TypeError, match=r"parameter 'act' must be a floating-point array.*eqx\.partition"
     ):
         optfn.adam(0.1).init({"act": jnp.tanh, "w": jnp.ones(3)})
 

@@ -304,13 +304,12 @@ def test_temporaries_and_the_wire_do_not_depend_on_the_number_of_rows(lazy):
         ({"tables": None}, ValueError, "shard_tables=True needs tables"),
         ({"mesh": None}, ValueError, "needs mesh"),
         ({"shard_tables": 1}, TypeError, "shard_tables must be"),
-        ({"packed": True}, ValueError, "shard_tables=True cannot be with packed=True"),
+        ({"packed": True}, ValueError, "tables='t' cannot be with packed=True"),
         (
-            {"shard_tables": False, "shard": "state"},
+            {"local_steps": 2},
             ValueError,
-            "shard='state' cannot be with tables=",
+            "local_steps=2 cannot be with params or state divided over all of data_axis",
         ),
-        ({"local_steps": 2}, ValueError, "shard_tables=True cannot be with local_steps=2"),
     ],
 )
 def test_bad_arguments(options, error, words):

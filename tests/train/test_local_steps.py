@@ -411,11 +411,6 @@ def test_the_mean_of_bfloat16_moments_is_that_of_their_numbers(how, tmp_path):
 MISUSES = {
     "no mesh": ({"mesh": None}, "local_steps=3 needs mesh"),
     "outer alone": ({"local_steps": 1, "outer": optfn.sgd(1.0)}, "outer needs local_steps"),
-    "tables": ({"tables": "w"}, "local_steps=3 cannot be with tables"),
-    "own gradient": (
-        {"value_and_grad": jax.value_and_grad(loss_fn)},
-        "local_steps=3 cannot be with value_and_grad",
-    ),
 }
 
 

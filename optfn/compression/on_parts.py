@@ -1,0 +1,66 @@
+"""An exchange between workers that are groups of devices: each device exchanges its parts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from optfn.leaves import tree
+from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn.parallel.means import Parts
+from optfn.state.per_worker import PerWorker
+
+# (updates, state, params) -> (updates, state)
+Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
+
+
+def on_parts(
+    update: Update, updates: Updates, state: Any, params: Params | None, parts: Parts | None
+) -> tuple[Updates, OptState]:
+    """Return the result of an update, computed by each device on its parts of the arrays.
+
+    Args:
+      update: one worker's update, in which per-worker arrays are flat.
+      updates: one worker's gradients.
+      state: its state, a NamedTuple. Per-worker arrays are flat, or shaped as divided leaves.
+      params: the params, or None.
+      parts: how the devices of a worker divide gradients; None where a worker is one device.
+    """
+
+    def on_device(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
+        flat = _map_own(lambda x: tree.map_arrays(jnp.ravel, x), state)
+        updates, new = update(updates, flat, params)
+        own = iter([x.value for x in state if isinstance(x, PerWorker)])
+        return updates, _map_own(lambda x: tree.map(_shaped_as, x, next(own)), new)
+
+    if parts is None:
+        return on_device(updates, state, params)
+    specs = parts.specs_of(updates), _specs_of_state(state, updates, parts)
+    of_params = None if params is None else parts.specs_of(params)
+    result: tuple[Updates, OptState] = parts.on_each(on_device, (*specs, of_params), specs)(
+        updates, state, params
+    )
+    return result
+
+
+def _map_own(fn: Callable[[Any], Any], state: Any) -> Any:
+    """Map the trees of per-worker arrays among the fields of a state."""
+    fields = (x._replace(value=fn(x.value)) if isinstance(x, PerWorker) else x for x in state)
+    return type(state)(*fields)
+
+
+def _shaped_as(x: Leaf, like: Leaf) -> Leaf:
+    return x if tree.is_masked(x) else jnp.reshape(x, jnp.shape(like))
+
+
+def _specs_of_state(state: Any, updates: Updates, parts: Parts) -> Any:
+    """Return the PartitionSpecs of a state: fields like the params are divided as these are."""
+    structure = tree.flatten(updates)[1]
+
+    def of_field(x: Any) -> Any:
+        if isinstance(x, PerWorker):
+            return x._replace(value=parts.specs_of(x.value))
+        return parts.specs_of(x) if tree.flatten(x)[1] == structure else P()
+
+    return type(state)(*map(of_field, state))

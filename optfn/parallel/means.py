@@ -1,0 +1,168 @@
+"""Means over workers, where each worker may be a group of devices that divide its arrays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from optfn import mesh as meshes
+from optfn.leaves import tree
+from optfn.leaves.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
+from optfn.mesh import Axes, joined, mean_in_one, pmean, without
+from optfn.state.per_worker import exchanged_axes, exchanges
+
+
+class Parts(NamedTuple):
+    """How the devices of a worker divide arrays that lie as gradients do.
+
+    mesh: the mesh.
+    axes: the axes of the devices that divide an array.
+    specs: the PartitionSpec over these axes of the gradient of each leaf, by path.
+    """
+
+    mesh: Mesh
+    axes: Axes
+    specs: Mapping[str, P]
+
+    def specs_of(self, values: PyTree) -> PyTree:
+        """Return the PartitionSpec of each array of a tree with the paths of params."""
+
+        def spec_of(place: tree.Place, x: Leaf) -> Any:
+            if tree.is_masked(x):
+                return x
+            if isinstance(x, LeafKind):
+                return P(x.divided_over)
+            return self.specs.get(str(place), P()) if jnp.ndim(x) else P()
+
+        return tree.map_named(spec_of, values)
+
+    def axes_of(self, place: object) -> Axes:
+        """Return the axes over which the leaf at a path is divided."""
+        return joined(*self.specs.get(str(place), P()))
+
+    def on_each(
+        self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., Any]:
+        """Return `fn` run by each device on its parts of arrays."""
+        return meshes.mapped(fn, self.mesh, self.axes, in_specs, out_specs)
+
+
+def mean_on_parts(
+    x: Updates, others: PyTree, axis_name: Axes, parts: Parts | None
+) -> tuple[Updates, PyTree]:
+    """Return the means over workers of a tree like the params and of other arrays.
+
+    Each device sends its parts of the arrays that the devices of a worker divide.
+
+    Args:
+      x: gradients of the params.
+      others: arrays that are whole on each device, such as the loss.
+      axis_name: the mesh axes of the workers.
+      parts: how the devices of a worker divide gradients; None where a worker is one device.
+    """
+    if parts is None or not axis_name:
+        means: tuple[Updates, PyTree] = mean_over_workers((x, others), axis_name)
+        return means
+    arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)  # no device takes a float0
+    specs = parts.specs_of(arrays), P()
+    mean = parts.on_each(lambda *values: mean_over_workers(values, axis_name), specs, specs)
+    arrays, others = mean(arrays, others)
+    return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), others
+
+
+# Up to this size latency dominates an all-reduce; joining larger arrays is not worth the copy.
+_SMALL_BYTES = 65536
+
+
+def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
+    """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
+
+    Integers of fewer than 32 bits are summed in 32. The mean of a row-sparse leaf consists of the
+    rows of all workers, that of a key is worker 0's. Small leaves share an all-reduce. Without axes
+    there is one worker, and `x` comes back.
+    """
+    if not axis_name:
+        return x
+    leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
+    small = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_small(leaf)}
+
+    def reduce(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, LeafKind):
+            return leaf.mean_over(axis_name)
+        if tree.is_masked(leaf) or getattr(leaf, "dtype", None) == jax.dtypes.float0:
+            return leaf
+        if tree.is_key(leaf):
+            return mean_or_first(leaf, axis_name)
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return pmean(leaf, axis_name)
+        return lax.psum(leaf.astype(sum_dtype(leaf)), axis_name)
+
+    means = dict(zip(small, mean_in_one(list(small.values()), axis_name), strict=True))
+    found = [means[i] if i in means else reduce(leaf) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, found)
+
+
+def sum_dtype(x: jax.Array) -> DType:
+    """Return the dtype in which to add up integers: one of at least 32 bits."""
+    return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
+
+
+def _is_small(leaf: Leaf) -> bool:
+    """Tell whether a leaf is a floating-point array, or number, of few bytes."""
+    return (
+        tree.is_inexact(leaf)
+        and not isinstance(leaf, LeafKind)
+        and jnp.asarray(leaf).nbytes <= _SMALL_BYTES
+    )
+
+
+def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
+    """Return the mean over workers of each floating-point leaf, and worker 0's of all others."""
+    if not axis_name:
+        return x
+    is_first = lax.axis_index(axis_name) == 0
+
+    def reduce(leaf: Leaf) -> Leaf:
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return pmean(leaf, axis_name)
+        if tree.is_key(leaf):
+            return tree.on_key_data(reduce, leaf)
+        # One worker's number and zeros: their sum is that number.
+        return lax.psum(jnp.where(is_first, leaf, 0), axis_name).astype(leaf.dtype)
+
+    return jax.tree.map(reduce, x)
+
+
+def for_optimizer(
+    grads: Updates,
+    opt_state: OptState,
+    axis_name: Axes,
+    metrics: PyTree = None,
+    parts: Parts | None = None,
+) -> tuple[Updates, PyTree, dict[str, Any]]:
+    """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
+
+    A leaf that a transform exchanges by itself is averaged over the other axes only; all other
+    leaves, and the metrics, over all axes of the workers. The extra arguments are then the axis
+    name, by which wrappers such as `skip_nonfinite` combine the workers' gradients, and the parts.
+    """
+    if not axis_name or not exchanges(opt_state):
+        return *mean_on_parts(grads, metrics, axis_name, parts), {}
+    remaining = [without(axis_name, done) for done in exchanged_axes(opt_state, grads)]
+    for names in dict.fromkeys([axis_name, *remaining]):
+
+        def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:
+            return g if remaining[place.number] == names else None
+
+        some = tree.map_named(select, grads)
+        of_all = metrics if names == axis_name else None
+        means, of_all = mean_on_parts(some, of_all, names, parts)
+        metrics = of_all if names == axis_name else metrics
+        grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
+    return grads, metrics, {"axis_name": axis_name} | ({} if parts is None else {"parts": parts})

@@ -1,0 +1,122 @@
+"""A batch in equal parts, one after the other: activations of one part at a time are held."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optfn.leaves import leafwise, mismatch, numerics, tree
+from optfn.leaves.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
+from optfn.parallel.means import sum_dtype
+from optfn.train.objective import Objective, Values
+
+Carry = TypeVar("Carry")
+
+
+def scan_batch(
+    fn: Callable[[Carry, Batch, jax.Array], tuple[Carry, PyTree]],
+    carry: Carry,
+    batch: Batch,
+    count: int,
+    argument: str,
+) -> tuple[Carry, PyTree]:
+    """Return `lax.scan` of fn(carry, part, number) over equal parts of a batch, in order.
+
+    Leaves without a leading axis are the same in each part.
+
+    Raises:
+      ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
+    """
+    for path, x in zip(tree.array_paths(batch), jax.tree.leaves(batch), strict=True):
+        if jnp.ndim(x) and jnp.shape(x)[0] % count:
+            raise ValueError(
+                f"{argument}={count} must divide the leading axis of a worker's part of the batch; "
+                f"that of leaf {path!r} has length {jnp.shape(x)[0]}"
+            )
+    split = jax.tree.map(
+        lambda x: jnp.reshape(x, (count, -1, *jnp.shape(x)[1:])) if jnp.ndim(x) else None, batch
+    )
+
+    def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
+        number, arrays = numbered
+        part = jax.tree.map(lambda x, own: x if own is None else own, batch, arrays)
+        return fn(carry, part, number)
+
+    result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), split))
+    return result
+
+
+def in_microbatches(objective: Objective, count: int) -> Objective:
+    """Return the objective of a batch as the mean over `count` equal parts of it.
+
+    Loss and gradients are means over the parts, aux the mean of numbers and the sum of integers;
+    the model state goes through the parts in turn, and the key of a part is folded by its number.
+    Dense gradients are added up in float32 or wider; rows are joined.
+    """
+    if count == 1:
+        return objective
+
+    def keys_of(keys: tuple[jax.Array, ...], number: jax.Array) -> list[jax.Array]:
+        return [jax.random.fold_in(key, number) for key in keys]
+
+    def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
+        def of_part(state: PyTree, part: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
+            values = objective.value(params, state, part, *keys_of(keys, number))
+            return values.model_state, (values.loss, values.aux)
+
+        state, results = scan_batch(of_part, model_state, batch, count, "microbatches")
+        return _values(state, results)
+
+    def value_and_grad(
+        params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array
+    ) -> tuple[Values, Updates]:
+        def of_part(carry: Any, part: Batch, number: jax.Array) -> tuple[Any, PyTree]:
+            state, totals = carry
+            values, grads = objective.value_and_grad(params, state, part, *keys_of(keys, number))
+            rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
+            totals = tree.map(_add, totals, grads)
+            return (values.model_state, totals), (values.loss, values.aux, rows)
+
+        first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
+        _, like = jax.eval_shape(objective.value_and_grad, params, model_state, first, *keys)
+        start = model_state, tree.map(_zeros, like)
+        (state, totals), (*results, rows) = scan_batch(of_part, start, batch, count, "microbatches")
+        grads = tree.map(lambda g, total, own: _mean(g, total, own, count), like, totals, rows)
+        return _values(state, results), grads
+
+    return Objective(value, value_and_grad)
+
+
+def _is_summed(g: Leaf) -> bool:
+    return tree.is_inexact(g) and not isinstance(g, LeafKind)
+
+
+def _zeros(g: Leaf) -> Leaf:
+    """Return where to add up gradients like g; None for rows, and for leaves without a gradient."""
+    return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype)) if _is_summed(g) else None
+
+
+def _add(total: Leaf, g: Leaf) -> Leaf:
+    return None if total is None else total + leafwise.cast(g, total.dtype)
+
+
+def _mean(g: Leaf, total: Leaf, rows: Leaf, count: int) -> Leaf:
+    if total is not None:
+        return leafwise.cast(total / count, g.dtype)
+    if isinstance(rows, LeafKind):
+        return rows.joined().map(lambda x: x / count)
+    return g if tree.is_masked(g) else mismatch.no_gradient(jnp.shape(g))
+
+
+def _values(model_state: PyTree, results: PyTree) -> Values:
+    loss, aux = results
+    return Values(jnp.mean(loss), model_state, jax.tree.map(of_parts, aux))
+
+
+def of_parts(x: jax.Array) -> jax.Array:
+    """Return the mean over parts of numbers, the sum of integers, the first of keys."""
+    if tree.is_key(x):
+        return x[0]
+    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=sum_dtype(x))
