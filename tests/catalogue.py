@@ -28,6 +28,7 @@ class Entry(NamedTuple):
     wide_updates: bool = False  # updates of narrow parameters are float32
     hides_nan: bool = False  # a gradient that is not finite is skipped
     quantized: bool = False  # moments in fewer bits, of other shapes
+    bfloat16_only: bool = False  # of the narrow dtypes
     of_any_params: bool = False  # nothing in the state has the shape of a parameter
     copies: bool = False  # XLA copies an array that is overwritten and read afterwards
     extra: Any = ()  # keyword arguments of update, as pairs

@@ -65,6 +65,14 @@ WRAPPERS: dict[str, Entry] = {
     "param_attrs": entry(
         "momentum", LR, 0.9, grad_clip=optfn.clip_by_norm(0.5), param_attrs=ATTRS, needs_params=True
     ),
+    "master_weights_24": entry(
+        "master_weights",
+        optfn.adam(LR),
+        bits=24,
+        needs_params=True,
+        wide_updates=True,
+        bfloat16_only=True,
+    ),
     "master_weights_accumulate_attributes": entry(
         "master_weights",
         optfn.accumulate(optfn.adam(LR, param_attrs=ATTRS), 2),

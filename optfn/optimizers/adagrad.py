@@ -25,7 +25,7 @@ def adagrad(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the sum of squares.
 
@@ -56,7 +56,7 @@ def decayed_adagrad(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares.
 
@@ -87,7 +87,7 @@ def adadelta(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale by past updates over past gradients.
 
@@ -124,7 +124,7 @@ def rmsprop(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares, with momentum.
 
