@@ -3,14 +3,16 @@
 Also the warning of `lazy` in a step whose gradients are all dense.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
 
 import optfn
+
+eqx = pytest.importorskip("equinox")
+linen = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
 
 X = np.random.default_rng(0).normal(size=(4, 8, 3)).astype(np.float32)
 TX = optfn.adamw(1e-2, weight_decay=0.1)
