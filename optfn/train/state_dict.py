@@ -291,9 +291,10 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        words = _words(attrs.get(name, DEFAULT), p, name in without_decay)
-        described = ", ".join(treatments.get(name, []) + words)
-        row = (name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per)
+        words = treatments.get(name, []) + _words(
+            attrs.get(name, DEFAULT), p, name in without_decay
+        )
+        row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
         rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
@@ -356,15 +357,15 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
 
 
 def _treatments(state: OptState, names: list[str]) -> dict[str, list[str]]:
-    """Return for leaves the words of the states that hold an array of theirs."""
-    found: dict[str, list[str]] = {}
+    """Return the word for each leaf of which a state with a word for them holds an array."""
     parts = state_names.named_parts(state, stop=lambda x: bool(traits_of(x).treatment))
-    for _, part in parts:
-        if traits_of(part).treatment:
-            owners = {owner for owner, _ in state_names.with_owners(named_leaves(part), names)}
-            for owner in owners - {None}:
-                found.setdefault(str(owner), []).append(traits_of(part).treatment)
-    return found
+    return {
+        owner: [traits_of(part).treatment]
+        for _, part in parts
+        if traits_of(part).treatment
+        for owner, _ in state_names.with_owners(named_leaves(part), names)
+        if owner is not None
+    }
 
 
 def _words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:

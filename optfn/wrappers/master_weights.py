@@ -100,11 +100,8 @@ def master_weights(
     24 and 32 bits: FlashOptim's `master_weight_bits`, here on the bits of the numbers.
     """
     wide_dtype = _wide_dtype(dtype)
-    checks.choice("master_weights: bits", bits, (None, 32, 24))
-    if bits is not None and wide_dtype != jnp.float32:
-        raise ValueError(f"master_weights: bits={bits} is for float32 masters; got dtype {dtype!r}")
+    form = _form(wide_dtype, bits)
     inner = core.check_transform("master_weights: tx", tx)
-    form = _copies(wide_dtype) if bits is None else _remainders(bits)
 
     def init(params: Params) -> OptState:
         if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
@@ -154,6 +151,16 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
             f"master_weights: bits={bits} needs bfloat16 parameters, whose exponent is that of "
             f"float32; leaf {place!r} is {p.dtype}. Without bits masters are float32 copies"
         )
+
+
+def _form(dtype: np.dtype[Any], bits: int | None) -> Form:
+    """Return the form that the arguments of `master_weights` ask for."""
+    checks.choice("master_weights: bits", bits, (None, 32, 24))
+    if bits is None:
+        return _copies(dtype)
+    if dtype != jnp.float32:
+        raise ValueError(f"master_weights: bits={bits} is for float32 masters; got dtype {dtype}")
+    return _remainders(bits)
 
 
 def _copies(dtype: np.dtype[Any]) -> Form:
