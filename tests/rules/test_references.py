@@ -413,6 +413,20 @@ PERIODS = (3, 7, 15, 41, 49, 61, 1000)  # n·(1/49) in float32 is less than n/49
         ("linear_warmup", [(0.5, 300, 0.1, 0.4), (0.1, 1, 0.0, 1.0)]),
         ("step_decay", [(0.5, n, 0.9) for n in PERIODS]),
         ("multi_step", [(0.5, [1, 49, 50, 1000], 0.3)]),
+        (
+            "warmup_cosine",
+            [
+                {"peak": 0.5, "warmup_steps": w, "total_steps": t, "start": 0.1, "end": end}
+                for w, t, end in [(0, 1, 0.2), (0, 2500, 0.0), (300, 2999, 0.02), (41, 5000, 0.6)]
+            ],
+        ),
+        (
+            "warmup_stable_decay",
+            [
+                {"peak": 0.5, "warmup_steps": w, "stable_steps": s, "decay_steps": d, "end": end}
+                for w, s, d, end in [(0, 0, 1, 0.2), (300, 0, 900, 0.0), (7, 2000, 41, 0.02)]
+            ],
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -429,6 +443,17 @@ def test_schedule_follows_its_reference(name, arguments):
         # goes to 100, and its error is one of the whole rate.
         atol = 5e-6 if name == "cosine" else 1e-9
         np.testing.assert_allclose(found, rates, rtol=5e-5, atol=atol, err_msg=str(given))
+
+
+def test_schedules_of_a_run_reach_their_peak_and_their_end_exactly():
+    cosine = optfn.schedules.warmup_cosine(0.3, 41, 1000)
+    stable = optfn.schedules.warmup_stable_decay(0.3, 41, 100, 49, start=0.1, end=0.07)
+    for schedule, constant, last, end in [(cosine, 41, 1000, 0.0), (stable, 141, 190, 0.07)]:
+        rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(2000)))
+        assert np.all(rates[41:constant] == np.float32(0.3))
+        assert np.all(rates[last:] == np.float32(end))
+        assert rates.max() == rates[41] == np.float32(0.3)
+        assert np.all(np.diff(rates[constant : last + 1]) < 0)
 
 
 @pytest.mark.parametrize(
