@@ -327,6 +327,7 @@ OTHER_NAMES = {
     "distributed",
     "get_learning_rate",
     "load_checkpoint",
+    "load_params",
     "load_state_dict",
     "make_train_step",
     "metrics",

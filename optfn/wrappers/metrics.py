@@ -17,7 +17,11 @@ from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
 
 
-@traits(passes_own_gradients=True, passes_rows=True)
+@traits(
+    passes_own_gradients=True,
+    passes_rows=True,
+    reports=("grad_norm", "update_norm", "param_norm", "clip_factor", "learning_rate"),
+)
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state."""
 
