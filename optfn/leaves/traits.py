@@ -36,6 +36,8 @@ class Traits:
       passes_rows: row-sparse updates may pass.
       workers_in_front: gradients come with the workers as their leading axis.
       follows_params: it holds copies or averages of params.
+      counted: its field with an array for each leaf, whose updates its field `step` counts; a leaf
+        that begins late then has a count of its own (`optfn.transforms.late_steps`).
       copies: its field of copies of params; where a checkpoint lacks them, they are made anew.
       spans_buffers: the order of the elements in the whole buffer of a Packed matters to it.
       skipped: the field that counts steps which left params and state as they were.
@@ -53,6 +55,7 @@ class Traits:
     passes_rows: bool = False
     workers_in_front: bool = False
     follows_params: bool = False
+    counted: str = ""
     copies: str = ""
     spans_buffers: bool = False
     skipped: str = ""

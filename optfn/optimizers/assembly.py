@@ -56,7 +56,9 @@ def optimizer(
         penalty = _optional("regularization", common["regularization"], "optfn.l2_decay")
         if common["param_attrs"] is None:
             return built([tx for tx in (clip, penalty) if tx is not None])
-        return with_attributes(factory.__name__, common["param_attrs"], clip, penalty, built)
+        return with_attributes(
+            factory.__name__, common["param_attrs"], clip, penalty, built, own.decays
+        )
 
     make.__doc__ = f"{(factory.__doc__ or '').rstrip()}\n{COMMON_DOC}"
     return make

@@ -26,7 +26,7 @@ from optfn.run import sharded_checkpoint as parts
 from optfn.run.checkpoint_file import load_file
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
-from optfn.train.loading import ABOUT, Changes, load
+from optfn.train.loading import ABOUT, Changes, load_named, on_host
 from optfn.train.state import TrainState
 from optfn.train.state_dict import named_leaves, state_dict
 
@@ -206,7 +206,7 @@ class _Choice(NamedTuple):
 
     def has(self, name: str) -> bool:
         """Tell whether the array of a name is loaded."""
-        name = _shown(name)
+        name = _public_name(name)
         if self.only is None or callable(self.only):
             return self.only is None or bool(self.only(name))
         return re.fullmatch(self.only, name) is not None
@@ -220,7 +220,7 @@ def _choice(strict: bool, only: Pattern | None) -> _Choice:
     return _Choice(checks.flag("strict", strict), check_pattern("only", only))
 
 
-def _shown(name: str) -> str:
+def _public_name(name: str) -> str:
     """Return a name as `only` takes it."""
     return name.removeprefix("train/")
 
@@ -239,16 +239,16 @@ def _load(
     if len(others) == len(names):
         raise _Misfit(
             f"only={choice.only!r} matches no name in {path}; it has "
-            f"{listed([_shown(name) for name in names])}"
+            f"{listed([_public_name(name) for name in names])}"
         )
     mapping = {k: v for k, v in mapping.items() if k in ABOUT or choice.has(k)}
     try:
-        loaded, changes = load(state, mapping, strict=choice.strict and choice.only is None)
+        loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
     except ValueError as error:
         hint = "; strict=False loads what fits" if choice.strict else ""
         raise _Misfit(f"{path} is not of this run: {error}{hint}") from error
     dropped = [*changes.dropped, *others]
-    lists = ([_shown(name) for name in x] for x in (changes.carried, changes.new, dropped))
+    lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
     return loaded, history, Changes(*lists)
 
 
@@ -298,17 +298,12 @@ def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
         return mapping
     own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
     now, before = (
-        {int(np.asarray(_local(x))) for name, x in arrays if f"/{name}".endswith("/num_workers")}
+        {int(on_host(x)) for name, x in arrays if f"/{name}".endswith("/num_workers")}
         for arrays in (named_leaves(state), mapping.items())
     )
     if now == before or len(now) != 1 or not own:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(own)}, now.pop())
-
-
-def _local(x: Leaf) -> Leaf:
-    """Return a scalar that lies on all devices as one of this process."""
-    return x.addressable_data(0) if isinstance(x, jax.Array) else x
 
 
 def restore_checkpoint(

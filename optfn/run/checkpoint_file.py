@@ -1,4 +1,4 @@
-"""A checkpoint in one npz file, read with bounds on what a damaged or forged one can cost."""
+"""A checkpoint in one npz file; a damaged or forged one can cost little time and memory."""
 
 import math
 import os

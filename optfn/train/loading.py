@@ -1,4 +1,4 @@
-"""Arrays by name, back into the state of an optimizer: what `state_dict` gives, loaded.
+"""Arrays by name, back into the state of an optimizer: what `state_dict` gives.
 
 A state loads where every name fits. Where names differ, `Changes` says how: a run that goes on with
 another chain, other frozen parameters or another model loads what it has in common with before.
@@ -6,6 +6,7 @@ another chain, other frozen parameters or another model loads what it has in com
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +23,9 @@ from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import holds_packed, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
+from optfn.transforms import late_steps
 from optfn.transforms import learning_rate as rates
+from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
 
 # Keys of a mapping that are no part of the state.
 ABOUT = ("version", PER_WORKER_KEY)
@@ -68,26 +71,28 @@ def load_state_dict(
         the names that were carried over, are new, or were dropped.
 
     Some names may be missing or left over in either case: of fields that earlier versions kept, and
-    of those that only report on a run, such as the factor of a clip, what `record_metrics` has
-    recorded and the counters of `skip_nonfinite`.
+    of those that only report on a run, such as the factor of a clip, the numbers of
+    `record_metrics` and the counters of `skip_nonfinite`.
 
     A state saved under a number loads under a schedule and the other way round: the step goes on.
+    Moments that are new in a state that has made steps, such as those of a parameter that was
+    frozen, begin here: their bias correction counts from this step (`begun/<path>`, 4 bytes each).
 
     Raises:
       ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
         or the version is newer than this one; the error lists all.
     """
     checks.flag("strict", strict)
-    loaded, changes = load(opt_state, mapping, strict=strict)
+    loaded, changes = load_named(opt_state, mapping, strict=strict)
     if changes and not strict:
         checks.warn(f"load_state_dict: {changes}")
     return loaded
 
 
-def load(
+def load_named(
     opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool
 ) -> tuple[OptState, Changes]:
-    """Return what `load_state_dict` returns, and how the names differ."""
+    """Return the result of `load_state_dict`, and how the names differ."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
@@ -96,9 +101,13 @@ def load(
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
-    plain = _unpacked_for(mapping, opt_state) if holds_packed(opt_state) else opt_state
+    holds_buffers = holds_packed(opt_state)
+    plain = _unpacked_for(mapping, opt_state) if holds_buffers else opt_state
+    own_names = [name for name, _ in named_leaves(plain)]
+    late = _late_leaves(plain, own_names, mapping)
+    opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
     named = list(named_leaves(plain))
-    changes = _changes([name for name, _ in named], mapping)
+    changes = _changes(own_names, [name for name, _ in named], mapping)
     wrong = _refused(plain, changes) if strict else []
     copied = _copied_params(plain, named, mapping)
     leaves = []
@@ -111,19 +120,105 @@ def load(
     if wrong:
         raise ValueError("the state does not fit: " + "; ".join(wrong))
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    if plain is not opt_state:
+    if holds_buffers:
         loaded = _placed(pack_state(opt_state, loaded), opt_state)
     return loaded, changes
 
 
-def _changes(names: Iterable[str], mapping: Mapping[str, Any]) -> Changes:
-    names = list(names)
-    known = {*names, *ABOUT}
+def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
+    """Return the differences from the names of a template, and of the state that it becomes."""
+    known = {*state, *ABOUT}
     return Changes(
-        [name for name in names if name in mapping],
-        [name for name in names if name not in mapping],
+        [name for name in state if name in mapping],
+        [name for name in template if name not in mapping and name in known],
         [name for name in mapping if name not in known],
     )
+
+
+def _late_leaves(
+    state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return which leaves begin late in the states that count steps, when a mapping is loaded.
+
+    Where the mapping has the count of a state, but not the moments of a leaf, these have seen as
+    many steps as in the template, which may be none.
+
+    Args:
+      state: the template.
+      names: those of its arrays.
+      mapping: arrays by name.
+
+    Returns:
+      For the name of each such state, by the path of a leaf, the count before its moments began.
+    """
+    late: dict[str, dict[str, np.ndarray]] = {}
+    for name, node in state_names.named_parts(state, stop=counts_steps, unnamed=rates.is_rate):
+        if not counts_steps(node) or f"{name}/step" not in mapping:
+            continue
+        field = tree.join(name, traits_of(node).counted)
+        paths = [x.removeprefix(field).removeprefix("/") for x in names if _is_within(x, [field])]
+        saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
+        fresh = [path for path in paths if tree.join(field, path) not in mapping]
+        found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the numbers
+        found |= _counts_before(node.step, mapping[f"{name}/step"], sorted({*fresh} - saved))
+        late[name] = {path: found[path] for path in paths if path in found}
+    return late
+
+
+def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the counts before the moments of leaves began, 0 left out.
+
+    Args:
+      step: the count of the template.
+      loaded: the count that takes its place.
+      paths: the leaves that keep their moments.
+    """
+    begun = step.begun if isinstance(step, LateStepsState) else {}
+    (own,) = jax.tree.leaves(late_steps.shared(step))
+    if not paths:
+        return {}
+    started = {path: jax.tree.leaves(begun.get(path, 0))[0] for path in paths}
+    if not all(map(_is_on_host, (loaded, own, *started.values()))):
+        checks.warn(
+            f"the moments of {tree.listed(paths)} begin anew, but their count of steps lies on "
+            "several processes: the bias correction counts the steps before too"
+        )
+        return {}
+    made = np.subtract(on_host(loaded), on_host(own))
+    counts = {path: made + on_host(x) for path, x in started.items()}
+    return {path: count for path, count in counts.items() if np.any(count)}
+
+
+def _is_on_host(x: Leaf) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def on_host(x: Leaf) -> np.ndarray:
+    """Return an array on the host that this process has, or that lies whole on all devices."""
+    is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return np.asarray(x.addressable_data(0) if is_spread else x)
+
+
+def _with_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
+    """Return a state with counts for the leaves of `_late_leaves`, and for no others."""
+    parts = state_names.named_parts(state, stop=counts_steps, unnamed=rates.is_rate)
+    found = {id(node): late[name] for name, node in parts if counts_steps(node) and name in late}
+
+    def put(node: PyTree) -> PyTree:
+        begun = found.get(id(node))
+        if begun is None:
+            return node
+        step = late_steps.shared(node.step)
+        counts = {
+            path: jax.tree.map(partial(_filled, count), step) for path, count in begun.items()
+        }
+        return node._replace(step=LateStepsState(step, counts) if counts else step)
+
+    return jax.tree.map(put, state, is_leaf=counts_steps)
+
+
+def _filled(count: np.ndarray, like: Leaf) -> Leaf:
+    return _fitted(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
 
 
 def _copied_params(

@@ -237,8 +237,10 @@ def _described(attr: ParamAttr, p: Leaf, without_decay: bool) -> str:
         words.append("no regularization")
     elif attr.regularization is not INHERIT:
         words.append("own regularization")
-    if without_decay:
+    if without_decay or attr.weight_decay == 0:
         words.append("no weight decay")
+    elif attr.weight_decay != 1.0:
+        words.append(f"weight decay × {attr.weight_decay:g}")
     if not attr.need_clip:
         words.append("not clipped")
     if attr.stacked:

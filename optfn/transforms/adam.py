@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics
+from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
+from optfn.transforms import late_steps
+from optfn.transforms.late_steps import Steps
 
 
 def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
@@ -22,10 +25,11 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
     return state_type(core.first_step(), *zeros)
 
 
+@traits(counted="mu")
 class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: Steps
     mu: Params
     nu: Params
 
@@ -113,24 +117,29 @@ def scale_by_adam(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step = core.next_step(state.step)
-        scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
+        step, scale, root = late_steps.advanced(state.step), 1.0, 1.0
+        if bias_correction:
+            factors = partial(adam_factors, b1, b2, eps_hat=eps_hat)
+            scale, root = late_steps.by_leaf(factors, step, updates)
         updates, mu, nu = leafwise.apply(
-            partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root),
+            partial(adam_rule, b1=b1, b2=b2, eps=eps),
             updates,
             state.mu,
             state.nu,
             rows="touched" if lazy else "dense",
+            scale=scale,
+            root=root,
         )
         return updates, ScaleByAdamState(step, mu, nu)
 
     return core.Rule(partial(init_moments, ScaleByAdamState), update)
 
 
+@traits(counted="mu")
 class ScaleByAdamaxState(NamedTuple):
     """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: Steps
     mu: Params
     infinity_norm: Params
 
@@ -166,8 +175,10 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step = core.next_step(state.step)
-        scale = 1 / numerics.bias_correction(b1, step)
+        step = late_steps.advanced(state.step)
+        (scale,) = late_steps.by_leaf(
+            lambda t: (1 / numerics.bias_correction(b1, t),), step, updates
+        )
         updates, mu, infinity_norm = leafwise.apply(
             adamax_rule, updates, state.mu, state.infinity_norm, b1=b1, b2=b2, eps=eps, scale=scale
         )

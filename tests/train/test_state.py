@@ -339,6 +339,9 @@ def test_summary_shows_what_is_excluded_from_weight_decay():
     rows = {line.split()[0]: line for line in optfn.summary(tx, params).splitlines()}
     shown = {name: "no weight decay" in rows[name] for name in ("b", "norm/scale", "w")}
     assert shown == {"b": True, "norm/scale": True, "w": False}
+    attrs = {"b": optfn.ParamAttr(weight_decay=0), "w": optfn.ParamAttr(weight_decay=0.5)}
+    rows = optfn.summary(optfn.adamw(1e-3, param_attrs=attrs), params).splitlines()
+    assert "no weight decay" in rows[2] and "weight decay × 0.5" in rows[4]
 
 
 @EVERYTHING
