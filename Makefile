@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product nightly properties faults soak lint bench bench-check docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product nightly properties faults soak lint bench bench-check tables docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -49,6 +49,9 @@ faults: $(VENV)/.test
 
 soak: $(VENV)/.demo
 	$(BIN)/python -m benchmarks.soak
+
+tables: $(VENV)/.demo
+	$(BIN)/python -m docs.tables
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,9 +1,10 @@
-"""What MkDocs does not do by itself: pages from outside docs/, and links between all of them."""
+"""What MkDocs does not do by itself: pages from outside docs/, links, names of a package."""
 
 import posixpath
 import re
 
 from mkdocs.structure.files import File
+from tables import expanded
 
 # Where pages outside docs/ stand on the site.
 PAGES = {
@@ -25,7 +26,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Turn links that hold in the repository into links that hold on the site."""
+    """Expand `::: package.*`, and turn links that hold in the repository into those of the site."""
     place = page.file.src_uri
     folder = posixpath.dirname(SOURCES.get(place, f"docs/{place}"))
 
@@ -34,4 +35,4 @@ def on_page_markdown(markdown, page, config, files):
         target = PAGES.get(target, target.removeprefix("docs/"))
         return f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}"
 
-    return LINK.sub(moved, markdown)
+    return expanded(LINK.sub(moved, markdown))

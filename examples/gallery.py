@@ -9,7 +9,9 @@ against bytes and seconds.
 """
 
 import argparse
+import functools
 import io
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 
 import optfn
 from benchmarks import front
+from docs import tables
 from optfn import schedules
 from optfn.distributed import plan, plan_memory
 
@@ -69,21 +72,16 @@ SURFACES = {
     ),
 }
 
-# From learning rate to optimizer.
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "sgd": optfn.sgd,
-    "momentum": lambda rate: optfn.momentum(rate, 0.9, nesterov=True),
-    "lars": lambda rate: optfn.lars(rate, 0.9, lars_weight_decay=0.0),
-    "adagrad": optfn.adagrad,
-    "decayed_adagrad": optfn.decayed_adagrad,
-    "adadelta": optfn.adadelta,
-    "rmsprop": optfn.rmsprop,
-    "adam": optfn.adam,
-    "adamw": optfn.adamw,
-    "adamax": optfn.adamax,
-    "ftrl": optfn.ftrl,
-    "lamb": lambda rate: optfn.lamb(rate, weight_decay=0.0),
-    "asgd": lambda rate: optfn.asgd(rate, batch_num=4),
+# What these need beside the learning rate, for these surfaces.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "momentum": {"momentum": 0.9, "nesterov": True},
+    "lars": {"momentum": 0.9, "lars_weight_decay": 0.0},
+    "lamb": {"weight_decay": 0.0},
+    "asgd": {"batch_num": 4},
+}
+OPTIMIZERS = {
+    name: functools.partial(optimizer, **OPTIONS.get(name, {}))
+    for name, optimizer in tables.named("optfn.optimizers").items()
 }
 RATES = np.logspace(-4, 3, 43)  # six in a decade
 
@@ -140,8 +138,9 @@ def draw_paths(name: str) -> Any:
     from matplotlib import pyplot
 
     surface = SURFACES[name]
+    rows = len(OPTIMIZERS) // 5 + 1  # the last panel is for text
     figure, panels = pyplot.subplots(
-        3, 5, figsize=(WIDTH, 5.3), sharex=True, sharey=True, layout="constrained"
+        rows, 5, figsize=(WIDTH, 1.8 * rows), sharex=True, sharey=True, layout="constrained"
     )
     figure.suptitle(surface.title, fontsize=11)
     x, y = np.meshgrid(np.linspace(*surface.x, 121), np.linspace(*surface.y, 121))
@@ -172,8 +171,13 @@ def draw_schedules() -> Any:
     """Draw every schedule in a panel of its own."""
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(3, 4, figsize=(WIDTH, 4.8), sharex=True, layout="constrained")
-    for ax, (name, schedule) in zip(panels.flat, SCHEDULES.items(), strict=True):
+    rows = math.ceil(len(SCHEDULES) / 4)
+    figure, panels = pyplot.subplots(
+        rows, 4, figsize=(WIDTH, 1.6 * rows), sharex=True, layout="constrained"
+    )
+    for ax in panels.flat[len(SCHEDULES) :]:
+        ax.axis("off")
+    for ax, (name, schedule) in zip(panels.flat, SCHEDULES.items(), strict=False):
         optfn.plot.schedules({name: schedule}, STEPS, ax=ax)
         ax.get_legend().remove()
         ax.set_title(name, fontsize=9)

@@ -50,6 +50,7 @@ from optfn.run.checkpoint import (
     restore_checkpoint,
     save_checkpoint,
 )
+from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place
 from optfn.train.loading import load_state_dict
@@ -126,6 +127,7 @@ __all__ = [
     "minimize",
     "model_average",
     "momentum",
+    "over_batches",
     "pack",
     "plot",
     "recompute",

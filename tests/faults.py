@@ -602,9 +602,14 @@ def cannot_save(directory: Path, words: str, damage: Any, mend: Any, count: int 
 
 
 def fill(disk: Path) -> None:
-    with contextlib.suppress(OSError), open(disk / "filling", "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(1024))
+    """Fill a disk, and for a second also the space that a removed file gives back."""
+    end = time.monotonic() + 1.0
+    with open(disk / "filling", "wb", buffering=0) as file:
+        while time.monotonic() < end:
+            try:
+                file.write(bytes(1024))
+            except OSError:
+                time.sleep(0.005)
 
 
 def empty(disk: Path) -> None:

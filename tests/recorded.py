@@ -6,9 +6,11 @@ optfn, which is also that of the references.
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import catalogue
 import numpy as np
 from registry import clip_of, penalty_of
 
@@ -87,23 +89,12 @@ class Schedule(NamedTuple):
         return getattr(module, self.name)(**args)
 
 
-OPTIMIZERS = {  # Paddle's class or operator, without the Optimizer at its end
-    "SGD": "sgd",
-    "Momentum": "momentum",
-    "LarsMomentum": "lars",
-    "Adagrad": "adagrad",
-    "DecayedAdagrad": "decayed_adagrad",
-    "decayed_adagrad": "decayed_adagrad",
-    "Adadelta": "adadelta",
-    "RMSProp": "rmsprop",
-    "Adam": "adam",
-    "AdamW": "adamw",
-    "Adamax": "adamax",
-    "Ftrl": "ftrl",
-    "ftrl": "ftrl",
-    "Lamb": "lamb",
-    "ASGD": "asgd",
-}
+def plain(name: str) -> str:
+    """Return a name without case, underscores and the words at its end that Paddle adds."""
+    return re.sub("(optimizer|decay)$", "", name.lower().replace("_", ""))
+
+
+OPTIMIZERS = {plain(name): name for name in catalogue.OPTIMIZERS} | {"larsmomentum": "lars"}
 ARGUMENTS = {  # Paddle's names of an optimizer's arguments, where they are not ours
     "epsilon": "eps",
     "beta1": "b1",
@@ -111,36 +102,17 @@ ARGUMENTS = {  # Paddle's names of an optimizer's arguments, where they are not 
     "use_nesterov": "nesterov",
     "lamb_weight_decay": "weight_decay",
 }
-SCHEDULES = {  # Paddle 1.8 in static graphs, 1.8 in dygraph, 2 and 3
-    "noam_decay": "noam",
-    "NoamDecay": "noam",
-    "exponential_decay": "exponential",
-    "ExponentialDecay": "exponential",
-    "natural_exp_decay": "natural_exp",
-    "NaturalExpDecay": "natural_exp",
-    "inverse_time_decay": "inverse_time",
-    "InverseTimeDecay": "inverse_time",
-    "polynomial_decay": "polynomial",
-    "PolynomialDecay": "polynomial",
-    "piecewise_decay": "piecewise",
-    "PiecewiseDecay": "piecewise",
-    "cosine_decay": "cosine",
-    "CosineDecay": "cosine",
-    "CosineAnnealingDecay": "cosine",
-    "linear_lr_warmup": "linear_warmup",
-    "LinearWarmup": "linear_warmup",
-    "StepDecay": "step_decay",
-    "MultiStepDecay": "multi_step",
-    "LambdaDecay": "lambda_decay",
-    "ReduceLROnPlateau": "reduce_on_plateau",
-    "ReduceOnPlateau": "reduce_on_plateau",
+SCHEDULES = {plain(name): name for name in optfn.schedules.__all__} | {
+    "cosineannealing": "cosine",
+    "linearlrwarmup": "linear_warmup",
+    "reducelronplateau": "reduce_on_plateau",
 }
 
 
 def translate(case: dict[str, Any]) -> Setup:
     """Return the setup of a case that has a trajectory."""
     api = case["api"].removeprefix("raw op ").split("(")[0].split(".")[-1]
-    optimizer = OPTIMIZERS[api.removesuffix("Optimizer")]
+    optimizer = OPTIMIZERS[plain(api)]
     paddle = {k: v for k, v in case["hyper"].items() if k != "lazy_mode"}
     setup: dict[str, Any] = {"grad_clip": _tuple(paddle.pop("grad_clip", None))}
 
@@ -209,7 +181,7 @@ def _groups(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def translate_schedule(case: dict[str, Any]) -> Schedule:
     """Return the schedule of a case that is a series of rates."""
     api = case["api"].split(".")[-1]
-    name, paddle, recent = SCHEDULES[api], dict(case["hyper"]), case["paddle"] != "1.8.5"
+    name, paddle, recent = SCHEDULES[plain(api)], dict(case["hyper"]), case["paddle"] != "1.8.5"
     words = {"end_lr": "end_learning_rate"} if name == "polynomial" else {}
     words |= {"gamma": "decay_rate", "factor": "decay_rate"}
     args = {words.get(k, k): v for k, v in paddle.items()}

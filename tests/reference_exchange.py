@@ -5,6 +5,7 @@ number is rounded up or down at a tie is decided in float32.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -65,6 +66,20 @@ def top_k_bytes(shape, density, chunk=4096, values="float32"):
 def quantize_bytes(shape, bits, chunk=4096):
     n = math.prod(shape)
     return 4 * math.ceil(n * bits / 32) + 4 * len(list(chunks(n, chunk)))
+
+
+# What is compared with the compressor of the same name, its `top_k_bytes` or `quantize_bytes` too.
+CASES = {
+    "top_k": partial(top_k, density=0.05),
+    "top_k_int2": partial(top_k, density=1 / 64, chunk=1000, values="int2"),
+    "top_k_int8": partial(top_k, density=0.3, chunk=None, values="int8"),
+    "top_k_bfloat16": partial(top_k, density=0.01, chunk=100, values="bfloat16"),
+    "top_k_one_entry": partial(top_k, density=1.0, chunk=1),
+    "quantize_8": partial(quantize, bits=8),
+    "quantize_4": partial(quantize, bits=4, chunk=50),
+    "quantize_2": partial(quantize, bits=2, chunk=None),
+    "quantize_1": partial(quantize, bits=1),
+}
 
 
 def power_sgd(xs, q):

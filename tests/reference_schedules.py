@@ -176,3 +176,25 @@ def reduce_on_plateau(
         if bad > patience:
             rate, bad, wait = min(rate, max(rate * decay_rate, min_lr)), 0, cooldown
     return np.array(rates, np.float64)
+
+
+PERIODS = (3, 7, 15, 41, 49, 61, 1000)  # n·(1/49) in float32 is less than n/49 for many n
+# The arguments with which each schedule is compared.
+CASES: dict[str, list[tuple[Any, ...]]] = {
+    "noam": [(64, w, 2.0) for w in (1, 400)],
+    "exponential": [*((0.5, n, 0.9, True) for n in PERIODS), (0.5, 1000, 0.9, False)],
+    "natural_exp": [*((0.5, n, 0.1, True) for n in PERIODS), (0.5, 1000, 0.9, False)],
+    "inverse_time": [*((0.5, n, 0.5, True) for n in PERIODS), (0.5, 10, 0.5, False)],
+    "polynomial": [
+        *((0.5, 700, 0.01, power, False) for power in (2.0, 0.5)),
+        *((0.5, n, 0.01, 2.0, True) for n in PERIODS),
+    ],
+    "piecewise": [([1, 7, 400], [0.3, 0.1, 0.2, 0.0])],
+    "cosine": [(0.5, n, 30) for n in PERIODS],
+    "linear_warmup": [(0.5, 300, 0.1, 0.4), (0.1, 1, 0.0, 1.0)],
+    "warmup_cosine": [(0.5, 0, 1), (0.5, 0, 2500), (0.5, 300, 2999), (0.5, 41, 5000)],
+    "warmup_stable_decay": [(0.5, 0, 0, 1), (0.5, 300, 0, 900), (0.5, 7, 2000, 41)],
+    "step_decay": [(0.5, n, 0.9) for n in PERIODS],
+    "multi_step": [(0.5, [1, 49, 50, 1000], 0.3)],
+    "lambda_decay": [(0.5, lambda i: 1 / (1 + i))],
+}

@@ -17,12 +17,22 @@ norm = np.linalg.norm
 
 # Rules
 
+RULES: dict[str, Callable[..., tuple[np.ndarray, State]]] = {}
 
+
+def rule(function):
+    """Decorate the reference of the optimizer of the same name."""
+    RULES[function.__name__] = function
+    return function
+
+
+@rule
 def sgd(p, g, s, t, lr):
     """p −= lr·g."""
     return p - lr * g, {}
 
 
+@rule
 def momentum(p, g, s, t, lr, *, momentum, nesterov=False):
     """v = μv + g; p −= lr·v, or lr·(g + μv) with nesterov."""
     v = momentum * s.get("velocity", 0.0) + g
@@ -30,6 +40,7 @@ def momentum(p, g, s, t, lr, *, momentum, nesterov=False):
     return p - lr * step, {"velocity": v}
 
 
+@rule
 def lars(p, g, s, t, lr, *, momentum, lars_coeff=1e-3, lars_weight_decay=5e-4, eps=0.0):
     """v = μv + L·(g + wd·p); p −= v, L = lr·coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps) or lr if a norm is 0."""
     wd = lars_weight_decay
@@ -40,18 +51,21 @@ def lars(p, g, s, t, lr, *, momentum, lars_coeff=1e-3, lars_weight_decay=5e-4, e
     return p - v, {"velocity": v}
 
 
+@rule
 def adagrad(p, g, s, t, lr, *, eps=1e-6, initial_accumulator_value=0.0):
     """m += |g|²; p −= lr·g/(√m + eps)."""
     m = s.get("accumulator", initial_accumulator_value) + np.abs(g) ** 2
     return p - lr * g / (np.sqrt(m) + eps), {"accumulator": m}
 
 
+@rule
 def decayed_adagrad(p, g, s, t, lr, *, decay=0.95, eps=1e-6):
     """m = d·m + (1 − d)·|g|²; p −= lr·g/(√m + eps)."""
     m = decay * s.get("accumulator", 0.0) + (1 - decay) * np.abs(g) ** 2
     return p - lr * g / (np.sqrt(m) + eps), {"accumulator": m}
 
 
+@rule
 def adadelta(p, g, s, t, lr, *, rho=0.95, eps=1e-6):
     """a = ρa + (1 − ρ)|g|²; Δ = −√((u + eps)/(a + eps))·g; u = ρu + (1 − ρ)|Δ|²; p += lr·Δ."""
     u = s.get("squared_update", 0.0)
@@ -61,6 +75,7 @@ def adadelta(p, g, s, t, lr, *, rho=0.95, eps=1e-6):
     return p + lr * delta, {"accumulator": a, "squared_update": u}
 
 
+@rule
 def rmsprop(p, g, s, t, lr, *, rho=0.95, eps=1e-6, momentum=0.0, centered=False):
     """r = ρr + (1 − ρ)|g|²; q = ρq + (1 − ρ)g; v = μv + lr·g/√(max(r [− |q|²], 0) + eps).
 
@@ -80,6 +95,7 @@ def _moments(g, s, b1, b2):
     return m, v
 
 
+@rule
 def adam(p, g, s, t, lr, *, b1=0.9, b2=0.999, eps=1e-8, eps_hat=True):
     """p −= lr·√(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps); with eps_hat False lr·m̂/(√v̂ + eps)."""
     m, v = _moments(g, s, b1, b2)
@@ -90,12 +106,14 @@ def adam(p, g, s, t, lr, *, b1=0.9, b2=0.999, eps=1e-8, eps_hat=True):
     return p - lr * step, {"mu": m, "nu": v}
 
 
+@rule
 def adamw(p, g, s, t, lr, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-8, eps_hat=False):
     """p *= 1 − lr·wd, then adam."""
     p = p * (1 - lr * weight_decay)
     return adam(p, g, s, t, lr, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat)
 
 
+@rule
 def adamax(p, g, s, t, lr, *, b1=0.9, b2=0.999, eps=1e-8):
     """m = β₁m + (1 − β₁)g; u = max(|g|, β₂u + eps); p −= lr/(1 − β₁ᵗ)·m/u."""
     m = b1 * s.get("mu", 0.0) + (1 - b1) * g
@@ -103,6 +121,7 @@ def adamax(p, g, s, t, lr, *, b1=0.9, b2=0.999, eps=1e-8):
     return p - lr / (1 - b1**t) * m / u, {"mu": m, "nu": u}
 
 
+@rule
 def ftrl(p, g, s, t, lr, *, l1=0.0, l2=0.0, lr_power=-0.5):
     """n' = n + g²; σ = (n'^(−k) − n^(−k))/lr; L += g − σ·p; n = n'; p = where(|L| > l1, X/Y, 0).
 
@@ -121,6 +140,7 @@ def ftrl(p, g, s, t, lr, *, l1=0.0, l2=0.0, lr_power=-0.5):
     return p, {"accumulator": n, "linear": linear}
 
 
+@rule
 def lamb(p, g, s, t, lr, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-6, bias_correction=False):
     """r = m/(√v + eps) + wd·p; q = ‖p‖/‖r‖ where both > 0, else 1; p −= lr·q·r.
 
@@ -133,6 +153,7 @@ def lamb(p, g, s, t, lr, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-6, bias_
     return p - lr * q * r, {"mu": m, "nu": v}
 
 
+@rule
 def asgd(p, g, s, t, lr, *, batch_num=1, weight_decay=0.0):
     """i = (t − 1) mod n; d += g − y_i; y_i = g; p −= lr·(d/min(t, n) + λ·p)."""
     y = np.array(s.get("gradients", np.zeros((batch_num, *p.shape), p.dtype)))
@@ -140,17 +161,6 @@ def asgd(p, g, s, t, lr, *, batch_num=1, weight_decay=0.0):
     d = s.get("total", 0.0) + g - y[i]
     y[i] = g
     return p - lr * (d / min(t, batch_num) + weight_decay * p), {"total": d, "gradients": y}
-
-
-RULES: dict[str, Callable[..., tuple[np.ndarray, State]]] = {
-    rule.__name__: rule
-    for rule in (
-        *(sgd, momentum, lars, asgd),
-        *(adagrad, decayed_adagrad, adadelta, rmsprop),
-        *(adam, adamw, adamax, lamb, ftrl),
-    )
-}
-WEIGHT_DECAYS = {"lars": "lars_weight_decay", "adamw": "weight_decay", "lamb": "weight_decay"}
 
 
 # What comes before the rule
@@ -207,7 +217,8 @@ def run(
     hypers = {k: dict(hyper) for k in trained}
     for k in trained:
         if exclude is not None and exclude(k):
-            hypers[k][WEIGHT_DECAYS[name]] = 0.0
+            (decay,) = (x for x in RULES[name].__kwdefaults__ if x.endswith("weight_decay"))
+            hypers[k][decay] = 0.0
     p = {k: np.array(v, np.result_type(v, np.float64)) for k, v in params.items()}
     gradients = {k: np.asarray(gradients[k], p[k].dtype) for k in trained}
     states: dict[str, State] = {k: dict((initial or {}).get(k, {})) for k in trained}

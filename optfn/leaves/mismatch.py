@@ -41,11 +41,12 @@ def _may_be_untrained(x: Leaf, kind: str) -> bool:
 
 
 def _hint(x: object) -> str:
-    if not callable(x):
+    if not (callable(x) or isinstance(x, str)):
         return ""
+    noun = "text" if isinstance(x, str) else "function"
     return (
-        ". A function is no parameter: split the model by params, static = equinox.partition("
-        "model, equinox.is_array), and call equinox.combine(params, static) in the loss"
+        f". A {noun} is no parameter: split the model by params, static = eqx.partition(model, "
+        "eqx.is_inexact_array), and call eqx.combine(params, static) in the loss"
     )
 
 

@@ -1,7 +1,4 @@
-"""Division by the root of squared gradients: adagrad, decayed_adagrad, adadelta, rmsprop.
-
-Shared arguments as in `optfn.optimizers.sgd`.
-"""
+"""Division by the root of squared gradients: adagrad, decayed_adagrad, adadelta, rmsprop."""
 
 import optax
 

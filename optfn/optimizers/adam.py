@@ -1,7 +1,4 @@
-"""The Adam family: adam, adamw, adamax, lamb.
-
-Shared arguments as in `optfn.optimizers.sgd`.
-"""
+"""The Adam family: adam, adamw, adamax, lamb."""
 
 import optax
 
@@ -57,8 +54,8 @@ def adam(
     """Adaptive moment estimation.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
-        p −= lr·√(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)      eps_hat
-        p −= lr·m̂/(√v̂ + eps)                           otherwise, with m̂, v̂ the corrected moments
+        p −= lr·√(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)  with eps_hat
+        p −= lr·m̂/(√v̂ + eps)  otherwise; m̂ = m/(1 − β₁ᵗ), v̂ = v/(1 − β₂ᵗ)
 
     Args:
       learning_rate: lr.
@@ -103,7 +100,9 @@ def adamw(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with decoupled weight decay: p = (1 − lr·wd)·p, then Adam's step.
+    """Adam with decoupled weight decay.
+
+        p *= 1 − lr·wd, then the step of `adam`
 
     Args:
       learning_rate: lr; the decay of one step is lr·wd.

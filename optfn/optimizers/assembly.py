@@ -60,7 +60,8 @@ def optimizer(
             factory.__name__, common["param_attrs"], clip, penalty, built, own.decays
         )
 
-    make.__doc__ = f"{(factory.__doc__ or '').rstrip()}\n{COMMON_DOC}"
+    # Python 3.13 takes the indentation off a docstring, and earlier versions leave it.
+    make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))
     return make
 
 

@@ -1,4 +1,4 @@
-"""Follow the regularized leader. Shared arguments as in `optfn.optimizers.sgd`."""
+"""Follow the regularized leader."""
 
 import optax
 
@@ -24,7 +24,8 @@ def ftrl(
 ) -> optax.GradientTransformationExtraArgs:
     """Follow the proximally regularized leader: l1 makes parameters exactly zero.
 
-    The equations are those of `ftrl_proximal`.
+        n' = n + g²;  σ = (n'^(−k) − n^(−k))/lr;  z += g − σ·p;  n = n'
+        p = (l1·sign(z) − z)/(n^(−k)/lr + 2·l2)  where |z| > l1, else 0
 
     Args:
       learning_rate: lr, inside the recursion.

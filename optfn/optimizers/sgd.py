@@ -1,10 +1,7 @@
 """Gradient descent, with momentum or averages of the gradient: sgd, momentum, lars, asgd.
 
-Arguments that all optimizers share: `learning_rate` is a number ≥ 0, a 0-d array or a schedule
-step -> rate (see `scale_by_learning_rate`). `grad_clip` and then `regularization` transform the
-gradient before the optimizer's own rule. `param_attrs` maps regular expressions that match whole
-paths of leaves to a ParamAttr; the first match counts. `multi_precision` is `master_weights`. In
-the equations g is the gradient, t the 1-based step, p the parameter.
+In the equations of all optimizers g is the gradient after clip and regularization, t the 1-based
+step, p the parameter. `assembly.py` has the arguments that all share.
 """
 
 import optax
@@ -29,7 +26,9 @@ def sgd(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Stochastic gradient descent: p −= lr·g.
+    """Stochastic gradient descent.
+
+        p −= lr·g
 
     Args:
       learning_rate: lr.

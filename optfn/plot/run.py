@@ -85,7 +85,7 @@ def history(
     """Draw all that a history has, one panel below the other, and return the figure.
 
     Losses with their evaluations, the learning rate, norms and clip factor where they are
-    recorded, and a panel for each other number that `evaluate` gave.
+    recorded, and a panel for each other number that the loss (aux) or `evaluate` gave.
 
     Args:
       history: as `minimize` returns it.
@@ -114,13 +114,22 @@ def _panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]
     ]
     if "clip_factor" in series and np.any(series["clip_factor"] != 1):
         panels.append(partial(_clip_factor, series, local_steps))
+    aux = [name for name in series if name.partition("/")[0] == "aux"]
     others = [name for name in series if name.startswith("evaluation/") and name not in _OF_LOSS]
+    panels += [partial(_aux, series, local_steps, name) for name in aux]
     return panels + [partial(_other_evaluation, series, name) for name in others]
 
 
 def _clip_factor(series: RunHistory, local_steps: int, ax: "Axes") -> "Axes":
     curve(on_axes(ax), *_per_step(series, "clip_factor", local_steps), "clip factor")
     ax.set(xlabel="step", ylabel="clip factor", ylim=(0, 1.05))
+    return ax
+
+
+def _aux(series: RunHistory, local_steps: int, name: str, ax: "Axes") -> "Axes":
+    curve(on_axes(ax), *_per_step(series, name, local_steps), name)
+    ax.set_xlabel("step")
+    ax.set_ylabel(name.removeprefix("aux/"), parse_math=False)
     return ax
 
 

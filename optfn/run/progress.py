@@ -108,7 +108,8 @@ def num_examples(batch: Batch) -> int | None:
 
 def words(metrics: dict[str, Any], steps: int = 1) -> str:
     """Return the metrics of so many steps as readable text: "loss 0.043120 rate 0.001"."""
-    text = f"loss {short(metrics['loss'])}"
+    text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
+    text += f"loss {short(metrics['loss'])}"
     if "learning_rate" in metrics:
         text += f" rate {float(metrics['learning_rate']):.3g}"
     if "bytes_sent" in metrics:

@@ -107,3 +107,14 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
     meshes.check_names("data_axis", data_axis)
     if mesh is not None:
         num_workers(mesh, data_axis)
+
+
+def check_loss(loss_fn: object, value_and_grad: object) -> None:
+    """Raise a TypeError unless each is a function, and one of them is given."""
+    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
+        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
+    if value_and_grad is not None and not callable(value_and_grad):
+        raise TypeError(
+            "value_and_grad must be a function (params, batch) -> (loss, gradients); "
+            f"got {value_and_grad!r}"
+        )

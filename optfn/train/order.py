@@ -1,13 +1,17 @@
-"""Warnings of transforms whose position in a chain defeats their purpose.
+"""Warnings of transforms whose position in a chain, or in a step, defeats their purpose.
 
-Nothing fails there, but an average averages other params, a rate counts twice, or gradients that
-workers have exchanged are exchanged once more.
+Nothing fails there, but an average averages other params, a rate counts twice, gradients that
+workers have exchanged are exchanged once more, or a rule for row-sparse gradients meets none.
 """
 
 from collections.abc import Iterator
 
-from optfn import checks
-from optfn.leaves.types import OptState
+import jax
+import numpy as np
+import optax
+
+from optfn import checks, core
+from optfn.leaves.types import OptState, Params
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.averaging import is_average
@@ -64,3 +68,27 @@ def _exchanges(links: tuple[OptState, ...]) -> Iterator[str]:
             "a chain holds two transforms that exchange over workers: the second compresses a mean "
             "that all workers have already; one is enough"
         )
+
+
+def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
+    """Warn of an optimizer with `lazy` where all gradients are dense and a leaf may be a table.
+
+    Only an argument in the call of the optimizer counts: a default does not.
+    """
+    if not any(np.ndim(x) > 1 for x in jax.tree.leaves(params)):
+        return
+    for name, lazy in dict.fromkeys(_lazy_calls(tx)):
+        checks.warn(
+            f"{name}(lazy={lazy!r}) has no effect without tables=: every gradient of loss_fn is "
+            "dense. Name the embedding leaves, as in make_train_step(…, tables='embed/.*')"
+        )
+
+
+def _lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | str]]:
+    if not isinstance(tx, core.Transform):
+        return
+    name, _, arguments = tx.call
+    if arguments.get("lazy"):
+        yield name, arguments["lazy"]
+    for part in tx.parts:
+        yield from _lazy_calls(part)

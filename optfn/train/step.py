@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn.leaves import mismatch, tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
@@ -35,6 +36,7 @@ from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Kind, Layout, layout_of
 from optfn.sparse.tables import Owners
+from optfn.train.batches import as_arrays
 from optfn.train.local_steps import LocalSteps, check_rounds
 from optfn.train.objective import (
     Form,
@@ -45,8 +47,8 @@ from optfn.train.objective import (
     of_value_and_grad,
     on_parts,
 )
-from optfn.train.options import StepOptions
-from optfn.train.order import warn_of_order
+from optfn.train.options import StepOptions, check_loss
+from optfn.train.order import warn_of_lazy, warn_of_order
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.train.worker_step import keys_of, worker_step
 from optfn.wrappers.nonfinite import gave_up
@@ -101,10 +103,13 @@ class TrainStep:
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
-          TypeError: all params are integers, of which none is trained.
+          TypeError: all params are integers, of which none is trained; or they are a model of flax
+            or equinox that holds more than parameters, such as batch statistics. The error has the
+            line that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
 
-        Warns of a transform at the wrong position in a chain, such as an average before others.
+        Warns of a transform at the wrong position in a chain, such as an average before others, and
+        of `lazy` in an optimizer of tables where no gradient is row-sparse.
         """
         _check_params(params)
         self._check_model_state(model_state)
@@ -122,6 +127,8 @@ class TrainStep:
             step, model_state = self.layout.replicate((np.int32(0), model_state))
             state = distinct(TrainState(step, params, opt_state, model_state))
         warn_of_order(state.opt_state)
+        if self.options.tables is None and self.options.value_and_grad is None:
+            warn_of_lazy(self.tx, params)
         return state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -136,11 +143,12 @@ class TrainStep:
             several processes have other structures or shapes; or `state` has local steps of
             another number of workers.
           TypeError: `state` is not a TrainState, or its params are packed where the step's are not,
-            or it was made without local steps where the step makes some; or the batch holds text.
+            or it was made without local steps where the step makes some; or the batch holds text,
+            or arrays of another library that NumPy does not take without a copy.
         """
         self._check_state(state)
         self.check(state)
-        _check_batch(batch)
+        batch = as_arrays(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
         if self.layout is not None:
@@ -215,6 +223,7 @@ class TrainStep:
 
 
 def _check_params(params: Params) -> None:
+    check_split("TrainStep.init", params)
     mismatch.check_params("TrainStep.init", params, "")
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
@@ -222,16 +231,6 @@ def _check_params(params: Params) -> None:
             "TrainStep.init: params must have a floating-point array, as integers are not "
             f"trained; got {checks.shown(params)}"
         )
-
-
-def _check_batch(batch: Batch) -> None:
-    """Raise a TypeError for text in a batch, which no device holds."""
-    for i, x in enumerate(jax.tree.leaves(batch)):
-        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
-            path = tree.array_paths(batch)[i]
-            raise TypeError(
-                f"the batch must hold arrays and numbers; leaf {path!r} is {checks.shown(x)}"
-            )
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:
@@ -297,7 +296,8 @@ def make_train_step(
         leaves; see `optfn.pack`. `loss_fn` sees the tree, state.params is the result of `pack`, and
         `unpack(state.params)` is the tree.
       tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
-        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`.
+        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`. Without it every
+        gradient of `loss_fn` is dense, and `init` warns of an optimizer with `lazy`.
       rng: True, a seed or a key: `loss_fn` then gets a key as its last argument, a different one in
         each step and on each worker; True means the seed 0.
       value_and_grad: (params, batch) -> (loss, gradients), used instead of the gradient of
@@ -349,7 +349,7 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    _check_loss(loss_fn, value_and_grad)
+    check_loss(loss_fn, value_and_grad)
     extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
     options = StepOptions(
         has_aux=has_aux,
@@ -443,14 +443,3 @@ def _local_steps(
         return None
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
     return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer))
-
-
-def _check_loss(loss_fn: object, value_and_grad: object) -> None:
-    """Raise a TypeError unless each is a function, and one of them is given."""
-    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
-        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    if value_and_grad is not None and not callable(value_and_grad):
-        raise TypeError(
-            "value_and_grad must be a function (params, batch) -> (loss, gradients); "
-            f"got {value_and_grad!r}"
-        )

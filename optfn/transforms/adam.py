@@ -25,6 +25,33 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
     return state_type(core.first_step(), *zeros)
 
 
+def counting_steps(
+    rule: Callable[..., Any],
+    of_step: Callable[[jax.Array], dict[str, Scalar]],
+    state_type: Callable[..., OptState],
+    rows: str = "dense",
+) -> core.Rule:
+    """Return the rule that maps a rule on arrays over a gradient and two moments.
+
+    Args:
+      rule: (g, m, v, **numbers) -> (update, m, v), on arrays.
+      of_step: from the number of steps to the numbers.
+      state_type: makes the state, (step, m, v).
+      rows: as in `leafwise.apply`.
+    """
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del params, extra
+        step = late_steps.advanced(state.step)
+        numbers = late_steps.by_leaf(of_step, step, updates)
+        updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
+        return updates, state_type(step, *moments)
+
+    return core.Rule(partial(init_moments, state_type), update)
+
+
 @traits(counted="mu")
 class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
@@ -113,26 +140,13 @@ def scale_by_adam(
     bias_correction = checks.flag("bias_correction", bias_correction)
     lazy = checks.flag("lazy", lazy)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        step, scale, root = late_steps.advanced(state.step), 1.0, 1.0
-        if bias_correction:
-            factors = partial(adam_factors, b1, b2, eps_hat=eps_hat)
-            scale, root = late_steps.by_leaf(factors, step, updates)
-        updates, mu, nu = leafwise.apply(
-            partial(adam_rule, b1=b1, b2=b2, eps=eps),
-            updates,
-            state.mu,
-            state.nu,
-            rows="touched" if lazy else "dense",
-            scale=scale,
-            root=root,
-        )
-        return updates, ScaleByAdamState(step, mu, nu)
+    def of_step(step: jax.Array) -> dict[str, Scalar]:
+        corrected = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
+        return dict(zip(("scale", "root"), corrected, strict=True))
 
-    return core.Rule(partial(init_moments, ScaleByAdamState), update)
+    rule = partial(adam_rule, b1=b1, b2=b2, eps=eps)
+
+    return counting_steps(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")
 
 
 @traits(counted="mu")
@@ -171,17 +185,9 @@ def scale_by_adamax(b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8) ->
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
     eps = checks.nonnegative("eps", eps)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        step = late_steps.advanced(state.step)
-        (scale,) = late_steps.by_leaf(
-            lambda t: (1 / numerics.bias_correction(b1, t),), step, updates
-        )
-        updates, mu, infinity_norm = leafwise.apply(
-            adamax_rule, updates, state.mu, state.infinity_norm, b1=b1, b2=b2, eps=eps, scale=scale
-        )
-        return updates, ScaleByAdamaxState(step, mu, infinity_norm)
+    def of_step(step: jax.Array) -> dict[str, Scalar]:
+        return {"scale": 1 / numerics.bias_correction(b1, step)}
 
-    return core.Rule(partial(init_moments, ScaleByAdamaxState), update)
+    rule = partial(adamax_rule, b1=b1, b2=b2, eps=eps)
+
+    return counting_steps(rule, of_step, ScaleByAdamaxState)

@@ -132,7 +132,7 @@ def scale_by_catch_up_adam(
     ) -> tuple[Updates, OptState]:
         del params, extra
         step = late_steps.advanced(state.step)
-        (own,) = late_steps.by_leaf(lambda t: (t,), step, updates)
+        own = late_steps.by_leaf(lambda t: {"step": t}, step, updates)
         updates, mu, nu, last = leafwise.apply(
             partial(catch_up_adam_rule, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
             updates,
@@ -141,7 +141,7 @@ def scale_by_catch_up_adam(
             state.last_step,
             shapes=lambda shape: [shape, shape, shape[:1]],
             rows="touched",
-            step=own,
+            **own,
         )
         return updates, state._replace(step=step, mu=mu, nu=nu, last_step=last)
 

@@ -77,10 +77,12 @@ def scale_by_lamb(
     bias_correction = checks.flag("bias_correction", bias_correction)
     exclude = tree.check_pattern("exclude", exclude)
 
-    def of_step(step: jax.Array) -> tuple[Scalar, Scalar, Scalar]:
+    def of_step(step: jax.Array) -> dict[str, Scalar]:
+        if not bias_correction:
+            return {"scale": 1.0, "eps": eps, "inverse": 1.0}
         scale, root = adam_factors(b1, b2, step, False)
         scale = scale / root
-        return scale, eps / root, 1 / scale
+        return {"scale": scale, "eps": eps / root, "inverse": 1 / scale}
 
     def update(
         updates: Updates,
@@ -92,9 +94,8 @@ def scale_by_lamb(
     ) -> tuple[Updates, OptState]:
         del extra
         step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
-        scale, small, inverse = 1.0, eps, 1.0
-        if bias_correction:
-            scale, small, inverse = late_steps.by_leaf(of_step, step, updates)
+        numbers = late_steps.by_leaf(of_step, step, updates)
+        scale, small, inverse = numbers["scale"], numbers["eps"], numbers["inverse"]
         decay = weight_decay_at("weight_decay", wd, late_steps.shared(state.step))
         wds = decay_of_leaves(exclude, decay, updates, decay_factors)
         scalars: dict[str, Any] = {"eps": small, "weight_decay": wds}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from optfn import core
+from optfn.checks import Scalar
 from optfn.leaves import leafwise
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import OptState, PyTree, Updates
@@ -46,12 +47,12 @@ def shared(step: Steps) -> jax.Array:
 
 
 def by_leaf(
-    of_step: Callable[[jax.Array], tuple[Any, ...]], step: Steps, like: Updates
-) -> tuple[Any, ...]:
-    """Return numbers that depend on the step: each a scalar, or a PerLeaf if leaves began late.
+    of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
+) -> dict[str, Any]:
+    """Return numbers that depend on the step, each as a scalar, or a PerLeaf if leaves began late.
 
     Args:
-      of_step: from the number of steps, int32, to a tuple of scalars.
+      of_step: from the number of steps, int32, to scalars by name.
       step: the count of a state.
       like: a tree with the paths of the leaves.
     """
@@ -60,10 +61,10 @@ def by_leaf(
     usual = of_step(step.step)
     own = {path: of_step(step.step - begun) for path, begun in step.begun.items()}
 
-    def number(i: int) -> leafwise.PerLeaf:
-        return leafwise.per_leaf(lambda path: own.get(path, usual)[i], like)
+    def number(name: str) -> leafwise.PerLeaf:
+        return leafwise.per_leaf(lambda path: own.get(path, usual)[name], like)
 
-    return tuple(number(i) for i in range(len(usual)))
+    return {name: number(name) for name in usual}
 
 
 def with_counts_of(state: PyTree, counted: OptState) -> PyTree:

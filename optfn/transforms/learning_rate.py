@@ -245,6 +245,20 @@ def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateStat
     return chosen
 
 
+def numbers_of_rates(opt_state: OptState) -> dict[str, float]:
+    """Return the learning rates of a state that were given as numbers, by name.
+
+    Those that a schedule, an array or `reduce_on_plateau` drives are left out; where workers have
+    rates of their own, it is the largest of this process.
+    """
+    parts = state_names.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
+    return {
+        name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
+        for name, x in parts
+        if type(x) is LearningRateState and not checks.is_traced(x)
+    }
+
+
 def largest(rate: jax.Array) -> jax.Array:
     """Return the largest rate of the workers where each has its own."""
     return jnp.max(rate) if rate.ndim else rate

@@ -280,7 +280,7 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
         del params, extra
         step = late_steps.advanced(state.step)
         place = late_steps.shared(state.step) % n
-        (divisor,) = late_steps.by_leaf(lambda t: (jnp.minimum(t, n),), step, updates)
+        counts = late_steps.by_leaf(lambda t: {"divisor": jnp.minimum(t, n)}, step, updates)
 
         def average(
             g: jax.Array, y: jax.Array, *, divisor: jax.Array
@@ -289,7 +289,7 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
             return jnp.sum(y, axis=0) / numerics.scalar(divisor, g), y
 
         updates, gradients = leafwise.apply(
-            average, updates, state.gradients, shapes=lambda shape: [(n, *shape)], divisor=divisor
+            average, updates, state.gradients, shapes=lambda shape: [(n, *shape)], **counts
         )
         return updates, ScaleByAsgdState(step, gradients)
 

@@ -198,12 +198,13 @@ def scale_by_quantized_adam(
         moments = in_passes([advance], tuple(rows[1:]), _blocks(updates), count)
         moments = jax.tree.map(lambda new, old: new.reshape(old.shape), moments, tuple(state[1:]))
 
-        factors = partial(adam_factors, b1, b2, eps_hat=eps_hat)
-        scale, root = late_steps.by_leaf(factors, step, updates)
+        def of_step(step: jax.Array) -> dict[str, Scalar]:
+            scale, root = adam_factors(b1, b2, step, eps_hat)
+            return {"scale": scale, "root": root}
+
+        numbers = late_steps.by_leaf(of_step, step, updates)
         rule = partial(_direction, storage, eps=eps)
-        updates = leafwise.apply(
-            rule, updates, *moments, shapes=storage.shapes, scale=scale, root=root
-        )[0]
+        updates = leafwise.apply(rule, updates, *moments, shapes=storage.shapes, **numbers)[0]
         return updates, storage.state_type(step, *moments)
 
     return core.Rule(init, update)

@@ -87,30 +87,8 @@ def test_fields_come_out_as_they_went_in(widths):
 # Compressors
 
 COMPRESSORS = {
-    "top_k": (top_k(0.05), functools.partial(reference.top_k, density=0.05)),
-    "top_k_int2": (
-        top_k(1 / 64, chunk=1000, values="int2"),
-        functools.partial(reference.top_k, density=1 / 64, chunk=1000, values="int2"),
-    ),
-    "top_k_int8": (
-        top_k(0.3, chunk=None, values="int8"),
-        functools.partial(reference.top_k, density=0.3, chunk=None, values="int8"),
-    ),
-    "top_k_bfloat16": (
-        top_k(0.01, chunk=100, values="bfloat16"),
-        functools.partial(reference.top_k, density=0.01, chunk=100, values="bfloat16"),
-    ),
-    "top_k_one_entry": (
-        top_k(1.0, chunk=1),
-        functools.partial(reference.top_k, density=1.0, chunk=1),
-    ),
-    **{
-        f"quantize_{bits}": (
-            quantize(bits, chunk=chunk),
-            functools.partial(reference.quantize, bits=bits, chunk=chunk),
-        )
-        for bits, chunk in ((8, 4096), (4, 50), (2, None), (1, 4096))
-    },
+    name: (getattr(optfn.distributed, send.func.__name__)(**send.keywords), send)
+    for name, send in reference.CASES.items()
 }
 
 
@@ -137,8 +115,9 @@ def test_what_is_sent(name, shape):
     for x in (normal(shape, 0), with_ties(normal(shape, 1)), clustered, nothing):
         packet, got = run(x)
         np.testing.assert_allclose(got, send(x), rtol=4 * EPS, atol=0)
-        count = reference.top_k_bytes if "density" in options else reference.quantize_bytes
-        assert compressor.num_bytes(shape) == packet.nbytes == count(shape, **options)
+        count = getattr(reference, f"{send.func.__name__}_bytes")
+        sent = sum(x.nbytes for x in jax.tree.leaves(packet))
+        assert compressor.num_bytes(shape) == sent == count(shape, **options)
         assert compressor.init(shape) == ()
 
 

@@ -354,24 +354,7 @@ def test_shapes_and_structures_must_match(entry):
         tx.init(params | {"b": jax.random.key(0)})
 
 
-# Nothing in the state of these has the shape of a parameter.
-OF_ANY_PARAMS = {
-    "add_decayed_weights",
-    "clip_by_global_norm",
-    "clip_by_global_norm_off",
-    "clip_by_norm",
-    "clip_by_value",
-    "l1_decay",
-    "l2_decay",
-    "record_metrics",
-    "reduce_on_plateau",
-    "scale_by_lars",
-    "scale_by_learning_rate",
-    "scale_by_learning_rate_schedule",
-    "scale_by_trust_ratio",
-    "sgd",
-    "sgd_clip_l1",
-}
+OF_ANY_PARAMS = {name for name, entry in registry.ALL.items() if entry.of_any_params}
 
 
 @pytest.mark.parametrize("name", sorted(OF_ANY_PARAMS))

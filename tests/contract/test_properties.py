@@ -7,6 +7,7 @@ where it speaks of compiled programs, hyper-parameters are arguments of the prog
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import os
 import random
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from catalogue import OPTIMIZERS
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from machine import clear_programs
@@ -29,23 +31,12 @@ from optfn.sparse import Rows
 NIGHTLY = "OPTFN_PROPERTIES" in os.environ
 SHAPES = [(), (3,), (2, 3), (0, 3), (3, 1, 2)]
 DTYPES = ["float32", "bfloat16", "float16"]
-# Numbers of each optimizer: the least and the largest value that is drawn.
-RATE, DECAY, EPS = (1e-4, 0.1), (0.0, 0.99), (1e-6, 1e-2)
-OPTIMIZERS = {
-    "sgd": {"learning_rate": RATE},
-    "momentum": {"learning_rate": RATE, "momentum": (0.0, 1.0)},
-    "lars": {"learning_rate": RATE, "momentum": DECAY, "lars_coeff": (1e-3, 0.1)},
-    "asgd": {"learning_rate": RATE, "weight_decay": (0.0, 0.1)},
-    "adagrad": {"learning_rate": RATE, "eps": (0.0, 1e-2), "initial_accumulator_value": (0.0, 1.0)},
-    "decayed_adagrad": {"learning_rate": RATE, "decay": DECAY, "eps": EPS},
-    "adadelta": {"learning_rate": RATE, "rho": DECAY, "eps": EPS},
-    "rmsprop": {"learning_rate": RATE, "rho": DECAY, "eps": EPS, "momentum": DECAY},
-    "adam": {"learning_rate": RATE, "b1": DECAY, "b2": (0.5, 0.999), "eps": EPS},
-    "adamw": {"learning_rate": RATE, "b1": DECAY, "b2": (0.5, 0.999), "weight_decay": (0.0, 0.1)},
-    "adamax": {"learning_rate": RATE, "b1": DECAY, "b2": (0.5, 0.999), "eps": EPS},
-    "ftrl": {"learning_rate": (1e-2, 0.1), "l1": (0.0, 0.1), "l2": (0.0, 0.1)},
-    "lamb": {"learning_rate": RATE, "b1": DECAY, "b2": (0.5, 0.999), "weight_decay": (0.0, 0.1)},
-}
+# The least and the largest value that is drawn for an argument of this name.
+RATE, DECAY, WEIGHT = (1e-4, 0.1), (0.0, 0.99), (0.0, 0.1)
+RANGES = {"learning_rate": RATE, "eps": (1e-6, 1e-2), "initial_accumulator_value": (0.0, 1.0)}
+RANGES |= dict.fromkeys(("momentum", "decay", "rho", "b1"), DECAY) | {"b2": (0.5, 0.999)}
+RANGES |= dict.fromkeys(("weight_decay", "lars_weight_decay", "l1", "l2"), WEIGHT)
+RANGES |= {"lars_coeff": (1e-3, 0.1)}
 # What goes around an optimizer, each at most once, in any order.
 WRAPPERS = {
     "accumulate": lambda tx: optfn.accumulate(tx, 2),
@@ -58,7 +49,7 @@ WRAPPERS = {
     "window": lambda tx: optfn.chain(tx, optfn.model_average(0.5, min_average_window=2)),
 }
 # Sums over a tensor depend on the order of its elements.
-OF_TENSORS = {"lars", "lamb", "clip_by_global_norm", "record_metrics"}
+OF_TENSORS = {"clip_by_global_norm", "record_metrics"}
 
 
 class Pair(NamedTuple):
@@ -91,7 +82,7 @@ class Recipe(NamedTuple):
 
     @property
     def is_elementwise(self) -> bool:
-        return not OF_TENSORS & {self.name, *self.wrappers}
+        return OPTIMIZERS[self.name].is_elementwise and not OF_TENSORS & {*self.wrappers}
 
 
 def cases(count: int) -> Any:
@@ -180,7 +171,9 @@ def numbers_of(name: str, seed: int) -> dict[str, float]:
     def draw(low: float, high: float) -> float:
         return pick.choice([low, high, *[pick.uniform(low, high)] * 4])
 
-    return {key: draw(*bounds) for key, bounds in OPTIMIZERS[name].items()}
+    ranges = RANGES | OPTIMIZERS[name].ranges
+    arguments = inspect.signature(getattr(optfn, name)).parameters
+    return {key: draw(*ranges[key]) for key in arguments if key in ranges}
 
 
 @st.composite

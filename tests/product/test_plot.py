@@ -85,6 +85,9 @@ def test_a_history_has_a_panel_for_each_kind_of_number():
     np.testing.assert_array_equal(norms["parameters"][1:, 1], HISTORY["param_norm"][1:])
     assert [len(ax.lines[0].get_xdata()) for ax in figure.axes] == [40, 40, 40, 40, 2]
     assert len(plot.history({"loss": [1.0]}).axes) == 1
+    figure = plot.history({"loss": [1.0, 2.0], "aux/accuracy": [0.5, 0.75], "epoch": [1, 2]})
+    assert [ax.get_ylabel() for ax in figure.axes] == ["loss", "accuracy"]
+    np.testing.assert_array_equal(figure.axes[1].lines[0].get_xydata(), [[1, 0.5], [2, 0.75]])
 
 
 def test_schedules_at_their_steps():

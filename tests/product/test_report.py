@@ -94,6 +94,20 @@ def test_the_numbers_of_the_report_are_those_of_the_history(tmp_path):
     assert "<w>" in "".join(page.words)  # of the summary
 
 
+def test_numbers_of_aux_are_in_the_report(tmp_path):
+    def with_aux(params, batch):
+        return loss_fn(params, batch), {"positive": jnp.mean(batch > 0)}
+
+    optfn.minimize(
+        with_aux, optfn.sgd(0.1), {"<w>": jnp.zeros(3)}, X, has_aux=True, progress=False,
+        report=tmp_path / "run.html",
+    )  # fmt: skip
+    _, facts = read(tmp_path / "run.html")
+    expected = np.mean(X > 0, axis=(1, 2))
+    assert float(facts["aux/positive"][0]) == pytest.approx(expected[0], rel=1e-5)
+    assert float(facts["aux/positive"][5]) == pytest.approx(expected[-1], rel=1e-5)
+
+
 def test_the_report_is_one_valid_file(tmp_path):
     """Tags nest, ids are there once, names are escaped, and nothing is asked of a network."""
     history = {

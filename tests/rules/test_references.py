@@ -11,6 +11,7 @@ fraction of the path a rule may be off, and why.
 import functools
 from typing import Any, NamedTuple
 
+import catalogue
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,75 +38,10 @@ class Config(NamedTuple):
     hyper: dict[str, Any]
 
 
-def _spared(path: str) -> bool:
-    return path == "b"
-
-
 CONFIGS = {
-    "sgd": Config("sgd", {"learning_rate": 0.1}),
-    "momentum": Config("momentum", {"learning_rate": 0.1, "momentum": 0.9}),
-    "momentum-nesterov": Config(
-        "momentum", {"learning_rate": 0.1, "momentum": 0.8, "nesterov": True}
-    ),
-    "lars": Config("lars", {"learning_rate": 1.0, "momentum": 0.9}),
-    "lars-decay-eps": Config(
-        "lars",
-        {
-            "learning_rate": 0.5,
-            "momentum": 0.5,
-            "lars_coeff": 0.1,
-            "lars_weight_decay": 0.05,
-            "eps": 0.1,
-        },
-    ),
-    "lars-no-decay": Config(
-        "lars",
-        {"learning_rate": 0.5, "momentum": 0.9, "lars_coeff": 0.02, "lars_weight_decay": 0.0},
-    ),
-    "lars-exclude": Config(
-        "lars",
-        {
-            "learning_rate": 0.5,
-            "momentum": 0.9,
-            "lars_coeff": 0.02,
-            "lars_weight_decay": 0.1,
-            "exclude": _spared,
-        },
-    ),
-    "adagrad": Config("adagrad", {"learning_rate": 0.1}),
-    "adagrad-initial": Config(
-        "adagrad", {"learning_rate": 0.1, "eps": 1e-3, "initial_accumulator_value": 0.1}
-    ),
-    "decayed_adagrad": Config("decayed_adagrad", {"learning_rate": 0.1}),
-    "adadelta": Config("adadelta", {"learning_rate": 1.0}),
-    "rmsprop": Config("rmsprop", {"learning_rate": 0.01}),
-    "rmsprop-centered": Config("rmsprop", {"learning_rate": 0.01, "centered": True}),
-    "rmsprop-centered-momentum": Config(
-        "rmsprop",
-        {"learning_rate": 0.01, "rho": 0.9, "eps": 1e-3, "momentum": 0.5, "centered": True},
-    ),
-    "adam": Config("adam", {"learning_rate": 0.1}),
-    "adam-algorithm-1": Config("adam", {"learning_rate": 0.1, "eps": 1e-3, "eps_hat": False}),
-    "adamw": Config("adamw", {"learning_rate": 0.1, "weight_decay": 0.1}),
-    "adamw-eps-hat": Config(
-        "adamw", {"learning_rate": 0.1, "weight_decay": 0.1, "eps": 1e-3, "eps_hat": True}
-    ),
-    "adamw-exclude": Config(
-        "adamw", {"learning_rate": 0.1, "weight_decay": 0.1, "exclude": _spared}
-    ),
-    "adamax": Config("adamax", {"learning_rate": 0.1}),
-    "ftrl": Config("ftrl", {"learning_rate": 0.1}),
-    "ftrl-l1-l2": Config("ftrl", {"learning_rate": 0.1, "l1": 0.5, "l2": 0.1}),
-    "ftrl-power": Config("ftrl", {"learning_rate": 0.1, "l1": 0.1, "lr_power": -0.7}),
-    "lamb": Config("lamb", {"learning_rate": 0.01}),
-    "lamb-bias-correction": Config(
-        "lamb", {"learning_rate": 0.01, "weight_decay": 0.1, "bias_correction": True}
-    ),
-    "lamb-exclude": Config(
-        "lamb", {"learning_rate": 0.01, "weight_decay": 0.3, "exclude": _spared}
-    ),
-    "asgd": Config("asgd", {"learning_rate": 0.1}),
-    "asgd-4": Config("asgd", {"learning_rate": 0.1, "batch_num": 4, "weight_decay": 0.1}),
+    test_id: Config(name, hyper)
+    for name, row in catalogue.OPTIMIZERS.items()
+    for test_id, hyper in row.compared(name).items()
 }
 PLAIN = {name: config for name, config in CONFIGS.items() if name == config.optimizer}
 
@@ -124,11 +60,6 @@ RTOL = {
 # How many ε of p a step may cost: one for the sum p + u, and for ftrl's new p a power, a
 # difference, two products, a quotient and the subtraction of the old p as well.
 ROUNDING = {"ftrl": 8.0}
-
-
-def test_every_optimizer_is_here():
-    """The table has each reference at least once, under its own name."""
-    assert PLAIN.keys() == references.RULES.keys()
 
 
 # Data: leaves of the same names and shapes throughout, so that a configuration is compiled once
@@ -290,8 +221,10 @@ def test_parameters_stay_finite(name, kind, start):
 
 
 def test_complex_leaves_follow_their_references():
-    """All optimizers but ftrl take complex leaves; second moments and maxima are those of |g|."""
-    names = [name for name, config in CONFIGS.items() if config.optimizer != "ftrl"]
+    """Second moments and maxima are those of |g|."""
+    takes = {name for name, row in catalogue.OPTIMIZERS.items() if row.complex_leaves}
+    assert catalogue.OPTIMIZERS.keys() - takes == {"ftrl"}
+    names = [name for name, config in CONFIGS.items() if config.optimizer in takes]
     rng = _rng("complex")
     params = {"z": (rng.normal(size=6) + 1j * rng.normal(size=6)).astype(np.complex64)}
     g = rng.normal(size=(STEPS, 6)) + 1j * rng.normal(size=(STEPS, 6))
@@ -393,52 +326,14 @@ def test_attributes_of_parameters(name):
 
 # Schedules
 
-PERIODS = (3, 7, 15, 41, 49, 61, 1000)  # n·(1/49) in float32 is less than n/49 for many n
 
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("noam", [{"d_model": 64, "warmup_steps": w, "learning_rate": 2.0} for w in (1, 400)]),
-        ("exponential", [(0.5, n, 0.9, True) for n in PERIODS]),
-        ("exponential", [(0.5, 1000, 0.9, False)]),
-        ("natural_exp", [(0.5, n, 0.1, True) for n in PERIODS]),
-        ("natural_exp", [(0.5, 1000, 0.9, False)]),
-        ("inverse_time", [(0.5, n, 0.5, True) for n in PERIODS]),
-        ("inverse_time", [(0.5, 10, 0.5, False)]),
-        ("polynomial", [(0.5, 700, 0.01, 2.0, False), (0.5, 700, 0.01, 0.5, False)]),
-        ("polynomial", [(0.5, n, 0.01, 2.0, True) for n in PERIODS]),
-        ("piecewise", [([1, 7, 400], [0.3, 0.1, 0.2, 0.0])]),
-        ("cosine", [(0.5, n, 30) for n in PERIODS]),
-        ("linear_warmup", [(0.5, 300, 0.1, 0.4), (0.1, 1, 0.0, 1.0)]),
-        ("step_decay", [(0.5, n, 0.9) for n in PERIODS]),
-        ("multi_step", [(0.5, [1, 49, 50, 1000], 0.3)]),
-        (
-            "warmup_cosine",
-            [
-                {"peak": 0.5, "warmup_steps": w, "total_steps": t, "start": 0.1, "end": end}
-                for w, t, end in [(0, 1, 0.2), (0, 2500, 0.0), (300, 2999, 0.02), (41, 5000, 0.6)]
-            ],
-        ),
-        (
-            "warmup_stable_decay",
-            [
-                {"peak": 0.5, "warmup_steps": w, "stable_steps": s, "decay_steps": d, "end": end}
-                for w, s, d, end in [(0, 0, 1, 0.2), (300, 0, 900, 0.0), (7, 2000, 41, 0.02)]
-            ],
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_schedule_follows_its_reference(name, arguments):
+@pytest.mark.parametrize("name", reference_schedules.CASES)
+def test_schedule_follows_its_reference(name):
     """The rates of 3000 steps, in float32: a period ends where the integers say."""
     steps = jnp.arange(3000, dtype=jnp.int32)
-    for given in arguments:
-        args, named = ((), given) if isinstance(given, dict) else (given, {})
-        found = jax.jit(jax.vmap(getattr(optfn.schedules, name)(*args, **named)))(steps)
-        rates = reference_schedules.series(
-            getattr(reference_schedules, name)(*args, **named), len(steps)
-        )
+    for given in reference_schedules.CASES[name]:
+        found = jax.jit(jax.vmap(getattr(optfn.schedules, name)(*given)))(steps)
+        rates = reference_schedules.series(getattr(reference_schedules, name)(*given), len(steps))
         # exp and pow multiply the rounding of their argument, at most 300 here; that of the cosine
         # goes to 100, and its error is one of the whole rate.
         atol = 5e-6 if name == "cosine" else 1e-9
@@ -446,10 +341,13 @@ def test_schedule_follows_its_reference(name, arguments):
 
 
 def test_schedules_of_a_run_reach_their_peak_and_their_end_exactly():
-    cosine = optfn.schedules.warmup_cosine(0.3, 41, 1000)
+    cosine = optfn.schedules.warmup_cosine(0.3, 41, 1000, start=0.1, end=0.02)
     stable = optfn.schedules.warmup_stable_decay(0.3, 41, 100, 49, start=0.1, end=0.07)
-    for schedule, constant, last, end in [(cosine, 41, 1000, 0.0), (stable, 141, 190, 0.07)]:
+    for schedule, constant, last, end in [(cosine, 41, 1000, 0.02), (stable, 141, 190, 0.07)]:
         rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(2000)))
+        name, given, options = schedule.call
+        reference = getattr(reference_schedules, name)(*given, **options)
+        np.testing.assert_allclose(rates, reference_schedules.series(reference, 2000), rtol=1e-5)
         assert np.all(rates[41:constant] == np.float32(0.3))
         assert np.all(rates[last:] == np.float32(end))
         assert rates.max() == rates[41] == np.float32(0.3)

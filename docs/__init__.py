@@ -1,0 +1,1 @@
+"""Pages of the site, and what builds them."""

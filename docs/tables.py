@@ -1,0 +1,119 @@
+"""The parts of the documentation that follow from code and docstrings.
+
+    make tables        writes the rows of `tables` into their pages
+
+In a page rows keep their order, new ones come last, and rows of other names stay.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Factory = Callable[..., Any]
+
+
+def public(package: str) -> dict[str, Any]:
+    """Return by its path what a module exports, or what is exported of those in a folder."""
+    module = importlib.import_module(package)
+    if hasattr(module, "__all__"):
+        return {f"{package}.{name}": getattr(module, name) for name in module.__all__}
+    homes = {f"{package}.{home.name}" for home in pkgutil.iter_modules(module.__path__)}
+    exported = {**public("optfn.distributed"), **public("optfn")}
+    return {path: x for path, x in exported.items() if getattr(x, "__module__", None) in homes}
+
+
+def expanded(markdown: str) -> str:
+    """Return a page with a line `::: name` for each public name in the place of `::: package.*`."""
+
+    def lines(match: re.Match[str]) -> str:
+        return "\n\n".join(f"::: {path}" for path in public(match[1]))
+
+    return re.sub(r"^::: ([\w.]+)\.\*$", lines, markdown, flags=re.MULTILINE)
+
+
+def named(package: str) -> dict[str, Factory]:
+    """Return the public factories of a package by name."""
+    return {path.split(".")[-1]: factory for path, factory in public(package).items()}
+
+
+def paragraphs(factory: Factory) -> list[str]:
+    """Return the paragraphs of a docstring."""
+    return (inspect.getdoc(factory) or "").split("\n\n")
+
+
+def equation(optimizer: Factory) -> str:
+    """Return the equations, which are the indented paragraph after the first sentence."""
+    text = paragraphs(optimizer)[1]
+    assert text.startswith("    "), f"{optimizer.__name__}: the docstring has no equations"
+    return "; ".join(" ".join(line.split()) for line in text.splitlines()).replace("|", r"\|")
+
+
+def chain(optimizer: Factory) -> str:
+    """Return the transforms of an optimizer in their order."""
+    factory = inspect.unwrap(optimizer)
+    needed = [k for k, p in inspect.signature(factory).parameters.items() if p.default is p.empty]
+    links = [link.call[0] for link in factory(**dict.fromkeys(needed, 0.5)).parts]
+    return " → ".join(link for link in links if link != "dense_rows")
+
+
+def recordings(name: str) -> str:
+    """Return the pattern of an optimizer's recordings, if there are any."""
+    return f"`*_{name}*`" if any((ROOT / "tests/recordings").glob(f"*_{name}*.npz")) else ""
+
+
+def fluid_class(optimizer: Factory) -> str:
+    """Return the class of fluid or Paddle that the source in a docstring names."""
+    source = " ".join(text for text in paragraphs(optimizer) if text.startswith("Source: "))
+    found = re.search(r"\b(fluid|Paddle)'s (\w+)\.$", source)
+    return f"{found[1]}'s `{found[2]}`".removeprefix("fluid's ") if found else ""
+
+
+def reasons() -> dict[str, str]:
+    """Return when to choose each optimizer: the end of its first row in docs/choose.md."""
+    text = (ROOT / "docs/choose.md").read_text()
+    rows = re.findall(r"^\| `optfn\.(\w+)\(.*\| (.*) \|$", text, re.MULTILINE)
+    return dict(reversed(rows))
+
+
+def value(schedule: Factory) -> str:
+    """Return the first sentence of a schedule's docstring without its verb."""
+    return " ".join(paragraphs(schedule)[0].split()).removeprefix("Return ").rstrip(".")
+
+
+def tables() -> list[tuple[str, str, dict[str, str]]]:
+    """Return for each table its page, how its head begins, and its rows by name."""
+    optimizers, when = named("optfn.optimizers"), reasons()
+    classes = {k: f"| `{k}` | {fluid_class(x)} | {when.get(k)} |" for k, x in optimizers.items()}
+    equations = {
+        k: f"| {k} | {equation(x)} | {chain(x)} | {recordings(k)} |" for k, x in optimizers.items()
+    }
+    values = {k: f"| {k} | {value(x)} |" for k, x in named("optfn.schedules").items()}
+    return [
+        ("README.md", "| optimizer | fluid class |", classes),
+        ("docs/catalogue.md", "| optimizer | equation |", equations),
+        ("docs/catalogue.md", "| schedule | value |", values),
+    ]
+
+
+def pages() -> dict[Path, str]:
+    """Return the text that each page with such tables should have."""
+    found: dict[Path, str] = {}
+    for page, head, rows in tables():
+        path = ROOT / page
+        lines = found.get(path, path.read_text()).splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
+        end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
+        there = {line.split("|")[1].strip(" `"): line for line in lines[start:end]}
+        lines[start:end] = (there | rows).values()
+        found[path] = "\n".join(lines) + "\n"
+    return found
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)

@@ -1,0 +1,91 @@
+"""Models of flax and equinox as params: an error for arrays that a gradient must not change.
+
+Batch statistics, counters and flags would be trained as if they were weights. They are told by the
+types of these libraries, which are not imported: such a model can only come where they are loaded.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from optfn.leaves import tree
+from optfn.leaves.types import Params
+
+
+def check_split(name: str, params: Params) -> None:
+    """Raise a TypeError unless a model of flax or equinox has been split, with the line for it.
+
+    Args:
+      name: the function that takes the params.
+      params: a tree, in which modules of these libraries may lie.
+    """
+    _check_nnx(name, params)
+    _check_linen(name, params)
+    _check_equinox(name, params)
+
+
+def _nodes(params: Params, kind: type) -> Iterator[tuple[str, object]]:
+    """Yield the nodes of a type and the leaves outside of them, each after its path."""
+    for keys, x in jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda x: isinstance(x, kind)
+    ):
+        yield "/".join(map(tree.key_name, keys)), x
+
+
+def _check_nnx(name: str, params: Params) -> None:
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    others = [
+        f"{path!r} of type {type(x).__name__}"
+        for path, x in _nodes(params, nnx.Variable)
+        if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param)
+    ]
+    if others:
+        raise TypeError(
+            f"{name}: params must hold no variable of flax.nnx but nnx.Param; got "
+            f"{_first_of(others)}. Split the model: graphdef, params, rest = "
+            "nnx.split(model, nnx.Param, ...). Train params, give rest as the model_state, and "
+            "call nnx.merge(graphdef, params, rest) in the loss"
+        )
+
+
+def _check_linen(name: str, params: Params) -> None:
+    """Raise for the `variables` of linen: a mapping of collections, one of them "params"."""
+    if "flax.linen" not in sys.modules or not isinstance(params, Mapping):
+        return
+    others = [str(key) for key in params if key != "params"]
+    if others and "params" in params and all(isinstance(x, Mapping) for x in params.values()):
+        state = f'variables["{others[0]}"]' if len(others) == 1 else "the others"
+        raise TypeError(
+            f"{name}: params must be one collection of a flax.linen model; got its variables, with "
+            f'{_first_of(others)} beside "params". Train variables["params"], give {state} as the '
+            "model_state, and put both together in the loss. (A tree of your own that looks like "
+            'this needs another key than "params")'
+        )
+
+
+def _check_equinox(name: str, params: Params) -> None:
+    eqx = sys.modules.get("equinox")
+    if eqx is None:
+        return
+    others = [
+        f"{tree.join(path, inner)!r} of type {type(x).__name__}"
+        for path, node in _nodes(params, eqx.Module)
+        if isinstance(node, eqx.Module)
+        for inner, x in tree.with_paths(node)
+        if not (tree.is_masked(x) or (tree.is_array(x) and tree.is_inexact(x)))
+    ]
+    if others:
+        raise TypeError(
+            f"{name}: an equinox module as params must hold floating-point arrays only; got "
+            f"{_first_of(others)}. Split the model: params, static = "
+            "eqx.partition(model, eqx.is_inexact_array), and call eqx.combine(params, static) in "
+            "the loss"
+        )
+
+
+def _first_of(names: list[str], most: int = 5) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown}, … ({len(names)} in all)" if len(names) > most else shown

@@ -1,0 +1,84 @@
+"""The batches of a run: those it has not used yet, pass by pass."""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sized
+
+from optfn.leaves.types import Batch
+from optfn.run.options import LoopOptions
+
+
+class Remaining:
+    """The batches that a run has not used yet, and how many were given in all.
+
+    batches: those of the whole run; with `epochs`, those of one pass.
+    done: how many steps of it are made.
+    local_steps: how many steps a batch is for.
+    epoch: the number of the pass that the last batch is of, from 1; None without `epochs`.
+    """
+
+    def __init__(
+        self, batches: Iterable[Batch], options: LoopOptions, done: int, local_steps: int
+    ) -> None:
+        self.batches, self.local_steps = batches, local_steps
+        self.steps, self.epochs = options.steps, options.epochs
+        self.used, self.given = done // local_steps, 0
+        self.most = None if self.steps is None else self.steps // local_steps
+        self.is_finished = self.steps is not None and done >= self.steps
+        self.epoch: int | None = None
+        self._passes = self._of_all_passes()
+        self._ahead: list[tuple[int, Batch]] = []  # at most one
+
+    def __iter__(self) -> Iterator[Batch]:
+        while not self.is_finished and self.given != self.most:
+            self._look_ahead()
+            if not self._ahead:
+                return
+            epoch, batch = self._ahead.pop()
+            self.given += 1
+            if self.given > self.used:
+                self.epoch = None if self.epochs is None else epoch
+                yield batch
+
+    def _look_ahead(self) -> None:
+        self._ahead = self._ahead or list(itertools.islice(self._passes, 1))
+
+    def _of_all_passes(self) -> Iterator[tuple[int, Batch]]:
+        for epoch in range(1, 1 + (self.epochs or 1)):
+            is_empty = True
+            for batch in self.batches:
+                is_empty = False
+                yield epoch, batch
+            if epoch > 1 and is_empty:
+                raise ValueError(
+                    f"batches gave none in epoch {epoch} of {self.epochs}: it must be possible to "
+                    "iterate it again"
+                )
+
+    def ends_epoch(self) -> bool:
+        """Tell whether the last batch was the last of its pass; the next one is drawn for it."""
+        if self.epochs is None or self.given == self.most:
+            return self.epochs is not None
+        self._look_ahead()
+        return not self._ahead or self._ahead[0][0] != self.epoch
+
+    def last_step(self) -> int | None:
+        """Return how many steps the run makes in all, where that is known."""
+        if self.steps is None and self.epochs is not None and isinstance(self.batches, Sized):
+            with contextlib.suppress(TypeError):  # a DataLoader over a stream
+                return self.epochs * len(self.batches) * self.local_steps
+        return self.steps
+
+    def check(self) -> None:
+        """Raise if the batches ended before `steps`, before those that are used, or at once."""
+        needed = max(self.used, 1) if self.most is None else self.most
+        if self.is_finished or self.given >= needed:
+            return
+        words = "at least " if self.most is None else ""
+        words += f"{needed} are needed"
+        words += "" if self.steps is None else f" for steps={self.steps}"
+        words += f" with local_steps={self.local_steps}" if self.local_steps > 1 else ""
+        words += f"; the run passes over the first {self.used}, used before" if self.used else ""
+        once = not self.given and isinstance(self.batches, Iterator)
+        why = "batches is an iterator, which gives its batches only once: " if once else ""
+        raise ValueError(f"{why}batches gave {self.given} batches; {words}")

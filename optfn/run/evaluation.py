@@ -1,0 +1,210 @@
+"""Evaluations of a run: when they are due, which is the best, and means over batches."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from optfn import checks
+from optfn.leaves.packed import unpack
+from optfn.leaves.types import Batch
+from optfn.run.history import History
+from optfn.run.options import EPOCH, LoopOptions
+from optfn.run.progress import num_examples
+from optfn.train.batches import as_arrays
+from optfn.train.state import TrainState
+
+
+class Evaluator:
+    """Evaluates a run when it is due, and records the best evaluation.
+
+    options: those of the loop.
+    history: where results go; it may hold those of a run before this one.
+    monitored: the number that is compared, of each evaluation, by its step.
+    best, best_step: the best of them, and its step.
+    """
+
+    def __init__(self, options: LoopOptions, history: History) -> None:
+        self.options, self.history = options, history
+        name = "" if options.monitor is None else f"/{options.monitor}"
+        self.key = f"evaluation{name}"
+        self.sign = 1 if options.mode == "min" else -1
+        self.monitored: dict[int, float] = {}
+        self.best, self.best_step, self.no_better = self.worst, 0, 0
+        earlier = history.earlier
+        if self.key in earlier:
+            for i, value in enumerate(earlier[self.key]):
+                self._compare(int(earlier["evaluation_step"][i]), float(value))
+
+    @property
+    def worst(self) -> float:
+        """The number than which every other is better."""
+        return self.sign * math.inf
+
+    def is_better(self, value: float, than: float) -> bool:
+        """Tell whether one monitored number is better than another; NaN never is."""
+        return self.sign * value < self.sign * than
+
+    def is_due(self, n: int, per_call: int, ends_epoch: Callable[[], bool]) -> bool:
+        """Tell whether an evaluation is due in the `per_call` steps up to n."""
+        every = self.options.evaluate_every
+        if self.options.evaluate is None or every is None:
+            return False
+        if every == EPOCH:
+            return ends_epoch()
+        return n // int(every) > (n - per_call) // int(every)
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether `patience` evaluations in a row were no better than the best."""
+        return self.options.patience is not None and self.no_better >= self.options.patience
+
+    def has_seen(self, n: int) -> bool:
+        """Tell whether this run has evaluated the state after step n, or there is nothing to do."""
+        found = self.history.evaluations
+        return self.options.evaluate is None or bool(found and found[-1]["evaluation_step"] == n)
+
+    def __call__(self, n: int, state: TrainState) -> dict[str, float]:
+        """Evaluate the state after step n; return the numbers by their names in the history.
+
+        Raises:
+          ValueError: there are several numbers, and `monitor` is none of them, or None where one
+            is needed.
+        """
+        assert self.options.evaluate is not None
+        result = self.options.evaluate(unpack(state.params), *_model_state(state))
+        named = result if isinstance(result, Mapping) else {"": result}
+        values = {
+            "evaluation" + (f"/{k}" if k else ""): _real(k, value) for k, value in named.items()
+        }
+        if self.key in values:
+            self._compare(n, values[self.key])
+        elif self._compares or self.options.monitor is not None:
+            keys = ", ".join(sorted(named))
+            raise ValueError(
+                f"monitor must be one of the numbers that evaluate gives, {keys}; "
+                f"got {self.options.monitor!r}"
+            )
+        self.history.evaluations.append({"evaluation_step": n, **values})
+        return values
+
+    @property
+    def _compares(self) -> bool:
+        return self.options.patience is not None or self.options.keep_best
+
+    def _compare(self, n: int, value: float) -> None:
+        self.monitored[n] = value
+        self.no_better += 1
+        if self.is_better(value, self.best):
+            self.best, self.best_step, self.no_better = value, n, 0
+
+    def warn_of_mode(self) -> None:
+        """Warn of a monitored number that has gone the wrong way in three evaluations or more."""
+        values = list(self.monitored.values())
+        wrong = all(self.is_better(a, b) for a, b in itertools.pairwise(values))
+        if self._compares and len(values) > 2 and wrong:
+            way, other = ("rose", "max") if self.sign > 0 else ("fell", "min")
+            checks.warn(
+                f"{self.key} {way} from each evaluation to the next, {values[0]:g} to "
+                f"{values[-1]:g} in {len(values)}, and mode={self.options.mode!r} takes the first "
+                f"as the best: pass mode={other!r} if that is the right way"
+            )
+
+
+def _model_state(state: TrainState) -> tuple[Any, ...]:
+    return () if state.model_state is None else (state.model_state,)
+
+
+def _real(key: str, value: Any) -> float:
+    if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
+        value
+    ):
+        name = f" for {key!r}" if key else ""
+        raise TypeError(
+            f"evaluate must return a number or a dict of numbers; got {value!r}{name} of type "
+            f"{type(value).__name__}"
+        )
+    return float(value)
+
+
+def over_batches(
+    fn: Callable[..., Any], batches: Iterable[Batch]
+) -> Callable[..., float | dict[str, float]]:
+    """Return an `evaluate` for `fit` and `minimize`: the mean of `fn` over all examples.
+
+        evaluate(params) = Σ nᵦ·fn(params, b) / Σ nᵦ,  nᵦ the examples of batch b
+
+    The examples of a batch are counted along its leading axis, so that a short last batch counts by
+    its size. `fn` is compiled by `jax.jit`, once for each shape of a batch. Params that lie on a
+    mesh stay as they lie.
+
+    Args:
+      fn: (params, batch) -> a mean over the examples of the batch, or a dict of them; with model
+        state (params, model_state, batch).
+      batches: an iterable that can be iterated again, such as a list or a DataLoader.
+
+    Raises:
+      TypeError: `batches` is no iterable; `fn` gives something else than a number or a dict of
+        numbers.
+      ValueError: `batches` ends after one pass, or holds nothing; the arrays of a batch have no
+        leading axis of one length; `fn` gives other keys for one batch than for another.
+
+    >>> import jax.numpy as jnp, optfn
+    >>> evaluate = optfn.over_batches(lambda w, x: jnp.mean(w * x), [jnp.ones(3), jnp.zeros(1)])
+    >>> evaluate(jnp.array(2.0))
+    1.5
+    """
+    if not callable(fn):
+        raise TypeError(f"over_batches: fn must be a function (params, batch); got {fn!r}")
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"over_batches: batches must be an iterable; got {checks.shown(batches)}")
+    if isinstance(batches, Iterator):
+        raise ValueError(
+            "over_batches: each evaluation iterates batches anew; give a list or a DataLoader; got "
+            f"{checks.shown(batches)}, which ends after one pass"
+        )
+    compiled = jax.jit(fn)
+
+    def evaluate(*arguments: Any) -> float | dict[str, float]:
+        rows = []
+        for batch in map(as_arrays, batches):
+            rows.append((_num_examples(batch), _numbers_by_key(compiled(*arguments, batch))))
+        return _mean_of(rows)
+
+    return evaluate
+
+
+def _num_examples(batch: Batch) -> int:
+    count = num_examples(batch)
+    if count is None:
+        shapes = ", ".join(str(np.shape(x)) for x in jax.tree.leaves(batch))
+        raise ValueError(
+            "over_batches counts the examples of a batch along the leading axis of its arrays, "
+            f"which must have one length; got shapes {shapes}"
+        )
+    return count
+
+
+def _numbers_by_key(result: object) -> dict[str, float]:
+    """Return the numbers for a batch by key, "" for one alone; reading them waits for the device.
+
+    So at most one batch is under way: CPU devices share their threads, see `TrainStep`.
+    """
+    named = result if isinstance(result, Mapping) else {"": result}
+    return {str(key): _real(str(key), value) for key, value in named.items()}
+
+
+def _mean_of(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:
+    """Return the means of numbers, each row with a weight; without key one number alone."""
+    total = sum(weight for weight, _ in rows)
+    if not total:
+        raise ValueError("over_batches: batches gave no example")
+    first = rows[0][1]
+    if any(row.keys() != first.keys() for _, row in rows):
+        keys = " and ".join(sorted({str(sorted(row)) for _, row in rows}))
+        raise ValueError(f"over_batches: fn must give the same keys for each batch; got {keys}")
+    means = {key: sum(n * row[key] for n, row in rows if n) / total for key in first}
+    return means[""] if list(means) == [""] else means

@@ -1,0 +1,71 @@
+"""Signals that end a run after the step that is under way."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from optfn.parallel import processes
+
+
+class Interrupt:
+    """Whether a signal ends the run, and which."""
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.name = ""
+        self.of_all_processes = processes.share(mesh) and bool(
+            jax.config.values["jax_enable_preemption_service"]
+        )
+
+    def is_due(self, call: int) -> bool:
+        """Tell whether the run ends after this call of the step, the same in every process."""
+        if self.of_all_processes:
+            if not multihost_utils.reached_preemption_sync_point(call):
+                return False
+            self.name = self.name or "SIGTERM"
+        return bool(self.name)
+
+
+@contextlib.contextmanager
+def interruptible(mesh: Mesh | None) -> Iterator[Interrupt]:
+    """Yield an object that records the first SIGINT or SIGTERM; the next one acts as usual.
+
+    Signals that the program handles itself stay its own. In a run of several processes JAX takes
+    SIGTERM as a notice of preemption, upon which the processes agree on the step to stop after;
+    SIGINT is made one.
+    """
+    interrupt = Interrupt(mesh)
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    ours = [s for s, handler in usual.items() if signal.getsignal(s) == handler]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    elif interrupt.of_all_processes:
+        ours = [signal.SIGINT] if len(ours) == 2 else []
+    elif jax.process_count() > 1:
+        ours = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        interrupt.name = signal.Signals(number).name
+        release()
+        if interrupt.of_all_processes:
+            signal.raise_signal(signal.SIGTERM)
+
+    def release() -> None:
+        for s in ours:
+            signal.signal(s, usual[s])
+
+    for s in ours:
+        signal.signal(s, catch)
+    try:
+        yield interrupt
+    finally:
+        release()

@@ -1,0 +1,144 @@
+"""The log of a run: the metrics of each step, written while the run goes on."""
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import jax
+
+from optfn import checks
+from optfn.run.history import scalars
+
+
+@runtime_checkable
+class SummaryWriter(Protocol):
+    """A writer of files for TensorBoard: torch's and tensorboardX's classes of this name."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number of a step."""
+
+    def flush(self) -> object:
+        """Write the buffered values to the disk."""
+
+
+@runtime_checkable
+class FlaxSummaryWriter(Protocol):
+    """flax.metrics.tensorboard's class of the same purpose."""
+
+    def scalar(self, tag: str, value: float, step: int) -> object:
+        """Write one number of a step."""
+
+    def flush(self) -> object:
+        """Write the buffered values to the disk."""
+
+
+# Where a run writes its metrics while it goes on: the path of a file of JSON lines, or TensorBoard.
+Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
+Logs: TypeAlias = Log | Sequence[Log] | None
+
+
+class RunLog:
+    """Metrics of each step, written while the run goes on.
+
+    They are written once the device has computed them, at the latest at the end, so that writing
+    does not wait for a step.
+
+    Args:
+      log: a path, a SummaryWriter of torch, tensorboardX or flax, or several; None for no log.
+      done: how many steps were made before; a file keeps its lines up to there.
+    """
+
+    def __init__(self, log: Logs, done: int) -> None:
+        self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        several = log if isinstance(log, list | tuple) else () if log is None else (log,)
+        targets = [_target(one) for one in several]  # all are checked before a file is opened
+        self.sinks = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __call__(self, n: int, metrics: dict[str, Any]) -> None:
+        """Add the metrics of step n; those of a step that is there already are added to it."""
+        if not self.sinks:
+            return
+        if self.waiting and self.waiting[-1][0] == n:
+            self.waiting[-1][1].update(metrics)
+            return
+        while self.waiting and _is_ready(self.waiting[0][1]):
+            self._write(*self.waiting.popleft())
+        self.waiting.append((n, dict(metrics)))
+
+    def _write(self, n: int, metrics: dict[str, Any]) -> None:
+        numbers = scalars(metrics)
+        for sink in self.sinks:
+            sink.write(n, numbers)
+
+    def __exit__(self, *error: Any) -> None:
+        for n, metrics in self.waiting:
+            self._write(n, metrics)
+        for sink in self.sinks:
+            sink.close()
+
+
+def _target(log: Log) -> "Path | _Scalars":
+    """Return where one log goes: the path of a file, or the functions of a writer."""
+    if isinstance(log, SummaryWriter):
+        return _Scalars(log.add_scalar, log.flush)
+    if isinstance(log, FlaxSummaryWriter):
+        return _Scalars(log.scalar, log.flush)
+    if not isinstance(log, str | os.PathLike):
+        raise TypeError(
+            f"log must be a path; got {checks.shown(log)}, which is no "
+            "SummaryWriter either: it lacks add_scalar (or flax's scalar) or flush"
+        )
+    return Path(log)
+
+
+class _Lines:
+    """A file of JSON, one object a step. NaN and infinities, which JSON does not have, are null."""
+
+    def __init__(self, path: Path, done: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if done and path.exists():
+            kept = [line for line in path.read_text().splitlines() if _is_earlier(line, done)]
+        self.file = path.open("w")
+        self.file.writelines(f"{line}\n" for line in kept)
+
+    def write(self, n: int, numbers: dict[str, float]) -> None:
+        numbers = {"step": n} | numbers
+        finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class _Scalars:
+    """Scalars of TensorBoard. The writer stays open: it is the caller's."""
+
+    def __init__(
+        self, add: Callable[[str, float, int], object], flush: Callable[[], object]
+    ) -> None:
+        self.add, self.close = add, flush
+
+    def write(self, n: int, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self.add(name, value, n)
+
+
+def _is_earlier(line: str, done: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= done)
+    except (ValueError, KeyError, TypeError):  # the last line of a process that was killed
+        return False
+
+
+def _is_ready(metrics: dict[str, Any]) -> bool:
+    arrays = [x for x in jax.tree.leaves(metrics) if isinstance(x, jax.Array)]
+    return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined]

@@ -1,0 +1,146 @@
+"""The states that a run keeps: its checkpoints, and the one with the best evaluation."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn import checks
+from optfn.parallel import processes
+from optfn.run.checkpoint import checkpoints, restore_checkpoint, save_checkpoint
+from optfn.run.evaluation import Evaluator
+from optfn.run.history import History
+from optfn.run.options import LoopOptions
+from optfn.train.state import TrainState
+from optfn.train.step import TrainStep
+from optfn.transforms.learning_rate import numbers_of_rates
+
+
+class Saver:
+    """Saves a run in a directory, where one is given, and finds the one that was saved there.
+
+    step, options: those of the run.
+    saved: the step of the last checkpoint; None before there is one.
+    resumed: the step of the one that the run resumes from; None for a new run.
+    """
+
+    def __init__(self, step: TrainStep, options: LoopOptions) -> None:
+        self.step, self.options = step, options
+        self.directory, self.every = options.checkpoint, options.save_every
+        self.saved: int | None = None
+        self.resumed: int | None = None
+
+    @property
+    def place(self) -> str:
+        """The directory, as text that ends with a separator."""
+        return "" if self.directory is None else os.path.join(self.directory, "")
+
+    def restore(self, state: TrainState) -> tuple[TrainState, History]:
+        """Return the state and the history to start from: those that were saved, if any.
+
+        Raises:
+          ValueError: those that were saved are of a step before `state`, or are not wanted.
+        """
+        history, begin = History(), int(state.step)
+        if self.directory is None:
+            return state, history
+        if not self.options.resume:
+            self._check_empty(state)
+            return state, history
+        restored = restore_checkpoint(self.directory, state)
+        if restored is None:
+            return state, history
+        found, history.earlier = restored
+        self.saved = self.resumed = int(found.step)
+        if self.saved < begin:
+            raise ValueError(
+                f"the checkpoint in {self.directory} is of step {self.saved}, before step "
+                f"{begin} of state: give the state that the run began with, or another directory"
+            )
+        _warn_of_rates(state, found)
+        return found, history
+
+    def _check_empty(self, state: TrainState) -> None:
+        """Raise a ValueError where a process has checkpoints, in all processes of the run."""
+        assert self.directory is not None
+        found = checkpoints(self.directory)
+        count = len(found)
+        if processes.share_state(state):
+            count = int(np.sum(processes.gather_values([count])))
+        if count:
+            which = f"there is {found[-1]}" if found else "another process has a checkpoint"
+            raise ValueError(
+                f"resume=False, and {which}: give another directory, remove the checkpoints, or "
+                "pass resume=True to go on from the newest"
+            )
+
+    def save_if_due(self, n: int, state: TrainState, history: History) -> None:
+        """Save the state after step n, if a save was due in the steps of the last call."""
+        if n // self.every > (n - self.step.local_steps) // self.every:
+            self.save(n, state, history)
+
+    def save(self, n: int, state: TrainState, history: History, again: bool = False) -> None:
+        """Save the state after step n, unless it is saved already; `again` has a longer history."""
+        if self.directory is not None and (self.saved != n or again):
+            self.step.check(state)
+            save_checkpoint(self.directory, state, history.arrays(), keep=self.options.keep)
+            self.saved = n
+
+
+def _warn_of_rates(given: TrainState, found: TrainState) -> None:
+    """Warn of learning rates, given as numbers, that a resumed state has others for."""
+    new, old = numbers_of_rates(given.opt_state), numbers_of_rates(found.opt_state)
+    for name in new.keys() & old.keys():
+        if new[name] != old[name]:
+            checks.warn(
+                f"the run resumes at the learning rate of its checkpoint, {old[name]:g}, and not "
+                f"at that of tx, {new[name]:g}. To change it, restore the checkpoint, call "
+                "optfn.set_learning_rate, and save it again"
+            )
+            return
+
+
+class Best:
+    """The state with the best evaluation among those that the run can return, where asked for."""
+
+    def __init__(self, evaluator: Evaluator, saver: Saver) -> None:
+        self.evaluator = evaluator
+        self.is_kept = evaluator.options.keep_best
+        self.directory = None if saver.directory is None else Path(saver.directory) / "best"
+        self.state: TrainState | None = None
+        self.value = evaluator.worst
+
+    def restore(self, resumed: TrainState) -> None:
+        """Begin with the state that was kept, or the one that is resumed if that is better."""
+        if not self.is_kept or not int(resumed.step):
+            return
+        found = None if self.directory is None else restore_checkpoint(self.directory, resumed)
+        # A state from after the last checkpoint is not in the history; the run makes it again.
+        if found is not None and int(found[0].step) in self.evaluator.monitored:
+            self.state = found[0]
+            self.value = self.evaluator.monitored[int(self.state.step)]
+        self.consider(resumed)
+
+    def consider(self, state: TrainState) -> None:
+        """Keep a copy of a state if its evaluation is the best."""
+        if not self.is_kept:
+            return
+        value = self.evaluator.monitored.get(int(state.step), np.nan)
+        if self.evaluator.is_better(value, self.value):
+            self.state, self.value = jax.tree.map(jnp.copy, state), value
+            if self.directory is not None:
+                save_checkpoint(self.directory, state, keep=1)
+
+    def choose(self, last: TrainState) -> TrainState:
+        """Return the best state, or the last one; warn where an earlier run had a better one."""
+        state = last if self.state is None else self.state
+        evaluator = self.evaluator
+        if self.is_kept and evaluator.is_better(evaluator.best, self.value):
+            checks.warn(
+                f"keep_best: the state of step {int(state.step)} comes back. The evaluation of "
+                f"step {evaluator.best_step} is better, {evaluator.best:g}, but its "
+                "state was not kept when the run was there"
+            )
+        return state

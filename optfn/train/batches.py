@@ -1,0 +1,59 @@
+"""Batches as a step takes them: arrays of other libraries become NumPy's, text is an error."""
+
+from typing import Protocol, TypeGuard, runtime_checkable
+
+import jax
+import numpy as np
+
+from optfn import checks
+from optfn.leaves import tree
+from optfn.leaves.types import Batch, Leaf
+
+_KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
+
+
+def as_arrays(batch: Batch) -> Batch:
+    """Return a batch of arrays and numbers.
+
+    An array of another library that lies in the memory of the host, such as a tensor of torch or
+    TensorFlow, becomes NumPy's by `np.asarray`, which does not copy it.
+
+    Raises:
+      TypeError: a leaf is text, which no device holds, or an array that NumPy does not take.
+    """
+    leaves = jax.tree.leaves(batch)
+    if any(map(_is_tensor, leaves)):
+        batch = tree.map_named(_converted, batch)
+        leaves = jax.tree.leaves(batch)
+    for i, x in enumerate(leaves):
+        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
+            path = tree.array_paths(batch)[i]
+            raise TypeError(
+                f"the batch must hold arrays and numbers; leaf {path!r} is {checks.shown(x)}"
+            )
+    return batch
+
+
+@runtime_checkable
+class _Convertible(Protocol):
+    """An array of any library that NumPy can take."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+def _is_tensor(x: Leaf) -> TypeGuard[_Convertible]:
+    """Tell whether a leaf is an array of a library other than JAX and NumPy."""
+    return not isinstance(x, _KNOWN) and isinstance(x, _Convertible)
+
+
+def _converted(place: tree.Place, x: Leaf) -> Leaf:
+    if not _is_tensor(x):
+        return x
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise TypeError(
+            f"the batch must hold arrays on the host; leaf {place!r} is a {kind} that NumPy does "
+            f"not take ({error})"
+        ) from error

@@ -1,0 +1,303 @@
+"""Epochs, which evaluation is better, means over batches, auxiliary numbers, several logs."""
+
+import io
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.distributed import data_mesh
+from optfn.run.progress import Progress
+
+X = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)
+TARGET = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def loss_fn(w, batch):
+    error = batch @ w - batch @ TARGET
+    return jnp.mean(error**2), {"largest": jnp.max(jnp.abs(error)), "errors": error}
+
+
+STEP = optfn.make_train_step(loss_fn, optfn.sgd(0.1), has_aux=True)
+
+
+def run(batches=X, state=None, **options):
+    state = STEP.init(jnp.zeros(3)) if state is None else state
+    return optfn.fit(STEP, state, batches, **{"progress": False} | options)
+
+
+def scripted(values):
+    """Return an evaluation that gives these numbers one after the other."""
+    remaining = iter(values)
+    return lambda w: next(remaining)
+
+
+class Loader:
+    """Batches in another order in each pass, as a DataLoader that shuffles gives them."""
+
+    def __init__(self, length=6):
+        self.passes, self.length = 0, length
+
+    def __iter__(self):
+        self.passes += 1
+        order = np.random.default_rng(self.passes).permutation(self.length)
+        yield from (X[i] for i in order)
+
+    def __len__(self):
+        return self.length
+
+
+def test_epochs_go_through_the_batches_again():
+    state, history = run(Loader(4), epochs=3)
+    assert history["epoch"].tolist() == [1] * 4 + [2] * 4 + [3] * 4
+    loader = Loader(4)
+    want, losses = run([x for _ in range(3) for x in loader])
+    np.testing.assert_array_equal(state.params, want.params)
+    np.testing.assert_array_equal(history["loss"], losses["loss"])
+    assert "epoch" not in losses
+
+
+def test_an_evaluation_at_the_end_of_each_epoch():
+    def distance(w):
+        return jnp.sum((w - TARGET) ** 2)
+
+    _, history = run(X[:4], epochs=3, steps=10, evaluate=distance, evaluate_every="epoch")
+    assert history["evaluation_step"].tolist() == [4, 8, 10]
+    _, whole = run([*X[:4]] * 3, evaluate=distance, evaluate_every=1)
+    expected = whole["evaluation"][[3, 7, 9]]
+    np.testing.assert_array_equal(history["evaluation"], expected)
+
+
+def test_a_run_of_epochs_resumes_bit_for_bit(tmp_path):
+    options = {"epochs": 3, "evaluate": lambda w: w[0], "evaluate_every": "epoch", "save_every": 1}
+    whole, history = run(Loader(4), **options)
+    first = optfn.fit(
+        STEP, STEP.init(jnp.zeros(3)), Loader(4), checkpoint=tmp_path, progress=False,
+        callback=lambda n, state, metrics: n == 6, **options | {"evaluate_every": None},
+    )  # fmt: skip
+    assert first[1]["epoch"].tolist() == [1] * 4 + [2] * 2
+    state, resumed = run(Loader(4), checkpoint=tmp_path, **options)
+    np.testing.assert_array_equal(state.params, whole.params)
+    np.testing.assert_array_equal(resumed["epoch"], history["epoch"])
+    assert resumed["evaluation_step"].tolist() == [6, 8, 12]
+
+
+def test_epochs_need_batches_that_can_be_iterated_again():
+    with pytest.raises(ValueError, match=r"epochs=2 needs batches that can be iterated again.*gen"):
+        run((x for x in X), epochs=2)
+    source = iter(X)
+
+    class Once:
+        def __iter__(self):
+            return source
+
+    with pytest.raises(ValueError, match="batches gave none in epoch 2 of 2"):
+        run(Once(), epochs=2)
+    with pytest.raises(ValueError, match="is an iterator, which gives its batches only once: "):
+        run(source)
+    with pytest.raises(ValueError, match='evaluate_every="epoch" needs epochs'):
+        run(evaluate=lambda w: 0.0, evaluate_every="epoch")
+    with pytest.raises(ValueError, match="epochs must be >= 1"):
+        run(epochs=0)
+
+
+def test_the_bar_and_the_log_show_the_epoch(tmp_path, capfd):
+    run(X[:3], epochs=2, log=tmp_path / "run.jsonl", progress=True)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("step 1 epoch 1 loss ")
+    assert lines[-1].startswith("step 6 epoch 2 loss ")
+    text = (tmp_path / "run.jsonl").read_text()
+    assert [json.loads(line)["epoch"] for line in text.splitlines()] == [1, 1, 1, 2, 2, 2]
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    file = Terminal()
+    with Progress(6, True, file=file) as bar:
+        bar(1, {"loss": 1.0, "epoch": 1}, X[0])
+    assert "epoch 1 loss 1.0000" in file.getvalue() and "/6" in file.getvalue()
+
+
+def test_mode_max_keeps_the_state_with_the_largest_number_and_waits_for_it_to_rise():
+    values = [0.5, 0.7, 0.6, 0.7, 0.9]
+    options = {"evaluate_every": 1, "mode": "max"}
+    state, history = run(evaluate=scripted(values), keep_best=True, patience=2, **options)
+    assert history["evaluation"].tolist() == values[:4] and int(state.step) == 2
+    want, _ = run(steps=2)
+    np.testing.assert_array_equal(state.params, want.params)
+    state, _ = run(evaluate=scripted(values), steps=5, keep_best=True, patience=3, **options)
+    assert int(state.step) == 5
+
+
+def test_mode_max_survives_a_restart(tmp_path):
+    options = {"evaluate_every": 1, "mode": "max", "keep_best": True, "checkpoint": tmp_path}
+    run(evaluate=scripted([0.5, 0.9, np.nan]), steps=3, **options)
+    state, _ = run(evaluate=scripted([0.7, 0.8]), steps=5, **options)
+    assert int(state.step) == 2
+    with pytest.raises(ValueError, match="mode must be one of 'min', 'max'; got 'maximum'"):
+        run(mode="maximum")
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "way"),
+    [("min", [0.5, 0.7, 0.9], "rose"), ("max", [3.0, 2.0, 1.0], "fell")],
+)
+@pytest.mark.parametrize("option", [{"keep_best": True}, {"patience": 2}])
+def test_a_number_that_goes_the_wrong_way_all_the_time_is_said_once(mode, values, way, option):
+    other = {"min": "max", "max": "min"}[mode]
+    script = scripted(values)
+    words = f"evaluation/accuracy {way} from each evaluation to the next.*pass mode='{other}'"
+    with pytest.warns(UserWarning, match=words) as caught:
+        state, history = run(
+            evaluate=lambda w: {"accuracy": script(w)}, evaluate_every=1, steps=3,
+            monitor="accuracy", mode=mode, **option,
+        )  # fmt: skip
+    assert [entry.filename for entry in caught] == [__file__]
+    assert int(state.step) == (1 if "keep_best" in option else 3)
+    assert history["evaluation/accuracy"].tolist() == values
+
+
+def test_a_number_that_turns_or_that_nothing_compares_is_no_warning():
+    run(evaluate=scripted([0.5, 0.7, 0.6]), evaluate_every=1, steps=3, keep_best=True)
+    run(evaluate=scripted([0.5, 0.7, 0.9]), evaluate_every=1, steps=3)
+
+
+def test_numbers_of_aux_are_in_history_and_log(tmp_path):
+    log = tmp_path / "run.jsonl"
+    run(steps=3, checkpoint=tmp_path / "run")
+    _, history = run(checkpoint=tmp_path / "run", log=log)
+    w, largest = np.zeros(3), []
+    for x in X.astype(np.float64):
+        error = x @ (w - TARGET)
+        largest.append(np.max(np.abs(error)))
+        w = w - 0.1 * 2 / 8 * x.T @ error
+    np.testing.assert_allclose(history["aux/largest"], largest, rtol=1e-4)
+    assert "aux/errors" not in history  # arrays are not kept
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["aux/largest"] for line in lines] == pytest.approx(largest[3:], rel=1e-4)
+
+
+def test_one_number_as_aux_is_named_aux():
+    def with_count(w, batch):
+        return jnp.mean((batch @ w) ** 2), jnp.sum(batch > 0)
+
+    _, history = optfn.minimize(
+        with_count, optfn.sgd(0.1), jnp.zeros(3), X, has_aux=True, progress=False
+    )
+    assert history["aux"].tolist() == [int(np.sum(x > 0)) for x in X]
+
+
+def test_several_logs_get_the_same(tmp_path):
+    class Writer:
+        def __init__(self):
+            self.rows = []
+
+        def add_scalar(self, name, value, step):
+            self.rows.append((name, value, step))
+
+        def flush(self):
+            pass
+
+    writer, paths = Writer(), [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    _, history = run(steps=2, log=[paths[0], writer, paths[1]])
+    texts = [path.read_text() for path in paths]
+    assert texts[0] == texts[1] and len(texts[0].splitlines()) == 2
+    losses = [(value, step) for name, value, step in writer.rows if name == "loss"]
+    assert losses == [(float(loss), n) for n, loss in enumerate(history["loss"], 1)]
+    with pytest.raises(TypeError, match="log must be a path; got 3"):
+        run(log=[paths[0], 3])
+
+
+class Tensor:
+    """An array of another library in the memory of the host, which `np.asarray` does not copy."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __array__(self, dtype=None, copy=None):
+        if self.x is None:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        return self.x
+
+
+def test_tensors_of_other_libraries_are_batches():
+    state, history = run([Tensor(x) for x in X], evaluate=lambda w: w[0])
+    want, losses = run()
+    np.testing.assert_array_equal(history["loss"], losses["loss"])
+    np.testing.assert_array_equal(state.params, want.params)
+    words = r"leaf '' is a .*Tensor that NumPy does not take \(can't convert cuda:0"
+    with pytest.raises(TypeError, match=words):
+        run([Tensor(None)])
+
+
+EXAMPLES = np.random.default_rng(1).normal(size=(21, 3)).astype(np.float32)
+PARTS = [EXAMPLES[:8], EXAMPLES[8:16], EXAMPLES[16:]]
+
+
+def test_means_over_batches_count_examples_and_compile_once_a_shape():
+    traced = []
+
+    def fn(w, batch):
+        traced.append(batch.shape)
+        error = batch @ (w - TARGET)
+        return {"loss": jnp.mean(error**2), "wrong": jnp.mean(error > 0)}
+
+    evaluate = optfn.over_batches(fn, [PARTS[0], Tensor(PARTS[1]), PARTS[2]])
+    _, history = run(evaluate=evaluate, evaluate_every=3)
+    w = np.zeros(3)
+    for i, x in enumerate(X.astype(np.float64)):
+        w = w - 0.1 * 2 / 8 * x.T @ (x @ (w - TARGET))
+        if i in (2, 5):
+            error = EXAMPLES @ (w - TARGET)
+            loss, wrong = history["evaluation/loss"][i // 3], history["evaluation/wrong"][i // 3]
+            np.testing.assert_allclose(loss, np.mean(error**2), rtol=1e-3)
+            np.testing.assert_allclose(wrong, np.mean(error > 0), rtol=1e-6)
+    assert traced == [(8, 3), (5, 3)]
+
+
+def test_means_over_batches_with_model_state_and_on_a_mesh():
+    """The params lie in eight parts; the short batch has fewer examples than there are devices."""
+    params = {"w": np.arange(24, dtype=np.float32).reshape(8, 3)}
+    spread = jax.device_put(params, NamedSharding(data_mesh(8), P("data")))
+
+    def fn(params, scale, batch):
+        return jnp.mean(scale * (batch["x"] @ params["w"].T))
+
+    batches = [{"x": x, "id": np.arange(len(x))} for x in PARTS]
+    evaluate = optfn.over_batches(fn, batches)
+    expected = 2.0 * np.mean(EXAMPLES.astype(np.float64) @ params["w"].T)
+    assert evaluate(spread, jnp.float32(2.0)) == pytest.approx(expected, rel=1e-4)
+    assert evaluate(params, jnp.float32(2.0)) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "words"),
+    [
+        (iter(PARTS), ValueError, "each evaluation iterates batches anew"),
+        (3, TypeError, "batches must be an iterable; got 3"),
+        ([], ValueError, "batches gave no example"),
+        ([(PARTS[0], 1.0)], ValueError, r"must have one length; got shapes \(8, 3\), \(\)"),
+        ([PARTS[0], PARTS[0][:2]], ValueError, "the same keys for each batch"),
+        ([PARTS[0][:1]], TypeError, "must return a number or a dict of numbers"),
+    ],
+)
+def test_batches_without_a_mean(batches, error, words):
+    def fn(w, batch):
+        return {2: {"a": 0.0}, 1: batch}.get(len(batch), {"b": 0.0})
+
+    with pytest.raises(error, match=words):
+        optfn.over_batches(fn, batches)(jnp.zeros(3))
+
+
+def test_an_empty_batch_counts_nothing():
+    evaluate = optfn.over_batches(lambda w, x: jnp.mean(x @ w), [*PARTS, EXAMPLES[:0]])
+    expected = np.mean(EXAMPLES.astype(np.float64) @ TARGET)
+    assert evaluate(TARGET) == pytest.approx(expected, rel=1e-4)
+    chex.assert_type(evaluate(TARGET), float)

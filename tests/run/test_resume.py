@@ -1,0 +1,99 @@
+"""What a run says and refuses when it finds a checkpoint in its directory."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+
+X = np.random.default_rng(0).normal(size=(10, 8, 3)).astype(np.float32)
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch @ w - 1.0) ** 2)
+
+
+STEP = optfn.make_train_step(loss_fn, optfn.adam(1e-2))
+
+
+def run(directory, batches=X, step=STEP, **options):
+    state = step.init(jnp.zeros(3))
+    return optfn.fit(step, state, batches, checkpoint=directory, **{"progress": False} | options)
+
+
+def test_a_run_says_from_which_step_it_resumes(tmp_path, capfd):
+    run(tmp_path, X[:4], progress=True)
+    assert "resumed" not in capfd.readouterr().err
+    run(tmp_path, X, progress=True)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == f"resumed from step 4 of {tmp_path}/"
+    assert not any("finished" in line for line in lines)
+
+
+@pytest.mark.parametrize("options", [{}, {"steps": 4}, {"evaluate_every": 1, "patience": 1}])
+def test_a_run_that_is_finished_says_so(options, tmp_path, capfd):
+    if "patience" in options:
+        values = iter([1.0, 2.0])
+        options = options | {"evaluate": lambda w: next(values)}
+    state, _ = run(tmp_path, X[:4], **options)
+    again, _ = run(tmp_path, X[:4], progress=True, **options)
+    assert int(again.step) == int(state.step)
+    said = capfd.readouterr().err.splitlines()
+    assert said == [
+        f"resumed from step {int(state.step)} of {tmp_path}/",
+        f"the run in {tmp_path}/ is finished; no step was left to make",
+    ]
+    run(tmp_path, X[:4], progress=False, **options)
+    assert not capfd.readouterr().err
+
+
+def test_the_last_evaluation_is_saved_where_the_last_step_is_saved_before_it(tmp_path):
+    options = {"evaluate": lambda w: w[0], "save_every": 5}
+    _, history = run(tmp_path, **options)
+    _, again = run(tmp_path, **options)
+    assert again["evaluation_step"].tolist() == [10]
+    np.testing.assert_array_equal(again["evaluation"], history["evaluation"])
+
+
+def test_resume_false_refuses_a_directory_with_a_checkpoint(tmp_path):
+    run(tmp_path, X[:4], resume=False)
+    newest = tmp_path / "step_000000004.npz"
+    with pytest.raises(ValueError, match=f"resume=False, and there is {newest}: give another"):
+        run(tmp_path, X, resume=False)
+    assert [path.name for path in tmp_path.iterdir()] == [newest.name]
+    with pytest.raises(TypeError, match="resume must be True or False"):
+        run(tmp_path, X, resume="no")
+
+
+def test_another_learning_rate_than_that_of_the_checkpoint_is_said_once(tmp_path):
+    run(tmp_path, X[:4])
+    slow = optfn.make_train_step(loss_fn, optfn.adam(1e-4))
+    words = "resumes at the learning rate of its checkpoint, 0.01, and not at that of tx, 0.0001"
+    with pytest.warns(UserWarning, match=words) as caught:
+        _, history = run(tmp_path, X, slow)
+    assert [entry.filename for entry in caught] == [__file__]
+    np.testing.assert_allclose(history["learning_rate"], 0.01)
+
+
+def test_the_way_that_the_warning_names_changes_the_rate(tmp_path):
+    run(tmp_path, X[:4])
+    slow = optfn.make_train_step(loss_fn, optfn.adam(1e-4))
+    found, history = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
+    optfn.save_checkpoint(tmp_path, optfn.set_learning_rate(found, 1e-4), history)
+    _, history = run(tmp_path, X, slow)
+    np.testing.assert_allclose(history["learning_rate"], [0.01] * 4 + [1e-4] * 6)
+
+
+def test_a_rate_that_a_schedule_drives_may_differ(tmp_path):
+    step = optfn.make_train_step(loss_fn, optfn.adam(lambda t: 0.01 / (1 + t)))
+    run(tmp_path, X[:4], step)
+    _, history = run(tmp_path, X, step)
+    np.testing.assert_allclose(history["learning_rate"], 0.01 / (1 + np.arange(10)), rtol=1e-6)
+
+
+def test_keep_is_the_number_of_checkpoints_that_stay(tmp_path):
+    run(tmp_path, save_every=2, keep=3)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"step_{n:09d}.npz" for n in (6, 8, 10)]
+    with pytest.raises(ValueError, match="keep must be >= 1"):
+        run(tmp_path, keep=0)

@@ -1,0 +1,161 @@
+"""A model of flax or equinox given whole: an error with the line that splits it, which works.
+
+Also the warning of `lazy` in a step whose gradients are all dense.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import optfn
+
+X = np.random.default_rng(0).normal(size=(4, 8, 3)).astype(np.float32)
+TX = optfn.adamw(1e-2, weight_decay=0.1)
+
+
+class NnxNet(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(3, 2, rngs=rngs)
+        self.bn = nnx.BatchNorm(2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.bn(self.linear(x)))
+
+
+class Unregistered(nnx.Module, pytree=False):
+    def __init__(self):
+        self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.BatchNorm(use_running_average=False)(linen.Dense(2)(x))
+
+
+def error_of(params, loss_fn=lambda params, batch: 0.0):
+    """Return the text of the TypeError with which `minimize` refuses these params."""
+    with pytest.raises(TypeError) as caught:
+        optfn.minimize(loss_fn, TX, params, X, progress=False)
+    return str(caught.value)
+
+
+def test_variables_of_nnx_that_are_no_params_are_named_by_their_type():
+    model = NnxNet()
+    for params in (model, nnx.state(model), {"net": [nnx.state(model)]}):
+        text = error_of(params)
+        for words in ("bn/mean' of type BatchStat", "bn/var' of type BatchStat", "type RngKey"):
+            assert words in text
+        assert "graphdef, params, rest = nnx.split(model, nnx.Param, ...)" in text
+        assert "bn/scale" not in text
+    assert "'' of type Unregistered" in error_of(Unregistered())
+
+
+def test_the_line_for_nnx_trains_the_params_and_keeps_the_statistics():
+    graphdef, params, rest = nnx.split(NnxNet(), nnx.Param, ...)
+
+    def loss_fn(params, rest, x):
+        model = nnx.merge(graphdef, params, rest)
+        loss = jnp.mean((model(x) - 1.0) ** 2)
+        return loss, nnx.split(model, nnx.Param, ...)[2]
+
+    state, _ = optfn.minimize(loss_fn, optfn.sgd(0.0), params, X, model_state=rest, progress=False)
+    kernel, bias = params["linear"]["kernel"][...], params["linear"]["bias"][...]
+    mean = np.zeros(2)
+    for x in X:
+        mean = 0.99 * mean + 0.01 * np.mean(x @ np.asarray(kernel) + np.asarray(bias), axis=0)
+    np.testing.assert_allclose(state.model_state["bn"]["mean"][...], mean, rtol=1e-4)
+
+
+def test_a_model_of_nnx_with_params_only_is_taken_whole():
+    class Lora(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Param(jnp.ones(3))
+            self.b = nnx.LoRAParam(jnp.ones(3))
+
+    step = optfn.make_train_step(lambda m, x: jnp.mean((x @ (m.a + m.b)) ** 2), optfn.sgd(0.1))
+    state, _ = step(step.init(Lora()), X[0])
+    expected = 1 - 0.1 * 2 / 8 * X[0].T @ (X[0] @ np.full(3, 2.0))
+    np.testing.assert_allclose(state.params.a[...], expected, rtol=1e-4)
+
+
+def test_the_collections_of_linen_beside_params_are_named():
+    variables = LinenNet().init(jax.random.key(0), X[0])
+    text = error_of(variables)
+    assert 'with batch_stats beside "params"' in text
+    assert 'variables["params"]' in text and 'variables["batch_stats"]' in text
+    step = optfn.make_train_step(lambda p, x: 0.0, TX)
+    step.init({"params": variables["params"]})
+    step.init(variables["params"])
+    step.init({"params": jnp.ones(2), "scale": jnp.ones(2)})  # no collections
+
+
+def test_fields_of_an_equinox_module_that_are_no_arrays_are_named():
+    key = jax.random.key(0)
+    model = eqx.nn.Sequential([eqx.nn.Linear(3, 2, key=key), eqx.nn.Dropout(), jnp.tanh])
+    text = error_of({"net": model})
+    assert "'net/layers/1/p' of type float" in text
+    assert "'net/layers/1/inference' of type bool" in text and "net/layers/2' of type" in text
+    assert "params, static = eqx.partition(model, eqx.is_inexact_array)" in text
+    assert "weight" not in text
+    assert "axis_name' of type str" in error_of(eqx.nn.BatchNorm(2, axis_name="batch"))
+
+
+def test_the_line_for_equinox_trains_the_arrays_only():
+    key = jax.random.key(0)
+    model = eqx.nn.Sequential([eqx.nn.Linear(3, 1, key=key), eqx.nn.Dropout(0.5, inference=True)])
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss_fn(params, x):
+        return jnp.mean((jax.vmap(eqx.combine(params, static))(x) - 1.0) ** 2)
+
+    state, history = optfn.minimize(loss_fn, optfn.sgd(0.1), params, X, progress=False)
+    w, b = np.asarray(model.layers[0].weight[0]), np.asarray(model.layers[0].bias)
+    losses = []
+    for x in X:
+        error = x @ w + b - 1.0
+        losses.append(np.mean(error**2))
+        w, b = w - 0.1 * 2 / 8 * x.T @ error, b - 0.1 * 2 * error.mean()
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(state.params.layers[0].weight[0], w, rtol=1e-4)
+
+
+def test_text_in_a_module_has_the_hint_at_the_transform_too():
+    with pytest.raises(TypeError, match=r"type str\. A text is no parameter.*eqx\.partition\("):
+        optfn.sgd(0.1).init({"axis_name": "batch"})
+
+
+TABLE = {"t": jnp.ones((4, 2))}
+
+
+def first_state(tx, params=TABLE, **options):
+    def loss_fn(params, ids):
+        return jnp.mean(params["t"][ids] ** 2)
+
+    if "value_and_grad" in options:
+        loss_fn = None
+    return optfn.make_train_step(loss_fn, tx, **options).init(params)
+
+
+def test_lazy_without_tables_is_said_at_the_users_line():
+    inside = optfn.chain(optfn.skip_nonfinite(optfn.adam(0.1, lazy=True)))
+    words = r"adam\(lazy=True\) has no effect without tables="
+    with pytest.warns(UserWarning, match=words) as caught:
+        first_state(inside)
+    assert [entry.filename for entry in caught] == [__file__]
+    with pytest.warns(UserWarning, match=r"adamw\(lazy='exact'\) has no effect"):
+        first_state(optfn.adamw(0.1, lazy="exact"))
+
+
+def test_lazy_is_not_mentioned_where_rows_may_come_or_where_nothing_is_asked():
+    tx = optfn.adam(0.1, lazy=True)
+    first_state(tx, tables="t")
+    first_state(tx, value_and_grad=optfn.sparse.value_and_grad(lambda p, x: p["t"][x].sum(), "t"))
+    first_state(tx, {"t": jnp.ones(4)})  # no table
+    first_state(optfn.ftrl(0.1))  # lazy by default
+    first_state(optfn.adam(0.1, lazy=False))
