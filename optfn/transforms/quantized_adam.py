@@ -14,12 +14,12 @@ from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
 from optfn.state.encoded import Encoded, encodes
-from optfn.transforms import codes
+from optfn.transforms import codes, late_steps
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors
 from optfn.transforms.in_place import in_passes
 
 
-@traits(spans_buffers=True)
+@traits(spans_buffers=True, counted="mu")
 @encodes(
     Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
     Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),
@@ -27,7 +27,7 @@ from optfn.transforms.in_place import in_passes
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.03 bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: late_steps.Steps
     mu: Params
     mu_scale: Params
     nu: Params
@@ -180,7 +180,7 @@ def scale_by_quantized_adam(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step, updates = core.next_step(state.step), leafwise.to_dense(updates)
+        step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
 
         def narrow(g: jax.Array, *arrays: jax.Array, seed: jax.Array) -> Arrays:
             # The moments are computed in float32 for gradients of any dtype.
@@ -194,12 +194,17 @@ def scale_by_quantized_adam(
         # In one program XLA would recompute the new moments where they are read, and for that keep
         # the old ones.
         rows = state._replace(mu=_blocks(state.mu), nu=_blocks(state.nu))
-        moments = in_passes([advance], tuple(rows[1:]), _blocks(updates), step)
+        count = late_steps.shared(step)
+        moments = in_passes([advance], tuple(rows[1:]), _blocks(updates), count)
         moments = jax.tree.map(lambda new, old: new.reshape(old.shape), moments, tuple(state[1:]))
 
-        scale, root = adam_factors(b1, b2, step, eps_hat)
-        rule = partial(_direction, storage, eps=eps, scale=scale, root=root)
-        updates = leafwise.apply(rule, updates, *moments, shapes=storage.shapes)[0]
+        def of_step(step: jax.Array) -> dict[str, Scalar]:
+            scale, root = adam_factors(b1, b2, step, eps_hat)
+            return {"scale": scale, "root": root}
+
+        numbers = late_steps.by_leaf(of_step, step, updates)
+        rule = partial(_direction, storage, eps=eps)
+        updates = leafwise.apply(rule, updates, *moments, shapes=storage.shapes, **numbers)[0]
         return updates, storage.state_type(step, *moments)
 
     return core.Rule(init, update)
