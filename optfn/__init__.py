@@ -45,12 +45,18 @@ from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.muon import muon
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
-from optfn.run.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.run.checkpoint import (
+    load_checkpoint,
+    load_params,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place
+from optfn.train.loading import load_state_dict
 from optfn.train.state import TrainState
-from optfn.train.state_dict import averaged_params, load_state_dict, state_dict, summary
+from optfn.train.state_dict import averaged_params, state_dict, summary
 from optfn.train.step import TrainStep, make_train_step
 from optfn.transforms.adam import scale_by_adam, scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
@@ -115,6 +121,7 @@ __all__ = [
     "lamb",
     "lars",
     "load_checkpoint",
+    "load_params",
     "load_state_dict",
     "make_train_step",
     "master_weights",

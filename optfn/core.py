@@ -40,6 +40,7 @@ class Rule(NamedTuple):
     real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
     reads_state: whether update reads its state, see `transform`.
     links: the rules of a chain.
+    decays: whether it has a weight decay, which the extra argument `decay_factors` scales by path.
     """
 
     init: Callable[[Params], OptState]
@@ -48,6 +49,7 @@ class Rule(NamedTuple):
     real_only: str = ""
     reads_state: bool = True
     links: "tuple[Rule, ...]" = ()
+    decays: bool = False
 
 
 rule = Rule  # the name by which docs/own-transform.md makes one
@@ -156,7 +158,8 @@ def transform(
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
             made, name = factory(*args, **kwargs), factory.__name__
             real_only = made.real_only if complex_leaves else name
-            return behind_edge(name, Rule(*made[:2], needs_params, real_only, reads_state))
+            given = Rule(*made[:2], needs_params, real_only, reads_state, decays=made.decays)
+            return behind_edge(name, given)
 
         return make
 
@@ -200,7 +203,8 @@ def chained(links: Sequence[Rule]) -> Rule:
 
     needs_params = any(link.needs_params for link in links)
     real_only = next((link.real_only for link in links if link.real_only), "")
-    return Rule(init, update, needs_params, real_only)
+    decays = any(link.decays for link in links)
+    return Rule(init, update, needs_params, real_only, decays=decays)
 
 
 def check_params_given(name: str, params: Params | None) -> None:

@@ -161,8 +161,8 @@ def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
 OTHER_NAMES = {
     "Packed", "ParamAttr", "Stacked", "TrainState", "TrainStep", "apply_updates",
     "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
-    "get_learning_rate", "load_checkpoint", "load_state_dict", "make_train_step", "metrics",
-    "minimize", "fit", "over_batches", "pack", "plot", "recompute", "restore_checkpoint",
+    "get_learning_rate", "load_checkpoint", "load_params", "load_state_dict", "make_train_step",
+    "metrics", "minimize", "fit", "over_batches", "pack", "plot", "recompute", "restore_checkpoint",
     "save_checkpoint",
     "schedules", "set_learning_rate", "sparse", "state_dict", "summary", "unpack",
 }  # fmt: skip

@@ -59,7 +59,9 @@ def optimizer(
         penalty = _optional("regularization", common["regularization"], "optfn.l2_decay")
         if common["param_attrs"] is None:
             return built([tx for tx in (clip, penalty) if tx is not None])
-        return with_attributes(factory.__name__, common["param_attrs"], clip, penalty, built)
+        return with_attributes(
+            factory.__name__, common["param_attrs"], clip, penalty, built, own.decays
+        )
 
     # Python 3.13 takes the indentation off a docstring, and earlier versions leave it.
     make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))

@@ -143,6 +143,7 @@ def _apart(
             new.append(own_state)
         return after, MatricesAndOthers(*new)
 
-    needs_params = any(rule.needs_params for rule in rules)
-    rule = core.Rule(init, update, needs_params, rules[0].real_only or rules[1].real_only)
+    needs_params, decays = any(r.needs_params for r in rules), any(r.decays for r in rules)
+    real_only = rules[0].real_only or rules[1].real_only
+    rule = core.Rule(init, update, needs_params, real_only, decays=decays)
     return core.behind_edge("muon", rule)

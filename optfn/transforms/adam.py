@@ -16,7 +16,8 @@ from optfn.leaves import leafwise, numerics
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.state.encoded import Encoded, encodes
-from optfn.transforms import codes
+from optfn.transforms import codes, late_steps
+from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import check_moment_dtype, stored
 
 
@@ -27,27 +28,37 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
 
 
 def counting_steps(
-    rule_at: Callable[[jax.Array], Callable[..., Any]],
+    rule: Callable[..., Any],
+    of_step: Callable[[jax.Array], dict[str, Scalar]],
     state_type: Callable[..., OptState],
     rows: str = "dense",
 ) -> core.Rule:
-    """Return the rule that applies `rule_at(t)` to the gradient and two moments in step t."""
+    """Return the rule that maps a rule on arrays over a gradient and two moments.
+
+    Args:
+      rule: (g, m, v, **numbers) -> (update, m, v), on arrays.
+      of_step: from the number of steps to the numbers.
+      state_type: makes the state, (step, m, v).
+      rows: as in `leafwise.apply`.
+    """
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step = core.next_step(state.step)
-        updates, *moments = leafwise.apply(rule_at(step), updates, *state[1:], rows=rows)
+        step = late_steps.advanced(state.step)
+        numbers = late_steps.by_leaf(of_step, step, updates)
+        updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
         return updates, state_type(step, *moments)
 
     return core.Rule(partial(init_moments, state_type), update)
 
 
+@traits(counted="mu")
 class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: Steps
     mu: Params
     nu: Params
 
@@ -131,22 +142,25 @@ def scale_by_adam(
     bias_correction = checks.flag("bias_correction", bias_correction)
     lazy = checks.flag("lazy", lazy)
 
-    def rule_at(step: jax.Array) -> Callable[..., Any]:
-        scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
-        return partial(adam_rule, b1=b1, b2=b2, eps=eps, scale=scale, root=root)
+    def of_step(step: jax.Array) -> dict[str, Scalar]:
+        corrected = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
+        return dict(zip(("scale", "root"), corrected, strict=True))
 
-    return counting_steps(rule_at, ScaleByAdamState, rows="touched" if lazy else "dense")
+    rule = partial(adam_rule, b1=b1, b2=b2, eps=eps)
+
+    return counting_steps(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")
 
 
+@traits(counted="mu")
 class ScaleByAdamaxState(NamedTuple):
     """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: Steps
     mu: Params
     infinity_norm: Params
 
 
-@traits(spans_buffers=True)
+@traits(spans_buffers=True, counted="mu")
 @encodes(
     Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
     Encoded("infinity_norm", "infinity_norm_scale", codes.decode_unsigned, codes.encode_unsigned),
@@ -154,7 +168,7 @@ class ScaleByAdamaxState(NamedTuple):
 class ScaleByInt8AdamaxState(NamedTuple):
     """State of `scale_by_adamax` in int8: 2.03 bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: Steps
     mu: Params
     mu_scale: Params
     infinity_norm: Params
@@ -213,7 +227,7 @@ def scale_by_adamax(
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
     eps = checks.nonnegative("eps", eps)
 
-    def scalars(step: jax.Array) -> dict[str, Any]:
+    def of_step(step: jax.Array) -> dict[str, Scalar]:
         return {"scale": 1 / numerics.bias_correction(b1, step)}
 
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
@@ -221,10 +235,7 @@ def scale_by_adamax(
         moments = partial(adamax_moments, b1=b1, b2=b2, eps=eps)
         signed = (True, False)
         return stored(
-            dtype, _ADAMAX_STATES, moments, adamax_direction, signed=signed, scalars_at=scalars
+            dtype, _ADAMAX_STATES, moments, adamax_direction, signed=signed, of_step=of_step
         )
-
-    def rule_at(step: jax.Array) -> Callable[..., Any]:
-        return partial(adamax_rule, b1=b1, b2=b2, eps=eps, **scalars(step))
-
-    return counting_steps(rule_at, ScaleByAdamaxState)
+    rule = partial(adamax_rule, b1=b1, b2=b2, eps=eps)
+    return counting_steps(rule, of_step, ScaleByAdamaxState)

@@ -18,7 +18,7 @@ from optfn.leaves import leafwise, numerics
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.state.encoded import Encoded, encodes
-from optfn.transforms import codes
+from optfn.transforms import codes, late_steps
 from optfn.transforms.stored import check_moment_dtype, stored
 
 
@@ -335,10 +335,11 @@ def scale_by_rms(
     return stored(dtype, _RMS_STATES, lambda g, r: plain_rule(g, r)[1:], direction, signed=(False,))
 
 
+@traits(counted="gradients")
 class ScaleByAsgdState(NamedTuple):
     """State of `scale_by_asgd`: 4·batch_num bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: late_steps.Steps
     gradients: Params
 
 
@@ -368,14 +369,18 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step = core.next_step(state.step)
+        step = late_steps.advanced(state.step)
+        place = late_steps.shared(state.step) % n
+        counts = late_steps.by_leaf(lambda t: {"divisor": jnp.minimum(t, n)}, step, updates)
 
-        def average(g: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-            y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), state.step % n, 0)
-            return jnp.sum(y, axis=0) / numerics.scalar(jnp.minimum(step, n), g), y
+        def average(
+            g: jax.Array, y: jax.Array, *, divisor: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), place, 0)
+            return jnp.sum(y, axis=0) / numerics.scalar(divisor, g), y
 
         updates, gradients = leafwise.apply(
-            average, updates, state.gradients, shapes=lambda shape: [(n, *shape)]
+            average, updates, state.gradients, shapes=lambda shape: [(n, *shape)], **counts
         )
         return updates, ScaleByAsgdState(step, gradients)
 

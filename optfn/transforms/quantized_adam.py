@@ -5,16 +5,17 @@ from typing import Any, NamedTuple
 import jax
 
 from optfn import checks, core
-from optfn.checks import Number
+from optfn.checks import Number, Scalar
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Params
 from optfn.state.encoded import Encoded, encodes
 from optfn.transforms import codes
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors, adam_moments
+from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import MOMENT_DTYPES, Arrays, stored
 
 
-@traits(spans_buffers=True)
+@traits(spans_buffers=True, counted="mu")
 @encodes(
     Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
     Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),
@@ -22,7 +23,7 @@ from optfn.transforms.stored import MOMENT_DTYPES, Arrays, stored
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.03 bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: Steps
     mu: Params
     mu_scale: Params
     nu: Params
@@ -87,8 +88,8 @@ def scale_by_quantized_adam(
         del g
         return adam_direction(m, v, eps=eps, **factors)
 
-    def factors(step: jax.Array) -> dict[str, Any]:
+    def of_step(step: jax.Array) -> dict[str, Scalar]:
         scale, root = adam_factors(b1, b2, step, eps_hat) if bias_correction else (1.0, 1.0)
         return {"scale": scale, "root": root}
 
-    return stored(dtype, _STATES, moments, direction, signed=(True, False), scalars_at=factors)
+    return stored(dtype, _STATES, moments, direction, signed=(True, False), of_step=of_step)

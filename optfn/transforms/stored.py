@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import checks, core
+from optfn.checks import Scalar
 from optfn.leaves import leafwise, tree
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
-from optfn.transforms import codes
+from optfn.transforms import codes, late_steps
 from optfn.transforms.in_place import in_passes
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
@@ -123,7 +124,7 @@ def stored(
     direction: Callable[..., jax.Array],
     *,
     signed: Sequence[bool],
-    scalars_at: Callable[[jax.Array], dict[str, Any]] = lambda step: {},
+    of_step: Callable[[jax.Array], dict[str, Scalar]] = lambda step: {},
 ) -> core.Rule:
     """Return a rule whose moments are stored in 8 or 16 bits, stochastically rounded.
 
@@ -137,7 +138,7 @@ def stored(
         |g| of a block and the scales, it gives the new scales, so it must increase in all of them.
       direction: (g, *moments, **scalars) -> u, elementwise.
       signed: whether each moment, at most two, has a sign.
-      scalars_at: the scalars of step t.
+      of_step: from the number of steps to the scalars.
 
     The random bits are a hash of step and element, so that a run can be repeated bit for bit. The
     moments change in place, in a separate pass over the leaf.
@@ -164,12 +165,13 @@ def stored(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step, updates = core.next_step(state.step), leafwise.to_dense(updates)
+        step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
         # In one program XLA would recompute the new moments where they are read, and for that keep
         # the old ones.
-        arrays = in_passes([advance], storage.as_rows(state[1:]), _rows(updates), step)
+        count = late_steps.shared(step)
+        arrays = in_passes([advance], storage.as_rows(state[1:]), _rows(updates), count)
         arrays = jax.tree.map(lambda new, old: new.reshape(old.shape), arrays, tuple(state[1:]))
-        scalars = scalars_at(step)
+        scalars = late_steps.by_leaf(of_step, step, updates)
         updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]
         return updates, state_type(step, *arrays)
 

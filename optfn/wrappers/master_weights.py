@@ -16,7 +16,7 @@ from optfn.leaves.updates import apply_updates
 from optfn.transforms import codes
 
 
-@traits(passes_own_gradients=True, follows_params=True)
+@traits(passes_own_gradients=True, follows_params=True, copies="master")
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 

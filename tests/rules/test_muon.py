@@ -200,6 +200,22 @@ def test_held_leaves_clips_and_masters_are_those_of_every_optimizer():
     chex.assert_trees_all_close(state.master, want, atol=1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("others", [None, optfn.adamw(0.1, weight_decay=0.1)])
+def test_factors_of_the_decay_reach_matrices_and_others(others, packed):
+    params = {"v": normal(1, 4, 6), "w": normal(2, 4, 6), "b": normal(3, 4)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    attrs = {"w|b": optfn.ParamAttr(weight_decay=0.5)}
+    tx = optfn.muon(0.1, weight_decay=0.1, others=others, param_attrs=attrs)
+    if packed:
+        packed_zero = pack_like(optfn.pack(params).layout, zero)
+        found = optfn.unpack(followed(tx, optfn.pack(params), [packed_zero])[0])
+    else:
+        found, _ = followed(tx, params, [zero])
+    for k, factor in {"v": 0.99, "w": 0.995, "b": 0.995}.items():
+        np.testing.assert_allclose(found[k], factor * params[k], rtol=1e-6)
+
+
 def test_products_in_bfloat16_are_near_those_in_float32():
     """Each product rounds by 2⁻⁹, and a later step multiplies what an earlier one has added."""
     m = {"w": normal(5, 64, 96)}

@@ -351,6 +351,20 @@ def test_schedule_follows_its_reference(name):
         np.testing.assert_allclose(found, rates, rtol=5e-5, atol=atol, err_msg=str(given))
 
 
+def test_schedules_of_a_run_reach_their_peak_and_their_end_exactly():
+    cosine = optfn.schedules.warmup_cosine(0.3, 41, 1000, start=0.1, end=0.02)
+    stable = optfn.schedules.warmup_stable_decay(0.3, 41, 100, 49, start=0.1, end=0.07)
+    for schedule, constant, last, end in [(cosine, 41, 1000, 0.02), (stable, 141, 190, 0.07)]:
+        rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(2000)))
+        name, given, options = schedule.call
+        reference = getattr(reference_schedules, name)(*given, **options)
+        np.testing.assert_allclose(rates, reference_schedules.series(reference, 2000), rtol=1e-5)
+        assert np.all(rates[41:constant] == np.float32(0.3))
+        assert np.all(rates[last:] == np.float32(end))
+        assert rates.max() == rates[41] == np.float32(0.3)
+        assert np.all(np.diff(rates[constant : last + 1]) < 0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
