@@ -17,7 +17,7 @@ from optfn.transforms.stored import check_moment_dtype
 from optfn.wrappers.attributes import ParamAttrs
 
 
-def adam_moments(
+def scale_by_adam_in(
     b1: Number,
     b2: Number,
     eps: Number,
@@ -80,7 +80,7 @@ def adam(
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
     return chain(
-        adam_moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -123,7 +123,7 @@ def adamw(
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
     return chain(
-        adam_moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
         add_decayed_weights(weight_decay, exclude=exclude),
         scale_by_learning_rate(learning_rate),
     )

@@ -14,7 +14,7 @@ from optfn.leaves.selection import Selection
 from optfn.leaves.traits import traits
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, PyTree, Updates
-from optfn.optimizers.adam import adam_moments
+from optfn.optimizers.adam import scale_by_adam_in
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.muon import Scale, matrix_paths, scale_by_muon
@@ -94,7 +94,7 @@ def muon(
     ends = add_decayed_weights(weight_decay, exclude=exclude), scale_by_learning_rate(learning_rate)
     of_matrices = dense_rows("muon"), direction
     if others is None:
-        of_others = adam_moments(0.9, 0.999, 1e-8, False, moment_dtype, False)
+        of_others = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
         return chain(_apart(chain(*of_matrices), of_others, pattern), *ends)
     others = core.check_transform("others", others, "optfn.adamw")
     return chain(_apart(chain(*of_matrices, *ends), others, pattern))

@@ -163,7 +163,7 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        words = treatments.get(name, []) + _words(
+        words = treatments.get(name, []) + _attribute_words(
             attrs.get(name, DEFAULT), p, name in without_decay
         )
         row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
@@ -240,7 +240,7 @@ def _treatments(state: OptState, names: list[str]) -> dict[str, list[str]]:
     }
 
 
-def _words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
+def _attribute_words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return ["frozen: not floating point"]
     if not attr.trainable:

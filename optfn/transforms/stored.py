@@ -71,10 +71,10 @@ class Storage(NamedTuple):
     def as_rows(self, arrays: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """Return the arrays that have a number per element with one block in each row."""
         parts = zip(self.parts, arrays, strict=True)
-        return tuple(_rows(x) if part.per_element else x for part, x in parts)
+        return tuple(_in_rows(x) if part.per_element else x for part, x in parts)
 
 
-def _rows(values: PyTree) -> PyTree:
+def _in_rows(values: PyTree) -> PyTree:
     return tree.map_arrays(codes.as_rows, values)
 
 
@@ -169,7 +169,7 @@ def stored(
         # In one program XLA would recompute the new moments where they are read, and for that keep
         # the old ones.
         count = late_steps.shared(step)
-        arrays = in_passes([advance], storage.as_rows(state[1:]), _rows(updates), count)
+        arrays = in_passes([advance], storage.as_rows(state[1:]), _in_rows(updates), count)
         arrays = jax.tree.map(lambda new, old: new.reshape(old.shape), arrays, tuple(state[1:]))
         scalars = late_steps.by_leaf(of_step, step, updates)
         updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]

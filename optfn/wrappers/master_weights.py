@@ -41,14 +41,14 @@ class MasterWeights24State(NamedTuple):
     step: jax.Array
 
 
-class Form(NamedTuple):
+class MasterForm(NamedTuple):
     """How masters are kept.
 
     state_type: the class of the state.
     is_narrow: whether a parameter has a master.
-    start: p -> what is kept of its master, which is p.
+    start: p -> the array to keep for a master that is p.
     read: (p, kept) -> the master.
-    write: (p, master[, step]) -> (u, kept); p + u and what is kept then give the master.
+    write: (p, master[, step]) -> (u, kept), for which read(p + u, kept) is the master.
     """
 
     state_type: type[MasterWeightsState | MasterWeights32State | MasterWeights24State]
@@ -153,7 +153,7 @@ def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
         )
 
 
-def _form(dtype: np.dtype[Any], bits: int | None) -> Form:
+def _form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
     """Return the form that the arguments of `master_weights` ask for."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
@@ -163,9 +163,9 @@ def _form(dtype: np.dtype[Any], bits: int | None) -> Form:
     return _remainders(bits)
 
 
-def _copies(dtype: np.dtype[Any]) -> Form:
+def _copies(dtype: np.dtype[Any]) -> MasterForm:
     """Return the form of masters that are arrays of `dtype`."""
-    return Form(
+    return MasterForm(
         MasterWeightsState,
         lambda p: _is_narrower(p, dtype),
         lambda p: p.astype(dtype),
@@ -174,7 +174,7 @@ def _copies(dtype: np.dtype[Any]) -> Form:
     )
 
 
-def _remainders(bits: int) -> Form:
+def _remainders(bits: int) -> MasterForm:
     """Return the form of float32 masters that are a parameter and a remainder together."""
 
     def write(
@@ -188,7 +188,7 @@ def _remainders(bits: int) -> Form:
         reached = (p.astype(jnp.float32) + u).astype(p.dtype)
         return u, codes.remainder_beside(reached, master, bits, noise)
 
-    return Form(
+    return MasterForm(
         MasterWeights32State if bits == 32 else MasterWeights24State,
         lambda p: _is_narrower(p, jnp.dtype(jnp.float32)),
         lambda p: jnp.zeros_like(p, codes.REMAINDERS[bits]),
