@@ -57,8 +57,17 @@ def chain(optimizer: Factory) -> str:
     """Return the transforms of an optimizer in their order."""
     factory = inspect.unwrap(optimizer)
     needed = [k for k, p in inspect.signature(factory).parameters.items() if p.default is p.empty]
-    links = [link.call[0] for link in factory(**dict.fromkeys(needed, 0.5)).parts]
-    return " → ".join(link for link in links if link != "dense_rows")
+    return _links(factory(**dict.fromkeys(needed, 0.5)))
+
+
+def _links(tx: Any) -> str:
+    """Return the transforms of a chain, or those of matrices and those of other leaves."""
+    name, parts = tx.call[0], tx.parts
+    if name == "_apart":
+        return f"({'; others: '.join(map(_links, parts))})"
+    if name == "chain":
+        return " → ".join(_links(part) for part in parts if part.call[0] != "dense_rows")
+    return str(name)
 
 
 def recordings(name: str) -> str:

@@ -96,6 +96,8 @@ SCHEDULES = {
     "piecewise": schedules.piecewise([300, 600], [1.0, 0.5, 0.1]),
     "cosine": schedules.cosine(1.0, 100, 10),
     "linear_warmup, cosine": schedules.linear_warmup(schedules.cosine(1.0, 1, 1000), 100, 0.0, 1.0),
+    "warmup_cosine": schedules.warmup_cosine(1.0, 100, 1000, end=0.1),
+    "warmup_stable_decay": schedules.warmup_stable_decay(1.0, 100, 500, 400),
     "step_decay": schedules.step_decay(1.0, 250, 0.5),
     "multi_step": schedules.multi_step(1.0, [300, 800], 0.3),
     "lambda_decay": schedules.lambda_decay(1.0, lambda i: 0.5 + 0.5 * jnp.cos(i % 250 / 80)),

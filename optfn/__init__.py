@@ -43,13 +43,20 @@ from optfn.leaves.updates import apply_updates
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
 from optfn.optimizers.adam import adam, adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
+from optfn.optimizers.muon import muon
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
-from optfn.run.checkpoint import load_checkpoint, restore_checkpoint, save_checkpoint
+from optfn.run.checkpoint import (
+    load_checkpoint,
+    load_params,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place
+from optfn.train.loading import load_state_dict
 from optfn.train.state import TrainState
-from optfn.train.state_dict import averaged_params, load_state_dict, state_dict, summary
+from optfn.train.state_dict import averaged_params, state_dict, summary
 from optfn.train.step import TrainStep, make_train_step
 from optfn.transforms.adam import scale_by_adam, scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
@@ -69,6 +76,7 @@ from optfn.transforms.moment import (
     scale_by_momentum,
     scale_by_rms,
 )
+from optfn.transforms.muon import scale_by_muon
 from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
 from optfn.transforms.scaling import scale_by_lars, scale_by_trust_ratio
@@ -113,6 +121,7 @@ __all__ = [
     "lamb",
     "lars",
     "load_checkpoint",
+    "load_params",
     "load_state_dict",
     "make_train_step",
     "master_weights",
@@ -120,6 +129,7 @@ __all__ = [
     "minimize",
     "model_average",
     "momentum",
+    "muon",
     "over_batches",
     "pack",
     "plot",
@@ -139,6 +149,7 @@ __all__ = [
     "scale_by_lars",
     "scale_by_learning_rate",
     "scale_by_momentum",
+    "scale_by_muon",
     "scale_by_quantized_adam",
     "scale_by_rms",
     "scale_by_trust_ratio",

@@ -40,6 +40,7 @@ class Rule(NamedTuple):
     real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
     reads_state: whether update reads its state, see `transform`.
     links: the rules of a chain.
+    decays: whether it has a weight decay, which the extra argument `decay_factors` scales by path.
     """
 
     init: Callable[[Params], OptState]
@@ -48,6 +49,7 @@ class Rule(NamedTuple):
     real_only: str = ""
     reads_state: bool = True
     links: "tuple[Rule, ...]" = ()
+    decays: bool = False
 
 
 rule = Rule  # the name by which docs/own-transform.md makes one
@@ -144,7 +146,8 @@ def transform(
 
     Args:
       needs_params: whether the rule reads params; without them it is an error.
-      complex_leaves: whether the rule is defined for complex leaves; else they are an error.
+      complex_leaves: whether the rule is defined for complex leaves; else they are an error. A rule
+        of which an argument excludes them says so in its `real_only`.
       reads_state: whether update reads its state; if not, or if the state is empty, it also takes
         None, () and `optax.EmptyState()`.
     """
@@ -154,8 +157,9 @@ def transform(
         @functools.wraps(factory)
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
             made, name = factory(*args, **kwargs), factory.__name__
-            real_only = "" if complex_leaves else name
-            return behind_edge(name, Rule(*made[:2], needs_params, real_only, reads_state))
+            real_only = made.real_only if complex_leaves else name
+            given = Rule(*made[:2], needs_params, real_only, reads_state, decays=made.decays)
+            return behind_edge(name, given)
 
         return make
 
@@ -199,7 +203,8 @@ def chained(links: Sequence[Rule]) -> Rule:
 
     needs_params = any(link.needs_params for link in links)
     real_only = next((link.real_only for link in links if link.real_only), "")
-    return Rule(init, update, needs_params, real_only)
+    decays = any(link.decays for link in links)
+    return Rule(init, update, needs_params, real_only, decays=decays)
 
 
 def check_params_given(name: str, params: Params | None) -> None:

@@ -39,6 +39,8 @@ __all__ = [
     "polynomial",
     "reduce_on_plateau",
     "step_decay",
+    "warmup_cosine",
+    "warmup_stable_decay",
 ]
 
 P = ParamSpec("P")
@@ -275,9 +277,102 @@ def linear_warmup(
         step = jnp.asarray(step)
         then = jnp.asarray(after(step) if callable(after) else after)
         then = then.astype(numerics.scalar_dtype())
-        return jnp.where(step < w, start + (end - start) * _float(step) / w, then)
+        return jnp.where(step < w, _line(step, w, start, end), then)
 
     return schedule
+
+
+@_named
+def warmup_cosine(
+    peak: Number, warmup_steps: int, total_steps: int, *, start: Number = 0.0, end: Number = 0.0
+) -> Schedule:
+    """Return a linear rise to peak at step w, then half a cosine to end at step T.
+
+        start + (peak − start)·i/w                             i < w
+        end + (peak − end)·(1 + cos(π·(i − w)/(T − w)))/2      w ≤ i < T
+        end                                                    from T on
+
+    Args:
+      peak: the highest rate, ≥ 0.
+      warmup_steps: w, ≥ 0.
+      total_steps: T, the steps of warm-up and cosine together, > w.
+      start: the rate of step 0, ≥ 0; without warm-up it is not used.
+      end: the rate from step T on, ≥ 0.
+
+    Source: Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts; `optax.schedules`'
+    warmup_cosine_decay_schedule.
+    """
+    top = checks.nonnegative("peak", peak)
+    w, total = checks.count("warmup_steps", warmup_steps, low=0), _after(warmup_steps, total_steps)
+    first, last = checks.nonnegative("start", start), checks.nonnegative("end", end)
+
+    def rule(i: jax.Array) -> jax.Array:
+        # (1 + cos(π − x))/2 = sin²(x/2), which keeps its digits where the rate is small.
+        left = _float(jnp.clip(total - i, 0, total - w)) / (total - w)
+        falling = last + (top - last) * jnp.sin(jnp.pi / 2 * left) ** 2
+        return jnp.where(i < w, _line(i, w, first, top), falling)
+
+    return _of_array(rule)
+
+
+def _after(warmup_steps: int, total_steps: int) -> int:
+    total = checks.count("total_steps", total_steps)
+    if total <= warmup_steps:
+        raise ValueError(
+            f"total_steps must be more than warmup_steps, {warmup_steps}, which it includes; "
+            f"got {total}"
+        )
+    return total
+
+
+def _line(i: jax.Array, length: int, start: Scalar, end: Scalar) -> jax.Array:
+    """Return start + (end − start)·i/length for i < length."""
+    return start + (end - start) * _float(i) / max(length, 1)
+
+
+@_named
+def warmup_stable_decay(
+    peak: Number,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    *,
+    start: Number = 0.0,
+    end: Number = 0.0,
+) -> Schedule:
+    """Return a linear rise to peak, a constant rate, and a linear fall to end.
+
+        start + (peak − start)·i/w              i < w
+        peak                                    w ≤ i < w + s
+        end + (peak − end)·(w + s + d − i)/d    w + s ≤ i < w + s + d
+        end                                     from then on
+
+    A run can be prolonged while the rate is constant, which a cosine does not allow.
+
+    Args:
+      peak: the highest rate, ≥ 0.
+      warmup_steps: w, ≥ 0.
+      stable_steps: s, ≥ 0.
+      decay_steps: d, ≥ 1.
+      start: the rate of step 0, ≥ 0; without warm-up it is not used.
+      end: the rate after the decay, ≥ 0.
+
+    Source: Hu et al. 2024, arXiv 2404.06395, §4 (there with an exponential decay).
+    """
+    top = checks.nonnegative("peak", peak)
+    w = checks.count("warmup_steps", warmup_steps, low=0)
+    total = w + checks.count("stable_steps", stable_steps, low=0)
+    d = checks.count("decay_steps", decay_steps)
+    total += d
+    first, last = checks.nonnegative("start", start), checks.nonnegative("end", end)
+
+    def rule(i: jax.Array) -> jax.Array:
+        falling = _line(jnp.clip(total - i, 0, d), d, last, top)
+        constant = jnp.asarray(top, falling.dtype)  # last + (top − last) may be rounded
+        after = jnp.where(i < total - d, constant, falling)
+        return jnp.where(i < w, _line(i, w, first, top), after)
+
+    return _of_array(rule)
 
 
 @_named

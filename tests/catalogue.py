@@ -28,6 +28,7 @@ class Entry(NamedTuple):
     wide_updates: bool = False  # updates of narrow parameters are float32
     hides_nan: bool = False  # a gradient that is not finite is skipped
     quantized: bool = False  # moments in fewer bits, of other shapes
+    bfloat16_only: bool = False  # of the narrow dtypes
     of_any_params: bool = False  # nothing in the state has the shape of a parameter
     copies: bool = False  # XLA copies an array that is overwritten and read afterwards
     extra: Any = ()  # keyword arguments of update, as pairs
@@ -100,17 +101,25 @@ OPTIMIZERS: dict[str, Optimizer] = {
         },
     ),
     "momentum": Optimizer(
-        "learning_rate, momentum, *, nesterov=False",
+        "learning_rate, momentum, *, nesterov=False, moment_dtype=None",
         calls={
             "momentum": at(0.1, momentum=0.9),
             "momentum_nesterov": at(0.1, momentum=0.9, nesterov=True),
+            "momentum_int8": at(
+                0.1,
+                momentum=0.9,
+                nesterov=True,
+                moment_dtype="int8",
+                quantized=True,
+                complex_leaves=False,
+            ),
         },
         references={"momentum-nesterov": at(0.1, momentum=0.8, nesterov=True)},
         ranges={"momentum": (0.0, 1.0)},
     ),
     "lars": Optimizer(
         "learning_rate, momentum, *, lars_coeff=1e-3, lars_weight_decay=5e-4, eps=0.0, "
-        "exclude=None",
+        "exclude=None, moment_dtype=None",
         calls={"lars": at(0.1, momentum=0.9, lars_coeff=0.1)},
         references={
             "lars": at(1.0, momentum=0.9),
@@ -150,8 +159,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
         makes_rows_dense=True,
     ),
     "rmsprop": Optimizer(
-        "learning_rate, *, rho=0.95, eps=1e-6, momentum=0.0, centered=False",
-        calls={"rmsprop": at(0.01, momentum=0.5), "rmsprop_centered": at(0.01, centered=True)},
+        "learning_rate, *, rho=0.95, eps=1e-6, momentum=0.0, centered=False, moment_dtype=None",
+        calls={
+            "rmsprop": at(0.01, momentum=0.5),
+            "rmsprop_centered": at(0.01, centered=True),
+            "rmsprop_bfloat16": at(
+                0.01, momentum=0.5, moment_dtype="bfloat16", quantized=True, complex_leaves=False
+            ),
+        },
         references={
             "rmsprop": at(0.01),
             "rmsprop-centered": at(0.01, centered=True),
@@ -194,8 +209,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
         needs_params=True,
     ),
     "adamax": Optimizer(
-        "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *",
-        calls={"adamax": at(0.1)},
+        "learning_rate=1e-3, b1=0.9, b2=0.999, eps=1e-8, *, moment_dtype=None",
+        calls={
+            "adamax": at(0.1),
+            "adamax_int8": at(0.1, moment_dtype="int8", quantized=True, complex_leaves=False),
+        },
         makes_rows_dense=True,
     ),
     "ftrl": Optimizer(
@@ -215,11 +233,33 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     "lamb": Optimizer(
         "learning_rate=1e-3, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-6, "
-        "bias_correction=False, exclude=None",
-        calls={"lamb": at(0.01), "lamb_corrected": at(0.01, bias_correction=True)},
+        "bias_correction=False, exclude=None, moment_dtype=None",
+        calls={
+            "lamb": at(0.01),
+            "lamb_corrected": at(0.01, bias_correction=True),
+            "lamb_int8": at(0.01, moment_dtype="int8", quantized=True, complex_leaves=False),
+        },
         references={
             "lamb-bias-correction": at(0.01, weight_decay=0.1, bias_correction=True),
             "lamb-exclude": at(0.01, weight_decay=0.3, exclude=spared),
+        },
+        needs_params=True,
+        is_elementwise=False,
+        makes_rows_dense=True,
+    ),
+    "muon": Optimizer(
+        "learning_rate, *, matrices=None, momentum=0.95, nesterov=True, weight_decay=0.0, "
+        "exclude=None, others=None, coefficients='jordan', scale='jordan', eps=1e-7, "
+        "compute_dtype=None, moment_dtype=None",
+        calls={
+            "muon": at(0.1, weight_decay=0.1),
+            "muon_int8": at(
+                0.1, scale="moonlight", moment_dtype="int8", quantized=True, complex_leaves=False
+            ),
+        },
+        references={
+            "muon-plain": at(0.1, nesterov=False, momentum=0.8),
+            "muon-moonlight": at(0.1, scale="moonlight", weight_decay=0.1, exclude=spared),
         },
         needs_params=True,
         is_elementwise=False,
@@ -246,6 +286,7 @@ TRANSFORMS: dict[str, Entry] = {
         "scale_by_quantized_adam", quantized=True, complex_leaves=False
     ),
     "scale_by_adamax": entry("scale_by_adamax"),
+    "scale_by_muon": entry("scale_by_muon"),
     "scale_by_asgd": entry("scale_by_asgd", 2),
     "scale_by_learning_rate": entry("scale_by_learning_rate", 0.1, of_any_params=True),
     "scale_by_learning_rate_schedule": entry(

@@ -92,6 +92,40 @@ def linear_warmup(
     return schedule
 
 
+def warmup_cosine(
+    peak: float, warmup_steps: int, total_steps: int, *, start: float = 0.0, end: float = 0.0
+) -> Schedule:
+    """Linear to the peak at step w, then half a cosine to the end at step T, which stays."""
+
+    def schedule(i: int) -> float:
+        if i < warmup_steps:
+            return start + (peak - start) * i / warmup_steps
+        part = min(1.0, (i - warmup_steps) / (total_steps - warmup_steps))
+        return end + (peak - end) * (1 + math.cos(math.pi * part)) / 2
+
+    return schedule
+
+
+def warmup_stable_decay(
+    peak: float,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    *,
+    start: float = 0.0,
+    end: float = 0.0,
+) -> Schedule:
+    """A line to the peak, the peak, a line to the end, the end."""
+    decay = warmup_steps + stable_steps
+
+    def schedule(i: int) -> float:
+        if i < warmup_steps:
+            return start + (peak - start) * i / warmup_steps
+        return peak + (end - peak) * min(1.0, max(0, i - decay) / decay_steps)
+
+    return schedule
+
+
 def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) -> Schedule:
     """lr·rate^⌊i/step_size⌋."""
     return lambda i: learning_rate * decay_rate ** (i // step_size)
@@ -158,6 +192,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
     "piecewise": [([1, 7, 400], [0.3, 0.1, 0.2, 0.0])],
     "cosine": [(0.5, n, 30) for n in PERIODS],
     "linear_warmup": [(0.5, 300, 0.1, 0.4), (0.1, 1, 0.0, 1.0)],
+    "warmup_cosine": [(0.5, 0, 1), (0.5, 0, 2500), (0.5, 300, 2999), (0.5, 41, 5000)],
+    "warmup_stable_decay": [(0.5, 0, 0, 1), (0.5, 300, 0, 900), (0.5, 7, 2000, 41)],
     "step_decay": [(0.5, n, 0.9) for n in PERIODS],
     "multi_step": [(0.5, [1, 49, 50, 1000], 0.3)],
     "lambda_decay": [(0.5, lambda i: 1 / (1 + i))],

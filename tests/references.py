@@ -153,6 +153,33 @@ def lamb(p, g, s, t, lr, *, weight_decay=0.01, b1=0.9, b2=0.999, eps=1e-6, bias_
     return p - lr * q * r, {"mu": m, "nu": v}
 
 
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
+
+
+def orthogonalized(m, *, coefficients=JORDAN, eps=1e-7):
+    """x = m/(‖m‖ + eps); x = a·x + b·(x·xᴴ)·x + c·(x·xᴴ)²·x for each (a, b, c)."""
+    x = m / (norm(m) + eps)
+    for a, b, c in coefficients:
+        gram = x @ x.conj().T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+@rule
+def muon(p, g, s, t, lr, *, weight_decay=0.0, momentum=0.95, nesterov=True, scale="jordan"):
+    """v = μv + g; p *= 1 − lr·wd; p −= lr·s·orthogonalized(g + μv, or v); adamw if no matrix.
+
+    s = √max(1, columns/rows), in moonlight 0.2·√max(rows, columns).
+    """
+    if p.ndim != 2:
+        return adamw(p, g, s, t, lr, weight_decay=weight_decay)
+    v = momentum * s.get("velocity", 0.0) + g
+    rows, columns = p.shape
+    scales = {"jordan": max(1, columns / rows) ** 0.5, "moonlight": 0.2 * max(rows, columns) ** 0.5}
+    step = scales[scale] * orthogonalized(g + momentum * v if nesterov else v)
+    return p * (1 - lr * weight_decay) - lr * step, {"velocity": v}
+
+
 @rule
 def asgd(p, g, s, t, lr, *, batch_num=1, weight_decay=0.0):
     """i = (t − 1) mod n; d += g − y_i; y_i = g; p −= lr·(d/min(t, n) + λ·p)."""

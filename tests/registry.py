@@ -65,6 +65,14 @@ WRAPPERS: dict[str, Entry] = {
     "param_attrs": entry(
         "momentum", LR, 0.9, grad_clip=optfn.clip_by_norm(0.5), param_attrs=ATTRS, needs_params=True
     ),
+    "master_weights_24": entry(
+        "master_weights",
+        optfn.adam(LR),
+        bits=24,
+        needs_params=True,
+        wide_updates=True,
+        bfloat16_only=True,
+    ),
     "master_weights_accumulate_attributes": entry(
         "master_weights",
         optfn.accumulate(optfn.adam(LR, param_attrs=ATTRS), 2),
@@ -153,8 +161,8 @@ def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
 OTHER_NAMES = {
     "Packed", "ParamAttr", "Stacked", "TrainState", "TrainStep", "apply_updates",
     "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
-    "get_learning_rate", "load_checkpoint", "load_state_dict", "make_train_step", "metrics",
-    "minimize", "fit", "over_batches", "pack", "plot", "recompute", "restore_checkpoint",
+    "get_learning_rate", "load_checkpoint", "load_params", "load_state_dict", "make_train_step",
+    "metrics", "minimize", "fit", "over_batches", "pack", "plot", "recompute", "restore_checkpoint",
     "save_checkpoint",
     "schedules", "set_learning_rate", "sparse", "state_dict", "summary", "unpack",
 }  # fmt: skip

@@ -9,7 +9,13 @@ from optfn.checks import Number, Schedule
 from optfn.compression.dgc import deep_gradient_compression
 from optfn.mesh import AxisName
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.wrappers.attributes import ParamAttrs, attributed, check_param_attrs, regularizing
+from optfn.wrappers.attributes import (
+    ParamAttrs,
+    attributed,
+    check_param_attrs,
+    refuse_decay_factors,
+    regularizing,
+)
 
 # The fraction of entries above which masking costs more than it gains.
 _MAX_MASKED_DENSITY = 0.02
@@ -79,6 +85,7 @@ def dgc_momentum(
     """
     _warn_of_dense_masking(momentum_masking, sparsity)
     attrs = check_param_attrs(param_attrs)
+    refuse_decay_factors("dgc_momentum", attrs)
     if regularization is not None:
         core.check_transform("regularization", regularization)
     penalties = regularizing(regularization, attrs)

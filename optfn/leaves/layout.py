@@ -98,6 +98,12 @@ class BufferLayout:
             for piece, run in zip(pieces, self.runs, strict=True)
         ]
 
+    def joined(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """Undo `tensors`: return the array of `shape` in which these tensors lie."""
+        if len(tensors) == 1:
+            return tensors[0].reshape(shape)
+        return jnp.concatenate([x.reshape(-1) for x in tensors]).reshape(shape)
+
     def stacked_once(self) -> "BufferLayout":
         """Return the layout with one more leading axis of each leaf counting tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)

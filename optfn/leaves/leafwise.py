@@ -36,6 +36,16 @@ class PerTensor:
     layout: BufferLayout
     values: Sequence[jax.Array]
 
+    def only(self, layout: BufferLayout) -> "PerTensor":
+        """Return the scalars of the leaves of `layout`, which are some of those here."""
+        of_leaf = {
+            leaf: values[i * run.per_leaf : (i + 1) * run.per_leaf]
+            for run, values in zip(self.layout.runs, self.values, strict=True)
+            for i, leaf in enumerate(run.leaves)
+        }
+        runs = layout.runs
+        return PerTensor(layout, [jnp.concatenate([of_leaf[i] for i in r.leaves]) for r in runs])
+
 
 class PerLeaf(NamedTuple):
     """A scalar that differs between leaves: one per leaf, in the order of `tree.flatten`.
@@ -243,6 +253,24 @@ def apply(
     others = state if params is None else (*state, params)
     trees = tree.map_to(1 + len(state), on_leaf, updates, *others)
     return trees if state else trees[0]
+
+
+def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
+    """Map a function over the tensors of each leaf.
+
+    Args:
+      fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.
+      updates: a tree of dense leaves, masked ones among them.
+    """
+    layouts, program = tree.layouts(updates), _shared(fn, updates)
+
+    def of_leaf(place: tree.Place, g: Leaf) -> Leaf:
+        if tree.is_masked(g) or not g.size:
+            return g
+        layout = layouts[place.number]
+        return layout.joined([program(x) for x in layout.tensors(g)], g.shape)
+
+    return tree.map_named(of_leaf, updates)
 
 
 def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:

@@ -1,8 +1,12 @@
 """A choice of leaves by their paths, also of those inside the buffers of a Packed."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import optax
 
 from optfn.leaves import packed, tree
+from optfn.leaves.leafwise import PerLeaf, PerTensor
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
 from optfn.leaves.tree import Pattern
@@ -37,6 +41,30 @@ class Selection:
             return selected if path in self.paths else node
 
         return map_nodes(fill, whole, part)
+
+    def keep_scalars(self, scalars: PerLeaf, values: PyTree) -> PerLeaf:
+        """Return the scalars of the leaves of `keep(values)`, given those of `values`."""
+        rest = iter(scalars.values)
+
+        def kept(path: str, node: PyTree) -> Iterator[Any]:
+            if not is_packed(node):
+                yield next(rest)
+                return
+            layout = node.layout.only(self._numbers(path, node))
+            parts = {buffer.dtype: buffer for buffer in layout.buffers}
+            for buffer in node.layout.buffers:
+                scalar = next(rest)
+                if buffer.dtype in parts:
+                    part = parts[buffer.dtype]
+                    yield scalar.only(part) if isinstance(scalar, PerTensor) else scalar
+            for i in node.layout.frozen:
+                scalar = next(rest)
+                if i in layout.frozen:
+                    yield scalar
+
+        found: list[Any] = []
+        map_nodes(lambda path, node: found.extend(kept(path, node)), values)
+        return PerLeaf(found)
 
     def _numbers(self, path: str, node: Packed) -> frozenset[int]:
         """Return the numbers of the selected leaves of a Packed."""

@@ -28,6 +28,7 @@ class Traits:
       main: the field of the part that accessors mean where no part is named.
       words: words for its fields where these differ from the fields' names.
       retired: fields of which earlier versions kept arrays and this one does not.
+      reports: fields that only report on a run: a state loads without them, and anew.
 
     Of a state on the workers of a mesh (`optfn.state.per_worker`):
       passes_own_gradients: it is the same on all workers around a transform that exchanges
@@ -35,8 +36,14 @@ class Traits:
       passes_rows: row-sparse updates may pass.
       workers_in_front: gradients come with the workers as their leading axis.
       follows_params: it holds copies or averages of params.
+      counted: its field with an array for each leaf, whose updates its field `step` counts; a leaf
+        that begins late then has a count of its own (`optfn.transforms.late_steps`).
+      copies: its field of copies of params; where a checkpoint lacks them, they are made anew.
       spans_buffers: the order of the elements in the whole buffer of a Packed matters to it.
       skipped: the field that counts steps which left params and state as they were.
+
+    Of a state in `summary`:
+      treatment: the word for a leaf of which it holds an array.
     """
 
     transparent: bool = False
@@ -46,15 +53,21 @@ class Traits:
     main: str = ""
     words: tuple[str, ...] = ()
     retired: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
     passes_own_gradients: bool = False
     passes_rows: bool = False
     workers_in_front: bool = False
     follows_params: bool = False
+    counted: str = ""
+    copies: str = ""
     spans_buffers: bool = False
     skipped: str = ""
+    treatment: str = ""
 
 
 _NONE = Traits()
+# The types that declare reports. A name left over in a checkpoint has no other trace of its type.
+_reporting: list[type] = []
 
 
 def traits(**declared: Any) -> Callable[[T], T]:
@@ -63,6 +76,8 @@ def traits(**declared: Any) -> Callable[[T], T]:
 
     def declare(kind: T) -> T:
         kind.traits = found  # type: ignore[attr-defined]
+        if found.reports:
+            _reporting.append(kind)
         return kind
 
     return declare
@@ -72,3 +87,8 @@ def traits_of(x: object) -> Traits:
     """Return the traits of the type of `x`; those of a plain type are all off."""
     found = getattr(type(x), "traits", _NONE)
     return found if isinstance(found, Traits) else _NONE
+
+
+def reporting_types() -> list[tuple[type, tuple[str, ...]]]:
+    """Return the types that declare reports, and the fields."""
+    return [(kind, kind.traits.reports) for kind in _reporting]  # type: ignore[attr-defined]

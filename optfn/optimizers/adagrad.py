@@ -25,7 +25,7 @@ def adagrad(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the sum of squares.
 
@@ -56,7 +56,7 @@ def decayed_adagrad(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares.
 
@@ -87,7 +87,7 @@ def adadelta(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Rescale by past updates over past gradients.
 
@@ -120,10 +120,11 @@ def rmsprop(
     eps: Number = 1e-6,
     momentum: Number = 0.0,
     centered: bool = False,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Divide by the root of the mean of squares, with momentum.
 
@@ -138,14 +139,17 @@ def rmsprop(
         in optax.
       momentum: μ, in [0, 1].
       centered: whether to divide by the root of the variance.
+      moment_dtype: "bfloat16" or "int8" stores r and v in 16 or 8 bits, stochastically rounded;
+        None is float32. Not with `centered`.
 
     State: r, 4 bytes per parameter; 8 with momentum (v) or if centered (q), 12 with both. A Python
-    or NumPy 0 as μ keeps no v. Real and complex leaves.
+    or NumPy 0 as μ keeps no v. Each of r and v is 2 bytes in bfloat16, 1.02 in int8. Real leaves,
+    and without `moment_dtype` complex ones.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """
     return chain(
-        scale_by_rms(rho=rho, eps=eps, centered=centered),
+        scale_by_rms(rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype),
         scale_by_learning_rate(learning_rate),
-        scale_by_momentum(momentum),
+        scale_by_momentum(momentum, moment_dtype=moment_dtype),
     )

@@ -2,7 +2,6 @@
 
 import optax
 
-from optfn import checks
 from optfn.checks import Number, Schedule
 from optfn.core import chain
 from optfn.leaves.tree import Pattern
@@ -11,12 +10,14 @@ from optfn.transforms.adam import scale_by_adam, scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.lamb import scale_by_lamb
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.transforms.quantized_adam import MOMENT_DTYPES, scale_by_quantized_adam
+from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.regularization import add_decayed_weights
+from optfn.transforms.scaling import scale_by_trust_ratio
+from optfn.transforms.stored import check_moment_dtype
 from optfn.wrappers.attributes import ParamAttrs
 
 
-def _moments(
+def scale_by_adam_in(
     b1: Number,
     b2: Number,
     eps: Number,
@@ -24,13 +25,14 @@ def _moments(
     moment_dtype: str | None,
     lazy: bool | str,
 ) -> optax.GradientTransformationExtraArgs:
+    """Return the transform that divides by Adam's moments, as stored and as lazy as is asked."""
     if not (isinstance(lazy, bool) or (isinstance(lazy, str) and lazy == "exact")):
         raise ValueError(f'lazy must be False, True or "exact"; got {lazy!r}')
-    if moment_dtype is not None:
-        checks.choice("moment_dtype", moment_dtype, MOMENT_DTYPES)
+    dtype = check_moment_dtype("moment_dtype", moment_dtype)
+    if dtype is not None:
         if lazy:
             raise ValueError(f"lazy={lazy!r} needs float32 moments; got {moment_dtype=}")
-        return scale_by_quantized_adam(b1, b2, eps, eps_hat=eps_hat, dtype=moment_dtype)
+        return scale_by_quantized_adam(b1, b2, eps, eps_hat=eps_hat, dtype=dtype)
     if lazy == "exact":
         return scale_by_catch_up_adam(b1, b2, eps, eps_hat=eps_hat)
     return scale_by_adam(b1, b2, eps, eps_hat=eps_hat, lazy=bool(lazy))
@@ -49,7 +51,7 @@ def adam(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adaptive moment estimation.
 
@@ -78,7 +80,7 @@ def adam(
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.
     """
     return chain(
-        _moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -98,7 +100,7 @@ def adamw(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with decoupled weight decay.
 
@@ -121,7 +123,7 @@ def adamw(
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
     return chain(
-        _moments(b1, b2, eps, eps_hat, moment_dtype, lazy),
+        scale_by_adam_in(b1, b2, eps, eps_hat, moment_dtype, lazy),
         add_decayed_weights(weight_decay, exclude=exclude),
         scale_by_learning_rate(learning_rate),
     )
@@ -134,10 +136,11 @@ def adamax(
     b2: Number = 0.999,
     eps: Number = 1e-8,
     *,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with the infinity norm.
 
@@ -149,14 +152,16 @@ def adamax(
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
+      moment_dtype: "bfloat16" or "int8" for m and u, as in `adam`.
 
-    State: m and u, 8 bytes per parameter. Real and complex leaves.
+    State: m and u, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and without
+    `moment_dtype` complex ones.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; fluid's AdamaxOptimizer.
     """
     return chain(
         dense_rows("adamax"),
-        scale_by_adamax(b1, b2, eps),
+        scale_by_adamax(b1, b2, eps, moment_dtype=moment_dtype),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -171,10 +176,11 @@ def lamb(
     eps: Number = 1e-6,
     bias_correction: bool = False,
     exclude: Pattern | None = None,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, scaled to the norm of each tensor.
 
@@ -193,11 +199,25 @@ def lamb(
         fluid page does not.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool. They keep their trust ratio.
+      moment_dtype: "bfloat16" or "int8" for m and v, as in `adam`. Then eps must be > 0, and the
+        chain is scale_by_quantized_adam → add_decayed_weights → scale_by_trust_ratio.
 
-    State: m and v, 8 bytes per parameter. Real and complex leaves.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and without
+    `moment_dtype` complex ones.
 
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2; fluid's LambOptimizer.
     """
+    dtype = check_moment_dtype("moment_dtype", moment_dtype)
+    if dtype is not None:
+        return chain(
+            dense_rows("lamb"),
+            scale_by_quantized_adam(
+                b1, b2, eps, eps_hat=False, bias_correction=bias_correction, dtype=dtype
+            ),
+            add_decayed_weights(weight_decay, exclude=exclude),
+            scale_by_trust_ratio(),
+            scale_by_learning_rate(learning_rate),
+        )
     return chain(
         dense_rows("lamb"),
         scale_by_lamb(

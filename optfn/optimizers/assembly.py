@@ -3,8 +3,10 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ParamSpec
 
+import numpy as np
 import optax
 
 from optfn import checks, core
@@ -21,7 +23,8 @@ COMMON_DOC = """
         after the clip, so that the penalty is not clipped.
       param_attrs: a mapping from regular expressions to `ParamAttr`. An expression must match the
         whole path of a leaf; the first match counts.
-      multi_precision: whether to keep float32 masters of narrower parameters (`master_weights`).
+      multi_precision: whether to keep float32 masters of narrower parameters (`master_weights`):
+        True for copies; 32 or 24 for remainders of 16 or 8 bits beside bfloat16 parameters.
 """
 
 
@@ -43,24 +46,39 @@ def optimizer(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         common = bound.arguments
-        is_wide = checks.flag("multi_precision", common["multi_precision"])
+        masters = _masters(common["multi_precision"])
 
         def built(
             before: Sequence[optax.GradientTransformation],
         ) -> optax.GradientTransformationExtraArgs:
             links = [*(core.rule_of(tx) for tx in before), *(own.links or [own])]
             tx = core.behind_edge(factory.__name__, core.chained(links))
-            return master_weights(tx) if is_wide else tx
+            return masters(tx)
 
         clip = _optional("grad_clip", common["grad_clip"], "optfn.clip_by_global_norm")
         penalty = _optional("regularization", common["regularization"], "optfn.l2_decay")
         if common["param_attrs"] is None:
             return built([tx for tx in (clip, penalty) if tx is not None])
-        return with_attributes(factory.__name__, common["param_attrs"], clip, penalty, built)
+        return with_attributes(
+            factory.__name__, common["param_attrs"], clip, penalty, built, own.decays
+        )
 
     # Python 3.13 takes the indentation off a docstring, and earlier versions leave it.
     make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))
     return make
+
+
+def _masters(
+    multi_precision: object,
+) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
+    """Return the wrapper that gives an optimizer its masters."""
+    if isinstance(multi_precision, bool | np.bool_):
+        return master_weights if multi_precision else lambda tx: tx
+    if isinstance(multi_precision, int) and multi_precision in (32, 24):
+        return partial(master_weights, bits=multi_precision)
+    raise TypeError(
+        f"multi_precision must be True or False, or 32 or 24; got {checks.shown(multi_precision)}"
+    )
 
 
 def _optional(

@@ -20,7 +20,7 @@ def ftrl(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Follow the proximally regularized leader: l1 makes parameters exactly zero.
 

@@ -24,7 +24,7 @@ def sgd(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic gradient descent.
 
@@ -55,10 +55,11 @@ def momentum(
     momentum: Number,
     *,
     nesterov: bool = False,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Gradient descent with a velocity.
 
@@ -69,13 +70,16 @@ def momentum(
       learning_rate: lr, outside v.
       momentum: μ, in [0, 1].
       nesterov: whether to use Nesterov's momentum.
+      moment_dtype: "bfloat16" or "int8" stores v in 16 or 8 bits, stochastically rounded; None is
+        float32.
 
-    State: v, 4 bytes per parameter. Real and complex leaves.
+    State: v, 4 bytes per parameter; in bfloat16 2, in int8 1.02. Real leaves, and without
+    `moment_dtype` complex ones.
 
     Source: Sutskever et al. 2013; fluid's MomentumOptimizer.
     """
     return chain(
-        scale_by_momentum(momentum, nesterov=nesterov),
+        scale_by_momentum(momentum, nesterov=nesterov, moment_dtype=moment_dtype),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -89,10 +93,11 @@ def lars(
     lars_weight_decay: Number | Schedule = 5e-4,
     eps: Number = 0.0,
     exclude: Pattern | None = None,
+    moment_dtype: str | None = None,
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Layer-wise adaptive rate scaling, with momentum.
 
@@ -108,8 +113,10 @@ def lars(
       eps: ≥ 0.
       exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
         function path -> bool. The ratio applies to them too.
+      moment_dtype: "bfloat16" or "int8" for v, as in `momentum`.
 
-    State: v, 4 bytes per parameter. Real and complex leaves.
+    State: v, 4 bytes per parameter; in bfloat16 2, in int8 1.02. Real leaves, and without
+    `moment_dtype` complex ones.
 
     Source: You et al. 2017, arXiv 1708.03888; fluid's LarsMomentumOptimizer.
     """
@@ -117,7 +124,7 @@ def lars(
         dense_rows("lars"),
         scale_by_lars(lars_coeff, lars_weight_decay, eps, exclude=exclude),
         scale_by_learning_rate(learning_rate),
-        scale_by_momentum(momentum),
+        scale_by_momentum(momentum, moment_dtype=moment_dtype),
     )
 
 
@@ -130,7 +137,7 @@ def asgd(
     grad_clip: optax.GradientTransformation | None = None,
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
-    multi_precision: bool = False,
+    multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Stochastic average gradient.
 

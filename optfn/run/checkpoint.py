@@ -5,30 +5,33 @@ Each is written whole or not at all.
 
 import contextlib
 import functools
-import math
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 
 from optfn import checks
-from optfn.leaves.tree import is_key
-from optfn.leaves.types import Leaf, PyTree
+from optfn.leaves.tree import Pattern, check_pattern, is_key, listed
+from optfn.leaves.types import Leaf, Params, PyTree
 from optfn.parallel import processes
 from optfn.run import sharded_checkpoint as parts
+from optfn.run.checkpoint_file import load_file
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
-from optfn.train.state_dict import load_state_dict, named_leaves, state_dict
+from optfn.train.loading import ABOUT, Changes, load_named, on_host
+from optfn.train.state import TrainState
+from optfn.train.state_dict import named_leaves, state_dict
 
-# The bytes that a history and the headers of a small file may take.
-_SMALL = 1 << 24
+T = TypeVar("T")
+
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
 
 
@@ -156,11 +159,19 @@ def _directory(directory: object) -> Path:
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in `directory`, the newest last."""
     found = [path for path in _directory(directory).glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.stem.removeprefix("step_")))
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], state: PyTree
+    path: str | os.PathLike[str],
+    state: PyTree,
+    *,
+    strict: bool = True,
+    only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
     """Return the TrainState in a checkpoint, and the history beside it.
 
@@ -170,96 +181,137 @@ def load_checkpoint(
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
       state: a TrainState of the same run, as a template.
+      strict: as in `restore_checkpoint`.
+      only: as in `restore_checkpoint`.
 
     Raises:
-      ValueError: it is truncated or damaged, or the state of another run.
+      ValueError: it is truncated or damaged, or the state of another run; `only` matches nothing.
     """
     parts.wait()
+    loaded, history, changes = _load(path, state, _choice(strict, only))
+    if changes and (not strict or only is not None):
+        checks.warn(f"{path}: {changes}")
+    return loaded, history
+
+
+class _Misfit(ValueError):
+    """A checkpoint is whole, but of another run."""
+
+
+class _Choice(NamedTuple):
+    """Which names of a checkpoint are loaded: `strict` and `only` of `restore_checkpoint`."""
+
+    strict: bool = True
+    only: Pattern | None = None
+
+    def has(self, name: str) -> bool:
+        """Tell whether the array of a name is loaded."""
+        name = _public_name(name)
+        if self.only is None or callable(self.only):
+            return self.only is None or bool(self.only(name))
+        return re.fullmatch(self.only, name) is not None
+
+    def reads(self, name: str) -> bool:
+        """Tell whether it is read; the numbers of workers tell how to convert arrays."""
+        return self.has(name) or name.endswith("/num_workers")
+
+
+def _choice(strict: bool, only: Pattern | None) -> _Choice:
+    return _Choice(checks.flag("strict", strict), check_pattern("only", only))
+
+
+def _public_name(name: str) -> str:
+    """Return a name as `only` takes it."""
+    return name.removeprefix("train/")
+
+
+def _load(
+    path: str | os.PathLike[str], state: PyTree, choice: _Choice
+) -> tuple[PyTree, dict[str, np.ndarray], Changes]:
+    """Return the state in a checkpoint, its history, and the names that are not in both."""
     if Path(path).is_dir():
-        mapping, history = parts.load(Path(path), state, functools.partial(_rescaled, state))
+        convert = functools.partial(_rescaled, state)
+        mapping, history, names = parts.load(Path(path), state, convert, choice.reads)
     else:
-        mapping, history = _load_file(path, state)
-    try:
-        return load_state_dict(state, mapping), history
-    except ValueError as error:
-        raise ValueError(f"{path} is not of this run: {error}") from error
-
-
-def _load_file(
-    path: str | os.PathLike[str], state: PyTree
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the arrays in a file by name, as `state_dict` gives them, and the history."""
-    try:
-        arrays = _read(path, state)
-    except Exception as error:  # zipfile raises many types of errors where its fields are damaged
-        raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
-    prefix = "history/"
-    names = [name for name in arrays if name.startswith(prefix)]
-    history = {name.removeprefix(prefix): arrays.pop(name) for name in names}
-    return _rescaled(state, arrays), history
-
-
-def _read(path: str | os.PathLike[str], state: PyTree) -> dict[str, np.ndarray]:
-    """Return the arrays of a file; nothing in it is run, unpickled or unpacked to the disk.
-
-    Allocations are bounded by the bytes of the file, or where it is compressed, by a few times the
-    bytes of the template `state`.
-    """
-    with open(path, "rb") as stream:
-        with zipfile.ZipFile(stream) as file:
-            for entry in file.infolist():
-                _check_entry(file, entry)
-            total = sum(entry.file_size for entry in file.infolist())
-        needed = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
-        most = max(os.fstat(stream.fileno()).st_size, 4 * needed + _SMALL)
-        if total > most:
-            raise ValueError(f"it would take {total:,} bytes, more than the {most:,} it may")
-        stream.seek(0)
-        with np.load(stream, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    if "version" not in arrays:
-        raise ValueError("it does not say the version of its format")
-    return arrays
-
-
-def _check_entry(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raise a ValueError unless an entry of a file is the array that its header promises."""
-    with file.open(entry) as stream:
-        version = np.lib.format.read_magic(stream)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
+        arrays, history, names = load_file(path, state, choice.reads)
+        mapping = _rescaled(state, arrays)
+    others = [name for name in names if not choice.has(name)]
+    if len(others) == len(names):
+        raise _Misfit(
+            f"only={choice.only!r} matches no name in {path}; it has "
+            f"{listed([_public_name(name) for name in names])}"
         )
-        shape, _, dtype = read(stream)
-        size = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or size != entry.file_size - stream.tell():
-            raise ValueError(
-                f"entry {entry.filename!r} has {entry.file_size - stream.tell()} bytes of data, "
-                f"which are no {dtype} array of shape {shape}"
-            )
+    mapping = {k: v for k, v in mapping.items() if k in ABOUT or choice.has(k)}
+    try:
+        loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
+    except ValueError as error:
+        hint = "; strict=False loads what fits" if choice.strict else ""
+        raise _Misfit(f"{path} is not of this run: {error}{hint}") from error
+    dropped = [*changes.dropped, *others]
+    lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
+    return loaded, history, Changes(*lists)
+
+
+def load_params(path: str | os.PathLike[str], params: Params) -> Params:
+    """Return the parameters in a checkpoint, without the rest of the run.
+
+    Args:
+      path: a file or a directory that `save_checkpoint` wrote; or the directory where a run saves,
+        for the newest intact checkpoint in it.
+      params: the parameters of the same model, as a template: the result has its structure, dtypes
+        and shardings.
+
+    Raises:
+      ValueError: it is truncated or damaged, or its params have other names or shapes;
+        `restore_checkpoint(..., only=)` loads a part of them.
+      FileNotFoundError: there is nothing at `path`.
+    """
+    parts.wait()
+    template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
+    choice = _Choice(only=lambda name: name == "params" or name.startswith("params/"))
+
+    def read(path: Path) -> Params:
+        loaded, _, changes = _load(path, template, choice)
+        missing = [name for name in changes.new if choice.has(name)]
+        extra = [name for name in changes.dropped if choice.has(name)]
+        wrong = [f"missing {listed(missing)}"] if missing else []
+        wrong += [f"not expected {listed(extra)}"] if extra else []
+        if wrong:
+            raise _Misfit(f"{path} has the params of another model: {'; '.join(wrong)}")
+        return loaded.params
+
+    found = checkpoints(path)
+    if not found:
+        if not _directory(path).exists():
+            raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
+        return read(_directory(path))
+    problems: list[str] = []
+    newest = _newest(found, read, problems)
+    if newest is None:
+        raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
+    return newest[1]
 
 
 def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
     """Return a mapping for as many workers as the template `state` has."""
     if PER_WORKER_KEY not in mapping or not has_own_state(state):
         return mapping
+    own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
     now, before = (
-        {int(np.asarray(_local(x))) for name, x in arrays if f"/{name}".endswith("/num_workers")}
+        {int(on_host(x)) for name, x in arrays if f"/{name}".endswith("/num_workers")}
         for arrays in (named_leaves(state), mapping.items())
     )
-    if now == before or len(now) != 1:
+    if now == before or len(now) != 1 or not own:
         return mapping
-    return rescale_residuals(mapping, now.pop())
-
-
-def _local(x: Leaf) -> Leaf:
-    """Return a scalar that lies on all devices as one of this process."""
-    return x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(own)}, now.pop())
 
 
 def restore_checkpoint(
-    directory: str | os.PathLike[str], state: PyTree
+    directory: str | os.PathLike[str],
+    template: PyTree,
+    *,
+    strict: bool = True,
+    only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
     """Return the state and the history of the newest intact checkpoint in `directory`, or None.
 
@@ -269,55 +321,75 @@ def restore_checkpoint(
 
     Args:
       directory: where `save_checkpoint` wrote.
-      state: a TrainState of the same run, as a template.
+      template: a TrainState of the same run, such as `step.init(params)`.
+      strict: whether the checkpoint must have the names of the template and no other, but for those
+        that only report on a run (`load_state_dict`). If not, arrays that it lacks stay as the
+        template has them, and others are dropped.
+      only: a pattern of the names to load, such as "params/.*": a regular expression that must
+        match a whole name, or a function name -> bool. All else stays as the template has it, the
+        step included, and `strict` is not looked at. Names are those of `state_dict`, without
+        "train/" in front.
+
+    With `strict=False` or `only`, one warning lists the names that were carried over, are new, or
+    were dropped. New float32 masters (`master_weights`) are those of the params that were loaded.
 
     Raises:
-      ValueError: there are checkpoints, and none can be loaded.
+      ValueError: there are checkpoints, and none can be loaded; `only` matches no name.
     """
     parts.wait()
-    found = checkpoints(directory)
+    found, choice = checkpoints(directory), _choice(strict, only)
     problems: list[str] = []
-    loaded = _newest(found, state, problems)
-    if processes.share_state(state):
-        loaded = _newest_of_all(Path(directory), loaded, state)
-    if found and loaded is None:
-        raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
-    return loaded
+    newest = _newest(found, lambda path: _load(path, template, choice), problems)
+    if processes.share_state(template):
+        newest = _newest_of_all(Path(directory), newest, lambda path: _load(path, template, choice))
+    if newest is None:
+        if found:
+            raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
+        return None
+    path, (loaded, history, changes) = newest
+    if changes and (not strict or only is not None):
+        checks.warn(f"{path}: {changes}")
+    return loaded, history
 
 
 def _newest(
-    paths: list[Path], state: PyTree, problems: list[str]
-) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Return the last one that is intact; `problems` gets the faults of those after it."""
+    paths: list[Path], read: Callable[[Path], T], problems: list[str]
+) -> tuple[Path, T] | None:
+    """Return the last path that is intact, read; `problems` gets the faults of those after it.
+
+    One that is whole but of another run ends the search: those before it are of that run too.
+    """
     for path in reversed(paths):
         try:
-            return load_checkpoint(path, state)
+            return path, read(path)
         except ValueError as error:
             problems.append(str(error))
             checks.warn(f"skipped: {error}")
+            if isinstance(error, _Misfit):
+                break
     return None
 
 
 def _newest_of_all(
-    directory: Path, loaded: tuple[PyTree, dict[str, np.ndarray]] | None, state: PyTree
-) -> tuple[PyTree, dict[str, np.ndarray]] | None:
+    directory: Path, newest: tuple[Path, T] | None, read: Callable[[Path], T]
+) -> tuple[Path, T] | None:
     """Return the newest checkpoint that any process has; the others get a copy of its file."""
-    step = -1 if loaded is None else int(loaded[0].step)
-    steps = processes.gather_values([step])[:, 0]
-    if np.all(steps == step):
-        return loaded
-    source, newest = int(np.argmax(steps)), int(np.max(steps))
-    path = directory / f"step_{newest:09d}.npz"
-    is_file = step == newest and path.is_file()
+    own = -1 if newest is None else _step_of(newest[0])
+    steps = processes.gather_values([own])[:, 0]
+    if np.all(steps == own):
+        return newest
+    source, last = int(np.argmax(steps)), int(np.max(steps))
+    path = directory / f"step_{last:09d}.npz"
+    is_file = own == last and path.is_file()
     content = processes.send(source, path.read_bytes() if is_file else b"")
     if not content:
         raise ValueError(
-            f"process {source} has a checkpoint of step {newest} that is a directory, which other "
+            f"process {source} has a checkpoint of step {last} that is a directory, which other "
             "processes do not see: all must name the same one, which they share"
         )
-    if step == newest:
-        return loaded
+    if own == last:
+        return newest
     checks.warn(f"{path} is a copy of the file of process {source}")
     directory.mkdir(parents=True, exist_ok=True)
     _write_file(path, lambda file: file.write(content))
-    return load_checkpoint(path, state)
+    return path, read(path)

@@ -104,21 +104,25 @@ def _data(x: Leaf) -> Leaf:
 
 
 def load(
-    path: Path, state: PyTree, convert: Callable[[dict[str, Any]], dict[str, Any]]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the arrays in a directory by name, as `state_dict` gives them, and the history.
+    path: Path,
+    state: PyTree,
+    convert: Callable[[dict[str, Any]], dict[str, Any]],
+    is_read: Callable[[str], bool],
+) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
+    """Return the arrays in a directory by name, as `state_dict` gives them, the history, all names.
 
     Args:
       path: a directory that `save` wrote.
       state: a state of the same run, as a template.
       convert: converts per-worker arrays to the present number of workers; it gets them on the
         host, with the numbers of workers.
+      is_read: whether an array of a name is read.
 
     Raises:
       ValueError: an array is missing or damaged, or does not fit.
     """
     try:
-        about, history, arrays = _read_parts(path, dict(named_leaves(unpack_state(state))))
+        about, history, arrays = _read_parts(path, dict(named_leaves(unpack_state(state))), is_read)
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds
@@ -127,11 +131,11 @@ def load(
     if about[PER_WORKER_KEY]:
         mapping[PER_WORKER_KEY] = np.array(about[PER_WORKER_KEY])
         mapping = convert(mapping)
-    return mapping, history
+    return mapping, history, [*about["names"], *(k for k in arrays if k not in about["names"])]
 
 
 def _read_parts(
-    path: Path, templates: Mapping[str, Leaf]
+    path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Return the metadata, the history, and the arrays, checked."""
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
@@ -156,7 +160,9 @@ def _read_parts(
     beside = restore(on_host([_ABOUT, *extra]))
     about = json.loads(bytes(beside.pop(_ABOUT)))
     wanted: dict[str, Any] = {_CHECKSUMS: np.zeros(shapes[_CHECKSUMS].shape, np.uint32)}
-    for name in about["names"]:
+    read = [i for i, name in enumerate(about["names"]) if is_read(name)]
+    names = [about["names"][i] for i in read]
+    for name in names:
         like = _data(templates[name]) if name in templates else None
         shape, dtype = tuple(shapes[name].shape), shapes[name].dtype
         if like is None or like.shape != shape or like.dtype != dtype:
@@ -164,12 +170,10 @@ def _read_parts(
         else:
             wanted[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=like.sharding)
     arrays = restore(wanted)
-    checksums = np.asarray(arrays.pop(_CHECKSUMS))
-    found = fingerprints([arrays[name] for name in about["names"]])
+    checksums = np.asarray(arrays.pop(_CHECKSUMS))[read]
+    found = fingerprints([arrays[name] for name in names]) if names else checksums
     damaged = [
-        name
-        for name, a, b in zip(about["names"], found, checksums, strict=True)
-        if not np.array_equal(a, b)
+        name for name, a, b in zip(names, found, checksums, strict=True) if not np.array_equal(a, b)
     ]
     if damaged:
         raise ValueError(f"the checksum of {listed(damaged)} does not fit")

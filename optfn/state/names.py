@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optfn.leaves.traits import traits_of
+from optfn.leaves.traits import reporting_types, traits_of
 from optfn.leaves.tree import is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
 
@@ -139,3 +139,39 @@ def retired_fields(
 
     parts = named_parts(state, stop=retires, unnamed=unnamed)
     return [join(name, field) for name, part in parts for field in traits_of(part).retired]
+
+
+def reports_of(state: OptState) -> Callable[[str], bool]:
+    """Return a function that tells whether a name is of a field that only reports on a run.
+
+    Types declare such fields: `@traits(reports=("factor",))`. A name may be of a transform that
+    `state` does not have, such as a clip of the run that was saved.
+
+    Args:
+      state: the state of an optimizer, however wrapped.
+    """
+    known = [
+        re.compile(rf"{state_word(kind)}(_\d+)?/({'|'.join(fields)})(/.*)?")
+        for kind, fields in reporting_types()
+    ]
+    others = _words_of_states(state)
+
+    def is_report(name: str) -> bool:
+        words = name.split("/")
+        for i in range(len(words) - 1):
+            if any(pattern.fullmatch("/".join(words[i:])) for pattern in known):
+                return True
+            if re.sub(r"_\d+$", "", words[i]) in others:
+                return False  # the rest is a field, and the path of a leaf
+        return False
+
+    return is_report
+
+
+def _words_of_states(node: PyTree) -> set[str]:
+    """Return the words of the states in a state, itself and those inside others included."""
+    found = {state_word(type(node))} if is_state(node) else set()
+    for part in jax.tree.leaves(node, is_leaf=lambda x: x is not node and is_state(x)):
+        if is_state(part):
+            found |= _words_of_states(part)
+    return found

@@ -25,6 +25,7 @@ from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
 from optfn.train.microbatches import of_parts, scan_batch
 from optfn.train.state import StepFn, TrainState
+from optfn.transforms.late_steps import with_counts_of
 from optfn.wrappers.nonfinite import with_gave_up
 
 
@@ -80,9 +81,10 @@ class LocalSteps(NamedTuple):
         axis_name = self.layout.worker_axes
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-            own = is_own(self.tx, state.params)
-            like = jax.eval_shape(self.tx.init, state.params)
-            opt_state = _unwrapped(state.opt_state.inner.inner_state, like)
+            counted = state.opt_state.inner.inner_state
+            own = with_counts_of(is_own(self.tx, state.params), counted)
+            like = with_counts_of(jax.eval_shape(self.tx.init, state.params), counted)
+            opt_state = _unwrapped(counted, like)
             start = state._replace(opt_state=opt_state)
             end, metrics = scan_batch(
                 lambda state, part, _: local_step(state, part),
@@ -94,7 +96,7 @@ class LocalSteps(NamedTuple):
             params, outer = self._exchange(drift, state, finite, metrics["loss"])
             metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
             # A worker whose drift is not finite starts again with a fresh optimizer state.
-            fresh = self.tx.init(params)
+            fresh = with_counts_of(self.tx.init(params), counted)
             astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(
                 lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,

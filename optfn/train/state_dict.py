@@ -1,11 +1,13 @@
 """Optimizer state seen from outside: dicts for checkpoints, averages, a summary.
 
+`optfn.train.loading` is the way back from a dict to a state.
+
 A part of the state is named by words: the transform that owns it, the field, the path of the leaf,
 as in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_parts`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,22 +18,20 @@ from jax.sharding import Mesh, NamedSharding
 
 from optfn import checks, core
 from optfn.leaves import tree
-from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import unpack
+from optfn.leaves.traits import traits_of
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY, map_state
-from optfn.train.packed_state import holds_packed, pack_state, unpack_state
+from optfn.train.packed_state import unpack_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
 
 # The format of `state_dict`. A change of names or meanings raises it.
 VERSION = 1
-# Keys of a mapping that are no part of the state.
-_ABOUT = ("version", PER_WORKER_KEY)
 
 
 def named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
@@ -90,144 +90,17 @@ def _to_host(leaf: Leaf) -> Leaf:
     if checks.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
     array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
-    return array.view(_bits(array.dtype)) if _is_foreign(array.dtype) else array
+    return array.view(bits_of(array.dtype)) if is_foreign(array.dtype) else array
 
 
-def _is_foreign(dtype: DType) -> bool:
+def is_foreign(dtype: DType) -> bool:
     """Tell whether NumPy knows the dtype only by its size (bfloat16, float8)."""
     return np.dtype(dtype).kind == "V"
 
 
-def _bits(dtype: DType) -> np.dtype:
+def bits_of(dtype: DType) -> np.dtype:
+    """Return the dtype of the bits of numbers of a dtype."""
     return np.dtype(f"u{np.dtype(dtype).itemsize}")
-
-
-def load_state_dict(
-    opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool = True
-) -> OptState:
-    """Return `opt_state` with the arrays of `mapping`, as `state_dict` gave them.
-
-    Args:
-      opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
-        structure, wrappers, dtypes and shardings.
-      mapping: arrays by name: a dict, or the result of `numpy.load`.
-      strict: whether every name of the template must be in `mapping` and no other. If not, parts
-        that are missing stay as the template has them, and others are passed over. Names of fields
-        that earlier versions kept are passed over in either case.
-
-    A state saved under a number loads under a schedule and the other way round: the step goes on.
-
-    Raises:
-      ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
-        or the version is newer than this one; the error lists all.
-    """
-    if not isinstance(mapping, Mapping):
-        raise TypeError(
-            "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
-            f"got {checks.shown(mapping)}"
-        )
-    checks.flag("strict", strict)
-    version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
-    if version > VERSION:
-        raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
-    plain = _unpacked_for(mapping, opt_state) if holds_packed(opt_state) else opt_state
-    named = list(named_leaves(plain))
-    names = {name for name, _ in named}
-    wrong = []
-    if strict:
-        retired = state_names.retired_fields(plain, unnamed=rates.is_rate)
-        extra = [
-            name
-            for name in mapping
-            if name not in names and name not in _ABOUT and not _is_within(name, retired)
-        ]
-        missing = [name for name, _ in named if name not in mapping]
-        wrong += [f"missing {tree.listed(missing)}"] if missing else []
-        wrong += [f"not expected {tree.listed(extra)}"] if extra else []
-    leaves = []
-    for name, leaf in named:
-        if name not in mapping:
-            leaves.append(leaf)
-            continue
-        value, problem = _fitted(mapping[name], leaf)
-        if problem:
-            wrong.append(f"{name!r} {problem}")
-        leaves.append(value)
-    if wrong:
-        raise ValueError("the state does not fit: " + "; ".join(wrong))
-    loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    return loaded if plain is opt_state else _placed(pack_state(opt_state, loaded), opt_state)
-
-
-def _is_within(name: str, fields: Sequence[str]) -> bool:
-    return any(f"{name}/".startswith(f"{field}/") for field in fields)
-
-
-def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
-    """Return a state without buffers as the template for a mapping; packed again, it is placed.
-
-    Earlier versions saved per-worker buffers packed; where `mapping` has such buffers, those of the
-    result stay packed too.
-    """
-
-    def on_host(node: PyTree) -> PyTree:
-        return jax.tree.map(_template, node) if is_packed(node) else node
-
-    def is_in(mapping: Mapping[str, Any], state: OptState) -> bool:
-        named, own = dict(named_leaves(state)), per_worker_names(state)
-        return all(k in mapping and np.shape(mapping[k]) == named[k].shape for k in own)
-
-    template = jax.tree.map(on_host, opt_state, is_leaf=is_packed)
-    forms = [unpack_state(template), unpack(template)]
-    return next((form for form in forms if is_in(mapping, form)), forms[0])
-
-
-def _template(leaf: Leaf) -> Leaf:
-    """Return an array on the host of the shape of `leaf`, whose parts stand for leaves."""
-    if tree.is_key(leaf):
-        return leaf
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-
-
-def _placed(state: OptState, like: OptState) -> OptState:
-    """Return a state whose buffers lie as those of `like`."""
-
-    def place(like: PyTree, node: PyTree) -> PyTree:
-        if not is_packed(like):
-            return node
-        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
-
-    return jax.tree.map(place, like, state, is_leaf=is_packed)
-
-
-def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return `value` as an array like `leaf`, and the reason if it cannot be one, else ""."""
-    if tree.is_key(leaf):
-        data, problem = _fitted(value, jax.random.key_data(leaf))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
-    if isinstance(value, jax.Array) and _lies_as(value, leaf):
-        fits = value.shape == leaf.shape and value.dtype == leaf.dtype
-        return value, "" if fits else f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
-    array = np.asarray(value)
-    dtype = np.dtype(leaf.dtype)
-    if array.shape != leaf.shape:
-        return leaf, f"has shape {array.shape}, the template {leaf.shape}"
-    if _is_foreign(dtype) and array.dtype in (_bits(dtype), np.dtype(f"V{dtype.itemsize}")):
-        array = array.view(dtype)
-    if not jnp.can_cast(array.dtype, dtype, "same_kind") and not _is_foreign(array.dtype):
-        return leaf, f"has dtype {array.dtype}, the template {dtype}"
-    array = array.astype(dtype)
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None or not getattr(leaf, "committed", True):
-        return jnp.asarray(array), ""
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""
-
-
-def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
-    """True if sharding and dtype already match, or the array is not fully addressable here."""
-    return not value.is_fully_addressable or (
-        value.sharding == getattr(leaf, "sharding", None) and value.dtype == leaf.dtype
-    )
 
 
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
@@ -281,7 +154,7 @@ def summary(
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
-    kept = _bytes_by_leaf(state, names)
+    kept, treatments = _bytes_by_leaf(state, names), _treatments(state, names)
     lies = [] if shard is None else _layout_columns(state, params, mesh, shard, data_axis)
     titles = ["lies", "bytes a device"] if lies else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
@@ -290,8 +163,10 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        described = _described(attrs.get(name, DEFAULT), p, name in without_decay)
-        row = (name or ".", shape, str(p.dtype), described, f"{kept[name]:,}", per)
+        words = treatments.get(name, []) + _attribute_words(
+            attrs.get(name, DEFAULT), p, name in without_decay
+        )
+        row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
         rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
@@ -353,11 +228,23 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
     return found
 
 
-def _described(attr: ParamAttr, p: Leaf, without_decay: bool) -> str:
+def _treatments(state: OptState, names: list[str]) -> dict[str, list[str]]:
+    """Return the word for each leaf of which a state with a word for them holds an array."""
+    parts = state_names.named_parts(state, stop=lambda x: bool(traits_of(x).treatment))
+    return {
+        owner: [traits_of(part).treatment]
+        for _, part in parts
+        if traits_of(part).treatment
+        for owner, _ in state_names.with_owners(named_leaves(part), names)
+        if owner is not None
+    }
+
+
+def _attribute_words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
-        return "frozen: not floating point"
+        return ["frozen: not floating point"]
     if not attr.trainable:
-        return "frozen: not trainable"
+        return ["frozen: not trainable"]
     words = []
     if attr.learning_rate != 1.0:
         words.append(f"rate × {attr.learning_rate:g}")
@@ -365,13 +252,15 @@ def _described(attr: ParamAttr, p: Leaf, without_decay: bool) -> str:
         words.append("no regularization")
     elif attr.regularization is not INHERIT:
         words.append("own regularization")
-    if without_decay:
+    if without_decay or attr.weight_decay == 0:
         words.append("no weight decay")
+    elif attr.weight_decay != 1.0:
+        words.append(f"weight decay × {attr.weight_decay:g}")
     if not attr.need_clip:
         words.append("not clipped")
     if attr.stacked:
         words.append(f"{attr.stacked} stacked")
-    return ", ".join(words)
+    return words
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

@@ -339,9 +339,10 @@ def make_train_step(
       A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
       gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
       `record_metrics` in tx and without local steps also ["grad_norm"], ["update_norm"],
-      ["param_norm"] and ["clip_factor"]; with `skip_nonfinite` ["gave_up"], which makes the next
-      call raise. Where tx exchanges gradients by itself, and with local steps, ["bytes_sent"] has
-      the bytes that a worker sent in this call, by the formulas of the compressors.
+      ["param_norm"] and ["clip_factor"], and those of its groups; with `skip_nonfinite`
+      ["gave_up"], which makes the next call raise. Where tx exchanges gradients by itself, and with
+      local steps, ["bytes_sent"] has the bytes that a worker sent in this call, by the formulas of
+      the compressors.
 
     Raises:
       TypeError: an argument of the wrong kind, a loss that is not a real number.

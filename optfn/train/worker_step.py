@@ -25,7 +25,6 @@ from optfn.state.per_worker import may_give_rows
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.learning_rate import get_learning_rate
-from optfn.wrappers.metrics import RECORDED
 from optfn.wrappers.metrics import metrics as recorded_metrics
 from optfn.wrappers.nonfinite import gave_up
 
@@ -148,5 +147,5 @@ def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
         metrics["learning_rate"] = get_learning_rate(opt_state)
     with contextlib.suppress(ValueError):  # no recorder, or several
         recorded = recorded_metrics(opt_state)
-        metrics |= {name: recorded[name] for name in RECORDED}
+        metrics |= {name: x for name, x in recorded.items() if name != "learning_rate"}
     return metrics

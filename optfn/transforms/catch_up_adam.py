@@ -9,14 +9,18 @@ import jax.numpy as jnp
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn.transforms import late_steps
 from optfn.transforms.adam import adam_direction, adam_factors, adam_rule
+from optfn.transforms.late_steps import LateStepsState, Steps
 
 
+@traits(counted="mu")
 class ScaleByCatchUpAdamState(NamedTuple):
     """State of `scale_by_catch_up_adam`: 8 bytes per parameter, 4 per row, the step, β₁ and β₂."""
 
-    step: jax.Array
+    step: Steps
     b1: jax.Array
     b2: jax.Array
     mu: Params
@@ -127,15 +131,17 @@ def scale_by_catch_up_adam(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step = core.next_step(state.step)
+        step = late_steps.advanced(state.step)
+        own = late_steps.by_leaf(lambda t: {"step": t}, step, updates)
         updates, mu, nu, last = leafwise.apply(
-            partial(catch_up_adam_rule, step=step, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
+            partial(catch_up_adam_rule, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
             updates,
             state.mu,
             state.nu,
             state.last_step,
             shapes=lambda shape: [shape, shape, shape[:1]],
             rows="touched",
+            **own,
         )
         return updates, state._replace(step=step, mu=mu, nu=nu, last_step=last)
 
@@ -148,11 +154,14 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     For inspection only: the parameters do not catch up, so continue training with `state` itself.
     """
 
+    begun = state.step.begun if isinstance(state.step, LateStepsState) else {}
+
     def now(place: tree.Place, m: Leaf, v: Leaf, last: Leaf) -> tuple[Leaf, ...]:
         if tree.is_masked(m):
             return m, v, last
-        missed = state.step - last
-        return *catch_up(m, v, missed, b1=state.b1, b2=state.b2), jnp.full_like(last, state.step)
+        step = late_steps.shared(state.step) - begun.get(str(place), 0)
+        moments = catch_up(m, v, step - last, b1=state.b1, b2=state.b2)
+        return *moments, jnp.full_like(last, step)
 
     mu, nu, last_step = tree.map_to(3, now, state.mu, state.nu, state.last_step)
     return state._replace(mu=mu, nu=nu, last_step=last_step)

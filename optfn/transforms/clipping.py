@@ -11,10 +11,12 @@ from jax import lax
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics
+from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import axes
 
 
+@traits(reports=("factor",))
 class ClipState(NamedTuple):
     """State of the clips by norm: the (smallest) factor of the last update, 4 bytes."""
 

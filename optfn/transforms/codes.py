@@ -1,5 +1,7 @@
 """Encodings of numbers in 8 and 16 bits with stochastic rounding: functions of arrays.
 
+`split_float32` and `join_float32` write a float32 number as a bfloat16 one and a remainder.
+
 A moving average in few bits does not change when its steps are smaller than half the distance
 between two codes. Stochastic rounding rounds up with the probability that makes the mean exact, so
 that the average changes by the right amount in expectation (Gupta et al. 2015, arXiv 1502.02551).
@@ -179,3 +181,72 @@ def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Arr
 def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the float32 values of uint8 codes."""
     return _decode(codes.astype(jnp.uint32), scale, UNSIGNED)
+
+
+# The magnitude of infinity, and the canonical NaN, as the bits of a float32.
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+REMAINDERS = {32: jnp.dtype(jnp.int16), 24: jnp.dtype(jnp.int8)}
+
+
+def _magnitude(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
+    """Return the bits of |x|, int32; with 24 bits rounded by the noise, without the last 8."""
+    magnitude = _float_bits(x) & 0x7FFFFFFF
+    if bits == 24:
+        rounded = (magnitude + (0x80 if noise is None else noise & 0xFF)) >> 8
+        is_finite = magnitude < _INFINITY
+        magnitude = jnp.where(is_finite, jnp.minimum(rounded, (_INFINITY - 1) >> 8), rounded)
+    return magnitude.astype(jnp.int32)
+
+
+def split_float32(
+    x: jax.Array, bits: int = 32, noise: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return x as a bfloat16 number and a remainder of 16 or 8 bits.
+
+        bits(|x|) = bits(|p|)·2ᵏ + e      k = bits − 16, −2ᵏ⁻¹ ≤ e < 2ᵏ⁻¹
+
+    p is x rounded to the nearest bfloat16, and away from zero at a tie, for which e = 2ᵏ⁻¹ would be
+    too large. NaN is the canonical one, with e = 0.
+
+    Args:
+      x: float32.
+      bits: 32, for which `join_float32` gives x bit for bit; or 24, for which the bits of x are
+        first rounded at random to 24, a finite number to a finite one.
+      noise: random uint32 of the shape of x, for 24 bits; None rounds to the nearest.
+
+    Returns:
+      p, bfloat16, and e, int16 or int8.
+    """
+    k = bits - 16
+    magnitude = _magnitude(x, bits, noise)
+    upper = ((magnitude + (1 << (k - 1))) >> k).astype(jnp.uint16)
+    sign = (_float_bits(x) >> 16).astype(jnp.uint16) & 0x8000
+    p = jnp.where(jnp.isnan(x), np.uint16(_NAN >> 16), upper | sign)
+    narrow = jax.lax.bitcast_convert_type(p, jnp.bfloat16)
+    return narrow, remainder_beside(narrow, x, bits, noise)
+
+
+def remainder_beside(
+    p: jax.Array, x: jax.Array, bits: int, noise: jax.Array | None = None
+) -> jax.Array:
+    """Return the e for which `join_float32(p, e)` comes nearest to x; see `split_float32`."""
+    dtype = REMAINDERS[bits]
+    k, (low, high) = bits - 16, (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
+    own = jax.lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32)
+    e = jnp.clip(_magnitude(x, bits, noise) - ((own & 0x7FFF) << k), low, high)
+    same_sign = (own >> 15).astype(jnp.uint32) == _float_bits(x) >> 31
+    e = jnp.where(same_sign, e, low)
+    return jnp.where(jnp.isnan(x) | jnp.isnan(p), 0, e).astype(dtype)
+
+
+def join_float32(p: jax.Array, e: jax.Array) -> jax.Array:
+    """Return the float32 number of a bfloat16 number and a remainder: undo `split_float32`.
+
+    Of a p that was edited, it is p moved by e units: by half a unit of p's last place at most.
+    """
+    own = jax.lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.uint32)
+    unit = 1 if e.dtype == jnp.int16 else 1 << 8
+    moved = ((own & 0x7FFF) << 16).astype(jnp.int32) + e.astype(jnp.int32) * unit
+    magnitude = jnp.clip(moved, 0, _INFINITY).astype(jnp.uint32)
+    whole = jnp.where(jnp.isnan(p), np.uint32(_NAN), magnitude | (own >> 15) << 31)
+    return jax.lax.bitcast_convert_type(whole, jnp.float32)

@@ -1,5 +1,6 @@
 """LAMB's direction: Adam's with weight decay, scaled to the norm of each tensor."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import leafwise, numerics, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.transforms import late_steps
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
 from optfn.transforms.in_place import in_passes
 from optfn.transforms.regularization import (
@@ -75,15 +77,28 @@ def scale_by_lamb(
     bias_correction = checks.flag("bias_correction", bias_correction)
     exclude = tree.check_pattern("exclude", exclude)
 
+    def of_step(step: jax.Array) -> dict[str, Scalar]:
+        if not bias_correction:
+            return {"scale": 1.0, "eps": eps, "inverse": 1.0}
+        scale, root = adam_factors(b1, b2, step, False)
+        scale = scale / root
+        return {"scale": scale, "eps": eps / root, "inverse": 1 / scale}
+
     def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+        updates: Updates,
+        state: OptState,
+        params: Params | None = None,
+        *,
+        decay_factors: Mapping[str, float] | None = None,
+        **extra: Any,
     ) -> tuple[Updates, OptState]:
         del extra
-        step, updates = core.next_step(state.step), leafwise.to_dense(updates)
-        scale, root = adam_factors(b1, b2, step, False) if bias_correction else (1.0, 1.0)
-        scale = scale / root
-        wds = decay_of_leaves(exclude, weight_decay_at("weight_decay", wd, state.step), updates)
-        scalars: dict[str, Any] = {"eps": eps / root, "weight_decay": wds}
+        step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
+        numbers = late_steps.by_leaf(of_step, step, updates)
+        scale, small, inverse = numbers["scale"], numbers["eps"], numbers["inverse"]
+        decay = weight_decay_at("weight_decay", wd, late_steps.shared(state.step))
+        wds = decay_of_leaves(exclude, decay, updates, decay_factors)
+        scalars: dict[str, Any] = {"eps": small, "weight_decay": wds}
 
         def moments(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
             return *leafwise.apply(adam_moments, g, m, v, b1=b1, b2=b2)[1:], q
@@ -94,14 +109,14 @@ def scale_by_lamb(
             return (
                 m,
                 v,
-                leafwise.combine(trust_ratio, leafwise.tensor_norms(p), r_norms, coeff=1 / scale),
+                leafwise.combine(trust_ratio, leafwise.tensor_norms(p), r_norms, coeff=inverse),
             )
 
         # Two passes, since one program would keep r for its second use. q starts at 1; times q, eps
         # and wd are other scalars in each leaf: XLA would make an array of a shared one.
         ones = leafwise.combine(jnp.ones_like, leafwise.tensor_norms(params))
         mu, nu, q = in_passes([moments, ratios], (state.mu, state.nu, ones), updates, params)
-        factors = leafwise.combine(lambda q: q * scale, q)
+        factors = leafwise.combine(lambda q, scale: q * scale, q, scale=scale)
         updates = leafwise.apply(
             _scaled_direction,
             updates,
@@ -114,7 +129,7 @@ def scale_by_lamb(
         )[0]
         return updates, ScaleByAdamState(step, mu, nu)
 
-    return core.Rule(partial(init_moments, ScaleByAdamState), update)
+    return core.Rule(partial(init_moments, ScaleByAdamState), update, decays=True)
 
 
 def _scaled_direction(

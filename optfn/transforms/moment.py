@@ -17,6 +17,9 @@ from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
+from optfn.state.encoded import Encoded, encodes
+from optfn.transforms import codes, late_steps
+from optfn.transforms.stored import check_moment_dtype, stored
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -30,17 +33,60 @@ class WithoutMomentumState(ScaleByMomentumState):
     """State of `scale_by_momentum(0)`: a masked leaf."""
 
 
+class ScaleByNarrowMomentumState(NamedTuple):
+    """State of `scale_by_momentum` in bfloat16: 2 bytes per parameter, and the step."""
+
+    step: jax.Array
+    velocity: Params
+
+
+@traits(spans_buffers=True)
+@encodes(Encoded("velocity", "velocity_scale", codes.decode_signed, codes.encode_signed))
+class ScaleByInt8MomentumState(NamedTuple):
+    """State of `scale_by_momentum` in int8: 1.02 bytes per parameter, and the step."""
+
+    step: jax.Array
+    velocity: Params
+    velocity_scale: Params
+
+
+_MOMENTUM_STATES = {"bfloat16": ScaleByNarrowMomentumState, "int8": ScaleByInt8MomentumState}
+
+
 def momentum_rule(
     g: jax.Array, v: jax.Array, *, momentum: Number, nesterov: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return (v or g + μv, v) with v = μv + g."""
-    mu = numerics.scalar(momentum, g)
-    v = mu * v + g
-    return (g + mu * v if nesterov else v), v
+    v = numerics.scalar(momentum, g) * v + g
+    return momentum_direction(g, v, momentum=momentum, nesterov=nesterov), v
+
+
+def momentum_direction(
+    g: jax.Array, v: jax.Array, *, momentum: Number, nesterov: bool
+) -> jax.Array:
+    """Return g + μv with nesterov, else v, where v is the new velocity."""
+    return g + numerics.scalar(momentum, g) * v if nesterov else v
+
+
+def velocity_rule(momentum: Scalar, nesterov: bool, moment_dtype: str | None) -> core.Rule:
+    """Return the rule of `scale_by_momentum`, which keeps v also for a momentum of 0."""
+    leaf_rule = partial(momentum_rule, momentum=momentum, nesterov=nesterov)
+    dtype = check_moment_dtype("moment_dtype", moment_dtype)
+    if dtype is None:
+        return core.accumulating(leaf_rule, ScaleByMomentumState)
+    return stored(
+        dtype,
+        _MOMENTUM_STATES,
+        lambda g, v: leaf_rule(g, v)[1:],
+        partial(momentum_direction, momentum=momentum, nesterov=nesterov),
+        signed=(True,),
+    )
 
 
 @core.transform(complex_leaves=True)
-def scale_by_momentum(momentum: Number, *, nesterov: bool = False) -> core.Rule:
+def scale_by_momentum(
+    momentum: Number, *, nesterov: bool = False, moment_dtype: str | None = None
+) -> core.Rule:
     """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
 
     There is no dampening. Where the learning rate belongs inside the velocity (LARS, RMSProp), this
@@ -49,21 +95,24 @@ def scale_by_momentum(momentum: Number, *, nesterov: bool = False) -> core.Rule:
     Args:
       momentum: μ, in [0, 1]; with 1 the velocity is the sum of all gradients.
       nesterov: whether to use Nesterov's momentum.
+      moment_dtype: "bfloat16" or "int8" stores v in 16 or 8 bits, stochastically rounded, as
+        `scale_by_quantized_adam` does; None is float32.
 
-    State: velocity, 4 bytes per parameter; none for a Python or NumPy 0, with which the update is
-    the gradient. Real and complex leaves.
+    State: velocity, 4 bytes per parameter; in bfloat16 2, in int8 1.02, with its scales, and in
+    both the step. None for a Python or NumPy 0, with which the update is the gradient. Real leaves,
+    and without `moment_dtype` complex ones.
 
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
     MomentumOptimizer.
     """
     mu = checks.number("momentum", momentum, low=0.0, high=1.0)
     nesterov = checks.flag("nesterov", nesterov)
+    check_moment_dtype("moment_dtype", moment_dtype)
     if isinstance(mu, float) and mu == 0:
         return core.stateless(
             lambda updates, params: updates, WithoutMomentumState(optax.MaskedNode())
         )
-    leaf_rule = partial(momentum_rule, momentum=mu, nesterov=nesterov)
-    return core.accumulating(leaf_rule, ScaleByMomentumState)
+    return velocity_rule(mu, nesterov, moment_dtype)
 
 
 class ScaleByAdagradState(NamedTuple):
@@ -195,12 +244,37 @@ class ScaleByCenteredRmsState(NamedTuple):
     mean: Params
 
 
+class ScaleByNarrowRmsState(NamedTuple):
+    """State of `scale_by_rms` in bfloat16: 2 bytes per parameter, and the step."""
+
+    step: jax.Array
+    mean_square: Params
+
+
+@traits(spans_buffers=True)
+@encodes(Encoded("mean_square", "mean_square_scale", codes.decode_unsigned, codes.encode_unsigned))
+class ScaleByInt8RmsState(NamedTuple):
+    """State of `scale_by_rms` in int8: 1.02 bytes per parameter, and the step."""
+
+    step: jax.Array
+    mean_square: Params
+    mean_square_scale: Params
+
+
+_RMS_STATES = {"bfloat16": ScaleByNarrowRmsState, "int8": ScaleByInt8RmsState}
+
+
 def rms_rule(
     g: jax.Array, r: jax.Array, *, rho: Scalar, eps: Scalar
 ) -> tuple[jax.Array, jax.Array]:
     """Return (g/√(r + eps), r) with r = ρr + (1 − ρ)|g|²."""
     r = numerics.moving_average(r, numerics.abs_squared(g), rho)
-    return g / jnp.sqrt(r + numerics.scalar(eps, g)), r
+    return rms_direction(g, r, eps=eps), r
+
+
+def rms_direction(g: jax.Array, r: jax.Array, *, eps: Scalar) -> jax.Array:
+    """Return g/√(r + eps)."""
+    return g / jnp.sqrt(r + numerics.scalar(eps, g))
 
 
 def centered_rms_rule(
@@ -216,7 +290,13 @@ def centered_rms_rule(
 
 
 @core.transform(complex_leaves=True)
-def scale_by_rms(*, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = False) -> core.Rule:
+def scale_by_rms(
+    *,
+    rho: Number = 0.95,
+    eps: Number = 1e-6,
+    centered: bool = False,
+    moment_dtype: str | None = None,
+) -> core.Rule:
     """Divide by the root of the mean of squares, or of the variance.
 
         r = ρr + (1 − ρ)|g|²;  u = g/√(r + eps)
@@ -226,27 +306,40 @@ def scale_by_rms(*, rho: Number = 0.95, eps: Number = 1e-6, centered: bool = Fal
       rho: ρ, in [0, 1).
       eps: ≥ 0, inside the root; with 0, 0/0 is NaN, as in optax.
       centered: whether to subtract the square of the mean.
+      moment_dtype: "bfloat16" or "int8" stores r in 16 or 8 bits, stochastically rounded, as
+        `scale_by_quantized_adam` does; None is float32. Not with `centered`, whose difference of
+        nearly equal numbers needs more bits.
 
-    State: mean_square (r), real, 4 bytes per parameter; centered also mean (q), 8 in all. Real and
-    complex leaves.
+    State: mean_square (r), real, 4 bytes per parameter; centered also mean (q), 8 in all. In
+    bfloat16 2 bytes, in int8 1.02, and the step. Real leaves, and without `moment_dtype` complex
+    ones.
+
+    Raises:
+      ValueError: `centered` with `moment_dtype`.
 
     Source: Hinton 2012, "Neural networks for machine learning", lecture 6e; Graves 2013, arXiv
     1308.0850, eq. 38–41 (centered); fluid's RMSPropOptimizer.
     """
     rho = checks.decay("rho", rho)
     eps = checks.nonnegative("eps", eps)
+    dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if checks.flag("centered", centered):
+        if dtype is not None:
+            raise ValueError(f"centered=True needs float32 moments; got {moment_dtype=}")
         leaf_rule = partial(centered_rms_rule, rho=rho, eps=eps)
         return core.accumulating(leaf_rule, ScaleByCenteredRmsState, real=("mean_square",))
-    return core.accumulating(
-        partial(rms_rule, rho=rho, eps=eps), ScaleByRmsState, real=("mean_square",)
-    )
+    plain_rule = partial(rms_rule, rho=rho, eps=eps)
+    if dtype is None:
+        return core.accumulating(plain_rule, ScaleByRmsState, real=("mean_square",))
+    direction = partial(rms_direction, eps=eps)
+    return stored(dtype, _RMS_STATES, lambda g, r: plain_rule(g, r)[1:], direction, signed=(False,))
 
 
+@traits(counted="gradients")
 class ScaleByAsgdState(NamedTuple):
     """State of `scale_by_asgd`: 4·batch_num bytes per parameter, and the step."""
 
-    step: jax.Array
+    step: late_steps.Steps
     gradients: Params
 
 
@@ -276,14 +369,18 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step = core.next_step(state.step)
+        step = late_steps.advanced(state.step)
+        place = late_steps.shared(state.step) % n
+        counts = late_steps.by_leaf(lambda t: {"divisor": jnp.minimum(t, n)}, step, updates)
 
-        def average(g: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-            y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), state.step % n, 0)
-            return jnp.sum(y, axis=0) / numerics.scalar(jnp.minimum(step, n), g), y
+        def average(
+            g: jax.Array, y: jax.Array, *, divisor: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            y = jax.lax.dynamic_update_index_in_dim(y, g.astype(y.dtype), place, 0)
+            return jnp.sum(y, axis=0) / numerics.scalar(divisor, g), y
 
         updates, gradients = leafwise.apply(
-            average, updates, state.gradients, shapes=lambda shape: [(n, *shape)]
+            average, updates, state.gradients, shapes=lambda shape: [(n, *shape)], **counts
         )
         return updates, ScaleByAsgdState(step, gradients)
 

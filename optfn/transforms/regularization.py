@@ -1,10 +1,11 @@
 """Weight decay: penalties added to the gradient, and decay decoupled from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
@@ -26,10 +27,27 @@ def l2_penalty(g: jax.Array, p: jax.Array, *, coeff: Scalar) -> jax.Array:
     return g + numerics.scalar(coeff, g) * p
 
 
-def decay_of_leaves(exclude: Pattern | None, coeff: Scalar, updates: Updates) -> leafwise.PerLeaf:
-    """Return the coefficient of each leaf: 0 where `exclude` selects the leaf, else `coeff`."""
-    excluded = tree.matching(exclude, updates, "exclude")
-    return leafwise.per_leaf(lambda path: 0.0 if path in excluded else coeff, updates)
+def decay_of_leaves(
+    exclude: Pattern | None,
+    coeff: Scalar,
+    updates: Updates,
+    decay_factors: Mapping[str, float] | None = None,
+) -> leafwise.PerLeaf:
+    """Return the weight decay of each leaf.
+
+    Args:
+      exclude: the leaves whose decay is 0.
+      coeff: the decay of the others.
+      updates: a tree with their paths.
+      decay_factors: by path, factors of `coeff`, which an optimizer with `param_attrs` passes.
+    """
+    excluded, factors = tree.matching(exclude, updates, "exclude"), decay_factors or {}
+    coeffs = {factor: coeff * factor for factor in set(factors.values())} | {1.0: coeff}
+
+    def of_leaf(path: str) -> Scalar:
+        return 0.0 if path in excluded else coeffs[factors.get(path, 1.0)]
+
+    return leafwise.per_leaf(of_leaf, updates)
 
 
 class AddDecayedWeightsState(NamedTuple):
@@ -53,10 +71,10 @@ def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) ->
 def decaying(
     argument: str,
     coeff: Scalar | Schedule,
-    update: Callable[[Updates, Params, Scalar], Updates],
+    update: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
     state_type: Callable[[jax.Array], OptState],
 ) -> core.Rule:
-    """Return a rule from (updates, params, coefficient) -> updates.
+    """Return a rule from (updates, params, coefficient, decay_factors) -> updates.
 
     Args:
       argument: the name of the coefficient in errors.
@@ -64,17 +82,26 @@ def decaying(
       update: the rule.
       state_type: makes the state of a schedule from the step.
     """
-    if not callable(coeff):
-        return core.stateless(lambda updates, params: update(updates, params, coeff))
 
-    def scheduled(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    def init(params: Params) -> OptState:
+        return state_type(core.first_step()) if callable(coeff) else optax.EmptyState()
+
+    def decayed(
+        updates: Updates,
+        state: OptState,
+        params: Params | None = None,
+        *,
+        decay_factors: Mapping[str, float] | None = None,
+        **extra: Any,
     ) -> tuple[Updates, OptState]:
         del extra
+        if not callable(coeff):
+            return update(updates, params, coeff, decay_factors), optax.EmptyState()
         value = weight_decay_at(argument, coeff, state.step)
-        return update(updates, params, value), state_type(core.next_step(state.step))
+        updates = update(updates, params, value, decay_factors)
+        return updates, state_type(core.next_step(state.step))
 
-    return core.Rule(lambda params: state_type(core.first_step()), scheduled)
+    return core.Rule(init, decayed, decays=True)
 
 
 @core.transform(needs_params=True)
@@ -129,6 +156,9 @@ def add_decayed_weights(
       exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
 
+    `update` takes `decay_factors`, factors of weight_decay by path; an optimizer with `param_attrs`
+    passes them.
+
     No state; with a schedule the step, 4 bytes. Needs params; real and complex leaves.
 
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2.
@@ -136,8 +166,10 @@ def add_decayed_weights(
     wd = check_weight_decay("weight_decay", weight_decay)
     exclude = tree.check_pattern("exclude", exclude)
 
-    def update(updates: Updates, params: Params, coeff: Scalar) -> Updates:
-        coeffs = decay_of_leaves(exclude, coeff, updates)
+    def update(
+        updates: Updates, params: Params, coeff: Scalar, factors: Mapping[str, float] | None
+    ) -> Updates:
+        coeffs = decay_of_leaves(exclude, coeff, updates, factors)
         return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
     return decaying("weight_decay", wd, update, AddDecayedWeightsState)

@@ -1,5 +1,6 @@
 """Trust ratios, which scale the step of a tensor by its norm, as in LAMB and LARS."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -91,9 +92,11 @@ def scale_by_lars(
     eps = checks.nonnegative("eps", eps)
     exclude = tree.check_pattern("exclude", exclude)
 
-    def update(updates: Updates, params: Params, coefficient: Scalar) -> Updates:
+    def update(
+        updates: Updates, params: Params, coefficient: Scalar, decay: Mapping[str, float] | None
+    ) -> Updates:
         updates = leafwise.to_dense(updates)
-        wds = decay_of_leaves(exclude, coefficient, updates)
+        wds = decay_of_leaves(exclude, coefficient, updates, decay)
         p_norms, g_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
         factors = leafwise.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps

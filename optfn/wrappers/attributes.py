@@ -39,10 +39,13 @@ class ParamAttr:
       stacked: how many leading axes of the leaf count tensors, ≥ 0; 1 for layers that a model scans
         over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
         separate leaf. The result of `optfn.distributed.stack_stages` needs no such attribute.
+      weight_decay: a factor of the optimizer's own decay (`weight_decay`, `lars_weight_decay`),
+        ≥ 0; 0 for no decay. It does not concern `regularization`.
 
     Raises:
       TypeError: an argument of another type.
-      ValueError: a learning_rate or stacked that is negative.
+      ValueError: a learning_rate, weight_decay or stacked that is negative. An optimizer without a
+        decay of its own refuses a weight_decay other than 1.
     """
 
     learning_rate: float = 1.0
@@ -50,14 +53,11 @@ class ParamAttr:
     need_clip: bool = True
     trainable: bool = True
     stacked: int = 0
+    weight_decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if not checks.is_host_number(self.learning_rate):
-            raise TypeError(
-                "ParamAttr: learning_rate must be a Python number, a factor of the optimizer's "
-                f"rate; got {checks.shown(self.learning_rate)}"
-            )
-        checks.nonnegative("ParamAttr: learning_rate", self.learning_rate)
+        _check_factor("learning_rate", "rate", self.learning_rate)
+        _check_factor("weight_decay", "own decay", self.weight_decay)
         checks.flag("ParamAttr: need_clip", self.need_clip)
         checks.flag("ParamAttr: trainable", self.trainable)
         checks.count("ParamAttr: stacked", self.stacked, low=0)
@@ -71,6 +71,15 @@ class ParamAttr:
             if getattr(self, field.name) != field.default
         )
         return f"ParamAttr({', '.join(given)})"
+
+
+def _check_factor(name: str, of: str, factor: object) -> None:
+    if not checks.is_host_number(factor):
+        raise TypeError(
+            f"ParamAttr: {name} must be a Python number, a factor of the optimizer's {of}; "
+            f"got {checks.shown(factor)}"
+        )
+    checks.nonnegative(f"ParamAttr: {name}", factor)
 
 
 ParamAttrs = Mapping[str, ParamAttr]
@@ -159,7 +168,8 @@ def attributed(
     """Return `tx` with frozen leaves, per-leaf rates and stacked axes as `param_attrs` says.
 
     To `tx` a frozen leaf is masked. Its update is −0.0, which does not change a bit of it. The
-    factors of the rate reach `tx` as the extra argument `rate_factors`.
+    factors of the rate and of the weight decay reach `tx` as the extra arguments `rate_factors` and
+    `decay_factors`.
 
     Args:
       name: the optimizer's name in errors.
@@ -182,6 +192,8 @@ def attributed(
         if any(attr.learning_rate != 1.0 for attr in attrs.values()):
             rates = leafwise.per_leaf(lambda path: attrs[path].learning_rate, trained)
             extra["rate_factors"] = rates
+        if any(attr.weight_decay != 1.0 for attr in attrs.values()):
+            extra["decay_factors"] = {path: attr.weight_decay for path, attr in attrs.items()}
         trained_params = None if params is None else _trained(params, attrs)
         updated, state = tx.update(trained, state, trained_params, **extra)
         names = tree.names(updates)
@@ -218,12 +230,24 @@ def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
         )
 
 
+def refuse_decay_factors(name: str, attrs: ParamAttrs) -> None:
+    """Raise for factors of the weight decay of an optimizer that has none."""
+    for pattern, attr in attrs.items():
+        if attr.weight_decay != 1.0:
+            raise ValueError(
+                f"param_attrs[{pattern!r}]: weight_decay={attr.weight_decay:g} is a factor of the "
+                f"optimizer's own decay, and {name} has none; give the leaf a penalty by "
+                "regularization=optfn.l2_decay(coeff), or use an optimizer such as adamw"
+            )
+
+
 def with_attributes(
     name: str,
     param_attrs: object,
     grad_clip: optax.GradientTransformation | None,
     regularization: optax.GradientTransformation | None,
     built: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
+    decays: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer whose clip, penalty, rates and frozen leaves are as `param_attrs` says.
 
@@ -233,8 +257,11 @@ def with_attributes(
       grad_clip: likewise.
       regularization: likewise.
       built: makes the optimizer from the transforms that precede its own chain.
+      decays: whether that chain has a weight decay.
     """
     attrs = check_param_attrs(param_attrs)
+    if not decays:
+        refuse_decay_factors(name, attrs)
     clips = [] if grad_clip is None else [grad_clip]
     if not all(attr.need_clip for attr in attrs.values()):
         clips = [for_leaves(clip, attrs, lambda attr: attr.need_clip) for clip in clips]

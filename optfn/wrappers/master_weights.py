@@ -1,5 +1,6 @@
-"""Float32 masters of parameters of a narrower dtype."""
+"""Float32 masters of parameters of a narrower dtype, as copies or as remainders."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -7,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import core
+from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
 from optfn.leaves.updates import apply_updates
+from optfn.transforms import codes
 
 
-@traits(passes_own_gradients=True, follows_params=True)
+@traits(passes_own_gradients=True, follows_params=True, copies="master")
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 
@@ -22,69 +24,177 @@ class MasterWeightsState(NamedTuple):
     inner_state: OptState
 
 
+@traits(passes_own_gradients=True, follows_params=True)
+class MasterWeights32State(NamedTuple):
+    """State of `master_weights(bits=32)`: 2 bytes per narrow parameter, and the inner state."""
+
+    remainder: Params
+    inner_state: OptState
+
+
+@traits(passes_own_gradients=True, follows_params=True)
+class MasterWeights24State(NamedTuple):
+    """State of `master_weights(bits=24)`: 1 byte per narrow parameter, step, and inner state."""
+
+    remainder: Params
+    inner_state: OptState
+    step: jax.Array
+
+
+class MasterForm(NamedTuple):
+    """How masters are kept.
+
+    state_type: the class of the state.
+    is_narrow: whether a parameter has a master.
+    start: p -> the array to keep for a master that is p.
+    read: (p, kept) -> the master.
+    write: (p, master[, step]) -> (u, kept), for which read(p + u, kept) is the master.
+    """
+
+    state_type: type[MasterWeightsState | MasterWeights32State | MasterWeights24State]
+    is_narrow: Callable[[Leaf], bool]
+    start: Callable[[jax.Array], jax.Array]
+    read: Callable[[jax.Array, jax.Array], jax.Array]
+    write: Callable[..., tuple[jax.Array, jax.Array]]
+
+
 @core.named
 def master_weights(
-    tx: optax.GradientTransformation, dtype: DType = jnp.float32
+    tx: optax.GradientTransformation, dtype: DType = jnp.float32, *, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on wide copies of narrow parameters.
+    """Run an optimizer on wide masters of narrow parameters.
 
         M = M + tx(g, M)
-        u = M − p      in `dtype`; rounded to the dtype of p, p + u is M
+        u = M − p      in float32; rounded to the dtype of p, p + u is M
 
-    After an update the parameters are the rounded masters, even if they were edited before.
+    With `bits` M is the parameter and a remainder together, where else the state has a copy of M:
+
+        bits(|M|) = bits(|p|)·2ᵏ + e,  k = bits − 16
+
+    Copies: after an update the parameters are the rounded masters, even if they were edited before.
+    Remainders: the edited parameter is moved by e, at most half a unit of its last place.
 
     Args:
       tx: an optimizer of optfn or optax; its params are the masters.
       dtype: the dtype of the masters, float32 or float64. Leaves that are at least as wide have no
         master.
+      bits: 32 or 24, for bfloat16 parameters and float32 masters; None keeps copies. 32: an int16
+        remainder, masters bit for bit those of copies; a parameter differs from theirs at an exact
+        tie, where it is the larger neighbour. 24: an int8 remainder, masters rounded at random to
+        24 bits at each step, exact in the mean; so that small steps are not lost.
 
-    State: the masters, 4 bytes per narrow parameter, and the state of `tx`. The update of a leaf
-    with a master has the dtype of the master. Needs params.
+    Where a master shrinks by a factor above 2¹⁶ in one step, p + u is rounded, and M is off by at
+    most 2⁻²⁴ of the old one. Masters below 2⁻¹²⁶ lose digits where XLA flushes denormals.
+
+    State: per narrow parameter 4 bytes for a copy, 2 or 1 for a remainder, and the state of `tx`;
+    with 24 bits also the step. The update of a leaf with a master has the dtype of the master.
+    Needs params.
 
     Raises:
-      ValueError: `dtype` is neither float32 nor float64; at init, `dtype` is float64 without
-        jax_enable_x64.
+      ValueError: `dtype` is neither float32 nor float64, or is float64 with `bits`; `bits` is
+        another number; at init, `dtype` is float64 without jax_enable_x64, or a leaf is narrower
+        than float32 and not bfloat16, with `bits`.
       TypeError: `tx` is not a gradient transformation.
 
-    Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision.
+    Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision. Remainders of
+    24 and 32 bits: FlashOptim's `master_weight_bits`, here on the bits of the numbers.
     """
     wide_dtype = _wide_dtype(dtype)
+    form = _form(wide_dtype, bits)
     inner = core.check_transform("master_weights: tx", tx)
 
-    def narrow(p: Leaf) -> bool:
-        is_real = tree.is_inexact(p) and jnp.issubdtype(p.dtype, jnp.floating)
-        return is_real and jnp.finfo(p.dtype).bits < jnp.finfo(wide_dtype).bits
-
-    def init(params: Params) -> MasterWeightsState:
+    def init(params: Params) -> OptState:
         if jax.dtypes.canonicalize_dtype(wide_dtype) != wide_dtype:
             raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
         def widened(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
-            if not narrow(p):
+            if not form.is_narrow(p):
                 return p, optax.MaskedNode()
-            wide = jnp.asarray(p).astype(wide_dtype)
-            return wide, wide
+            p = jnp.asarray(p)
+            _check_dtype(place, p, bits)
+            kept = form.start(p)
+            return form.read(p, kept), kept
 
-        wide, masters = tree.map_to(2, widened, params)
-        return MasterWeightsState(masters, inner.init(wide))
+        wide, kept = tree.map_to(2, widened, params)
+        steps = (core.first_step(),) if bits == 24 else ()
+        return form.state_type(kept, inner.init(wide), *steps)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         core.check_params_given("master_weights", params)
-        core.check_state("master_weights", state, MasterWeightsState)
-        tree.check_same_structure("master_weights", "the state", state.master, "params", params)
-        wide = tree.map(lambda m, p: p if tree.is_masked(m) else m, state.master, params)
-        updates, inner_state = inner.update(updates, state.inner_state, wide, **extra)
+        core.check_state("master_weights", state, form.state_type)
+        kept, inner_state, *steps = state
+        tree.check_same_structure("master_weights", "the state", kept, "params", params)
+        wide = tree.map(lambda k, p: p if tree.is_masked(k) else form.read(p, k), kept, params)
+        updates, inner_state = inner.update(updates, inner_state, wide, **extra)
+        steps = [core.next_step(step) for step in steps]
 
-        def moved(place: tree.Place, m: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
-            return (u, m) if tree.is_masked(m) else (update_to(p, w), w)
+        def moved(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
+            return (u, k) if tree.is_masked(k) else form.write(p, w, *steps)
 
         after = apply_updates(wide, updates)
-        updates, masters = tree.map_to(2, moved, state.master, params, updates, after)
-        return updates, MasterWeightsState(masters, inner_state)
+        updates, kept = tree.map_to(2, moved, kept, params, updates, after)
+        return updates, form.state_type(kept, inner_state, *steps)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_narrower(p: Leaf, than: np.dtype[Any]) -> bool:
+    is_real = tree.is_inexact(p) and jnp.issubdtype(p.dtype, jnp.floating)
+    return bool(is_real and jnp.finfo(p.dtype).bits < jnp.finfo(than).bits)
+
+
+def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
+    if bits is not None and p.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"master_weights: bits={bits} needs bfloat16 parameters, whose exponent is that of "
+            f"float32; leaf {place!r} is {p.dtype}. Without bits masters are float32 copies"
+        )
+
+
+def _form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
+    """Return the form that the arguments of `master_weights` ask for."""
+    checks.choice("master_weights: bits", bits, (None, 32, 24))
+    if bits is None:
+        return _copies(dtype)
+    if dtype != jnp.float32:
+        raise ValueError(f"master_weights: bits={bits} is for float32 masters; got dtype {dtype}")
+    return _remainders(bits)
+
+
+def _copies(dtype: np.dtype[Any]) -> MasterForm:
+    """Return the form of masters that are arrays of `dtype`."""
+    return MasterForm(
+        MasterWeightsState,
+        lambda p: _is_narrower(p, dtype),
+        lambda p: p.astype(dtype),
+        lambda p, master: master,
+        lambda p, master: (update_to(p, master), master),
+    )
+
+
+def _remainders(bits: int) -> MasterForm:
+    """Return the form of float32 masters that are a parameter and a remainder together."""
+
+    def write(
+        p: jax.Array, master: jax.Array, step: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        noise = None
+        if step is not None:
+            noise = codes.random_bits(p.shape, step.astype(jnp.uint32) * np.uint32(0xC2B2AE35))
+        target, _ = codes.split_float32(master, bits, noise)
+        u = update_to(p, target.astype(jnp.float32))
+        reached = (p.astype(jnp.float32) + u).astype(p.dtype)
+        return u, codes.remainder_beside(reached, master, bits, noise)
+
+    return MasterForm(
+        MasterWeights32State if bits == 32 else MasterWeights24State,
+        lambda p: _is_narrower(p, jnp.dtype(jnp.float32)),
+        lambda p: jnp.zeros_like(p, codes.REMAINDERS[bits]),
+        codes.join_float32,
+        write,
+    )
 
 
 def _wide_dtype(dtype: DType) -> np.dtype[Any]:

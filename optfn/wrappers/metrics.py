@@ -1,13 +1,15 @@
 """Norms, clip factor and learning rate of each step, recorded in the state."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import core
+from optfn import checks, core
 from optfn.leaves import leafwise, tree
+from optfn.leaves.selection import Selection
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
@@ -17,9 +19,16 @@ from optfn.transforms import learning_rate as rates
 from optfn.transforms.clipping import ClipState
 
 
-@traits(passes_own_gradients=True, passes_rows=True)
+@traits(
+    passes_own_gradients=True,
+    passes_rows=True,
+    reports=("grad_norm", "update_norm", "param_norm", "clip_factor", "learning_rate", "groups"),
+)
 class RecordMetricsState(NamedTuple):
-    """State of `record_metrics`: five float32 scalars, and the inner state."""
+    """State of `record_metrics`: five float32 scalars, and the inner state.
+
+    groups: with `per`, three norms by name, each a scalar for each pattern.
+    """
 
     grad_norm: jax.Array
     update_norm: jax.Array
@@ -27,15 +36,20 @@ class RecordMetricsState(NamedTuple):
     clip_factor: jax.Array
     learning_rate: jax.Array
     inner_state: OptState
+    groups: dict[str, dict[str, jax.Array]] | tuple[()] = ()
 
 
+MEASURED = RecordMetricsState._fields[:3]
 # The fields that a training step reports beside the learning rate.
 RECORDED = RecordMetricsState._fields[:4]
 
 
 @core.named
 def record_metrics(
-    tx: optax.GradientTransformation, *, axis_name: AxisName = None
+    tx: optax.GradientTransformation,
+    *,
+    per: str | Sequence[str] | None = None,
+    axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Record the norms of gradient, update and parameters, the clip factor and the rate.
 
@@ -43,6 +57,9 @@ def record_metrics(
 
     Args:
       tx: an optimizer of optfn or optax.
+      per: patterns of paths, such as ("embed/.*", "layers/.*"): the norms are also recorded for the
+        leaves that each of these regular expressions matches as a whole path. Frozen leaves count
+        in param_norm.
       axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
         has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
         adds its own axes. Around `on_each_device` the norm of the gradient is the same root
@@ -50,15 +67,22 @@ def record_metrics(
 
     State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
     clip_factor, the smallest factor of the clips by norm in `tx`, 1 without one; learning_rate, NaN
-    where `tx` has none or several; 20 bytes, and the state of `tx`. Needs params.
+    where `tx` has none or several; 20 bytes, 12 more for each pattern, and the state of `tx`. Needs
+    params.
+
+    Raises:
+      ValueError: at init and update, a pattern matches no path.
     """
+    patterns = _patterns(per)
     check_names("record_metrics: axis_name", axis_name, optional=True)
     inner = core.check_transform("record_metrics: tx", tx)
 
     def init(params: Params) -> RecordMetricsState:
         inner_state = inner.init(params)
-        norms = (jnp.zeros((), jnp.float32) for _ in range(3))
-        return RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
+        norms = [jnp.zeros((), jnp.float32) for _ in MEASURED]
+        selected = [Selection(pattern, params, "per") for pattern in patterns]
+        groups = {name: {p: jnp.zeros((), jnp.float32) for p in patterns} for name in MEASURED}
+        return _recorded(norms, inner_state, groups if selected else ())
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -67,16 +91,43 @@ def record_metrics(
         core.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         names = joined(axis_name, extra.get("axis_name"))
-        norms = [_norm(x, names) for x in (updates, updated, params)]
-        if has_workers_in_front(inner_state):
-            norms[0] = norms[0] / jnp.sqrt(float(_num_workers(updates)))
-        return updated, RecordMetricsState(*norms, *_readings(inner_state), inner_state)  # type: ignore[call-arg]
+        trees = [leafwise.inexact(x) for x in (updates, updated, params)]
+        in_front = has_workers_in_front(inner_state)
+        workers = float(_num_workers(updates)) if in_front else 1.0
+
+        def norms(trees: Sequence[Updates]) -> list[jax.Array]:
+            grad_norm, *others = (_norm(x, names) for x in trees)
+            return [grad_norm / jnp.sqrt(workers) if in_front else grad_norm, *others]
+
+        groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
+        for pattern in patterns:
+            chosen = Selection(pattern, params, "per")
+            for name, norm in zip(MEASURED, norms([chosen.keep(x) for x in trees]), strict=True):
+                groups[name][pattern] = norm
+        return updated, _recorded(norms(trees), inner_state, groups if patterns else ())
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _patterns(per: str | Sequence[str] | None) -> list[str]:
+    patterns = [per] if isinstance(per, str) else [] if per is None else per
+    if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
+        raise TypeError(
+            f"record_metrics: per must be patterns of paths, as text; got {checks.shown(per)}"
+        )
+    for pattern in patterns:
+        tree.check_pattern("record_metrics: per", pattern)
+    return list(dict.fromkeys(patterns))
+
+
+def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
+    grad_norm, update_norm, param_norm = norms
+    factor, rate = _readings(inner_state)
+    return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
+
+
 def _norm(x: Updates, axes: Axes) -> jax.Array:
-    norm = leafwise.global_norm(leafwise.inexact(x)).astype(jnp.float32)
+    norm = leafwise.global_norm(x).astype(jnp.float32)
     if not axes:
         return norm
     check_axis("record_metrics", axes)
@@ -108,6 +159,9 @@ def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
 def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array]:
     """Return the metrics that `record_metrics` has recorded, float32 scalars by name.
 
+    With `per` there are also "grad_norm/<pattern>", "update_norm/<pattern>" and
+    "param_norm/<pattern>", and "update_ratio/<pattern>", which is update_norm/param_norm.
+
     Args:
       opt_state: the state of an optimizer with one `record_metrics` in it.
       path: selects one of several by the words of its state's name, such as a label. With local
@@ -128,8 +182,18 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must hold one record_metrics{where}; it holds {len(found)}")
-    fields = zip(RecordMetricsState._fields[:-1], found[0], strict=False)
-    return {name: _of_workers(name, jax.tree.leaves(value)[0]) for name, value in fields}
+    (recorder,) = found
+    fields = zip(RecordMetricsState._fields[:5], recorder, strict=False)
+    read = {name: _of_workers(name, jax.tree.leaves(value)[0]) for name, value in fields}
+    if not recorder.groups:
+        return read
+    for name, norms in recorder.groups.items():
+        for pattern, value in norms.items():
+            read[f"{name}/{pattern}"] = _of_workers(name, jax.tree.leaves(value)[0])
+    for pattern in recorder.groups["update_norm"]:
+        ratio = read[f"update_norm/{pattern}"] / read[f"param_norm/{pattern}"]
+        read[f"update_ratio/{pattern}"] = ratio
+    return read
 
 
 def _is_recorder(x: object) -> bool:

@@ -15,7 +15,12 @@ from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
 from optfn.mesh import AxisName, check_axis, check_names, joined
 
 
-@traits(passes_own_gradients=True, passes_rows=True, skipped="skipped")
+@traits(
+    passes_own_gradients=True,
+    passes_rows=True,
+    skipped="skipped",
+    reports=("consecutive", "skipped", "gave_up"),
+)
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""
 

@@ -242,9 +242,11 @@ def test_complex_leaves_are_refused_by_name(name):
 )
 def test_low_precision_leaves(entry, dtype):
     """State in float32, updates in the dtype of the parameter, finite for zero gradients."""
+    dtype = jnp.bfloat16 if entry.bfloat16_only else dtype
     tx, params = entry.make(), tree_of(0, dtype)
     state = tx.init(params)
-    narrow = {jnp.dtype(d) for d in (jnp.bfloat16, jnp.int8, jnp.uint8) if entry.quantized}
+    is_narrow = entry.quantized or entry.bfloat16_only
+    narrow = {jnp.dtype(d) for d in (jnp.bfloat16, jnp.int8, jnp.uint8) if is_narrow}
     for leaf in jax.tree.leaves(state):
         assert leaf.dtype in {jnp.dtype(d) for d in (jnp.float32, jnp.int32, jnp.bool_)} | narrow
     step = jax.jit(functools.partial(updated, entry, tx))

@@ -91,6 +91,7 @@ def run_alone(name):
 
 
 @pytest.mark.parametrize(("name", "shard"), thinned(CASES, every=7))
+@pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 def test_the_trajectory_is_that_of_one_device(name, shard):
     make, shard = ALL[name], SHARDS[shard]
     alone, losses = run_alone(name)

@@ -102,6 +102,8 @@ def test_schedules_are_given_an_int32_step():
             ("cosine", (0.1, 3, 7)),
             ("linear_warmup", (0.1, 10, 0.0, 0.1)),
             ("step_decay", (0.1, 10**9, 0.5)),
+            ("warmup_cosine", (0.1, 10, 2**40)),
+            ("warmup_stable_decay", (0.1, 10, 2**32, 2**34)),
             ("multi_step", (0.1, [3, 5])),
             ("lambda_decay", (0.1, lambda i: 1 / (1 + i))),
         ],

@@ -131,7 +131,35 @@ def test_moments_do_not_freeze(moment_dtype):
     assert float(nu.mean()) == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.adamw]))
+def matrix_of(tx):
+    """Return the transform of a vector as a matrix of 20 rows."""
+
+    def init(p):
+        return tx.init(p.reshape(20, -1))
+
+    def update(g, state, p):
+        u, state = tx.update(g.reshape(20, -1), state, p.reshape(20, -1))
+        return u.reshape(g.shape), state
+
+    return optax.GradientTransformation(init, update)
+
+
+# Every rule that keeps moments of the gradient, at a rate with which it comes near the target.
+RULES = {
+    "adam": lambda dtype: optfn.adam(0.02, moment_dtype=dtype),
+    "momentum": lambda dtype: optfn.momentum(0.02, 0.9, moment_dtype=dtype),
+    "lamb": lambda dtype: optfn.lamb(0.01, moment_dtype=dtype),
+    "muon": lambda dtype: matrix_of(optfn.muon(0.02, moment_dtype=dtype)),
+    "rmsprop": lambda dtype: optfn.rmsprop(0.01, momentum=0.5, moment_dtype=dtype),
+    "adamax": lambda dtype: optfn.adamax(0.02, moment_dtype=dtype),
+    "lars": lambda dtype: optfn.lars(1.0, 0.9, lars_coeff=0.02, moment_dtype=dtype),
+    "adamw": lambda dtype: optfn.adamw(0.02, moment_dtype=dtype),
+    "nesterov": lambda dtype: optfn.momentum(0.02, 0.9, nesterov=True, moment_dtype=dtype),
+    "lamb_corrected": lambda dtype: optfn.lamb(0.01, bias_correction=True, moment_dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(("moment_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.1)])
 def test_small_moments_follow_float32(make, moment_dtype, bound):
     """Noisy least squares, 300 steps: the parameters stay near those of float32 moments."""
@@ -142,18 +170,18 @@ def test_small_moments_follow_float32(make, moment_dtype, bound):
     noise = jnp.asarray(0.3 * rng.normal(size=(300, n)), jnp.float32)
 
     def run(dtype):
-        tx = make(0.02, moment_dtype=dtype)
+        tx = make(dtype)
 
         def step(carry, eta):
             p, state = carry
             updates, state = tx.update(sizes * (p - target + eta), state, p)
             return (optax.apply_updates(p, updates), state), None
 
-        start = jnp.zeros(n)
+        start = jnp.full(n, 0.1)
         return jax.jit(lambda: jax.lax.scan(step, (start, tx.init(start)), noise)[0][0])()
 
     wide, small = run(None), run(moment_dtype)
-    travelled = float(jnp.linalg.norm(wide))
+    travelled = float(jnp.linalg.norm(wide - 0.1))
     assert float(jnp.linalg.norm(small - wide)) < bound * travelled
     assert float(jnp.linalg.norm(small - wide)) > 0
 
@@ -161,13 +189,27 @@ def test_small_moments_follow_float32(make, moment_dtype, bound):
 TREE = {"w": (512, 300), "odd": (333, 77), "bias": (300,), "scalar": ()}
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_bytes_of_each_rule(name):
+    """A moment is 2 bytes, or 1 and a scale for 256 elements; steps and rates are a few more."""
+    moments = 2 if name in ("adam", "adamw", "adamax", "rmsprop", "lamb", "lamb_corrected") else 1
+    size = 700 * 256
+    for dtype, per_moment in (("bfloat16", 2.0), ("int8", 1 + 4 / 256)):
+        state = jax.eval_shape(RULES[name](dtype).init, jax.ShapeDtypeStruct((size,), "float32"))
+        kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        assert moments * per_moment * size <= kept <= moments * per_moment * size + 64
+
+
+IN_PLACE = {"adam": 2, "adamw": 2, "momentum": 1, "adamax": 2, "nesterov": 1, "rmsprop": 2}
+
+
 @pytest.mark.optimized
-@pytest.mark.parametrize("make", thinned([optfn.adam, optfn.adamw]))
-@pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 4.01), ("int8", 2.1)])
-def test_bytes_of_state_and_of_temporaries(make, moment_dtype, most):
+@pytest.mark.parametrize("name", thinned(IN_PLACE))
+@pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 2.005), ("int8", 1.05)])
+def test_bytes_of_state_and_of_temporaries(name, moment_dtype, most):
     """Beside gradients that are given, a train step needs less than half a byte a parameter."""
     params = {k: jnp.ones(shape) for k, shape in TREE.items()}
-    tx = make(1e-3, moment_dtype=moment_dtype)
+    tx, most = RULES[name](moment_dtype), most * IN_PLACE[name]
     count = sum(p.size for p in params.values())
     state = tx.init(params)
     assert sum(x.nbytes for x in jax.tree.leaves(state)) / count <= most
@@ -197,9 +239,16 @@ def test_a_run_repeats_itself_bit_for_bit():
         np.testing.assert_array_equal(a, b)
 
 
+def plain_muon(dtype):
+    return optfn.muon(0.1, moment_dtype=dtype)
+
+
 def test_unknown_dtype_and_complex_leaves_are_refused():
     with pytest.raises(ValueError, match="moment_dtype must be one of 'bfloat16', 'int8'; got 'f'"):
         optfn.adam(1e-3, moment_dtype="f")
+    for rule in (RULES["momentum"], RULES["rmsprop"], RULES["adamax"], plain_muon):
+        with pytest.raises(TypeError, match=r"moment_dtype='int8' is not defined for complex.*'z'"):
+            rule("int8").init({"z": jnp.ones((3, 3), jnp.complex64)})
     tx = optfn.adam(1e-3, moment_dtype="int8")
     with pytest.raises(TypeError, match="scale_by_quantized_adam is not defined for complex"):
         tx.init({"z": jnp.ones(3, jnp.complex64)})

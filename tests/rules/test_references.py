@@ -56,10 +56,17 @@ RTOL = {
     "ftrl": 1e-4,
     "ftrl-l1-l2": 1e-4,
     "ftrl-power": 1e-4,
+    # Five steps multiply a small singular value, and what float32 adds to it, by 485.
+    "muon": 1e-5,
+    "muon-plain": 1e-5,
+    "muon-moonlight": 1e-5,
 }
 # How many ε of p a step may cost: one for the sum p + u, and for ftrl's new p a power, a
 # difference, two products, a quotient and the subtraction of the old p as well.
 ROUNDING = {"ftrl": 8.0}
+# Products of matrices mix elements: what an element of a matrix may be off is a fraction of the
+# longest path in the matrix.
+MIXING = {"muon"}
 
 
 # Data: leaves of the same names and shapes throughout, so that a configuration is compiled once
@@ -171,12 +178,15 @@ def assert_follows(
     start: dict[str, np.ndarray],
     rtol: float,
     rounding: float,
+    mixing: bool,
 ) -> None:
     """Compare the parameters after each step, as the docstring of this file says."""
     assert found.keys() == expected.keys()
     for k, reference in expected.items():
         every_step = np.concatenate([start[k][None].astype(reference.dtype), reference])
         path = np.cumsum(np.abs(np.diff(every_step, axis=0)), axis=0)
+        if mixing and path[0].ndim == 2:
+            path = np.max(path, axis=(1, 2), keepdims=True) + 0 * path
         rounded = rounding * EPSILON * np.cumsum(np.abs(reference), axis=0)
         error = np.abs(np.asarray(found[k], reference.dtype) - reference)
         assert np.isfinite(error).all(), k
@@ -193,6 +203,7 @@ def bounds(name: str) -> dict[str, float]:
     return {
         "rtol": RTOL.get(name, RTOL["default"]),
         "rounding": ROUNDING.get(CONFIGS[name].optimizer, 1.0),
+        "mixing": CONFIGS[name].optimizer in MIXING,
     }
 
 
@@ -338,6 +349,20 @@ def test_schedule_follows_its_reference(name):
         # goes to 100, and its error is one of the whole rate.
         atol = 5e-6 if name == "cosine" else 1e-9
         np.testing.assert_allclose(found, rates, rtol=5e-5, atol=atol, err_msg=str(given))
+
+
+def test_schedules_of_a_run_reach_their_peak_and_their_end_exactly():
+    cosine = optfn.schedules.warmup_cosine(0.3, 41, 1000, start=0.1, end=0.02)
+    stable = optfn.schedules.warmup_stable_decay(0.3, 41, 100, 49, start=0.1, end=0.07)
+    for schedule, constant, last, end in [(cosine, 41, 1000, 0.02), (stable, 141, 190, 0.07)]:
+        rates = np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(2000)))
+        name, given, options = schedule.call
+        reference = getattr(reference_schedules, name)(*given, **options)
+        np.testing.assert_allclose(rates, reference_schedules.series(reference, 2000), rtol=1e-5)
+        assert np.all(rates[41:constant] == np.float32(0.3))
+        assert np.all(rates[last:] == np.float32(end))
+        assert rates.max() == rates[41] == np.float32(0.3)
+        assert np.all(np.diff(rates[constant : last + 1]) < 0)
 
 
 @pytest.mark.parametrize(

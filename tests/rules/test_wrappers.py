@@ -1,5 +1,8 @@
 """Attributes, averages, masters, accumulation, guards and metrics: what each computes."""
 
+import functools
+import operator
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -122,6 +125,8 @@ def test_bad_attributes(attrs, error, words):
         ({"learning_rate": -1.0}, ValueError, "learning_rate must be >= 0"),
         ({"learning_rate": jnp.ones(())}, TypeError, "Python number"),
         ({"regularization": 0.1}, TypeError, "regularization must be a gradient transformation"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay must be >= 0"),
+        ({"weight_decay": None}, TypeError, "weight_decay must be a Python number"),
         ({"need_clip": 1}, TypeError, "need_clip must be True or False"),
         ({"trainable": None}, TypeError, "trainable must be True or False"),
     ],
@@ -129,6 +134,68 @@ def test_bad_attributes(attrs, error, words):
 def test_bad_param_attr(options, error, words):
     with pytest.raises(error, match=words):
         optfn.ParamAttr(**options)
+
+
+DECAYING = {
+    "adamw": (optfn.adamw, "weight_decay", {}),
+    "lamb": (optfn.lamb, "weight_decay", {}),
+    "asgd": (optfn.asgd, "weight_decay", {}),
+    "lars": (optfn.lars, "lars_weight_decay", {"momentum": 0.9}),
+}
+
+
+def _item(keys, nested):
+    return functools.reduce(operator.getitem, keys, nested)
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_a_factor_of_the_decay_is_a_decay(name):
+    """Each leaf moves as under NumPy's rule, and bit for bit as alone, with its own coefficient."""
+    factory, argument, own = DECAYING[name]
+    factors = {"a/w": 0.0, "a/b": 0.3, "c": 1.0}
+    attrs = {k: optfn.ParamAttr(weight_decay=v) for k, v in factors.items()}
+    gradients, params = [tree(k) for k in (1, 2, 3)], tree(0)
+    got, _ = run(factory(0.1, **own, **{argument: 0.2}, param_attrs=attrs), params, gradients)
+    packed, _ = run(
+        factory(0.1, **own, **{argument: 0.2}, param_attrs=attrs),
+        optfn.pack(params),
+        [optfn.pack(g) for g in gradients],
+    )
+    for path, factor in factors.items():
+        pick = functools.partial(_item, path.split("/"))
+        options = own | {argument: 0.2 * factor}
+        alone, _ = run(factory(0.1, **options), pick(params), [pick(g) for g in gradients])
+        np.testing.assert_array_equal(pick(got[-1]), alone[-1])
+        p, s = np.float64(pick(params)), {}
+        for t, g in enumerate(gradients, 1):
+            p, s = getattr(references, name)(p, np.float64(pick(g)), s, t, 0.1, **options)
+        np.testing.assert_allclose(pick(got[-1]), p, rtol=2e-5)
+        np.testing.assert_allclose(pick(optfn.unpack(packed[-1])), p, rtol=2e-5)
+
+
+def test_a_factor_of_a_scheduled_decay():
+    attrs = {"a/.*": optfn.ParamAttr(weight_decay=0.5)}
+    gradients = [tree(k) for k in (1, 2, 3)]
+    got, _ = run(
+        optfn.adamw(0.1, weight_decay=lambda i: 0.2 / (1 + i), param_attrs=attrs),
+        tree(0),
+        gradients,
+    )
+    want, _ = run(optfn.adamw(0.1, weight_decay=lambda i: 0.1 / (1 + i)), tree(0), gradients)
+    chex.assert_trees_all_close(got[-1]["a"], want[-1]["a"], rtol=1e-6)
+
+
+def test_an_optimizer_without_decay_refuses_a_factor_of_it():
+    attrs = {"a/.*": optfn.ParamAttr(weight_decay=0.0)}
+    dgc = {"rampup_begin_step": 0, "param_attrs": attrs}
+    for make in (
+        lambda: optfn.adam(0.1, param_attrs=attrs),
+        lambda: optfn.sgd(0.1, regularization=optfn.l2_decay(0.1), param_attrs=attrs),
+        lambda: optfn.dgc_momentum(0.1, 0.9, **dgc),
+    ):
+        with pytest.raises(ValueError, match=r"'a/\.\*'.*weight_decay=0 is a factor.*has none"):
+            make()
+    optfn.adam(0.1, param_attrs={"a/.*": optfn.ParamAttr(weight_decay=1.0)})
 
 
 # Averages
@@ -462,6 +529,70 @@ def test_metrics_are_norms_factor_and_rate():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
     with pytest.raises(ValueError, match="holds 0"):
         optfn.metrics(state.inner_state)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_metrics_by_patterns_of_paths(packed):
+    """Against NumPy; a frozen leaf has no update, and its parameters count."""
+    tx = optfn.record_metrics(
+        optfn.sgd(0.1, param_attrs={"a/b": optfn.ParamAttr(trainable=False)}),
+        per=("a/.*", "c", "a/b"),
+    )
+    params, grads = tree(0), tree(1)
+    form = optfn.pack if packed else lambda x: x
+    state = tx.init(form(params))
+    assert set(optfn.metrics(state)) > {"grad_norm/a/.*", "update_ratio/c"}
+    _, state = jax.jit(tx.update)(form(grads), state, form(params))
+    got = optfn.metrics(state)
+
+    def norm(*arrays):
+        return np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in arrays))
+
+    a, g = params["a"], grads["a"]
+    want = {
+        "grad_norm/a/.*": norm(g["w"], g["b"]),
+        "update_norm/a/.*": 0.1 * norm(g["w"]),
+        "param_norm/a/.*": norm(a["w"], a["b"]),
+        "update_ratio/a/.*": 0.1 * norm(g["w"]) / norm(a["w"], a["b"]),
+        "grad_norm/c": norm(grads["c"]),
+        "update_norm/c": 0.1 * norm(grads["c"]),
+        "param_norm/c": norm(params["c"]),
+        "update_ratio/c": 0.1 * norm(grads["c"]) / norm(params["c"]),
+        "update_norm/a/b": 0.0,
+        "param_norm/a/b": norm(a["b"]),
+    }
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
+    plain = optfn.record_metrics(tx.call[1][0])
+    assert set(optfn.metrics(plain.init(params))) == {k for k in got if "/" not in k}
+    loaded = optfn.load_state_dict(plain.init(params), optfn.state_dict(state))  # only a report
+    assert optfn.metrics(loaded)["grad_norm"] == got["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("per", "error", "words"),
+    [
+        ("nothing", ValueError, "per: .*'nothing' matches no leaf|'nothing' matches no leaf"),
+        (("a/.*", 3), TypeError, "per must be patterns of paths"),
+        ("(", ValueError, "not a regular expression"),
+    ],
+)
+def test_bad_patterns_of_metrics(per, error, words):
+    with pytest.raises(error, match=words):
+        optfn.record_metrics(optfn.sgd(0.1), per=per).init(tree(0))
+
+
+def test_a_training_step_reports_the_norms_of_patterns_over_workers():
+    """Of the mean gradient, the same on two devices as on one."""
+    tx = optfn.record_metrics(optfn.sgd(0.1), per="c")
+    reported = []
+    for options in ({}, {"mesh": optfn.distributed.data_mesh(2)}):
+        step = optfn.make_train_step(
+            lambda p, x: jnp.mean(x) * sum(jnp.sum(v**2) for v in jax.tree.leaves(p)), tx, **options
+        )
+        _, metrics = step(step.init(tree(0)), np.arange(4.0, dtype=np.float32))
+        reported.append(float(metrics["grad_norm/c"]))
+    np.testing.assert_allclose(reported, 3.0 * np.linalg.norm(tree(0)["c"]), rtol=1e-5)
 
 
 def test_metrics_inside_scan():

@@ -28,6 +28,7 @@ BATCH = np.ones((SHAPE[0], SHAPE[0]), np.float32)
 @pytest.mark.parametrize(
     "name", thinned([k for k, v in registry.OPTIMIZERS.items() if not v.copies], 4)
 )
+@pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 def test_train_steps_are_in_place(name):
     step = optfn.make_train_step(loss_fn, registry.OPTIMIZERS[name].make())
     optfn.assert_in_place(step, step.init(params_of()), BATCH)

@@ -198,10 +198,68 @@ def test_partial_loading_keeps_the_rest():
     params = {"a": jnp.ones(2), "b": jnp.ones(3)}
     state = optfn.momentum(0.1, 0.9).init(params)
     part = {"scale_by_momentum/velocity/a": np.full(2, 7.0), "stranger": 1}
-    loaded = optfn.load_state_dict(state, part, strict=False)
+    with pytest.warns(UserWarning) as warned:
+        loaded = optfn.load_state_dict(state, part, strict=False)
+    (warning,) = warned
+    assert str(warning.message) == (
+        "load_state_dict: carried over: 'scale_by_momentum/velocity/a'; new, as in the template: "
+        "'scale_by_momentum/velocity/b', 'scale_by_learning_rate/step', "
+        "'scale_by_learning_rate/learning_rate'; dropped: 'stranger'"
+    )
+    assert warning.filename == __file__
     saved = optfn.state_dict(loaded)
     np.testing.assert_array_equal(saved["scale_by_momentum/velocity/a"], 7.0)
     np.testing.assert_array_equal(saved["scale_by_momentum/velocity/b"], 0.0)
+
+
+def test_partial_loading_that_finds_every_name_says_nothing():
+    state = optfn.momentum(0.1, 0.9).init({"a": jnp.ones(2)})
+    optfn.load_state_dict(state, optfn.state_dict(state), strict=False)
+
+
+def test_partial_loading_keeps_the_rest_of_packed_params():
+    tx, params = optfn.momentum(0.1, 0.9), optfn.pack({"a": jnp.ones(2), "b": jnp.ones(3)})
+    state = tx.update(params, tx.init(params), params)[1]
+    part = {"scale_by_momentum/velocity/a": np.full(2, 7.0)}
+    with pytest.warns(UserWarning, match="velocity/b"):
+        loaded = optfn.load_state_dict(state, part, strict=False)
+    saved = optfn.state_dict(loaded)
+    np.testing.assert_array_equal(saved["scale_by_momentum/velocity/a"], 7.0)
+    np.testing.assert_array_equal(saved["scale_by_momentum/velocity/b"], 1.0)
+
+
+GUARDS = {
+    "clip": lambda tx: optfn.chain(optfn.clip_by_global_norm(1.0), tx),
+    "two clips": lambda tx: optfn.chain(optfn.clip_by_norm(1.0), optfn.clip_by_norm(2.0), tx),
+    "guard": optfn.skip_nonfinite,
+    "recorder": optfn.record_metrics,
+    "labels": lambda tx: optax.partition({"x": optfn.record_metrics(tx)}, {"a": "x"}),
+}
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_what_only_reports_is_no_reason_to_refuse(name):
+    """A clip, a guard or a recorder may come and go between two runs, also with strict=True."""
+    params, tx = {"a": jnp.ones(2)}, optfn.adam(0.1)
+    plain = optax.partition({"x": tx}, {"a": "x"}) if name == "labels" else tx
+    for before, after in [(plain, GUARDS[name](tx)), (GUARDS[name](tx), plain)]:
+        state = before.update(params, before.init(params), params)[1]
+        loaded = optfn.load_state_dict(after.init(params), optfn.state_dict(state))
+        old, new = optfn.state_dict(state), optfn.state_dict(loaded)
+        common = set(old) & set(new)
+        assert len(common) >= 6
+        for key in common:
+            np.testing.assert_array_equal(old[key], new[key])
+
+
+def test_a_parameter_with_the_name_of_a_report_is_still_needed():
+    tx, params = optfn.momentum(0.1, 0.9), {"clip": {"factor": jnp.ones(2)}, "b": jnp.ones(2)}
+    saved = optfn.state_dict(tx.init(params))
+    with pytest.raises(ValueError, match="not expected 'scale_by_momentum/velocity/clip/factor'"):
+        optfn.load_state_dict(tx.init({"b": jnp.ones(2)}), saved)
+    del saved["scale_by_momentum/velocity/clip/factor"]
+    with pytest.raises(ValueError, match="missing 'scale_by_momentum/velocity/clip/factor'"):
+        optfn.load_state_dict(tx.init(params), saved)
 
 
 def test_results_take_dtype_and_sharding_of_the_template():
@@ -281,6 +339,9 @@ def test_summary_shows_what_is_excluded_from_weight_decay():
     rows = {line.split()[0]: line for line in optfn.summary(tx, params).splitlines()}
     shown = {name: "no weight decay" in rows[name] for name in ("b", "norm/scale", "w")}
     assert shown == {"b": True, "norm/scale": True, "w": False}
+    attrs = {"b": optfn.ParamAttr(weight_decay=0), "w": optfn.ParamAttr(weight_decay=0.5)}
+    rows = optfn.summary(optfn.adamw(1e-3, param_attrs=attrs), params).splitlines()
+    assert "no weight decay" in rows[2] and "weight decay × 0.5" in rows[4]
 
 
 @EVERYTHING

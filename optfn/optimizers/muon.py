@@ -1,0 +1,149 @@
+"""Muon: matrices are moved by orthogonalized momentum, all other leaves by another optimizer."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+from optfn import core
+from optfn.checks import Number, Schedule
+from optfn.core import chain
+from optfn.leaves import tree
+from optfn.leaves.leafwise import PerLeaf
+from optfn.leaves.selection import Selection
+from optfn.leaves.traits import traits
+from optfn.leaves.tree import Pattern
+from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.optimizers.adam import scale_by_adam_in
+from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms.learning_rate import scale_by_learning_rate
+from optfn.transforms.muon import Scale, matrix_paths, scale_by_muon
+from optfn.transforms.regularization import add_decayed_weights
+from optfn.wrappers.attributes import ParamAttrs
+
+
+@optimizer
+def muon(
+    learning_rate: Number | Schedule,
+    *,
+    matrices: Pattern | None = None,
+    momentum: Number = 0.95,
+    nesterov: bool = True,
+    weight_decay: Number | Schedule = 0.0,
+    exclude: Pattern | None = None,
+    others: optax.GradientTransformation | None = None,
+    coefficients: str | Sequence[Any] = "jordan",
+    scale: str | Scale = "jordan",
+    eps: Number = 1e-7,
+    compute_dtype: str | None = None,
+    moment_dtype: str | None = None,
+    grad_clip: optax.GradientTransformation | None = None,
+    regularization: optax.GradientTransformation | None = None,
+    param_attrs: ParamAttrs | None = None,
+    multi_precision: bool | int = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Orthogonalize the momentum of matrices; move the other leaves by adamw.
+
+        v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
+        p = (1 − lr·wd)·p − lr·scale(rows, columns)·O
+
+    O is U·Vᵀ of m = U·S·Vᵀ up to some 30 % in each singular value, by five steps of a
+    Newton–Schulz iteration; `scale_by_muon` has its equations. Embeddings and the output layer are
+    matrices too, but are usually left to adamw: name the hidden layers by `matrices`. `summary`
+    says which leaves are orthogonalized.
+
+    Args:
+      learning_rate: lr, of the matrices and, with `others=None`, of the rest.
+      matrices: the leaves that are orthogonalized: a regular expression that matches their whole
+        path, or a function path -> bool. None: those with two axes beside the stacked ones.
+      momentum: μ, in [0, 1].
+      nesterov: whether to use Nesterov's momentum.
+      weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step; of the matrices and, with
+        `others=None`, of the rest.
+      exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
+        function path -> bool.
+      others: the optimizer of the rest, with a rate of its own; None is adamw with the same rate
+        and decay.
+      coefficients: those of the iteration, see `scale_by_muon`.
+      scale: "jordan", "moonlight" or a function, see `scale_by_muon`. With "jordan" a rate is some
+        20 times that of adamw (0.02): give the rest an optimizer with a rate of its own. With
+        "moonlight" the rate of adamw fits both.
+      eps: > 0, beside the norm of m.
+      compute_dtype: "bfloat16" for the products of the iteration, see `scale_by_muon`.
+      moment_dtype: "bfloat16" or "int8" for v and, with `others=None`, for the moments of adamw.
+
+    State: v, 4 bytes per parameter of a matrix; in bfloat16 2, in int8 1.02. Of the rest that of
+    `others`: for adamw 8, 4 and 2.03. Real and complex leaves; with `moment_dtype` real ones.
+
+    Raises:
+      ValueError: `matrices` selects a leaf that is no matrix, or, a regular expression, no leaf.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
+    2502.16982.
+    """
+    pattern = tree.check_pattern("matrices", matrices)
+    direction = scale_by_muon(
+        momentum,
+        nesterov=nesterov,
+        coefficients=coefficients,
+        scale=scale,
+        eps=eps,
+        compute_dtype=compute_dtype,
+        moment_dtype=moment_dtype,
+    )
+    ends = add_decayed_weights(weight_decay, exclude=exclude), scale_by_learning_rate(learning_rate)
+    of_matrices = dense_rows("muon"), direction
+    if others is None:
+        of_others = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
+        return chain(_apart(chain(*of_matrices), of_others, pattern), *ends)
+    others = core.check_transform("others", others, "optfn.adamw")
+    return chain(_apart(chain(*of_matrices, *ends), others, pattern))
+
+
+@traits(labels=True)
+class MatricesAndOthers(NamedTuple):
+    """The states of two transforms; its fields are their labels."""
+
+    matrices: OptState
+    others: OptState
+
+
+@core.named
+def _apart(
+    of_matrices: optax.GradientTransformation,
+    of_others: optax.GradientTransformation,
+    matrices: Pattern | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Apply one transform to the leaves that `matrices` selects, and another to the rest."""
+    rules = core.rule_of(of_matrices), core.rule_of(of_others)
+
+    def parts(values: PyTree) -> tuple[Selection, Selection]:
+        chosen = matrix_paths(matrices, values)
+        return (
+            Selection(chosen.__contains__, values),
+            Selection(lambda path: path not in chosen, values),
+        )
+
+    def init(params: Params) -> OptState:
+        found = zip(rules, parts(params), strict=True)
+        return MatricesAndOthers(*(rule.init(part.keep(params)) for rule, part in found))
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        after, new = updates, []
+        for rule, part, old in zip(rules, parts(updates), state, strict=True):
+            own = {
+                k: part.keep_scalars(v, updates) if isinstance(v, PerLeaf) else v
+                for k, v in extra.items()
+            }
+            kept = None if params is None else part.keep(params)
+            moved, own_state = rule.update(part.keep(updates), old, kept, **own)
+            after = part.fill(moved, after)
+            new.append(own_state)
+        return after, MatricesAndOthers(*new)
+
+    needs_params, decays = any(r.needs_params for r in rules), any(r.decays for r in rules)
+    real_only = rules[0].real_only or rules[1].real_only
+    rule = core.Rule(init, update, needs_params, real_only, decays=decays)
+    return core.behind_edge("muon", rule)

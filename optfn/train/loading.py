@@ -1,0 +1,327 @@
+"""Arrays by name, back into the state of an optimizer: what `state_dict` gives.
+
+A state loads where every name fits. Where names differ, `Changes` says how: a run that goes on with
+another chain, other frozen parameters or another model loads what it has in common with before.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn import checks
+from optfn.leaves import tree
+from optfn.leaves.nodes import is_packed
+from optfn.leaves.packed import unpack
+from optfn.leaves.traits import traits_of
+from optfn.leaves.types import Leaf, OptState, PyTree
+from optfn.state import names as state_names
+from optfn.state.placement import PER_WORKER_KEY
+from optfn.train.packed_state import holds_packed, pack_state, unpack_state
+from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
+from optfn.transforms import late_steps
+from optfn.transforms import learning_rate as rates
+from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
+
+# Keys of a mapping that are no part of the state.
+ABOUT = ("version", PER_WORKER_KEY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """How the names of a mapping differ from those of the state that it was loaded into.
+
+    carried: the names that were loaded.
+    new: those that the mapping lacks, whose arrays are the template's.
+    dropped: those that the state lacks.
+    """
+
+    carried: Sequence[str]
+    new: Sequence[str]
+    dropped: Sequence[str]
+
+    def __bool__(self) -> bool:
+        """Tell whether there is a difference."""
+        return bool(self.new or self.dropped)
+
+    def __str__(self) -> str:
+        parts = {
+            "carried over": self.carried,
+            "new, as in the template": self.new,
+            "dropped": self.dropped,
+        }
+        return "; ".join(f"{what}: {tree.listed(x) or 'nothing'}" for what, x in parts.items())
+
+
+def load_state_dict(
+    opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool = True
+) -> OptState:
+    """Return `opt_state` with the arrays of `mapping`, as `state_dict` gave them.
+
+    Args:
+      opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
+        structure, wrappers, dtypes and shardings.
+      mapping: arrays by name: a dict, or the result of `numpy.load`.
+      strict: whether every name of the template must be in `mapping` and no other. If not, arrays
+        that are missing stay as the template has them, and others are dropped; one warning lists
+        the names that were carried over, are new, or were dropped.
+
+    Some names may be missing or left over in either case: of fields that earlier versions kept, and
+    of those that only report on a run, such as the factor of a clip, the numbers of
+    `record_metrics` and the counters of `skip_nonfinite`.
+
+    A state saved under a number loads under a schedule and the other way round: the step goes on.
+    Moments that are new in a state that has made steps, such as those of a parameter that was
+    frozen, begin here: their bias correction counts from this step (`begun/<path>`, 4 bytes each).
+
+    Raises:
+      ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
+        or the version is newer than this one; the error lists all.
+    """
+    checks.flag("strict", strict)
+    loaded, changes = load_named(opt_state, mapping, strict=strict)
+    if changes and not strict:
+        checks.warn(f"load_state_dict: {changes}")
+    return loaded
+
+
+def load_named(
+    opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool
+) -> tuple[OptState, Changes]:
+    """Return the result of `load_state_dict`, and how the names differ."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(
+            "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
+            f"got {checks.shown(mapping)}"
+        )
+    version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
+    if version > VERSION:
+        raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
+    holds_buffers = holds_packed(opt_state)
+    plain = _unpacked_for(mapping, opt_state) if holds_buffers else opt_state
+    own_names = [name for name, _ in named_leaves(plain)]
+    late = _late_leaves(plain, own_names, mapping)
+    opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
+    named = list(named_leaves(plain))
+    changes = _changes(own_names, [name for name, _ in named], mapping)
+    wrong = _refused(plain, changes) if strict else []
+    copied = _copied_params(plain, named, mapping)
+    leaves = []
+    for name, leaf in named:
+        found = mapping.get(name, copied.get(name))
+        value, problem = (leaf, "") if found is None else _fitted(found, leaf)
+        if problem:
+            wrong.append(f"{name!r} {problem}")
+        leaves.append(value)
+    if wrong:
+        raise ValueError("the state does not fit: " + "; ".join(wrong))
+    loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    if holds_buffers:
+        loaded = _placed(pack_state(opt_state, loaded), opt_state)
+    return loaded, changes
+
+
+def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
+    """Return the differences from the names of a template, and of the state that it becomes."""
+    known = {*state, *ABOUT}
+    return Changes(
+        [name for name in state if name in mapping],
+        [name for name in template if name not in mapping and name in known],
+        [name for name in mapping if name not in known],
+    )
+
+
+def _late_leaves(
+    state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
+) -> dict[str, dict[str, np.ndarray]]:
+    """Return which leaves begin late in the states that count steps, when a mapping is loaded.
+
+    Where the mapping has the count of a state, but not the moments of a leaf, these have seen as
+    many steps as in the template, which may be none.
+
+    Args:
+      state: the template.
+      names: those of its arrays.
+      mapping: arrays by name.
+
+    Returns:
+      For the name of each such state, by the path of a leaf, the count before its moments began.
+    """
+    late: dict[str, dict[str, np.ndarray]] = {}
+    for name, node in state_names.named_parts(state, stop=counts_steps, unnamed=rates.is_rate):
+        if not counts_steps(node) or f"{name}/step" not in mapping:
+            continue
+        field = tree.join(name, traits_of(node).counted)
+        paths = [x.removeprefix(field).removeprefix("/") for x in names if _is_within(x, [field])]
+        saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
+        fresh = [path for path in paths if tree.join(field, path) not in mapping]
+        found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the numbers
+        found |= _counts_before(node.step, mapping[f"{name}/step"], sorted({*fresh} - saved))
+        late[name] = {path: found[path] for path in paths if path in found}
+    return late
+
+
+def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the counts before the moments of leaves began, 0 left out.
+
+    Args:
+      step: the count of the template.
+      loaded: the count that takes its place.
+      paths: the leaves that keep their moments.
+    """
+    begun = step.begun if isinstance(step, LateStepsState) else {}
+    (own,) = jax.tree.leaves(late_steps.shared(step))
+    if not paths:
+        return {}
+    started = {path: jax.tree.leaves(begun.get(path, 0))[0] for path in paths}
+    if not all(map(_is_on_host, (loaded, own, *started.values()))):
+        checks.warn(
+            f"the moments of {tree.listed(paths)} begin anew, but their count of steps lies on "
+            "several processes: the bias correction counts the steps before too"
+        )
+        return {}
+    made = np.subtract(on_host(loaded), on_host(own))
+    counts = {path: made + on_host(x) for path, x in started.items()}
+    return {path: count for path, count in counts.items() if np.any(count)}
+
+
+def _is_on_host(x: Leaf) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+
+
+def on_host(x: Leaf) -> np.ndarray:
+    """Return an array on the host that this process has, or that lies whole on all devices."""
+    is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return np.asarray(x.addressable_data(0) if is_spread else x)
+
+
+def _with_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
+    """Return a state with counts for the leaves of `_late_leaves`, and for no others."""
+    parts = state_names.named_parts(state, stop=counts_steps, unnamed=rates.is_rate)
+    found = {id(node): late[name] for name, node in parts if counts_steps(node) and name in late}
+
+    def put(node: PyTree) -> PyTree:
+        begun = found.get(id(node))
+        if begun is None:
+            return node
+        step = late_steps.shared(node.step)
+        counts = {
+            path: jax.tree.map(partial(_filled, count), step) for path, count in begun.items()
+        }
+        return node._replace(step=LateStepsState(step, counts) if counts else step)
+
+    return jax.tree.map(put, state, is_leaf=counts_steps)
+
+
+def _filled(count: np.ndarray, like: Leaf) -> Leaf:
+    return _fitted(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
+
+
+def _copied_params(
+    state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Return the copies of params that a mapping with params lacks, such as new masters."""
+    parts = state_names.named_parts(state, stop=_copies, unnamed=rates.is_rate)
+    fields = [tree.join(name, traits_of(part).copies) for name, part in parts if _copies(part)]
+    by_name, copied = dict(named), {}
+    for field in fields:
+        for name, leaf in named:
+            source = f"train/params{name.removeprefix(field)}"
+            is_copy = _is_within(name, [field]) and source in by_name
+            if is_copy and name not in mapping and source in mapping:
+                param, _ = _fitted(mapping[source], by_name[source])
+                copied[name] = param.astype(leaf.dtype)
+    return copied
+
+
+def _copies(x: object) -> bool:
+    return bool(traits_of(x).copies)
+
+
+def _refused(state: OptState, changes: Changes) -> list[str]:
+    """Return the differences for which strict loading refuses, in words."""
+    retired = state_names.retired_fields(state, unnamed=rates.is_rate)
+    is_report = state_names.reports_of(state)
+    missing = [name for name in changes.new if not is_report(name)]
+    extra = [name for name in changes.dropped if not (is_report(name) or _is_within(name, retired))]
+    wrong = [f"missing {tree.listed(missing)}"] if missing else []
+    return wrong + ([f"not expected {tree.listed(extra)}"] if extra else [])
+
+
+def _is_within(name: str, fields: Sequence[str]) -> bool:
+    return any(f"{name}/".startswith(f"{field}/") for field in fields)
+
+
+def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
+    """Return a state without buffers as the template for a mapping; packed again, it is placed.
+
+    Earlier versions saved per-worker buffers packed; where `mapping` has such buffers, those of the
+    result stay packed too.
+    """
+
+    def on_host(node: PyTree) -> PyTree:
+        return jax.tree.map(_shape_on_host, node) if is_packed(node) else node
+
+    def is_in(mapping: Mapping[str, Any], state: OptState) -> bool:
+        named, own = dict(named_leaves(state)), per_worker_names(state)
+        return all(k in mapping and np.shape(mapping[k]) == named[k].shape for k in own)
+
+    forms = unpack_state, unpack
+    template = jax.tree.map(on_host, opt_state, is_leaf=is_packed)
+    form = next((form for form in forms if is_in(mapping, form(template))), unpack_state)
+    plain = form(template)
+    # Arrays that the mapping lacks stay as they are.
+    is_whole = all(name in mapping for name, _ in named_leaves(plain))
+    return plain if is_whole else form(opt_state)
+
+
+def _shape_on_host(leaf: Leaf) -> Leaf:
+    """Return an array on the host of the shape of `leaf`, without its numbers."""
+    if tree.is_key(leaf):
+        return leaf
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+
+
+def _placed(state: OptState, like: OptState) -> OptState:
+    """Return a state whose buffers lie as those of `like`."""
+
+    def place(like: PyTree, node: PyTree) -> PyTree:
+        if not is_packed(like):
+            return node
+        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
+
+    return jax.tree.map(place, like, state, is_leaf=is_packed)
+
+
+def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
+    """Return `value` as an array like `leaf`, and the reason if it cannot be one, else ""."""
+    if tree.is_key(leaf):
+        data, problem = _fitted(value, jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
+    if isinstance(value, jax.Array) and _lies_as(value, leaf):
+        fits = value.shape == leaf.shape and value.dtype == leaf.dtype
+        return value, "" if fits else f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
+    array = np.asarray(value)
+    dtype = np.dtype(leaf.dtype)
+    if array.shape != leaf.shape:
+        return leaf, f"has shape {array.shape}, the template {leaf.shape}"
+    if is_foreign(dtype) and array.dtype in (bits_of(dtype), np.dtype(f"V{dtype.itemsize}")):
+        array = array.view(dtype)
+    if not jnp.can_cast(array.dtype, dtype, "same_kind") and not is_foreign(array.dtype):
+        return leaf, f"has dtype {array.dtype}, the template {dtype}"
+    array = array.astype(dtype)
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not getattr(leaf, "committed", True):
+        return jnp.asarray(array), ""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""
+
+
+def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
+    """True if sharding and dtype already match, or the array is not fully addressable here."""
+    return not value.is_fully_addressable or (
+        value.sharding == getattr(leaf, "sharding", None) and value.dtype == leaf.dtype
+    )

@@ -1,0 +1,94 @@
+"""Counts of steps for leaves whose moments begin later than the state that they are in.
+
+A frozen parameter has no moments. Where a run goes on with it trained, its moments begin at zero
+in a state that has counted steps for long, and a bias correction by that count would be none: the
+first steps of Adam would be too large, up to (1 − β₁)/√(1 − β₂) and more. So the state remembers
+at which step the moments of such a leaf began, and the leaf counts from there. `load_state_dict`
+makes these counts; a state in which all leaves began together has none.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from optfn import core
+from optfn.checks import Scalar
+from optfn.leaves import leafwise
+from optfn.leaves.traits import traits, traits_of
+from optfn.leaves.types import OptState, PyTree, Updates
+
+
+@traits(adds_no_word=True)
+class LateStepsState(NamedTuple):
+    """The count of a state some of whose leaves began late: int32, and 4 bytes for each of these.
+
+    begun: by the path of a leaf, the count before its moments began.
+    """
+
+    step: jax.Array
+    begun: dict[str, jax.Array]
+
+
+# The count of steps of a state.
+Steps: TypeAlias = jax.Array | LateStepsState
+
+
+def advanced(step: Steps) -> Steps:
+    """Return the count one step later."""
+    if isinstance(step, LateStepsState):
+        return step._replace(step=core.next_step(step.step))
+    return core.next_step(step)
+
+
+def shared(step: Steps) -> jax.Array:
+    """Return the steps of the state, which are those of the leaves that did not begin late."""
+    return step.step if isinstance(step, LateStepsState) else step
+
+
+def by_leaf(
+    of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
+) -> dict[str, Any]:
+    """Return numbers that depend on the step, each as a scalar, or a PerLeaf if leaves began late.
+
+    Args:
+      of_step: from the number of steps, int32, to scalars by name.
+      step: the count of a state.
+      like: a tree with the paths of the leaves.
+    """
+    if not isinstance(step, LateStepsState):
+        return of_step(step)
+    usual = of_step(step.step)
+    own = {path: of_step(step.step - begun) for path, begun in step.begun.items()}
+
+    def number(name: str) -> leafwise.PerLeaf:
+        return leafwise.per_leaf(lambda path: own.get(path, usual)[name], like)
+
+    return {name: number(name) for name in usual}
+
+
+def with_counts_of(state: PyTree, counted: OptState) -> PyTree:
+    """Return a tree like the state of `tx.init`, with counts by leaf where `counted` has them.
+
+    Args:
+      state: a tree of the structure that `tx.init` gives.
+      counted: a later state of the same optimizer.
+    """
+    steps = iter(
+        [x.step for x in jax.tree.leaves(counted, is_leaf=counts_steps) if counts_steps(x)]
+    )
+
+    def convert(node: PyTree) -> PyTree:
+        if not counts_steps(node):
+            return node
+        late = next(steps)
+        if not isinstance(late, LateStepsState):
+            return node
+        return node._replace(step=LateStepsState(node.step, dict.fromkeys(late.begun, node.step)))
+
+    return jax.tree.map(convert, state, is_leaf=counts_steps)
+
+
+def counts_steps(x: object) -> bool:
+    """Tell whether `x` is the state of a transform that counts the steps of its leaves."""
+    return bool(traits_of(x).counted)

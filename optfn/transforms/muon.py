@@ -1,0 +1,212 @@
+"""Muon's direction: the velocity of a matrix, orthogonalized."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from optfn import checks, core
+from optfn.checks import Number, Scalar
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.selection import Selection
+from optfn.leaves.traits import traits
+from optfn.leaves.tree import Pattern
+from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn.transforms.moment import velocity_rule
+
+# (a, b, c) of one step of the iteration.
+Triple: TypeAlias = tuple[float, float, float]
+# (rows, columns) -> the factor of an orthogonalized matrix.
+Scale: TypeAlias = Callable[[int, int], float]
+
+
+def jordan_scale(rows: int, columns: int) -> float:
+    """Return √max(1, columns/rows), for a weight w that is used as x @ w."""
+    return math.sqrt(max(1.0, columns / rows))
+
+
+def moonlight_scale(rows: int, columns: int) -> float:
+    """Return 0.2·√max(rows, columns): an update of the size of Adam's."""
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+SCALES: dict[str, Scale] = {"jordan": jordan_scale, "moonlight": moonlight_scale}
+COEFFICIENTS: dict[str, Sequence[Triple]] = {
+    "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
+    "dion": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+COMPUTE_DTYPES = (None, "bfloat16")
+
+
+def orthogonalized(
+    x: jax.Array, *, coefficients: Sequence[Triple], eps: Scalar, dtype: DType | None = None
+) -> jax.Array:
+    """Return near U·Vᴴ for each matrix U·S·Vᴴ of x, by the Newton–Schulz iteration.
+
+        x = x/(‖x‖ + eps)
+        x = a·x + (b·A + c·A²)·x,  A = x·xᴴ      for each (a, b, c)
+
+    Args:
+      x: matrices, (…, rows, columns).
+      coefficients: a, b and c of each step.
+      eps: > 0.
+      dtype: in which to iterate; None is that of x.
+
+    The iteration runs on xᵀ where that has fewer rows. Singular values of x/‖x‖ that are far below
+    1/∏a stay small.
+    """
+    norms = jnp.sqrt(jnp.sum(numerics.abs_squared(x), axis=(-2, -1), keepdims=True))
+    y = x / (norms + numerics.scalar(eps, norms))
+    y = y if dtype is None else y.astype(dtype)
+    is_tall = y.shape[-2] > y.shape[-1]
+    y = y.mT if is_tall else y
+    for a, b, c in coefficients:
+        gram = y @ y.mT.conj()
+        y = a * y + (b * gram + c * (gram @ gram)) @ y
+    return (y.mT if is_tall else y).astype(x.dtype)
+
+
+@traits(treatment="orthogonalized")
+class ScaleByMuonState(NamedTuple):
+    """State of `scale_by_muon`: that of `scale_by_momentum`, for the matrices."""
+
+    momentum: OptState
+
+
+def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
+    """Return the paths of the leaves that `matrices` selects; for None, of all matrices.
+
+    Raises:
+      ValueError: a leaf that the pattern selects has another number of axes than two beside the
+        stacked ones.
+    """
+    masked = {
+        name
+        for names, leaf in zip(tree.names(values), tree.leaves(values), strict=True)
+        for name in names
+        if tree.is_masked(leaf)
+    }
+    runs = {name: run for name, run in tree.runs(values).items() if name not in masked}
+    if matrices is None:
+        return frozenset(k for k, run in runs.items() if len(run.shape) - run.stacked == 2)
+    chosen = tree.matching(matrices, values, "matrices")
+    for path in sorted(chosen & runs.keys()):
+        run = runs[path]
+        axes = len(run.shape) - run.stacked
+        if axes != 2:
+            beside = f" beside the {run.stacked} stacked" if run.stacked else ""
+            raise ValueError(
+                f"matrices: the pattern selects leaf {path!r} of shape {run.shape}, which has "
+                f"{axes} {'axis' if axes == 1 else 'axes'}{beside}; a matrix has two. Layers along "
+                "a leading axis are marked by optfn.Stacked or ParamAttr(stacked=1)"
+            )
+    return chosen
+
+
+def select_matrices(matrices: Pattern | None, values: PyTree) -> Selection:
+    """Return the selection of the leaves that `matrices` selects, see `matrix_paths`."""
+    return Selection(matrix_paths(matrices, values).__contains__, values)
+
+
+def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
+    """Return the coefficients of each step: of a name, one triple five times, or as given."""
+    if isinstance(coefficients, str):
+        checks.choice("coefficients", coefficients, tuple(COEFFICIENTS))
+        return tuple(COEFFICIENTS[coefficients])
+    rows = list(coefficients) if isinstance(coefficients, Sequence) else []
+    rows = rows if all(isinstance(row, Sequence) for row in rows) else [rows] * 5
+    if not rows or not all(len(row) == 3 and all(map(checks.is_host_number, row)) for row in rows):
+        raise ValueError(
+            f"coefficients must be one of {', '.join(map(repr, COEFFICIENTS))}, three numbers, or "
+            f"three numbers for each step; got {coefficients!r}"
+        )
+    return tuple((float(a), float(b), float(c)) for a, b, c in rows)
+
+
+def check_scale(scale: str | Scale) -> Scale:
+    """Return the function (rows, columns) -> factor of a name, or as given."""
+    return scale if callable(scale) else SCALES[checks.choice("scale", scale, tuple(SCALES))]
+
+
+@core.transform(complex_leaves=True)
+def scale_by_muon(
+    momentum: Number = 0.95,
+    *,
+    matrices: Pattern | None = None,
+    nesterov: bool = True,
+    coefficients: str | Sequence[Any] = "jordan",
+    scale: str | Scale = "jordan",
+    eps: Number = 1e-7,
+    compute_dtype: str | None = None,
+    moment_dtype: str | None = None,
+) -> core.Rule:
+    """Orthogonalize the velocity of each matrix; other leaves pass unchanged.
+
+        v = μv + g;  m = g + μv with nesterov, else v
+        x = m/(‖m‖ + eps);  x = a·x + (b·A + c·A²)·x,  A = x·xᵀ, five times: near U·Vᵀ of m = U·S·Vᵀ
+        u = scale(rows, columns)·x
+
+    Each index of stacked axes is a matrix of its own, as is each leaf in a Packed.
+
+    Args:
+      momentum: μ, in [0, 1].
+      matrices: the leaves that are orthogonalized: a regular expression that matches their whole
+        path, or a function path -> bool. None: those with two axes beside the stacked ones.
+      nesterov: whether to use Nesterov's momentum.
+      coefficients: a, b, c: "jordan", which is (3.4445, −4.7750, 2.0315) five times; "dion", five
+        different triples; three numbers, for five steps; or three numbers for each step.
+      scale: "jordan", √max(1, columns/rows) for a weight that is used as x @ w; "moonlight",
+        0.2·√max(rows, columns), with which rates and decays of adamw fit; or a function
+        (rows, columns) -> factor.
+      eps: > 0.
+      compute_dtype: "bfloat16" for the products of the iteration; None is float32, or the dtype of
+        a wider leaf.
+      moment_dtype: "bfloat16" or "int8" for v, see `scale_by_momentum`.
+
+    State: that of `scale_by_momentum` for the matrices: v, 4 bytes per parameter; in bfloat16 2, in
+    int8 1.02. Real and complex leaves; with `moment_dtype` real ones.
+
+    Raises:
+      ValueError: `matrices` selects a leaf that is no matrix, or, a regular expression, no leaf.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon (its moving average is v
+    up to a factor, which the norm takes away); Liu et al. 2025, arXiv 2502.16982 ("moonlight", with
+    the coefficients of "jordan"); Ahn et al. 2025, arXiv 2504.05295 ("dion", as in optax).
+    """
+    mu = checks.number("momentum", momentum, low=0.0, high=1.0)
+    matrices = tree.check_pattern("matrices", matrices)
+    factor = check_scale(scale)
+    direction = partial(
+        orthogonalized,
+        coefficients=check_coefficients(coefficients),
+        eps=checks.positive("eps", eps),
+        dtype=checks.choice("compute_dtype", compute_dtype, COMPUTE_DTYPES),
+    )
+    velocity = velocity_rule(mu, checks.flag("nesterov", nesterov), moment_dtype)
+
+    def orthogonalize(x: jax.Array) -> jax.Array:
+        return factor(*x.shape[-2:]) * direction(x)
+
+    def init(params: Params) -> ScaleByMuonState:
+        return ScaleByMuonState(velocity.init(select_matrices(matrices, params).keep(params)))
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del params, extra
+        selection = select_matrices(matrices, updates)
+        chosen = leafwise.to_dense(selection.keep(updates))
+        chosen, after = velocity.update(chosen, state.momentum)
+        chosen = leafwise.map_tensors(orthogonalize, chosen)
+        return selection.fill(chosen, updates), ScaleByMuonState(after)
+
+    return core.Rule(init, update, real_only=velocity.real_only)

@@ -1,0 +1,178 @@
+"""Moments stored in 8 or 16 bits: one mechanism for every rule that keeps moments of a gradient."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn import checks, core
+from optfn.checks import Scalar
+from optfn.leaves import leafwise, tree
+from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn.transforms import codes, late_steps
+from optfn.transforms.in_place import in_passes
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+# (g, *moments) -> the moments after g: elementwise, and increasing in |g| and in each |moment|.
+Moments: TypeAlias = Callable[..., Arrays]
+
+MOMENT_DTYPES = ("bfloat16", "int8")
+
+
+def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
+    """Return `moment_dtype` if it is None, "bfloat16" or "int8"."""
+    return (
+        moment_dtype
+        if moment_dtype is None
+        else checks.choice(argument, moment_dtype, MOMENT_DTYPES)
+    )
+
+
+class Part(NamedTuple):
+    """An array of a moment: its dtype, and whether it has one number per element, or per block."""
+
+    dtype: DType
+    per_element: bool = True
+
+
+class Storage(NamedTuple):
+    """An encoding of the moments of a leaf.
+
+    parts: the arrays, moment after moment.
+    advance: (moments, g, arrays, noise) -> the arrays after a float32 gradient; of the noise, 16
+      random bits for each of two moments.
+    decode: arrays -> moments, float32.
+    """
+
+    parts: tuple[Part, ...]
+    advance: Callable[[Moments, jax.Array, Arrays, jax.Array], Arrays]
+    decode: Callable[[Arrays], Arrays]
+
+    def init(self, params: Params) -> tuple[PyTree, ...]:
+        """Return a tree of zeros for each part."""
+
+        def per_block(p: jax.Array) -> jax.Array:
+            return jnp.zeros(codes.num_blocks(p.size), jnp.float32)
+
+        return tuple(
+            leafwise.zeros_like(params, dtype=part.dtype)
+            if part.per_element
+            else tree.map_arrays(per_block, params)
+            for part in self.parts
+        )
+
+    def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the shapes of the arrays of a leaf of `shape`."""
+        blocks = (codes.num_blocks(int(np.prod(shape))),)
+        return [shape if part.per_element else blocks for part in self.parts]
+
+    def as_rows(self, arrays: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """Return the arrays that have a number per element with one block in each row."""
+        parts = zip(self.parts, arrays, strict=True)
+        return tuple(_in_rows(x) if part.per_element else x for part, x in parts)
+
+
+def _in_rows(values: PyTree) -> PyTree:
+    return tree.map_arrays(codes.as_rows, values)
+
+
+def _of_each(noise: jax.Array) -> Arrays:
+    return noise >> 16, noise & 0xFFFF
+
+
+def _in_bfloat16(count: int) -> Storage:
+    def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
+        pairs = zip(moments(g, *decode(arrays)), _of_each(noise), strict=False)
+        return tuple(codes.to_bfloat16(x, bits) for x, bits in pairs)
+
+    def decode(arrays: Arrays) -> Arrays:
+        return tuple(x.astype(jnp.float32) for x in arrays)
+
+    return Storage((Part(jnp.bfloat16),) * count, advance, decode)
+
+
+def _in_int8(signed: Sequence[bool]) -> Storage:
+    def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
+        # A scale follows the same recursion as its moment, so that no moment of the block exceeds
+        # it, and moments can be encoded without computing the maximum of the block first.
+        scales = moments(codes.block_max(jnp.abs(g)), *arrays[1::2])
+        new: list[jax.Array] = []
+        of_moments = zip(moments(g, *decode(arrays)), scales, signed, _of_each(noise), strict=False)
+        for x, scale, is_signed, bits in of_moments:
+            encode = codes.encode_signed if is_signed else codes.encode_unsigned
+            new += [encode(x, scale, bits), scale]
+        return tuple(new)
+
+    def decode(arrays: Arrays) -> Arrays:
+        of_moments = zip(arrays[::2], arrays[1::2], signed, strict=True)
+        return tuple(
+            (codes.decode_signed if is_signed else codes.decode_unsigned)(x, scale)
+            for x, scale, is_signed in of_moments
+        )
+
+    dtypes = (jnp.int8 if is_signed else jnp.uint8 for is_signed in signed)
+    parts = (part for dtype in dtypes for part in (Part(dtype), Part(jnp.float32, False)))
+    return Storage(tuple(parts), advance, decode)
+
+
+def stored(
+    moment_dtype: str,
+    state_types: Mapping[str, Callable[..., OptState]],
+    moments: Moments,
+    direction: Callable[..., jax.Array],
+    *,
+    signed: Sequence[bool],
+    of_step: Callable[[jax.Array], dict[str, Scalar]] = lambda step: {},
+) -> core.Rule:
+    """Return a rule whose moments are stored in 8 or 16 bits, stochastically rounded.
+
+        moments = moments(g, *decode(state));  state = encode(moments)
+        u = direction(g, *decode(state))
+
+    Args:
+      moment_dtype: "bfloat16" or "int8".
+      state_types: for each dtype the class of the state, (step, *trees of the parts).
+      moments: (g, *moments) -> moments, elementwise, computed in float32. Applied to the largest
+        |g| of a block and the scales, it gives the new scales, so it must increase in all of them.
+      direction: (g, *moments, **scalars) -> u, elementwise.
+      signed: whether each moment, at most two, has a sign.
+      of_step: from the number of steps to the scalars.
+
+    The random bits are a hash of step and element, so that a run can be repeated bit for bit. The
+    moments change in place, in a separate pass over the leaf.
+    """
+    storage = _in_int8(signed) if moment_dtype == "int8" else _in_bfloat16(len(signed))
+    state_type = state_types[moment_dtype]
+
+    def init(params: Params) -> OptState:
+        return state_type(core.first_step(), *storage.init(params))
+
+    def narrow(g: jax.Array, *arrays: jax.Array, seed: jax.Array) -> Arrays:
+        wide = g.astype(jnp.float32)  # for gradients of any dtype
+        return g, *storage.advance(moments, wide, arrays, codes.random_bits(g.shape, seed))
+
+    def advance(*arguments: PyTree) -> PyTree:
+        *arrays, g, step = arguments
+        seed = step.astype(jnp.uint32) * np.uint32(0x85EBCA6B)
+        return leafwise.apply(narrow, g, *arrays, shapes=storage.shapes, seed=seed)[1:]
+
+    def directed(g: jax.Array, *arrays: jax.Array, **scalars: Any) -> Arrays:
+        return direction(g, *storage.decode(arrays), **scalars).astype(g.dtype), *arrays
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        del params, extra
+        step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
+        # In one program XLA would recompute the new moments where they are read, and for that keep
+        # the old ones.
+        count = late_steps.shared(step)
+        arrays = in_passes([advance], storage.as_rows(state[1:]), _in_rows(updates), count)
+        arrays = jax.tree.map(lambda new, old: new.reshape(old.shape), arrays, tuple(state[1:]))
+        scalars = late_steps.by_leaf(of_step, step, updates)
+        updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]
+        return updates, state_type(step, *arrays)
+
+    return core.Rule(init, update, real_only=f"moment_dtype={moment_dtype!r}")

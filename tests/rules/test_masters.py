@@ -1,0 +1,309 @@
+"""Masters as a bfloat16 parameter and a remainder: every bit pattern, and whole runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optfn
+from optfn.transforms.codes import join_float32, remainder_beside, split_float32
+
+INFINITY, NAN = 0x7F800000, 0x7FC00000
+split32 = jax.jit(lambda x: split_float32(x, 32))
+split24 = jax.jit(lambda x, noise: split_float32(x, 24, noise))
+joined = jax.jit(join_float32)
+
+
+def floats(bits):
+    return np.asarray(bits, np.uint32).view(np.float32)
+
+
+def bits_of(x, dtype=np.uint32):
+    return np.asarray(x).view(dtype)
+
+
+def check_32(bits):
+    """Compare with the bits themselves, and with NumPy's rounding to bfloat16."""
+    p, e = split32(floats(bits))
+    assert (p.dtype, e.dtype) == (jnp.bfloat16, jnp.int16)
+    is_nan = (bits & 0x7FFFFFFF) > INFINITY
+    np.testing.assert_array_equal(bits_of(joined(p, e)), np.where(is_nan, NAN, bits))
+    near = (bits.astype(np.int64) + 0x7FFF + (bits >> 16 & 1)) >> 16  # to the nearest, ties to even
+    away = (bits.astype(np.int64) + 0x8000) >> 16
+    is_tie = (bits & 0xFFFF) == 0x8000
+    want = np.where(is_nan, NAN >> 16, np.where(is_tie, away, near))
+    np.testing.assert_array_equal(bits_of(p, np.uint16), want)
+
+
+def check_24(bits, noise):
+    """The last 8 bits are gone, upwards where noise carries; finite numbers stay finite."""
+    p, e = split24(floats(bits), noise)
+    assert (p.dtype, e.dtype) == (jnp.bfloat16, jnp.int8)
+    magnitude = (bits & 0x7FFFFFFF).astype(np.int64)
+    rounded = (magnitude + (noise & 0xFF)) >> 8 << 8
+    rounded = np.where(magnitude < INFINITY, np.minimum(rounded, INFINITY - 256), magnitude)
+    want = np.where(magnitude > INFINITY, NAN, rounded | (bits & 0x80000000))
+    found = bits_of(joined(p, e))
+    np.testing.assert_array_equal(found, want)
+    again = joined(*split24(floats(found), noise[::-1]))
+    np.testing.assert_array_equal(bits_of(again), found)
+
+
+def sample(step):
+    """Return every `step`-th bit pattern, and those around the ends of all kinds of numbers."""
+    ends = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0x800000, 0x7F7FFFFF, INFINITY, INFINITY + 1])
+    near = np.concatenate([ends + k for k in range(-2, 3)]) & 0x7FFFFFFF
+    near = np.concatenate([near, near | 0x80000000, [0x7F7FFF00, 0x7F7FFF7F, 0x7F7FFF80]])
+    return np.concatenate([np.arange(0, 2**32, step), near]).astype(np.uint32)
+
+
+def random_noise(bits, seed):
+    return np.random.default_rng(seed).integers(0, 2**32, bits.shape, np.uint32)
+
+
+def test_a_sample_of_all_numbers_is_split_and_joined():
+    bits = sample(2053)
+    check_32(bits)
+    for noise in (np.zeros_like(bits), np.full_like(bits, 0xFF), random_noise(bits, 0)):
+        check_24(bits, noise)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("upper", range(64))
+def test_all_numbers_are_split_and_joined(upper):
+    """All 2³² bit patterns, in 64 parts."""
+    for part in range(4):
+        bits = (np.arange(2**24, dtype=np.uint32)) + np.uint32((upper * 4 + part) << 24)
+        check_32(bits)
+        check_24(bits, random_noise(bits, upper))
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int8])
+def test_a_parameter_and_its_remainder_are_those_of_their_number(dtype):
+    """(p, e) → float → (p, e), for every p that is finite, and not so small that e passes zero."""
+    info = np.iinfo(dtype)
+    p = np.arange(2**16, dtype=np.uint16)
+    magnitude = p & 0x7FFF
+    p = p[(magnitude > 1) & (magnitude < 0x7F7F)].view(jnp.bfloat16)
+    for e in (info.min, -5, -1, 0, 1, 77, info.max):
+        e = np.full(p.shape, e, dtype)
+        x = joined(p, e)
+        again, rest = split32(x) if dtype == np.int16 else split24(x, random_noise(e, 1))
+        np.testing.assert_array_equal(bits_of(again, np.uint16), bits_of(p, np.uint16))
+        np.testing.assert_array_equal(rest, e)
+
+
+def test_a_remainder_beside_another_parameter_comes_as_near_as_it_can():
+    """Within a unit of the parameter's last place it is exact; beyond, at the end of its range."""
+    x = jnp.asarray([1.001, 1.001, -1e-3, jnp.nan, 2.0], jnp.float32)
+    p = jnp.asarray([1.0, 2.0, 1e-3, 1.0, jnp.nan], jnp.bfloat16)
+    e = remainder_beside(p, x, 32)
+    assert e.tolist()[1:4] == [-(2**15), -(2**15), 0]
+    back = join_float32(p, e)
+    assert back[0] == x[0] and jnp.isnan(back[4])
+    edges = join_float32(jnp.asarray([0.0, jnp.inf], jnp.bfloat16), jnp.asarray([-9, 9], jnp.int16))
+    assert edges.tolist() == [0.0, float("inf")]  # not wrapped round to another number
+
+
+def test_rounding_to_24_bits_is_right_on_average():
+    x = jnp.asarray([1.0 + k * 2.0**-23 for k in (0, 1, 77, 128, 255)], jnp.float32)
+    noise = jnp.arange(256, dtype=jnp.uint32)[:, None] + jnp.zeros(5, jnp.uint32)
+    found = jax.vmap(lambda bits: join_float32(*split_float32(x, 24, bits)))(noise)
+    np.testing.assert_array_equal(np.asarray(found, np.float64).mean(0), np.asarray(x, np.float64))
+
+
+PARAMS = {
+    "w": jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.bfloat16),
+    "b": jnp.zeros(8, jnp.bfloat16),
+    "wide": jnp.ones(3),
+    "n": jnp.arange(2),
+}
+
+
+def gradients(seed):
+    rng = np.random.default_rng(seed)
+    zero = np.zeros(2, jax.dtypes.float0)
+    return {k: jnp.asarray(rng.normal(size=PARAMS[k].shape), PARAMS[k].dtype) for k in "wb"} | {
+        "wide": jnp.ones(3),
+        "n": zero,
+    }
+
+
+def run(tx, steps, compiled=False):
+    """Return the params and the states of each step."""
+    update = jax.jit(tx.update) if compiled else tx.update
+    params, state, found = PARAMS, tx.init(PARAMS), []
+    for k in range(steps):
+        updates, state = update(gradients(k), state, params)
+        params = optax.apply_updates(params, updates)
+        found.append((params, state))
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_masters_of_32_bits_are_those_of_copies(compiled):
+    """At each of 12 steps bit for bit; the parameters too, save at exact ties.
+
+    Two compiled programs may round a product before its sum, or not.
+    """
+    make = lambda bits: optfn.adamw(3e-3, multi_precision=bits)  # noqa: E731
+    for (p, state), (want, copies) in zip(
+        run(make(32), 12, compiled), run(make(True), 12, compiled), strict=True
+    ):
+        for k in "wb":
+            master = join_float32(p[k], state.remainder[k])
+            if compiled:
+                np.testing.assert_allclose(master, copies.master[k], rtol=1e-6, atol=1e-8)
+                continue
+            np.testing.assert_array_equal(master, copies.master[k])
+            is_tie = (bits_of(master) & 0xFFFF) == 0x8000
+            np.testing.assert_array_equal(
+                np.where(is_tie, 0, p[k]), np.where(is_tie, 0, np.asarray(want[k]))
+            )
+        np.testing.assert_array_equal(p["wide"], want["wide"])
+        assert isinstance(state.remainder["n"], optax.MaskedNode)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(32, 0.0), (24, 2.0**-15)])
+def test_masters_stay_by_the_parameters_that_they_belong_to(bits, most):
+    """p is the master rounded: to half a unit of its last place, of 8 bits."""
+    tx = optfn.master_weights(optfn.sgd(0.1), bits=bits)
+    plain = optfn.master_weights(optfn.sgd(0.1))
+    (p, state), (_, copies) = run(tx, 6)[-1], run(plain, 6)[-1]
+    for k in "wb":
+        master = np.asarray(join_float32(p[k], state.remainder[k]))
+        assert np.all(np.abs(master - p[k].astype(np.float32)) <= 2.0**-8 * np.abs(master))
+        wide = np.asarray(copies.master[k])
+        assert np.all(np.abs(master - wide) <= 6 * most * np.abs(wide).max())
+
+
+def test_24_bits_lose_no_small_step():
+    """Steps of 2⁻²⁰ of a weight: bfloat16 stands still, 24 bits move by all of them on average."""
+    w = jnp.asarray(np.random.default_rng(1).uniform(1, 2, 4096), jnp.bfloat16)
+    step = {"w": -w * jnp.bfloat16(2.0**-20)}
+
+    def moved(tx):
+        def body(carry, _):
+            p, state = carry
+            updates, state = tx.update(step, state, p)
+            return (optax.apply_updates(p, updates), state), None
+
+        start = {"w": w}
+        scan = jax.jit(lambda: jax.lax.scan(body, (start, tx.init(start)), None, length=2000)[0])
+        p, state = scan()
+        whole = p["w"].astype(jnp.float32)
+        if "remainder" in getattr(state, "_fields", ()):
+            whole = join_float32(p["w"], state.remainder["w"])
+        return np.asarray(whole - w.astype(jnp.float32), np.float64)
+
+    want = 2000 * np.asarray(w, np.float64) * 2.0**-20
+    found = moved(optfn.sgd(1.0, multi_precision=24))
+    assert not np.any(moved(optfn.sgd(1.0)))
+    # A step is up to 1/8 of the unit of 24 bits: its rounding has a variance of at most 1/4 unit².
+    unit = 2.0**-15
+    assert abs(np.mean(found - want)) < 5 * np.sqrt(2000 / 4 / 4096) * unit
+    assert np.sqrt(np.mean((found - want) ** 2)) < np.sqrt(2000 / 4) * unit * 1.1
+
+
+def test_a_parameter_that_falls_far_in_one_step_takes_its_master_along():
+    """p + u is rounded there: the master is off by half a unit of the old one, as any sum is."""
+    params = {"w": jnp.asarray([1.0, 1.0, -3.0], jnp.bfloat16)}
+    tx = optfn.master_weights(optfn.sgd(1.0), bits=32)
+    target = jnp.asarray([1e-6, 1e-12, 3e-7], jnp.float32)
+    wide = params["w"].astype(jnp.float32)
+    updates, state = tx.update({"w": wide - target}, tx.init(params), params)
+    new = optax.apply_updates(params, updates)
+    master = join_float32(new["w"], state.remainder["w"])
+    np.testing.assert_allclose(master, target, rtol=0, atol=3 * 2.0**-24)
+
+
+def test_edited_parameters_are_moved_by_their_remainder():
+    """Copies undo the edit, remainders take it, up to half a unit of its last place."""
+    tx = optfn.master_weights(optfn.sgd(1.0), bits=32)
+    params, state = run(tx, 3)[-1]
+    edited = params | {"w": jnp.full((16, 8), 5.0, jnp.bfloat16)}
+    zero = jax.tree.map(lambda g: g * 0 if g.dtype != jax.dtypes.float0 else g, gradients(0))
+    updates, after = tx.update(zero, state, edited)
+    new = optax.apply_updates(edited, updates)
+    np.testing.assert_array_equal(new["w"], edited["w"])
+    master = join_float32(new["w"], after.remainder["w"])
+    assert np.all(np.abs(master - 5.0) <= 2.0**-8 * 4) and np.any(master != 5.0)
+
+
+@pytest.mark.parametrize(("bits", "total"), [(True, 14.0), (32, 12.0), (24, 11.0)])
+def test_bytes_of_masters_and_moments(bits, total):
+    params = jax.ShapeDtypeStruct((1 << 16,), "bfloat16")
+    state = jax.eval_shape(optfn.adamw(1e-3, multi_precision=bits).init, params)
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    assert kept / params.size == pytest.approx(total, abs=1e-3)
+
+
+def test_remainders_are_in_checkpoints_by_names_of_their_own():
+    """A state of one form does not pass for that of another: the error names the arrays."""
+    states = {bits: optfn.sgd(0.1, multi_precision=bits).init(PARAMS) for bits in (True, 32, 24)}
+    for bits, state in states.items():
+        mapping = optfn.state_dict(state)
+        loaded = optfn.load_state_dict(state, mapping)
+        assert jax.tree.structure(loaded) == jax.tree.structure(state)
+        for other in states.keys() - {bits}:
+            with pytest.raises(ValueError, match=r"missing 'master_weights.*not expected 'master_"):
+                optfn.load_state_dict(states[other], mapping)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (
+            lambda: optfn.sgd(0.1, multi_precision=16),
+            TypeError,
+            "True or False, or 32 or 24; got 16",
+        ),
+        (lambda: optfn.sgd(0.1, multi_precision="32"), TypeError, "or 32 or 24; got '32'"),
+        (lambda: optfn.master_weights(optfn.sgd(0.1), bits=8), ValueError, "bits must be one of"),
+        (
+            lambda: optfn.master_weights(optfn.sgd(0.1), jnp.float64, bits=32),
+            ValueError,
+            "bits=32 is for float32 masters",
+        ),
+        (
+            lambda: optfn.adam(0.1, multi_precision=24).init({"w": jnp.ones(2, jnp.float16)}),
+            ValueError,
+            "bits=24 needs bfloat16 parameters.*leaf 'w' is float16",
+        ),
+    ],
+)
+def test_what_has_no_remainder_is_refused_by_name(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize("where", ["packed", "state", "params"])
+def test_remainders_lie_where_the_parameters_lie(where):
+    """In buffers and in parts of leaves the masters are those of copies."""
+    options = {"packed": True}
+    if where != "packed":
+        options = {"mesh": optfn.distributed.data_mesh(8), "shard": where}
+    params = {"w": PARAMS["w"], "b": PARAMS["b"]}
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(8, 16)), jnp.bfloat16)
+
+    def trained(bits):
+        tx = optfn.adamw(1e-3, multi_precision=bits)
+        step = optfn.make_train_step(
+            lambda p, x: jnp.mean((x @ p["w"] + p["b"]).astype(jnp.float32) ** 2), tx, **options
+        )
+        state = step.init(params)
+        for _ in range(4):
+            state, _ = step(state, x)
+        return state
+
+    found, copies = trained(32), trained(True)
+    masters = jax.tree.map(join_float32, found.params, found.opt_state.remainder)
+    assert jax.tree.structure(masters) == jax.tree.structure(copies.opt_state.master)
+    for a, b in zip(
+        jax.tree.leaves(masters), jax.tree.leaves(copies.opt_state.master), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+    if where != "packed":
+        part = found.opt_state.remainder["w"].addressable_shards[0].data
+        assert part.size * 8 == PARAMS["w"].size

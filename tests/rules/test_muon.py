@@ -1,0 +1,262 @@
+"""Muon: the orthogonalized momentum of matrices, and another optimizer for the rest."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from references import JORDAN
+
+import optfn
+from optfn.distributed import stack_stages
+from optfn.leaves.packed import pack_like
+from optfn.transforms.muon import COEFFICIENTS, orthogonalized
+
+DION = COEFFICIENTS["dion"]
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def like(tree, seed):
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([normal(seed + i, *x.shape) for i, x in enumerate(leaves)])
+
+
+def followed(tx, params, gradients):
+    """Return the params after the gradients, and the state."""
+    state = tx.init(params)
+    for grads in gradients:
+        updates, state = tx.update(grads, state, params)
+        params = optfn.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("coefficients", [JORDAN, DION], ids=["jordan", "dion"])
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (2, 5, 5), (1, 4), (4, 1)])
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_the_iteration_is_a_polynomial_of_the_singular_values(coefficients, shape, is_complex):
+    """U·p(S/‖m‖)·Vᴴ, with the singular vectors of NumPy in float64."""
+    m = normal(0, *shape) + (1j * normal(1, *shape) if is_complex else 0)
+    found = orthogonalized(m, coefficients=coefficients, eps=1e-7)
+    wide = np.asarray(m, np.complex128 if is_complex else np.float64)
+    u, s, vh = np.linalg.svd(wide, full_matrices=False)
+    s = s / np.linalg.norm(wide, axis=(-2, -1))[..., None]
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    assert found.dtype == m.dtype
+    np.testing.assert_allclose(found, (u * s[..., None, :]) @ vh, atol=2e-5)
+
+
+def test_singular_values_come_near_one():
+    values = jnp.linalg.svd(
+        orthogonalized(normal(0, 32, 64), coefficients=JORDAN, eps=1e-7), compute_uv=False
+    )
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+
+
+PARAMS = {"wide": normal(0, 4, 6), "tall": normal(1, 9, 3), "b": normal(2, 5), "s": normal(3)}
+
+
+@pytest.mark.parametrize(
+    ("own", "of_optax"),
+    [
+        ({"weight_decay": 0.1}, {"weight_decay": 0.1, "adam_weight_decay": 0.1}),
+        ({"scale": "moonlight"}, {"consistent_rms": 0.2}),
+        ({"coefficients": "dion"}, {"ns_coeffs": "dion"}),
+        ({"momentum": 0.5}, {"beta": 0.5}),
+    ],
+    ids=["decay", "moonlight", "dion", "momentum"],
+)
+def test_without_nesterov_it_is_the_muon_of_optax(own, of_optax):
+    """With nesterov, optax corrects the bias of the moving average and of g by other factors."""
+    ours = optfn.muon(0.05, nesterov=False, eps=1e-8, **({"weight_decay": 0.0} | own))
+    theirs = optax.contrib.muon(0.05, nesterov=False, **of_optax)
+    gradients = [like(PARAMS, 10 * k) for k in range(1, 5)]
+    found, _ = followed(ours, PARAMS, gradients)
+    want, _ = followed(theirs, PARAMS, gradients)
+    chex.assert_trees_all_close(found, want, atol=2e-6)
+
+
+def test_the_first_step_with_nesterov_is_that_of_optax():
+    params, grads = {"w": PARAMS["wide"]}, {"w": normal(7, 4, 6)}
+    found, _ = followed(optfn.muon(0.05, eps=1e-8), params, [grads])
+    want, _ = followed(optax.contrib.muon(0.05), params, [grads])
+    chex.assert_trees_all_close(found, want, atol=1e-6)
+
+
+LAYERS = [{"w": normal(k, 4, 6), "b": normal(k + 9, 6)} for k in range(3)]
+
+
+def test_stacked_layers_are_matrices_of_their_own():
+    """By a mark of the tree or of the optimizer; without one a leaf of three axes is no matrix."""
+    apart = {"layers": LAYERS, "head": normal(20, 6, 2)}
+    stacked = apart | {"layers": stack_stages(LAYERS)}
+    bare = apart | {"layers": stack_stages(LAYERS).layers}
+    attrs = {"layers/.*": optfn.ParamAttr(stacked=1)}
+    gradients = [like(apart, 30), like(apart, 40)]
+
+    def as_stacked(tree):
+        return tree | {"layers": stack_stages(tree["layers"])}
+
+    want, _ = followed(optfn.muon(0.1, weight_decay=0.1), apart, gradients)
+    found, state = followed(
+        optfn.muon(0.1, weight_decay=0.1), stacked, list(map(as_stacked, gradients))
+    )
+    chex.assert_trees_all_close(found, as_stacked(want), atol=1e-6)
+    assert "matrices/scale_by_momentum/velocity/layers/w" in optfn.state_dict(state)
+    plain = [g | {"layers": as_stacked(g)["layers"].layers} for g in gradients]
+    marked, _ = followed(optfn.muon(0.1, weight_decay=0.1, param_attrs=attrs), bare, plain)
+    chex.assert_trees_all_close(marked["layers"], found["layers"].layers, atol=1e-6)
+    state = optfn.muon(0.1).init(bare)
+    assert "others/scale_by_adam/mu/layers/w" in optfn.state_dict(state)
+
+
+@pytest.mark.parametrize("attrs", [None, {"layers/.*w": optfn.ParamAttr(learning_rate=0.5)}])
+def test_packed_params_are_those_of_the_tree(attrs):
+    """Matrices of unlike shapes lie in one buffer, beside vectors with rates of their own."""
+    params = {"layers": LAYERS, "head": normal(20, 6, 2), "n": jnp.arange(2)}
+    params |= {"half": normal(21, 3).astype(jnp.bfloat16)}
+    attrs = attrs and attrs | {"layers/1/b|head": optfn.ParamAttr(learning_rate=0.1)}
+    tx = optfn.muon(0.1, matrices="layers/.*w|head", weight_decay=0.1, param_attrs=attrs)
+    grads = like({k: v for k, v in params.items() if k != "n"}, 50)
+    grads = [grads | {"n": np.zeros(2, jax.dtypes.float0)}] * 3
+    want, state = followed(tx, params, grads)
+    packed = optfn.pack(params)
+    own = [pack_like(packed.layout, g) for g in grads]
+    found, packed_state = followed(tx, packed, own)
+    chex.assert_trees_all_close(optfn.unpack(found), want, atol=2e-6)
+    assert optfn.state_dict(state).keys() == optfn.state_dict(packed_state).keys()
+    assert optfn.summary(tx, packed) == optfn.summary(tx, params)
+
+
+def test_a_pattern_says_which_matrices():
+    """The rest, matrices among them, is adamw's; summary says which leaf is whose."""
+    params = {"emb": normal(0, 8, 4), "w": normal(1, 4, 4), "b": normal(2, 4)}
+    tx = optfn.muon(0.1, matrices="w", weight_decay=0.1)
+    gradients = [like(params, 60), like(params, 70)]
+    found, _ = followed(tx, params, gradients)
+    adam, _ = followed(optfn.adamw(0.1, weight_decay=0.1), params, gradients)
+    alone, _ = followed(
+        optfn.muon(0.1, weight_decay=0.1), {"w": params["w"]}, [{"w": g["w"]} for g in gradients]
+    )
+    for k in ("emb", "b"):
+        np.testing.assert_array_equal(found[k], adam[k])
+    np.testing.assert_array_equal(found["w"], alone["w"])
+    rows = {line.split()[0]: line for line in optfn.summary(tx, params).splitlines()[2:5]}
+    assert [k for k, line in rows.items() if "orthogonalized" in line] == ["w"]
+
+
+def test_the_others_may_have_an_optimizer_and_a_rate_of_their_own():
+    params = {"w": normal(1, 4, 4), "b": normal(2, 4)}
+    tx = optfn.muon(0.02, others=optfn.sgd(0.5))
+    gradients = [like(params, 60)]
+    found, state = followed(tx, params, gradients)
+    np.testing.assert_allclose(found["b"], params["b"] - 0.5 * gradients[0]["b"], rtol=1e-6)
+    assert float(optfn.get_learning_rate(state, "matrices")) == pytest.approx(0.02)
+    assert float(optfn.get_learning_rate(state, "others")) == 0.5
+    with pytest.raises(ValueError, match="several learning rates"):
+        optfn.get_learning_rate(state)
+    lower = optfn.set_learning_rate(state, 0.01, "matrices")
+    assert float(optfn.get_learning_rate(lower, "matrices")) == pytest.approx(0.01)
+    assert float(optfn.get_learning_rate(lower, "others")) == 0.5
+
+
+def test_one_rate_moves_all_leaves_where_no_other_optimizer_is_given():
+    """It is what metrics show, inside a compiled step too."""
+    params = {"w": normal(1, 4, 4), "b": normal(2, 4)}
+    tx = optfn.record_metrics(optfn.muon(0.02))
+    state = optfn.set_learning_rate(tx.init(params), 0.0)
+    updates, _ = tx.update(like(params, 60), state, params)
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+    _, state = jax.jit(tx.update)(like(params, 60), tx.init(params), params)
+    assert float(optfn.metrics(state)["learning_rate"]) == pytest.approx(0.02)
+
+
+def test_held_leaves_clips_and_masters_are_those_of_every_optimizer():
+    params = {"w": normal(1, 4, 6), "v": normal(2, 6, 4), "b": normal(3, 4)}
+    gradients = [like(params, 80)]
+    held, state = followed(
+        optfn.muon(0.1, matrices="w|v", param_attrs={"v": optfn.ParamAttr(trainable=False)}),
+        params,
+        gradients,
+    )
+    np.testing.assert_array_equal(held["v"], params["v"])
+    assert not [k for k in optfn.state_dict(state) if k.endswith("/v")]
+    clipped = optfn.muon(0.1, grad_clip=optfn.clip_by_global_norm(1e-3))
+    norm = np.sqrt(sum(float(jnp.sum(g**2)) for g in jax.tree.leaves(gradients[0])))
+    small = jax.tree.map(lambda g: g * 1e-3 / norm, gradients[0])
+    found, _ = followed(clipped, params, gradients)
+    want, _ = followed(optfn.muon(0.1), params, [small])
+    chex.assert_trees_all_close(found, want, atol=1e-6)
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    _, state = followed(optfn.muon(0.1, multi_precision=True), half, gradients)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), half)
+    want, _ = followed(optfn.muon(0.1), wide, gradients)
+    chex.assert_trees_all_close(state.master, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("others", [None, optfn.adamw(0.1, weight_decay=0.1)])
+def test_factors_of_the_decay_reach_matrices_and_others(others, packed):
+    params = {"v": normal(1, 4, 6), "w": normal(2, 4, 6), "b": normal(3, 4)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    attrs = {"w|b": optfn.ParamAttr(weight_decay=0.5)}
+    tx = optfn.muon(0.1, weight_decay=0.1, others=others, param_attrs=attrs)
+    if packed:
+        packed_zero = pack_like(optfn.pack(params).layout, zero)
+        found = optfn.unpack(followed(tx, optfn.pack(params), [packed_zero])[0])
+    else:
+        found, _ = followed(tx, params, [zero])
+    for k, factor in {"v": 0.99, "w": 0.995, "b": 0.995}.items():
+        np.testing.assert_allclose(found[k], factor * params[k], rtol=1e-6)
+
+
+def test_products_in_bfloat16_are_near_those_in_float32():
+    """Each product rounds by 2⁻⁹, and a later step multiplies what an earlier one has added."""
+    m = {"w": normal(5, 64, 96)}
+    found, want = (
+        followed(optfn.muon(1.0, compute_dtype=dtype), m, [like(m, 90)])[0]["w"] - m["w"]
+        for dtype in ("bfloat16", None)
+    )
+    error = float(jnp.linalg.norm(found - want) / jnp.linalg.norm(want))
+    assert 1e-3 < error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"matrices": "b"}, r"'b' of shape \(4,\), which has 1 axis; a matrix has two.*Stacked"),
+        ({"matrices": lambda path: True}, r"selects leaf 'b' of shape \(4,\)"),
+        ({"matrices": "conv"}, r"'conv' of shape \(2, 3, 4\), which has 3 axes;"),
+        ({"matrices": "none"}, "matrices: the pattern 'none' matches no leaf"),
+        (
+            {"matrices": "b", "param_attrs": {"b": optfn.ParamAttr(stacked=1)}},
+            "has 0 axes beside the 1 stacked",
+        ),
+    ],
+)
+def test_what_is_no_matrix_is_refused_by_name(options, words):
+    params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "conv": jnp.ones((2, 3, 4))}
+    with pytest.raises(ValueError, match=words):
+        optfn.muon(0.1, **options).init(params)
+
+
+def test_a_scale_and_coefficients_of_ones_own():
+    """A function (rows, columns) of the matrix, and triples for as many steps."""
+    params, grads = {"w": normal(1, 4, 6)}, {"w": normal(2, 4, 6)}
+    run = functools.partial(followed, params=params, gradients=[grads])
+    unit, _ = run(optfn.muon(0.1, scale=lambda rows, columns: 1.0))
+    scaled, _ = run(optfn.muon(0.1, scale=lambda rows, columns: 10.0 * rows + columns))
+    moved = (scaled["w"] - params["w"]) / (unit["w"] - params["w"])
+    np.testing.assert_allclose(moved, 46.0, rtol=1e-4)
+    chex.assert_trees_all_equal(
+        run(optfn.muon(0.1, coefficients=JORDAN[0]))[0], run(optfn.muon(0.1))[0]
+    )
+    once, _ = run(optfn.muon(0.1, nesterov=False, coefficients=[(1.0, 0.0, 0.0)]))
+    step = 0.1 * np.sqrt(1.5) * grads["w"] / jnp.linalg.norm(grads["w"])
+    np.testing.assert_allclose(once["w"], params["w"] - step, atol=1e-6)

@@ -1,0 +1,164 @@
+"""A checkpoint loaded into another run: a part of it, or what the two have in common."""
+
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+from optfn.run import sharded_checkpoint
+
+PARAMS = {"body": {"w": jnp.arange(6.0).reshape(3, 2)}, "head": jnp.ones(2)}
+BOTH_KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["body"]["w"] @ params["head"] - 1.0) ** 2)
+
+
+def trained(tx, directory, *, sharded=False, params=PARAMS, steps=3):
+    """The state after some steps, saved."""
+    step = optfn.make_train_step(loss_fn, tx)
+    state = step.init(params)
+    for _ in range(steps):
+        state, _ = step(state, jnp.eye(3))
+    optfn.save_checkpoint(directory, state, {"loss": np.ones(steps)}, sharded=sharded)
+    sharded_checkpoint.wait()
+    return state
+
+
+def fresh(tx, params=PARAMS):
+    return optfn.make_train_step(loss_fn, tx).init(params)
+
+
+def equal(a, b):
+    chex.assert_trees_all_equal(jax.device_get(a), jax.device_get(b))
+
+
+@BOTH_KINDS
+def test_another_chain_loads_what_it_has_in_common_and_says_the_rest(sharded, tmp_path):
+    saved = trained(optfn.momentum(0.1, 0.9), tmp_path, sharded=sharded)
+    template = fresh(optfn.adam(0.3))
+    with pytest.warns(UserWarning) as warned:
+        state, history = optfn.restore_checkpoint(tmp_path, template, strict=False)
+    (warning,) = warned
+    text = str(warning.message)
+    assert "step_000000003" in text and warning.filename == __file__
+    carried, new, dropped = text.split("; ")
+    assert carried.endswith(
+        "carried over: 'step', 'params/body/w', 'params/head', 'scale_by_learning_rate/step', "
+        "'scale_by_learning_rate/learning_rate'"
+    )
+    assert new == (
+        "new, as in the template: 'scale_by_adam/step', 'scale_by_adam/mu/body/w', "
+        "'scale_by_adam/mu/head', 'scale_by_adam/nu/body/w', 'scale_by_adam/nu/head'"
+    )
+    assert dropped == (
+        "dropped: 'scale_by_momentum/velocity/body/w', 'scale_by_momentum/velocity/head'"
+    )
+    equal(state.params, saved.params)
+    equal(state.opt_state[0], template.opt_state[0])
+    assert int(state.step) == 3
+    assert optfn.get_learning_rate(state.opt_state) == np.float32(0.1)
+    np.testing.assert_array_equal(history["loss"], np.ones(3))
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(
+            ValueError, match=r"missing 'scale_by_adam/step'.*strict=False loads what fits"
+        ),
+    ):
+        optfn.restore_checkpoint(tmp_path, template)
+
+
+@BOTH_KINDS
+def test_a_clip_and_a_guard_added_in_mid_run_need_no_argument(sharded, tmp_path):
+    saved = trained(optfn.adam(0.1), tmp_path, sharded=sharded)
+    guarded = optfn.skip_nonfinite(optfn.adam(0.1, grad_clip=optfn.clip_by_global_norm(1.0)))
+    state, _ = optfn.restore_checkpoint(tmp_path, fresh(guarded))
+    equal(state.opt_state.inner_state[1:], saved.opt_state)
+    equal(state.params, saved.params)
+
+
+@BOTH_KINDS
+def test_only_the_names_of_a_pattern_are_loaded(sharded, tmp_path):
+    tx = optfn.adam(0.1)
+    saved = trained(tx, tmp_path, sharded=sharded)
+    template = fresh(tx, jax.tree.map(jnp.zeros_like, PARAMS))
+    for only in ("params/body/.*", lambda name: name == "params/body/w"):
+        with pytest.warns(UserWarning) as warned:
+            state, _ = optfn.restore_checkpoint(tmp_path, template, only=only)
+        (warning,) = warned
+        assert "carried over: 'params/body/w'; new, as in the template: 'step', 'params/head'" in (
+            str(warning.message)
+        )
+        assert "dropped: 'step', 'params/head', 'scale_by_adam/step'" in str(warning.message)
+        equal(state.params["body"], saved.params["body"])
+        want = template._replace(params=template.params | {"body": saved.params["body"]})
+        equal(state, want)
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(ValueError, match=r"only='train/params/.\*' matches no name .*'params/head'"),
+    ):
+        optfn.restore_checkpoint(tmp_path, template, only="train/params/.*")
+
+
+def test_a_pattern_that_names_everything_says_nothing(tmp_path):
+    saved = trained(optfn.adam(0.1), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = optfn.restore_checkpoint(tmp_path, fresh(optfn.adam(0.1)), only=".*")
+        equal(state, saved)
+
+
+def test_new_masters_are_those_of_the_params_that_were_loaded(tmp_path):
+    """Masters of the template would overwrite the params at the next step."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    frozen = {"body/.*": optfn.ParamAttr(trainable=False)}
+    tx = optfn.adam(0.1, multi_precision=True)
+    saved = trained(
+        optfn.adam(0.1, multi_precision=True, param_attrs=frozen), tmp_path, params=params
+    )
+    template = fresh(tx, jax.tree.map(jnp.zeros_like, params))
+    for options in ({"strict": False}, {"only": "params/.*"}):
+        with pytest.warns(UserWarning, match="new, as in the template"):
+            state, _ = optfn.restore_checkpoint(tmp_path, template, **options)
+        equal(state.params, saved.params)
+        masters = state.opt_state.master
+        np.testing.assert_array_equal(masters["body"]["w"], PARAMS["body"]["w"])
+        assert masters["body"]["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(masters["head"], saved.params["head"].astype(jnp.float32))
+
+
+@BOTH_KINDS
+def test_params_alone_load_from_a_checkpoint_and_from_a_directory_of_them(sharded, tmp_path):
+    saved = trained(optfn.adam(0.1), tmp_path, sharded=sharded)
+    template = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float16), PARAMS)
+    (path,) = optfn.run.checkpoint.checkpoints(tmp_path)
+    for place in (path, tmp_path, str(tmp_path)):
+        loaded = optfn.load_params(place, template)
+        equal(loaded, jax.tree.map(lambda x: x.astype(jnp.float16), saved.params))
+    packed = optfn.load_params(path, optfn.pack(PARAMS))
+    equal(optfn.unpack(packed), saved.params)
+
+
+def test_params_of_another_model_are_refused_by_name(tmp_path):
+    trained(optfn.adam(0.1), tmp_path)
+    (path,) = optfn.run.checkpoint.checkpoints(tmp_path)
+    with pytest.raises(ValueError, match=r"another model: missing 'params/tail'"):
+        optfn.load_params(path, PARAMS | {"tail": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"another model: not expected 'params/head'"):
+        optfn.load_params(path, {"body": PARAMS["body"]})
+    with pytest.raises(ValueError, match=r"'train/params/head' has shape \(2,\)"):
+        optfn.load_params(path, PARAMS | {"head": jnp.ones(3)})
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        optfn.load_params(tmp_path / "none", PARAMS)
+
+
+def test_params_of_the_newest_intact_checkpoint(tmp_path):
+    saved = trained(optfn.adam(0.1), tmp_path)
+    (tmp_path / "step_000000009.npz").write_bytes(b"half")
+    with pytest.warns(UserWarning, match="step_000000009"):
+        equal(optfn.load_params(tmp_path, PARAMS), saved.params)
