@@ -57,6 +57,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/yamllint --strict -d '{extends: default, rules: {line-length: {max: 100}}}' examples/elastic
+	$(BIN)/shellcheck examples/elastic/*.sh
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import optfn
-from optfn.distributed import data_mesh
+from optfn.distributed import data_mesh, exchange, top_k
 
 STEPS = 12
 OPTIONS = {
@@ -35,6 +35,9 @@ OPTIONS = {
     "bad": [],  # what steps 3, 4, … have in a target of the second of two workers
     "version": None,  # of optfn
     "shard": None,  # "state": checkpoints in parts, in one directory
+    "exchange": False,  # of compressed gradients, with residuals
+    "local_steps": 1,
+    "agent": False,  # whether a launcher says in the environment who and where the processes are
     "clock": 0.0,  # seconds that Python's clock is ahead
     "heartbeat": 10,
     "initialization": 60,
@@ -46,8 +49,11 @@ def loss_fn(params, batch):
     return jnp.mean((hidden @ params["v"] - batch[:, 6:]) ** 2)
 
 
-def optimizer():
-    return optfn.skip_nonfinite(optfn.adamw(0.01, grad_clip=optfn.clip_by_global_norm(1.0)))
+def optimizer(exchanges=False):
+    tx = optfn.adamw(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
+    if exchanges:
+        tx = optfn.chain(exchange(top_k(0.25), min_size=1), tx)
+    return optfn.skip_nonfinite(tx)
 
 
 def params_of(seed=0):
@@ -71,10 +77,12 @@ def digest(params):
     return own.hexdigest()
 
 
-def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, **options):
+def train(
+    mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, exchange=False, **options
+):
     return optfn.minimize(
         loss_fn,
-        optimizer(),
+        optimizer(exchange),
         params_of(seed),
         batches,
         steps=steps,
@@ -85,6 +93,11 @@ def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, **opti
         compare_replicas_every=None if mesh is None else 1,
         **options,
     )[0]
+
+
+def own_part(x):
+    """Return the part of an array that this process has; with local steps each has its own."""
+    return x.addressable_data(0) if isinstance(x, jax.Array) else x
 
 
 def disturb(options):
@@ -109,9 +122,14 @@ def main():
     process, processes = options["process"], options["processes"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     disturb(options)
+    address = f"{options['address']}:{options['port']}"
+    if options["agent"]:
+        processes, process = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    print("worker", process, "of", processes, "pid", os.getpid(), flush=True)
     if processes > 1:
         jax.distributed.initialize(
-            f"{options['address']}:{options['port']}",
+            address,
             processes,
             process,
             initialization_timeout=options["initialization"],
@@ -136,8 +154,13 @@ def main():
         seed=options["seed"],
         callback=callback,
         shard=options["shard"],
+        exchange=options["exchange"],
+        local_steps=options["local_steps"],
     )
-    print("ended", int(state.step), digest(state.params), int(state.opt_state.skipped), flush=True)
+    names = optfn.state_dict(state.opt_state)
+    (skipped,) = (x for name, x in names.items() if name.endswith("skip_nonfinite/skipped"))
+    skipped = int(np.sum(own_part(skipped)))
+    print("ended", int(state.step), digest(state.params), skipped, flush=True)
     if processes > 1:
         jax.distributed.shutdown()
 

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import functools
 import heapq
+import importlib.util
 import itertools
 import json
 import os
@@ -376,6 +377,185 @@ def stop_for_long(directory: Path) -> str:
 def never_starts(directory: Path) -> str:
     with Processes(directory, 1, processes=2, initialization=10) as run:
         return run.fails(0, r"DEADLINE_EXCEEDED[^\n]{0,80}")
+
+
+# Other numbers of processes
+
+
+class Stage(NamedTuple):
+    """The machines of a stage of a run, one process each, and the event that ends it.
+
+    "kill b" ends a machine, "call" the stage because another machine has come; "" is the last one.
+    """
+
+    machines: str
+    event: str = ""
+    words: str = ""  # when it happens: process 0 has written them
+
+
+class Went(NamedTuple):
+    """How a stage went: the step that it began after, those that it made, its end."""
+
+    count: int
+    begin: int
+    made: int
+    digest: str
+    seconds: float  # from the event to the first step of the next stage
+
+
+def stages(directory: Path, plan: list[Stage], **options: Any) -> list[Went]:
+    """Start a run again for each stage, as an elastic launcher does; say how the stages went.
+
+    It stands in for one: as torchrun, it gives each process its number, their number and the
+    coordinator, waits for the others of one that has died, and asks all to end by SIGTERM when a
+    machine comes. Each machine has a disk of its own, and gets another number in each stage.
+    """
+    found, event_at = [], time.monotonic()
+    for k, stage in enumerate(plan):
+        each = {i: {"directory": str(directory / m)} for i, m in enumerate(stage.machines)}
+        logs = fresh(directory / f"stage {k}")
+        with Processes(logs, len(stage.machines), each, **EACH | options) as run:
+            run.wait_for(0, "step ")
+            seconds = time.monotonic() - event_at
+            if stage.event:
+                run.wait_for(0, stage.words)
+            event_at, watched = time.monotonic(), 0
+            if stage.event.startswith("kill"):
+                victim = stage.machines.index(stage.event[-1])
+                watched = int(victim == 0)
+                run.signal(victim, signal.SIGKILL)
+                for i in range(len(stage.machines)):
+                    run.wait(i)
+                digest = ""
+            else:
+                if stage.event:
+                    run.signal(0, signal.SIGTERM)
+                digest = run.ends()[0][1]
+            steps = [
+                int(n) for n in re.findall(r"^step (\d+)", run.texts(watched)[0], re.MULTILINE)
+            ]
+        per_call = options.get("local_steps", 1)
+        begin = steps[0] - per_call
+        found.append(Went(len(stage.machines), begin, steps[-1] - begin, digest, seconds))
+    return found
+
+
+EACH = {"examples": 12, "pause": 0.2, "heartbeat": 5}
+
+
+def without_deaths(directory: Path, went: list[Went], **options: Any) -> str:
+    """Return the hash of params of a run that stops by itself where the numbers changed."""
+    ends = [*(stage.begin for stage in went[1:]), STEPS]
+    for stage, end in zip(went, ends, strict=True):
+        with Processes(directory, stage.count, steps=end, **EACH | options | {"pause": 0}) as run:
+            last = run.ends()[0]
+    return last[1]
+
+
+def elastic(directory: Path, *plan: Stage, **options: Any) -> str:
+    """Go through the stages of a run, and compare it with one that has the same without deaths."""
+    went = stages(fresh(directory / "run"), list(plan), **options)
+    want = without_deaths(fresh(directory / "same"), went, **options)
+    numbers = ", ".join(f"{x.count} from step {x.begin}" for x in went)
+    require(went[-1].digest == want, f"difference: {numbers}: {went[-1].digest}, not {want}")
+    made = sum(x.made for x in went)
+    words = ", ".join(f"{x.seconds:.1f}" for x in went[1:])
+    return f"{numbers}: the same bits; {STEPS} steps kept of {made}; on again after {words} s"
+
+
+ELASTIC = (
+    "those who live go on from the newest checkpoint, bit for bit as with the same numbers of "
+    "workers without deaths"
+)
+
+
+@fault("kill −9 of one of three workers: on with two, then with three again", ELASTIC)
+def elastic_worker(directory: Path) -> str:
+    plan = Stage("abc", "kill b", "step 3 "), Stage("ac", "call", "step 7 "), Stage("abc")
+    return elastic(directory, *plan, save_every=2)
+
+
+@fault("kill −9 of the coordinator of three: on with two", ELASTIC)
+def elastic_coordinator(directory: Path) -> str:
+    return elastic(directory, Stage("abc", "kill a", "step 5 "), Stage("cb"), save_every=2)
+
+
+@fault("a machine that comes late: on with three instead of two", ELASTIC)
+def elastic_late(directory: Path) -> str:
+    return elastic(directory, Stage("ab", "call", "step 4 "), Stage("cab"))
+
+
+@fault("kill −9 of one of three workers with compressed gradients: on with two", ELASTIC)
+def elastic_exchange(directory: Path) -> str:
+    return elastic(directory, Stage("abc", "kill c", "step 4 "), Stage("ab"), exchange=True)
+
+
+@fault("kill −9 of one of three workers with local steps: on with two", ELASTIC)
+def elastic_local_steps(directory: Path) -> str:
+    options = {"local_steps": 2, "examples": 24}
+    return elastic(directory, Stage("abc", "kill c", "step 4 "), Stage("ab"), **options)
+
+
+@fault("torchrun: kill −9 of one of three machines, agent and worker: on with two", ELASTIC)
+def elastic_torchrun(directory: Path) -> str:
+    if importlib.util.find_spec("torch") is None:
+        raise Skipped("torch is not installed")
+    port, run = free_port(), fresh(directory / "run")
+    agents = [torchrun(run / name, port) for name in "abc"]
+    try:
+        wait_for_line(run / "c.out", "step 4 ")
+        end_machine(run / "c.out", agents.pop())
+        for agent in agents:
+            require(agent.wait(BOUND) == 0, (run / "a.out").read_text()[-1000:])
+    finally:
+        for name, agent in zip("abc", agents, strict=False):
+            end_machine(run / f"{name}.out", agent)
+    went = []
+    for part in re.split(r"^worker \d+ of ", (run / "a.out").read_text(), flags=re.MULTILINE)[1:]:
+        steps = [int(n) for n in re.findall(r"^step (\d+)", part, re.MULTILINE)]
+        digest = re.findall(r"^ended \d+ (\w+)", part, re.MULTILINE)
+        if steps:
+            begin = steps[0] - 1
+            went.append(
+                Went(int(part.split()[0]), begin, steps[-1] - begin, *digest[:1] or [""], 0)
+            )
+    require([x.count for x in went] == [3, 2], f"stages {went}")
+    want = without_deaths(fresh(directory / "same"), went)
+    require(went[-1].digest == want, f"difference: {went[-1].digest}, not {want}")
+    return f"3 from step 0, 2 from step {went[1].begin}: the same bits"
+
+
+def torchrun(directory: Path, port: int) -> "subprocess.Popen[bytes]":
+    """Start the agent of a machine, whose worker saves in `directory`."""
+    words = json.dumps(EACH | {"agent": True, "directory": str(directory)})
+    patience = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options = [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={patience}"]
+    options += ["--nnodes=1:3", "--nproc-per-node=1", "--rdzv-backend=c10d", "--max-restarts=9"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1"]
+    with open(f"{directory}.out", "w") as out, open(f"{directory}.err", "w") as error:
+        return subprocess.Popen(
+            [*command, str(HERE / "fault_worker.py"), words],
+            env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=out,
+            stderr=error,
+        )
+
+
+def end_machine(log: Path, agent: "subprocess.Popen[bytes]") -> None:
+    """Kill the agent of a machine and its worker, whose number is in the log."""
+    agent.kill()
+    agent.wait()
+    for worker in re.findall(r"pid (\d+)", log.read_text())[-1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(worker), signal.SIGKILL)
+
+
+def wait_for_line(path: Path, words: str) -> None:
+    """Wait until a file has some words."""
+    end = time.monotonic() + BOUND
+    while words not in path.read_text():
+        require(time.monotonic() < end, f"hang: {path.name} never had {words!r}")
+        time.sleep(0.05)
 
 
 # Workers that are not like the others
