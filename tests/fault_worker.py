@@ -6,6 +6,7 @@ It trains a small model by `minimize`, one device a process, prints each step, a
 of its params. The other options make it the worker that something is wrong with.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import data_mesh, exchange, top_k
@@ -37,6 +39,8 @@ OPTIONS = {
     "shard": None,  # "state": checkpoints in parts, in one directory
     "exchange": False,  # of compressed gradients, with residuals
     "local_steps": 1,
+    "two_level": False,  # a mesh of two machines
+    "flip": 0,  # the step after which a bit of a parameter is another one in this process
     "agent": False,  # whether a launcher says in the environment who and where the processes are
     "clock": 0.0,  # seconds that Python's clock is ahead
     "heartbeat": 10,
@@ -100,6 +104,19 @@ def own_part(x):
     return x.addressable_data(0) if isinstance(x, jax.Array) else x
 
 
+def flip_a_bit(x):
+    """Change the memory of an array in this process, as a fault of the hardware does."""
+    place = x.addressable_data(0).unsafe_buffer_pointer()
+    ctypes.c_uint8.from_address(place).value ^= 1
+
+
+def mesh_of(two_level):
+    """Return the mesh of all devices, and the names of its axes over which batches are divided."""
+    if two_level:
+        return Mesh(np.array(jax.devices()).reshape(2, -1), ("slow", "fast")), ("slow", "fast")
+    return data_mesh(), "data"
+
+
 def disturb(options):
     if options["version"]:
         optfn._version.__version__ = options["version"]
@@ -144,9 +161,12 @@ def main():
 
     def callback(step, state, metrics):
         print("step", step, metrics["loss"], flush=True)
+        if step == options["flip"]:
+            flip_a_bit(state.params["w"])
 
+    mesh, data_axis = mesh_of(options["two_level"])
     state = train(
-        data_mesh(),
+        mesh,
         options["directory"],
         paused(),
         steps=options["steps"],
@@ -156,6 +176,7 @@ def main():
         shard=options["shard"],
         exchange=options["exchange"],
         local_steps=options["local_steps"],
+        data_axis=data_axis,
     )
     names = optfn.state_dict(state.opt_state)
     (skipped,) = (x for name, x in names.items() if name.endswith("skip_nonfinite/skipped"))

@@ -170,6 +170,11 @@ class Processes:
         assert match is not None
         return match[0]
 
+    def all_fail(self, pattern: str) -> str:
+        """Return the words of an error that ends all processes, as the first one has it."""
+        first, *_ = [self.fails(i, pattern) for i in range(len(self.started))]
+        return first
+
 
 def environment() -> dict[str, str]:
     """Return the environment of a worker: one device on the CPU."""
@@ -391,6 +396,7 @@ class Stage(NamedTuple):
     machines: str
     event: str = ""
     words: str = ""  # when it happens: process 0 has written them
+    after: float = 0.0  # seconds without a machine before the stage
 
 
 class Went(NamedTuple):
@@ -414,6 +420,7 @@ def stages(directory: Path, plan: list[Stage], **options: Any) -> list[Went]:
     for k, stage in enumerate(plan):
         each = {i: {"directory": str(directory / m)} for i, m in enumerate(stage.machines)}
         logs = fresh(directory / f"stage {k}")
+        time.sleep(stage.after)
         with Processes(logs, len(stage.machines), each, **EACH | options) as run:
             run.wait_for(0, "step ")
             seconds = time.monotonic() - event_at
@@ -496,6 +503,31 @@ def elastic_local_steps(directory: Path) -> str:
     return elastic(directory, Stage("abc", "kill c", "step 4 "), Stage("ab"), **options)
 
 
+@fault(
+    "kill −9 of one of three workers: steps made again, by `save_every`; and where all wait 20 s "
+    "for its machine",
+    "not more steps are made again than lie between three checkpoints",
+)
+def elastic_goodput(directory: Path) -> str:
+    seen = []
+    for every, machines, after in (
+        (1, "ac", 0.0),
+        (3, "ac", 0.0),
+        (6, "ac", 0.0),
+        (3, "abc", 20.0),
+    ):
+        plan = [Stage("abc", "kill b", "step 8 "), Stage(machines, after=after)]
+        went = stages(fresh(directory / f"{every} {machines}"), plan, save_every=every)
+        made = sum(x.made for x in went)
+        require(made - STEPS <= 2 * every + 1, f"{made} steps with save_every={every}")
+        where = "waiting: " if after else ""
+        seen.append(
+            f"{where}save_every={every}: {STEPS} kept of {made} ({STEPS / made:.0%}), on again "
+            f"after {went[1].seconds:.1f} s"
+        )
+    return "; ".join(seen)
+
+
 @fault("torchrun: kill −9 of one of three machines, agent and worker: on with two", ELASTIC)
 def elastic_torchrun(directory: Path) -> str:
     if importlib.util.find_spec("torch") is None:
@@ -568,7 +600,10 @@ def differs(directory: Path, pattern: str, **options: Any) -> str:
     return seen
 
 
-@fault("a worker with other params", "an error in all processes that names the leaf", quick=True)
+OTHER_PARAMS = "an error in all processes that names the leaf"
+
+
+@fault("a worker with other params", OTHER_PARAMS, quick=True)
 def other_params(directory: Path) -> str:
     return differs(directory, r"same params; '[bvw]' is another one in process 1", seed=1)
 
@@ -597,6 +632,66 @@ def bad_gradients(directory: Path) -> str:
     require(all(np.isfinite(x).all() for x in jax.tree.leaves(state.params)), "not finite")
     require(found == fault_worker.digest(state.params), "params are not those of one process")
     return "2 steps skipped on all; params the same bits, finite"
+
+
+# Two levels: four processes, two machines of two
+
+
+TWO = {"count": 4, "two_level": True}
+REPLICAS = "an error in all processes that says that replicas differ, and since when"
+
+
+def flipped_in_one(directory: Path, **options: Any) -> str:
+    """Flip a bit of a parameter in the last process: all end by an error."""
+    count = options.get("count", 2)
+    with Processes(directory, each={count - 1: {"flip": 4}}, **options) as run:
+        return run.all_fail(r"params differ between devices after step \d+, [^\n:]{0,60}")
+
+
+@fault("one bit of a parameter flipped in the memory of one of two workers", REPLICAS)
+def bit_of_params(directory: Path) -> str:
+    return flipped_in_one(directory)
+
+
+@fault("two levels: one bit of a parameter flipped in the memory of one of four workers", REPLICAS)
+def two_level_bit(directory: Path) -> str:
+    return flipped_in_one(directory, **TWO)
+
+
+@fault("two levels: SIGTERM to one process of four", ALL_END)
+def two_level_sigterm(directory: Path) -> str:
+    options = TWO | {"pause": 0.5, "save_every": 100}
+    with Processes(directory, **options) as run:
+        run.wait_for(3, "step 2 ")
+        run.signal(3, signal.SIGTERM)
+        step, found, _ = run.ends()[0]
+    require(2 <= step < STEPS, f"the run ended after step {step}")
+    saved = [newest(directory / str(i)) for i in range(4)]
+    require(saved == [step] * 4, f"checkpoints of steps {saved}, not {step}")
+    with Processes(fresh(directory / "same"), steps=step, **TWO) as run:
+        require(run.ends()[0][1] == found, "params are not those of that step")
+    return f"all end after step {step}, and save it"
+
+
+@fault("two levels: a worker of four with other params", OTHER_PARAMS)
+def two_level_params(directory: Path) -> str:
+    with Processes(directory, each={3: {"seed": 1}}, **TWO) as run:
+        return run.all_fail(r"same params; '[bvw]' is another one in process 3")
+
+
+@fault("two levels: kill −9 of one of four workers", BIT_FOR_BIT)
+def two_level_kill(directory: Path) -> str:
+    with Processes(fresh(directory / "whole"), **TWO) as run:
+        want = run.ends()[0][1]
+    with Processes(directory, pause=0.1, **TWO) as run:
+        run.wait_for(2, "step 3 ")
+        run.signal(2, signal.SIGKILL)
+        for i in (0, 1, 3):
+            run.fails(i, GONE)
+    with Processes(directory, **TWO) as run:
+        found = run.ends()[0]
+    require(found[:2] == (STEPS, want), f"the run that goes on ends at {found}, not {want}")
+    return "goes on bit for bit"
 
 
 # Links
