@@ -7,6 +7,7 @@ of its params. The other options make it the worker that something is wrong with
 """
 
 import ctypes
+import datetime
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ OPTIONS = {
     "steps": STEPS,
     "pause": 0.0,  # seconds before each batch
     "save_every": 1,
+    "save_seconds": 0.0,  # between checkpoints, instead of steps
     "slow_disk": 0.0,  # seconds for each write to the disk
     "seed": 0,  # of the params
     "examples": 8,  # in a batch
@@ -164,13 +166,14 @@ def main():
         if step == options["flip"]:
             flip_a_bit(state.params["w"])
 
+    seconds = options["save_seconds"]
     mesh, data_axis = mesh_of(options["two_level"])
     state = train(
         mesh,
         options["directory"],
         paused(),
         steps=options["steps"],
-        save_every=options["save_every"],
+        save_every=datetime.timedelta(seconds=seconds) if seconds else options["save_every"],
         seed=options["seed"],
         callback=callback,
         shard=options["shard"],

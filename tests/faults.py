@@ -414,11 +414,13 @@ def stages(directory: Path, plan: list[Stage], **options: Any) -> list[Went]:
 
     It stands in for one: as torchrun, it gives each process its number, their number and the
     coordinator, waits for the others of one that has died, and asks all to end by SIGTERM when a
-    machine comes. Each machine has a disk of its own, and gets another number in each stage.
+    machine comes. Each machine has a disk of its own, but for checkpoints in parts, and gets
+    another number in each stage.
     """
     found, event_at = [], time.monotonic()
     for k, stage in enumerate(plan):
-        each = {i: {"directory": str(directory / m)} for i, m in enumerate(stage.machines)}
+        places = ["shared" if "shard" in options else m for m in stage.machines]
+        each = {i: {"directory": str(directory / place)} for i, place in enumerate(places)}
         logs = fresh(directory / f"stage {k}")
         time.sleep(stage.after)
         with Processes(logs, len(stage.machines), each, **EACH | options) as run:
@@ -453,8 +455,11 @@ EACH = {"examples": 12, "pause": 0.2, "heartbeat": 5}
 def without_deaths(directory: Path, went: list[Went], **options: Any) -> str:
     """Return the hash of params of a run that stops by itself where the numbers changed."""
     ends = [*(stage.begin for stage in went[1:]), STEPS]
+    options = EACH | options | {"pause": 0}
     for stage, end in zip(went, ends, strict=True):
-        with Processes(directory, stage.count, steps=end, **EACH | options | {"pause": 0}) as run:
+        places = ["shared" if "shard" in options else str(i) for i in range(stage.count)]
+        each = {i: {"directory": str(directory / place)} for i, place in enumerate(places)}
+        with Processes(directory, stage.count, each, steps=end, **options) as run:
             last = run.ends()[0]
     return last[1]
 
@@ -482,9 +487,9 @@ def elastic_worker(directory: Path) -> str:
     return elastic(directory, *plan, save_every=2)
 
 
-@fault("kill −9 of the coordinator of three: on with two", ELASTIC)
+@fault("kill −9 of the coordinator of three, which save by the clock: on with two", ELASTIC)
 def elastic_coordinator(directory: Path) -> str:
-    return elastic(directory, Stage("abc", "kill a", "step 5 "), Stage("cb"), save_every=2)
+    return elastic(directory, Stage("abc", "kill a", "step 5 "), Stage("cb"), save_seconds=0.5)
 
 
 @fault("a machine that comes late: on with three instead of two", ELASTIC)
@@ -495,6 +500,11 @@ def elastic_late(directory: Path) -> str:
 @fault("kill −9 of one of three workers with compressed gradients: on with two", ELASTIC)
 def elastic_exchange(directory: Path) -> str:
     return elastic(directory, Stage("abc", "kill c", "step 4 "), Stage("ab"), exchange=True)
+
+
+@fault("kill −9 of one of three workers that divide the state (orbax): on with two", ELASTIC)
+def elastic_sharded(directory: Path) -> str:
+    return elastic(directory, Stage("abc", "kill b", "step 5 "), Stage("ac"), shard="state")
 
 
 @fault("kill −9 of one of three workers with local steps: on with two", ELASTIC)

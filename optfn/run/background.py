@@ -21,7 +21,7 @@ _writing: list[Future[None]] = []
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    # Python ends its pools before it calls what atexit knows, and orbax needs pools of its own.
+    # Functions of `atexit` come too late: Python has ended all pools then, and orbax needs its own.
     threading._register_atexit(wait)  # type: ignore[attr-defined]
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
@@ -48,20 +48,19 @@ def copied(tree: PyTree) -> PyTree:
     JAX arrays are copied in the background, to memory of the host where the devices can; the copies
     lie over the processes as the arrays do.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    leaves = [x if isinstance(x, jax.Array) else np.array(x) for x in leaves]
-    groups: dict[frozenset[jax.Device], list[int]] = {}
-    for i, x in enumerate(leaves):
+    groups: dict[frozenset[jax.Device], dict[int, jax.Array]] = {}
+    for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):
-            groups.setdefault(frozenset(x.sharding.device_set), []).append(i)
+            groups.setdefault(frozenset(x.sharding.device_set), {})[id(x)] = x
+    copies: dict[int, jax.Array] = {}
     for group in groups.values():
-        arrays = [leaves[i] for i in group]
-        for i, x in zip(group, _copier(tuple(map(_on_host, arrays)))(arrays), strict=True):
-            leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)
+        arrays = list(group.values())
+        made = iter(_copier(tuple(map(_sharding_on_host, arrays)))(arrays))
+        copies |= {key: next(made) for key in group}
+    return jax.tree.map(lambda x: copies[id(x)] if id(x) in copies else np.array(x), tree)
 
 
-def _on_host(x: jax.Array) -> jax.sharding.Sharding:
+def _sharding_on_host(x: jax.Array) -> jax.sharding.Sharding:
     """Return the sharding of an array, in memory of the host where its devices have such memory."""
     kinds = {memory.kind for d in x.sharding.addressable_devices for memory in _memories(d)}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding

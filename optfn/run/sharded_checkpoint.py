@@ -84,11 +84,11 @@ def writer(path: Path, state: PyTree, history: Mapping[str, np.ndarray]) -> Call
     }
     beside = {_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8)}
     beside |= {f"{_HISTORY}{k}": np.array(v) for k, v in history.items() if np.size(v)}
+    copies = copied(arrays)
     checksums = begin_fingerprints(list(arrays.values()))
-    arrays = copied(arrays)
 
     def write() -> None:
-        saved = arrays | beside | {_CHECKSUMS: checksums()}
+        saved = copies | beside | {_CHECKSUMS: checksums()}
         _checkpointer().save(absolute(path), args=ocp.args.PyTreeSave(saved), force=True)
 
     return write
