@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from optfn.leaves.traits import reporting_types, traits_of
-from optfn.leaves.tree import is_masked, is_transparent, join, key_name, with_paths
+from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
 
 
@@ -103,8 +103,7 @@ def named_parts(
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
-            inner, *_ = node
-            yield from walk(inner, prefix, labels)
+            yield from walk(inside(node), prefix, labels)
         elif traits_of(node).labels:
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))

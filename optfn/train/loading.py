@@ -19,6 +19,7 @@ from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import unpack
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
+from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import holds_packed, pack_state, unpack_state
@@ -102,7 +103,7 @@ def load_named(
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
     holds_buffers = holds_packed(opt_state)
-    plain = _unpacked_for(mapping, opt_state) if holds_buffers else opt_state
+    plain = _unpacked_for(mapping, opt_state) if holds_buffers else bare(opt_state)
     own_names = [name for name, _ in named_leaves(plain)]
     late = _late_leaves(plain, own_names, mapping)
     opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
@@ -122,6 +123,8 @@ def load_named(
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     if holds_buffers:
         loaded = _placed(pack_state(opt_state, loaded), opt_state)
+    else:
+        loaded = stored_as(opt_state, loaded)
     return loaded, changes
 
 

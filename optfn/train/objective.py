@@ -25,6 +25,7 @@ from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
 from optfn.parallel.parts import mean_gradients, whole
+from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
 
 
@@ -245,6 +246,19 @@ def of_packed(objective: Objective) -> Objective:
         return objective.value(unpack(packed), *others)
 
     return Objective(value, unpacked(objective.value_and_grad))
+
+
+def of_sharded_tables(objective: Objective) -> Objective:
+    """Return the objective as a function of params with ShardedTables, with gradients like them."""
+
+    def value(params: Params, *others: Any) -> Values:
+        return objective.value(bare(params), *others)
+
+    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(bare(params), *others)
+        return values, dressed(params, grads)
+
+    return Objective(value, value_and_grad)
 
 
 def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:

@@ -23,6 +23,7 @@ from optfn.leaves.traits import traits_of
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
+from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY, map_state
 from optfn.train.packed_state import unpack_state
@@ -64,7 +65,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
             f"got {checks.shown(opt_state)}"
         )
-    host = unpack_state(jax.tree.map(_to_host, opt_state))
+    host = natural(unpack_state(jax.tree.map(_to_host, opt_state)))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
