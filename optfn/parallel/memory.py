@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.leaves import tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.types import Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
@@ -70,8 +71,12 @@ def plan_memory(
         rows that a batch looks up, which are not counted.
       microbatches: as for `make_train_step`; with "params" each of them gathers params and reduces
         gradients, unless `sharded(..., gather_once=True)`.
+
+    Raises:
+      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
     """
     tx = core.check_transform("plan_memory: tx", tx)
+    check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
     num_workers(mesh, data_axis)  # the mesh has these axes
     params = jax.eval_shape(lambda x: x, params)

@@ -77,6 +77,7 @@ def load_state_dict(
     A state saved under a number loads under a schedule and the other way round: the step goes on.
     Moments that are new in a state that has made steps, such as those of a parameter that was
     frozen, begin here: their bias correction counts from this step (`begun/<path>`, 4 bytes each).
+    The average of a parameter that is new begins at the parameter, where the state is a TrainState.
 
     Raises:
       ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
@@ -109,7 +110,7 @@ def load_named(
     named = list(named_leaves(plain))
     changes = _changes(own_names, [name for name, _ in named], mapping)
     wrong = _refused(plain, changes) if strict else []
-    copied = _copied_params(plain, named, mapping)
+    copied = _copied_params(plain, named, mapping) | _begun_sums(plain, named, mapping)
     leaves = []
     for name, leaf in named:
         found = mapping.get(name, copied.get(name))
@@ -236,6 +237,43 @@ def _copied_params(
                 param, _ = _fitted(mapping[source], by_name[source])
                 copied[name] = param.astype(leaf.dtype)
     return copied
+
+
+def _begun_sums(
+    state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Return the sums of averages that a mapping with their weights lacks: weight·param.
+
+    The average of a leaf that is new is then its param. Without params in the state it is zero,
+    and a warning says so.
+    """
+    parts = state_names.named_parts(state, stop=_sums, unnamed=rates.is_rate)
+    fields = [
+        (tree.join(name, field), tree.join(name, weight))
+        for name, part in parts
+        for field, weight in traits_of(part).sums
+    ]
+    by_name, begun, at_zero = dict(named), {}, []
+    for field, weight in fields:
+        lacking = [name for name in by_name if _is_within(name, [field]) and name not in mapping]
+        for name in lacking if weight in mapping else ():
+            source = f"train/params{name.removeprefix(field)}"
+            if source in by_name:
+                param, _ = _fitted(mapping.get(source, by_name[source]), by_name[source])
+                wide = param.astype(by_name[name].dtype)
+                begun[name] = wide * on_host(mapping[weight]).astype(wide.dtype)
+            else:
+                at_zero.append(name)
+    if at_zero:
+        checks.warn(
+            f"the averages {tree.listed(at_zero)} are new and begin at zero, since this state has "
+            "no params: load the whole TrainState, whose params they then begin at"
+        )
+    return begun
+
+
+def _sums(x: object) -> bool:
+    return bool(traits_of(x).sums)
 
 
 def _copies(x: object) -> bool:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from optfn import checks, core
 from optfn.leaves import tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.packed import unpack
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
@@ -149,8 +150,12 @@ def summary(
 
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
+
+    Raises:
+      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
     """
     tx = core.check_transform("summary: tx", tx)
+    check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
