@@ -28,6 +28,7 @@ from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, check_names, joined, restricted, without
 from optfn.parallel.data_parallel import put, replicate
 from optfn.parallel.means import Parts
+from optfn.parallel.whole import axes_of_layers, check_whole
 from optfn.state import names as state_names
 from optfn.state.per_worker import Exchanged, PerWorker, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
@@ -39,11 +40,16 @@ class Sharded:
 
     kind: "str | Mapping[str, P]"
     axis: Axes | None = None
+    whole: tree.Pattern | None = None
     gather_once: bool = False
 
 
 def sharded(
-    kind: str | Mapping[str, P], *, axis: AxisName = None, gather_once: bool = False
+    kind: str | Mapping[str, P],
+    *,
+    axis: AxisName = None,
+    whole: tree.Pattern | None = None,
+    gather_once: bool = False,
 ) -> Sharded:
     """Return a way of sharding, for the argument `shard` of `make_train_step`.
 
@@ -52,15 +58,22 @@ def sharded(
       axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
         None: all of them. Along the others each group of devices is a worker: gradients are
         averaged over them, or exchanged, or every `local_steps`.
+      whole: the leaves of a `Stacked` that are divided along the axis of layers, so that each
+        matrix lies whole on one device; a pattern of paths. For rules that treat matrices whole,
+        such as `muon`: each device then updates its own matrices, and sends nothing for it.
       gather_once: with `microbatches`, whether params are gathered and gradients reduced once for
         all of them, at the cost of the memory of whole params and gradients.
+
+    Raises:
+      ValueError: `whole` beside PartitionSpecs, which say themselves how each leaf is divided.
 
     >>> from optfn.distributed import sharded
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
     names = check_names("sharded: axis", axis, optional=True)
-    return Sharded(kind, names or None, checks.flag("sharded: gather_once", gather_once))
+    once = checks.flag("sharded: gather_once", gather_once)
+    return Sharded(kind, names or None, check_whole(whole, kind), once)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -294,16 +307,25 @@ class Replicated(Layout):
     """Params and state are whole on every device of a worker, but for the rows of tables."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
-    """Params are whole on every device, their gradients and state divided (ZeRO-1)."""
+    """Params are whole on every device, their gradients and state divided (ZeRO-1).
+
+    whole: the leaves that are divided along an axis of layers, so that each matrix is whole.
+    """
+
+    whole: tree.Pattern | None = None
 
     def dense_gradients(self, params: Params) -> PyTree:
         """Return specs that divide each floating-point leaf along one dimension, if any fits."""
         stacked = tree.stacked_axes(params)
+        by_layers = axes_of_layers(self.whole, self.tables, params, self.num_parts)
 
         def divided(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
                 return x
+            if str(place) in by_layers:
+                return P(*[None] * by_layers[str(place)], self.part_axes)
             return self.divided(jnp.shape(x), stacked[place.number]) if tree.is_inexact(x) else P()
 
         return tree.map_named(divided, params)
@@ -358,7 +380,7 @@ def init_state(
     return Replicated(mesh, axes(axis_name), Axes()).init(init, params)
 
 
-KINDS: dict[str, type[Layout]] = {"state": ShardState, "params": ShardParams}
+KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams}
 
 
 def layout_of(
@@ -397,7 +419,7 @@ def layout_of(
             'shard must be "state", "params" or a mapping from patterns to PartitionSpecs, or '
             f"sharded(...) of one of these; got {way.kind!r}"
         )
-    return KINDS[way.kind](mesh, workers, parts, tables)
+    return KINDS[way.kind](mesh, workers, parts, tables, way.whole)
 
 
 def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.leaves import tree
-from optfn.leaves.types import Params, PyTree
+from optfn.leaves.types import OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
 from optfn.parallel.traffic import all_reduce_bytes
+from optfn.state.names import treated
 from optfn.state.per_worker import exchanged_axes
 from optfn.state.placement import num_workers, on_workers_of
 
@@ -26,13 +27,17 @@ class MemoryPlan(NamedTuple):
     state: of the optimizer's state.
     gradients: of the gradient that each worker computes, before it is reduced.
     sent: by each device in a step, in a ring, for the means that the step takes. The packets of
-      a transform that exchanges gradients by itself are not counted.
+      a transform that exchanges gradients by itself are not counted, nor are these leaves:
+    gathered_in_update: the paths of matrices that are divided, and that the optimizer treats whole,
+      as `muon` does. More is sent for them in the update, several times the bytes of the leaf;
+      nothing with `sharded(..., whole=)`.
     """
 
     params: int
     state: int
     gradients: int
     sent: int
+    gathered_in_update: tuple[str, ...] = ()
 
 
 def plan_memory(
@@ -53,7 +58,8 @@ def plan_memory(
         None        P       S      2(N − 1)/N·G
         "state"     P       S/N    (N − 1)/N·(G + P)
         "params"    P/N     S/N    (N − 1)/N·(G + P), and P once more for a `Stacked`, whose layers
-                                   `scan_layers` gathers again in the backward pass
+                                   `scan_layers` gathers again in the backward pass; with
+                                   sharded(..., whole=) and 2P/N, as it divides each layer before
 
     With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
     of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
@@ -86,7 +92,8 @@ def plan_memory(
         if tree.is_masked(p) or not tree.is_inexact(p) or str(place) in rows:
             continue
         passes = 1 if once else microbatches
-        gathers = 2 if stacked[place.number] and not once else 1
+        is_scanned = bool(stacked[place.number]) and not once
+        gathers = _gathers_by_layer(layout, spec, p.shape, passes) if is_scanned else passes
         leaf = _Leaf(layout, bool(layout.divisions(spec)), bool(layout.divisions(grad_spec)))
         whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
         sent += leaf.sent(whole, passes, gathers, exchanged[place.number])
@@ -96,7 +103,30 @@ def plan_memory(
         _bytes_on_device(state, layout.of_state(state, params), mesh),
         gradients,
         round(sent),
+        _gathered_in_update(state, params, grad_specs),
     )
+
+
+def _gathers_by_layer(layout: Layout, spec: P, shape: tuple[int, ...], passes: int) -> float:
+    """Return how often `scan_layers` gathers a leaf; an all-to-all is 1/N of a gather."""
+    if all(dimension for dimension, _ in layout.divisions(spec)):
+        return 2 * passes  # forwards and backwards
+    if not any(n % layout.num_parts == 0 for n in shape[1:]):
+        return passes  # all layers at once
+    # To parts of each layer, once for all passes, and the gradients of each back.
+    return 2 * passes + (1 + passes) / layout.num_parts
+
+
+def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
+    """Return the paths of divided matrices that a rule treats whole."""
+    stacked = tree.stacked_axes(params)
+    divided = {
+        str(place)
+        for place, _, spec in tree.items(params, grad_specs)
+        if is_spec(spec) and any(spec[stacked[place.number] :])
+    }
+    whole = treated(state, lambda traits: traits.whole_matrices, tree.paths(params))
+    return tuple(path for path in whole if path in divided)
 
 
 class _Leaf(NamedTuple):
@@ -106,13 +136,13 @@ class _Leaf(NamedTuple):
     is_divided: bool
     has_divided_gradient: bool
 
-    def sent(self, whole: float, passes: int, gathers: int, exchanged: Axes) -> float:
+    def sent(self, whole: float, passes: int, gathers: float, exchanged: Axes) -> float:
         """Return the bytes that a device sends.
 
         Args:
           whole: the bytes of the leaf before the data axes divide it.
-          passes: how often a divided leaf is gathered for the loss, and its gradient reduced.
-          gathers: how many gathers that takes.
+          passes: how often the gradient of a divided leaf is reduced.
+          gathers: how often the leaf is gathered for the loss.
           exchanged: the axes over which a transform exchanges its gradient.
         """
         mesh, parts = self.layout.mesh, self.layout.num_parts
@@ -120,7 +150,7 @@ class _Leaf(NamedTuple):
         if not self.has_divided_gradient:
             return float(all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
         once = (parts - 1) / parts * whole
-        over_parts = passes * (1 + gathers) * once if self.is_divided else 2 * once
+        over_parts = (passes + gathers) * once if self.is_divided else 2 * once
         return float(over_parts + all_reduce_bytes(whole / parts, workers))
 
 

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 from optfn import checks, core
 from optfn.leaves import tree
 from optfn.leaves.packed import unpack
-from optfn.leaves.traits import traits_of
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
@@ -154,7 +153,8 @@ def summary(
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
-    kept, treatments = _bytes_by_leaf(state, names), _treatments(state, names)
+    kept = _bytes_by_leaf(state, names)
+    treatments = state_names.treated(state, lambda traits: traits.treatment, names)
     lies = [] if shard is None else _layout_columns(state, params, mesh, shard, data_axis)
     titles = ["lies", "bytes a device"] if lies else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
@@ -163,9 +163,8 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        words = treatments.get(name, []) + _attribute_words(
-            attrs.get(name, DEFAULT), p, name in without_decay
-        )
+        words = [treatments[name]] if name in treatments else []
+        words += _attribute_words(attrs.get(name, DEFAULT), p, name in without_decay)
         row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
         rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
@@ -226,18 +225,6 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
         paths = zip(tree.names(params), selected, strict=True)
         found |= {name for leaf in paths for name, flag in zip(*leaf, strict=True) if flag}
     return found
-
-
-def _treatments(state: OptState, names: list[str]) -> dict[str, list[str]]:
-    """Return the word for each leaf of which a state with a word for them holds an array."""
-    parts = state_names.named_parts(state, stop=lambda x: bool(traits_of(x).treatment))
-    return {
-        owner: [traits_of(part).treatment]
-        for _, part in parts
-        if traits_of(part).treatment
-        for owner, _ in state_names.with_owners(named_leaves(part), names)
-        if owner is not None
-    }
 
 
 def _attribute_words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:
