@@ -1,5 +1,6 @@
 """The costs of each way of sharding a model: bytes on a device, and bytes sent in a step."""
 
+import math
 from typing import NamedTuple, cast
 
 import jax
@@ -63,8 +64,10 @@ def plan_memory(
 
     With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
     of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
-    that cannot be divided by N counts whole, and goes through an all-reduce. Activations and the
-    batch come on top.
+    that cannot be divided by N counts whole, and goes through an all-reduce. With
+    `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in what
+    is sent for "state"; for "params" 3/N of the padded bytes are sent for them on top. Activations
+    and the batch come on top of all.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -83,6 +86,7 @@ def plan_memory(
     params = jax.eval_shape(lambda x: x, params)
     layout = layout_of(shard, mesh, data_axis, tables if shard is not None else None)
     state = jax.eval_shape(on_workers_of(tx.init, mesh, layout.worker_axes), params)
+    stored = jax.eval_shape(layout.stored, state, params)
     specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
     exchanged = exchanged_axes(state, params)
@@ -94,13 +98,13 @@ def plan_memory(
         passes = 1 if once else microbatches
         is_scanned = bool(stacked[place.number]) and not once
         gathers = _gathers_by_layer(layout, spec, p.shape, passes) if is_scanned else passes
-        leaf = _Leaf(layout, bool(layout.divisions(spec)), bool(layout.divisions(grad_spec)))
+        leaf = _Leaf(layout, spec, grad_spec, p.shape)
         whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
         sent += leaf.sent(whole, passes, gathers, exchanged[place.number])
         gradients += whole
     return MemoryPlan(
         _bytes_on_device(params, specs, mesh),
-        _bytes_on_device(state, layout.of_state(state, params), mesh),
+        _bytes_on_device(stored, layout.of_state(stored, params), mesh),
         gradients,
         round(sent),
         _gathered_in_update(state, params, grad_specs),
@@ -130,11 +134,12 @@ def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> 
 
 
 class _Leaf(NamedTuple):
-    """Whether a leaf of params is divided over the part axes, and whether its gradient is."""
+    """How a leaf of params lies, and its gradient, and its shape."""
 
     layout: Layout
-    is_divided: bool
-    has_divided_gradient: bool
+    spec: P
+    grad_spec: P
+    shape: tuple[int, ...]
 
     def sent(self, whole: float, passes: int, gathers: float, exchanged: Axes) -> float:
         """Return the bytes that a device sends.
@@ -147,10 +152,17 @@ class _Leaf(NamedTuple):
         """
         mesh, parts = self.layout.mesh, self.layout.num_parts
         workers = num_workers(mesh, without(self.layout.worker_axes, exchanged))
-        if not self.has_divided_gradient:
+        if not self.layout.divisions(self.grad_spec):
             return float(all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
         once = (parts - 1) / parts * whole
-        over_parts = (passes + gathers) * once if self.is_divided else 2 * once
+        padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
+        padded = once * math.prod(padded_shape) / max(1, math.prod(self.shape))
+        if not self.layout.divisions(self.spec):
+            over_parts = 2 * padded
+        else:
+            over_parts = (passes + gathers) * once
+            if self.spec != self.grad_spec:  # gradient and params to their layers, update back
+                over_parts += 3 * padded / parts
         return float(over_parts + all_reduce_bytes(whole / parts, workers))
 
 

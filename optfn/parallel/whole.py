@@ -22,6 +22,8 @@ def axes_of_layers(
 ) -> dict[str, int]:
     """Return the axis of layers along which each leaf that `whole` selects is divided, by path.
 
+    It is the first that `count` divides; if there is none, the one that needs the least padding.
+
     Args:
       whole: the pattern of the leaves.
       tables: the pattern of the leaves whose rows are divided.
@@ -30,7 +32,7 @@ def axes_of_layers(
 
     Raises:
       ValueError: the pattern selects a leaf that is not stacked, is no stack of matrices, or is a
-        table; or no axis of layers that `count` divides.
+        table.
     """
     chosen = tree.matching(whole, params, "whole")
     rows = tree.matching(tables, params, "tables")
@@ -44,13 +46,7 @@ def axes_of_layers(
             raise ValueError(
                 f"whole: the pattern selects leaf {path!r} of shape {shape}, {problem}"
             )
-        fitting = [d for d in range(stacked) if shape[d] % count == 0]
-        if not fitting:
-            raise ValueError(
-                f"whole: the layers of leaf {path!r}, of shape {shape}, cannot be divided: the "
-                f"{count} devices must divide their number {shape[0]}"
-            )
-        found[path] = fitting[0]
+        found[path] = min(range(stacked), key=lambda d: -(-shape[d] // count) * count / shape[d])
     return found
 
 
@@ -60,8 +56,8 @@ def _problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
         return "a table, whose rows are divided"
     if not stacked:
         return (
-            "which is not stacked: put layers into optfn.Stacked, with one more axis in front that "
-            "counts them, so that they can be divided"
+            "which is not stacked: put layers of equal shape into an optfn.Stacked, whose leaves "
+            "have an axis in front that counts them"
         )
     if len(shape) - stacked < 2:
         return (

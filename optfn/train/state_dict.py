@@ -23,6 +23,7 @@ from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
 from optfn.state import names as state_names
+from optfn.state.padded import cut, map_padded
 from optfn.state.placement import PER_WORKER_KEY, map_state
 from optfn.train.packed_state import unpack_state
 from optfn.transforms import learning_rate as rates
@@ -117,7 +118,7 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
     Raises:
       ValueError: there is no average, or several; the error lists them.
     """
-    parts = state_names.named_parts(opt_state, stop=is_average)
+    parts = state_names.named_parts(map_padded(cut, opt_state), stop=is_average)
     found = {part_name: part for part_name, part in parts if is_average(part)}
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
@@ -191,6 +192,7 @@ def _layout_columns(
 
         return jax.tree.map(part, values, layout.place(specs))
 
+    state = jax.eval_shape(layout.stored, state, params)
     parts = on_a_device(state, layout.of_state(state, params))
     kept = _bytes_by_leaf(parts, names)
     of_params = tree.flatten(on_a_device(params, layout.of_params(params)))[0]
