@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product nightly properties faults soak lint bench bench-check tables docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product nightly properties faults soak lint bench bench-check tables outputs docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -52,6 +52,10 @@ soak: $(VENV)/.demo
 
 tables: $(VENV)/.demo
 	$(BIN)/python -m docs.tables
+
+# What the programs of the documentation print, below each of them. PAGES="tour.md" runs these pages.
+outputs: $(VENV)/.test
+	$(BIN)/python -m docs.programs $(PAGES)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -13,41 +13,13 @@ import pytest
 
 import optfn
 from docs import tables
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = {"README.md": ROOT / "README.md"}
-PAGES |= {str(p.relative_to(DOCS)): p for p in sorted(DOCS.rglob("*.md"))}
-FENCE = re.compile(r"^ *(`{3,}|~{3,})([^\n]*)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
-
-
-def fences(page: str) -> list[tuple[int, str, str]]:
-    """Return (line, language, text) of each fenced block of a page."""
-    text = PAGES[page].read_text()
-    found = FENCE.finditer(text)
-    return [(text.count("\n", 0, m.start(3)), m.group(2).strip(), m.group(3)) for m in found]
-
-
-def programs(page: str) -> list[tuple[int, str]]:
-    return [(line, text) for line, language, text in fences(page) if language == "python"]
-
-
-def run(page: str) -> list[dict]:
-    """Run the programs of a page one after the other; return the names there are after each.
-
-    A program goes on from those above it. Errors and warnings stand at the page's own lines.
-    """
-    names, after = {"__name__": page}, []
-    for line, text in programs(page):
-        exec(compile("\n" * line + text, PAGES[page], "exec"), names)
-        after.append(dict(names))
-    return after
+from docs.programs import DOCS, FENCE, PAGES, ROOT, agree, fences, programs, run
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_fences_say_what_they_are(page):
     """No program hides under another name, or in a fence that does not end."""
-    assert {language for _, language, _ in fences(page)} <= {"python", "sh", "text"}
+    assert {language for _, language, _ in fences(page)} <= {"python", "output", "sh", "text"}
     marks = re.findall(r"^ *(?:```|~~~)", PAGES[page].read_text(), re.MULTILINE)
     assert len(marks) == 2 * len(fences(page))
 
@@ -84,10 +56,27 @@ CHECKS |= dict.fromkeys(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)])
 def test_programs_run(page, capsys, tmp_path, monkeypatch):
+    """Without an error, and to the output that stands below: `make outputs` writes it anew."""
     monkeypatch.chdir(tmp_path)  # programs may write files
-    after = run(page)
+    after = []
+    for program, (names, printed) in zip(programs(page), run(page), strict=True):
+        after.append(names)
+        if program.output:
+            assert agree(printed, program.output), f"{page}:{program.line} prints\n{printed}"
     if page in CHECKS:
         CHECKS[page](capsys, *after)
+
+
+def test_outputs_agree_up_to_rounding():
+    shown = "loss 0.17, 1.2e-5 and 3 layers\nname   bytes\n-------------\nw      1,024\n"
+    assert agree("loss 0.18, 1.22e-5 and 3 layers\nname    bytes\n-----\nw       1,024", shown)
+    assert not agree(shown.replace("0.17", "0.27"), shown)
+    assert not agree(shown.replace("1.2e-5", "1.2e-4"), shown)
+    assert not agree(shown.replace("3 layers", "4 layers"), shown)
+    assert not agree(shown.replace("1,024", "1,025"), shown)
+    assert not agree(shown.replace("layers", "blocks"), shown)
+    assert not agree(shown + "another line", shown)
+    assert not agree("", shown)
 
 
 def test_checked_pages_have_programs():
