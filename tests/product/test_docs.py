@@ -1,10 +1,12 @@
 """The programs in README.md and in docs/ run, as they are printed; links and names hold."""
 
+import html
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import jax
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 import optfn
-from docs import tables
+from docs import crosslinks, equations, tables
 from docs.programs import DOCS, FENCE, PAGES, ROOT, agree, fences, programs, run
 
 
@@ -156,6 +158,54 @@ def test_the_reference_has_every_public_name_once():
     pages = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
     listed = re.findall(r"^::: (\S+)$", tables.expanded(pages), re.MULTILINE)
     assert sorted(listed) == sorted(names)
+
+
+@pytest.mark.parametrize("name", tables.named("optfn.optimizers"))
+def test_typeset_equations_have_every_sign_of_the_docstring(name):
+    factory = getattr(optfn, name)
+    text = next(x for x in tables.paragraphs(factory) if x.startswith("    "))
+    drawn = equations.block(text).partition("<annotation")[0]
+    found = unicodedata.normalize("NFKC", html.unescape(re.sub(r"<[^>]*>", "", drawn)))
+    source = unicodedata.normalize("NFKC", text.replace("'", "′").replace("\u0302", "^"))
+    unseen = r"[\s/√·;_`()]|\^(?=\()"  # drawn as bars, roots and gaps; around what a bar separates
+    assert re.sub(unseen, "", found) == re.sub(unseen, "", source)
+
+
+def test_what_is_no_equation_stays_code():
+    assert equations.block("    tx = optfn.adam(1e-3)[0]") is None
+    assert equations.inline("the [first]") is None
+
+
+def test_names_and_papers_become_links():
+    text = """See `adam`, `optfn.minimize(loss_fn)` and arXiv 1412.6980.
+
+# `adam`
+
+    `adam`
+
+[`adam`](tour.md), optax's `adam`, `history`, and `Table`
+
+```python
+`adam`
+```
+"""
+    links = {
+        "See `adam`": "See [`adam`][optfn.adam]",
+        "`optfn.minimize(loss_fn)`": "[`optfn.minimize(loss_fn)`][optfn.minimize]",
+        "arXiv 1412.6980": "[arXiv 1412.6980](https://arxiv.org/abs/1412.6980)",
+        "and `Table`": "and [`Table`][optfn.sparse.Table]",
+    }
+    expected = text
+    for before, after in links.items():
+        expected = expected.replace(before, after)
+    assert crosslinks.linked(text) == expected
+
+
+def test_link_texts_are_names_and_not_files():
+    for page in PAGES.keys() - {"distributed.md"}:
+        path = PAGES[page]
+        texts = re.findall(r"\[([^\]\n]*)\]\(", FENCE.sub("", path.read_text()))
+        assert not [text for text in texts if text.endswith(".md")], page
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
