@@ -123,7 +123,7 @@ def named_parts(
 
 
 def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) -> dict[str, T]:
-    """Return what the types of states declare about the leaves of which they hold an array.
+    """Return the declarations of types of states about the leaves of which they hold an array.
 
     Args:
       state: the state of an optimizer, however wrapped.
