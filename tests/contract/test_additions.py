@@ -134,7 +134,6 @@ def test_a_compressor_is_complete(name):
 @pytest.mark.parametrize("name", plan.SCHEDULES)
 def test_a_pipeline_schedule_is_told_of(name):
     assert has("docs/pipeline.md", rf"^\| `{name}` \|")
-    assert has("examples/pipeline.py", rf'choices=\(.*"{name}"')
     assert has("optfn/pipeline/plan.py", rf"^ +{name} +ticks")
     assert has("optfn/pipeline/value_and_grad.py", rf'^ +schedule: .*"{name}"')
 
