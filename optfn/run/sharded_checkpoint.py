@@ -21,6 +21,7 @@ from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import begin_fingerprints, fingerprints
 from optfn.run.background import copied
 from optfn.run.storage import absolute
+from optfn.sparse.sharded_table import bare, natural
 from optfn.state.per_worker import PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
@@ -75,7 +76,7 @@ def writer(path: Path, state: PyTree, history: Mapping[str, np.ndarray]) -> Call
       history: arrays by name.
     """
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
-    state = unpack_state(state)
+    state = natural(unpack_state(state))
     arrays = {name: _data(x) for name, x in named_leaves(state) if x.size}
     about = {
         "version": VERSION,
@@ -117,7 +118,9 @@ def load(
       ValueError: an array is missing or damaged, or does not fit.
     """
     try:
-        about, history, arrays = _read_parts(path, dict(named_leaves(unpack_state(state))), is_read)
+        about, history, arrays = _read_parts(
+            path, dict(named_leaves(bare(unpack_state(state)))), is_read
+        )
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds

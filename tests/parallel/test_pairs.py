@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import exchange, scan_layers, sharded, top_k
+from optfn.sparse.sharded_table import natural
 
 SLOW, FAST, WIDTH, LAYERS, ROWS, EXAMPLES = 2, 2, 16, 2, 32, 32
 AXES = ("slow", "fast")
@@ -163,7 +164,7 @@ def trained(names):
         batch = rng.integers(0, ROWS, EXAMPLES), rng.normal(size=EXAMPLES).astype(np.float32)
         state, metrics = step(state, batch)
     assert step.compiled._cache_size() == 1
-    params = optfn.unpack(state.params) if options.get("packed") else state.params
+    params = optfn.unpack(state.params) if options.get("packed") else natural(state.params)
     return jax.device_get((params, state.model_state, metrics["loss"], metrics.get("aux")))
 
 
