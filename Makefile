@@ -67,7 +67,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/yamllint --strict -d '{extends: default, rules: {line-length: {max: 100}}}' examples/elastic
-	$(BIN)/shellcheck examples/elastic/*.sh
+	$(BIN)/shellcheck examples/elastic/*.sh .ci/release
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

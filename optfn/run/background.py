@@ -1,10 +1,11 @@
-"""The checkpoint that is being written: a copy of the state, and the thread that writes it."""
+"""Checkpoints that are being written: copies of states, and the thread that writes them."""
 
 import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,16 @@ from optfn.leaves.types import PyTree
 # The memory of the host that devices copy to while they compute.
 _PINNED = "pinned_host"
 
-# At most one: the checkpoint that is being written, or the error of the last one.
-_writing: list[Future[None]] = []
+
+class _Write(NamedTuple):
+    """A checkpoint that is being written, or the error of one that could not be."""
+
+    directory: Path
+    future: Future[None]
+
+
+# At most one for each directory, in the order in which they are written.
+_writing: list[_Write] = []
 
 
 @functools.cache
@@ -26,20 +35,23 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
 
-def start(write: Callable[[], None]) -> None:
-    """Begin to write a checkpoint; the one before must be written (`wait`)."""
-    assert not _writing
-    _writing.append(_thread().submit(write))
+def start(directory: Path, write: Callable[[], None]) -> None:
+    """Begin to write a checkpoint; the one before in the directory must be written (`wait`)."""
+    _writing.append(_Write(directory, _thread().submit(write)))
 
 
-def wait() -> None:
-    """Wait until the checkpoint being written is on the disk; raise its error, if any, once."""
-    while _writing:
-        try:
-            _writing[0].result()
-        finally:
-            if _writing[0].done():  # it is not where a signal interrupts the wait
-                _writing.pop()
+def wait(directory: Path | None = None) -> None:
+    """Wait until checkpoints are on the disk, all or those of a directory.
+
+    Errors of those that could not be written, in any directory, are raised once.
+    """
+    for write in tuple(_writing):
+        if directory in (None, write.directory) or write.future.done():
+            try:
+                write.future.result()
+            finally:
+                if write.future.done():  # it is not where a signal interrupts the wait
+                    _writing.remove(write)
 
 
 def copied(tree: PyTree) -> PyTree:

@@ -57,9 +57,8 @@ def save_checkpoint(
     each writes its own part. A checksum of each array lies beside it.
 
     In the background, the call returns when a copy of the state is under way, which a thread
-    writes; the state may be overwritten at once. The next save, a restore, and the end of
-    `minimize` and of the program wait for it. They raise its error; the end of the program, which
-    has nobody to raise it to, prints it.
+    writes; the state may be overwritten at once. The next save in the directory, a restore and the
+    end of `minimize` wait for it and raise its error. The end of the program prints it.
 
     Args:
       directory: made if it is not there. An address such as gs://bucket/run, where etils has the
@@ -91,7 +90,7 @@ def save_checkpoint(
             checks.flag(name, value)
     directory = directory_of(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    wait()
+    wait(directory)
     if is_remote(directory):
         if sharded is False:
             raise ValueError(
@@ -103,9 +102,9 @@ def save_checkpoint(
         sharded = parts.holds_parts(state) and parts.is_available()
     path = directory / f"step_{int(state.step):09d}{'' if sharded else '.npz'}"
     write = (parts.writer if sharded else _file_writer)(path, state, history or {})
-    start(functools.partial(_write_and_remove, write, path, keep))
+    start(directory, functools.partial(_write_and_remove, write, path, keep))
     if not (sharded if background is None else background):
-        wait()
+        wait(directory)
     return path
 
 

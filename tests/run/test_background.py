@@ -80,6 +80,17 @@ def test_a_file_in_the_background_is_the_one_that_is_written_at_once(tmp_path):
             np.testing.assert_array_equal(one[name], other[name])
 
 
+def test_two_directories_are_written_one_after_the_other_while_the_run_goes_on(tmp_path, held):
+    _, state = make()
+    first, second = (
+        optfn.save_checkpoint(tmp_path / name, state, background=True) for name in ("run", "best")
+    )
+    assert not first.exists() and not second.exists()
+    held.set()
+    background.wait()
+    assert first.exists() and second.exists()
+
+
 @pytest.mark.parametrize("where", ["save", "restore", "wait"])
 def test_an_error_of_the_background_is_raised_at_the_next_call_and_once(
     where, tmp_path, monkeypatch
