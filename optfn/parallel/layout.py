@@ -7,7 +7,8 @@ else (the training step, checkpoints, plans of memory) asks the layout:
     data axes = worker axes + part axes (params or state are divided over them)
 
 Along the worker axes each group of devices has a gradient and, where its state says so, a state of
-its own (`optfn.state.per_worker`); the devices of a group divide it among them.
+its own (`optfn.state.per_worker`); the devices of a group, those along all other axes, divide it
+among them.
 """
 
 import dataclasses
@@ -50,8 +51,9 @@ def sharded(
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
       axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
-        None: all of them. Along the others each group of devices is a worker: gradients are
-        averaged over them, or exchanged, or every `local_steps`.
+        None: all of them; of a mapping those that its PartitionSpecs name. Along the others each
+        group of devices is a worker: gradients are averaged over them, or exchanged, or every
+        `local_steps`.
       gather_once: with `microbatches`, whether params are gathered and gradients reduced once for
         all of them, at the cost of the memory of whole params and gradients.
 
@@ -108,6 +110,16 @@ class Layout:
         return joined(self.worker_axes, self.part_axes)
 
     @property
+    def inner_axes(self) -> Axes:
+        """The axes of the devices of one worker."""
+        return without(self.mesh.axis_names, self.worker_axes)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the devices of a worker keep parts of arrays."""
+        return bool(self.part_axes)
+
+    @property
     def num_parts(self) -> int:
         """The number of devices that share a divided leaf: the product of the part axes."""
         return num_workers(self.mesh, self.part_axes)
@@ -153,7 +165,7 @@ class Layout:
         gradient of that parameter does. Any other array, such as scales of blocks, is divided where
         the part axes divide it.
         """
-        if not self.part_axes:
+        if not self.divides:
             return specs_of(state, self.worker_axes)
 
         def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
@@ -206,15 +218,15 @@ class Layout:
         return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
 
     def parts_of(self, params: Params) -> Parts | None:
-        """Return how the devices of each worker divide gradients; None where they do not."""
-        if not (self.worker_axes and self.part_axes):
+        """Return how the devices of each worker divide gradients; None where a worker is one."""
+        if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.of_gradients(params))
         return Parts(
             self.mesh,
-            self.part_axes,
+            self.inner_axes,
             {
-                str(k): restricted(spec, self.part_axes)
+                str(k): restricted(spec, self.inner_axes)
                 for k, x, spec in specs
                 if not tree.is_masked(x)
             },
@@ -282,12 +294,12 @@ class Layout:
 
         def shaped(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
             is_flat = any(own) and jnp.shape(x) == (jnp.size(p),)
-            return jnp.reshape(x, p.shape) if is_flat and self.divisions(spec) else x
+            return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
         def reshaped(params: Params) -> OptState:
             return self._map_state(shaped, lambda x, own: x, init(params), params)
 
-        return reshaped if self.worker_axes and self.part_axes else init
+        return reshaped if self.worker_axes and self.divides else init
 
 
 class Replicated(Layout):
@@ -325,6 +337,11 @@ class ShardBySpec(Layout):
     """
 
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the devices of a worker keep parts of arrays."""
+        return True
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf."""
@@ -378,6 +395,11 @@ def layout_of(
     way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
     divides = shard is not None or tables is not None
     parts = Axes(way.axis or axes(data_axis)) if divides else Axes()
+    if isinstance(way.kind, Mapping) and shard is not None:
+        _check_shard(way.kind, mesh)
+        if way.axis is None and tables is None:
+            named = joined(*(entry for spec in way.kind.values() for entry in spec))
+            parts = Axes(name for name in parts if name in named)
     unknown = without(parts, axes(data_axis))
     if unknown:
         raise ValueError(
@@ -390,7 +412,6 @@ def layout_of(
     if shard is None:
         return Replicated(mesh, workers, parts, tables)
     if isinstance(way.kind, Mapping):
-        _check_shard(way.kind, mesh)
         return ShardBySpec(mesh, workers, parts, tables, dict(way.kind))
     if way.kind not in KINDS:
         raise TypeError(

@@ -103,6 +103,7 @@ def load_named(
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
     holds_buffers = holds_packed(opt_state)
     plain = _unpacked_for(mapping, opt_state) if holds_buffers else opt_state
+    per_worker = set(per_worker_names(plain))
     own_names = [name for name, _ in named_leaves(plain)]
     late = _late_leaves(plain, own_names, mapping)
     opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
@@ -113,6 +114,8 @@ def load_named(
     leaves = []
     for name, leaf in named:
         found = mapping.get(name, copied.get(name))
+        if name in per_worker and np.size(found) == leaf.size:
+            found = np.reshape(found, leaf.shape)  # flat, or of the shape of a divided leaf
         value, problem = (leaf, "") if found is None else _fitted(found, leaf)
         if problem:
             wrong.append(f"{name!r} {problem}")
