@@ -128,9 +128,13 @@ FEATURES = {
     "rng": Feature("`rng=`", {"rng": True}),
     "accumulate": Feature("`accumulate(...)`", optimizer=lambda tx: optfn.accumulate(tx, 2)),
     "skip": Feature("`skip_nonfinite(...)`", optimizer=optfn.skip_nonfinite),
-    "masters": Feature("`master_weights(...)`", optimizer=optfn.master_weights, outside=True),
+    "masters": Feature(
+        "`master_weights(...)`, with `local_steps` in `outer`",
+        optimizer=optfn.master_weights,
+        outside=True,
+    ),
     "average": Feature(
-        "an average in the chain",
+        "an average in the chain, with `local_steps` in `outer`",
         optimizer=lambda tx: optfn.chain(tx, optfn.exponential_moving_average(0.9)),
         outside=True,
     ),

@@ -406,6 +406,8 @@ def layout_of(
             f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*axes(data_axis),)}"
         )
     workers = without(data_axis, parts)
+    if isinstance(way.kind, Mapping):
+        _check_workers_are_whole(way.kind, workers)
     if divides and not isinstance(mesh, AbstractMesh):
         # Along explicit axes an update of divided moments and whole params would be an error.
         mesh = Mesh(mesh.devices, mesh.axis_names)
@@ -449,6 +451,17 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
                 f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
                 f"{mesh.axis_names}"
             )
+
+
+def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
+    """Raise a ValueError if a spec divides a leaf over the axes of workers."""
+    for pattern, spec in specs.items():
+        for name in joined(*spec):
+            if name in workers:
+                raise ValueError(
+                    f"shard: {spec} for {pattern!r} divides over {name!r}, along which devices are "
+                    f"workers, each with whole leaves; name it in sharded(..., axis=)"
+                )
 
 
 def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:

@@ -63,7 +63,7 @@ def trains_on_all_devices(capsys, *after: dict) -> None:
     for names in trained:
         assert names["mesh"].size == len(jax.devices()) == 8
         assert any(np.any(x) for x in jax.tree.leaves(names["state"]))
-    exchanging = next(names for names in after if "exchange" in names)
+    exchanging = next(names for names in after if "choice" in names)
     assert set(exchanging["state"].opt_state[0].residual["layers"]) == {"w"}
     assert "sparse_loco" in simulated
 
