@@ -33,10 +33,13 @@ def namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-@pytest.mark.skipif(
+makes_a_network = pytest.mark.skipif(
     "OPTFN_TEST_NETWORK" not in os.environ,
     reason="it makes network namespaces: OPTFN_TEST_NETWORK=1",
 )
+
+
+@makes_a_network
 def test_the_link_benchmark_at_toy_size(capsys):
     try:
         dense, wide, narrow = compression_link.run([2], [100], 1, 100_000)
@@ -48,6 +51,7 @@ def test_the_link_benchmark_at_toy_size(capsys):
     assert capsys.readouterr().out.count("|") == 3 * 12
 
 
+@makes_a_network
 def test_two_levels_send_their_parts_between_processes(monkeypatch, tmp_path):
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["two_level", "--toy", "--json", str(file)])
