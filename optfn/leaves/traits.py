@@ -42,8 +42,9 @@ class Traits:
       spans_buffers: the order of the elements in the whole buffer of a Packed matters to it.
       skipped: the field that counts steps which left params and state as they were.
 
-    Of a state in `summary`:
-      treatment: the word for a leaf of which it holds an array.
+    Of a state that tells how its rule treats the leaves of which it holds an array:
+      treatment: the word for such a leaf in `summary`.
+      whole_matrices: an update of a part of a matrix needs the whole of it.
     """
 
     transparent: bool = False
@@ -63,6 +64,7 @@ class Traits:
     spans_buffers: bool = False
     skipped: str = ""
     treatment: str = ""
+    whole_matrices: bool = False
 
 
 _NONE = Traits()

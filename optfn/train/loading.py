@@ -15,13 +15,12 @@ import numpy as np
 
 from optfn import checks
 from optfn.leaves import tree
-from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import unpack
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY
-from optfn.train.packed_state import holds_packed, pack_state, unpack_state
+from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
 from optfn.transforms import learning_rate as rates
@@ -101,8 +100,8 @@ def load_named(
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
-    holds_buffers = holds_packed(opt_state)
-    plain = _unpacked_for(mapping, opt_state) if holds_buffers else opt_state
+    is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
+    plain = _unpacked_for(mapping, opt_state) if is_converted else opt_state
     per_worker = set(per_worker_names(plain))
     own_names = [name for name, _ in named_leaves(plain)]
     late = _late_leaves(plain, own_names, mapping)
@@ -123,7 +122,7 @@ def load_named(
     if wrong:
         raise ValueError("the state does not fit: " + "; ".join(wrong))
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    if holds_buffers:
+    if is_converted:
         loaded = _placed(pack_state(opt_state, loaded), opt_state)
     return loaded, changes
 
@@ -260,21 +259,21 @@ def _is_within(name: str, fields: Sequence[str]) -> bool:
 
 
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
-    """Return a state without buffers as the template for a mapping; packed again, it is placed.
+    """Return a state without buffers and padding as the template for a mapping.
 
-    Earlier versions saved per-worker buffers packed; where `mapping` has such buffers, those of the
-    result stay packed too.
+    Packed again, it is placed. Earlier versions saved per-worker buffers packed; where `mapping`
+    has such buffers, those of the result stay packed too.
     """
 
     def on_host(node: PyTree) -> PyTree:
-        return jax.tree.map(_shape_on_host, node) if is_packed(node) else node
+        return jax.tree.map(_shape_on_host, node) if is_stored(node) else node
 
     def is_in(mapping: Mapping[str, Any], state: OptState) -> bool:
         named, own = dict(named_leaves(state)), per_worker_names(state)
         return all(k in mapping and np.shape(mapping[k]) == named[k].shape for k in own)
 
     forms = unpack_state, unpack
-    template = jax.tree.map(on_host, opt_state, is_leaf=is_packed)
+    template = jax.tree.map(on_host, opt_state, is_leaf=is_stored)
     form = next((form for form in forms if is_in(mapping, form(template))), unpack_state)
     plain = form(template)
     # Arrays that the mapping lacks stay as they are.
@@ -290,14 +289,14 @@ def _shape_on_host(leaf: Leaf) -> Leaf:
 
 
 def _placed(state: OptState, like: OptState) -> OptState:
-    """Return a state whose buffers lie as those of `like`."""
+    """Return a state whose buffers and padded arrays lie as those of `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
-        if not is_packed(like):
+        if not is_stored(like):
             return node
         return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
 
-    return jax.tree.map(place, like, state, is_leaf=is_packed)
+    return jax.tree.map(place, like, state, is_leaf=is_stored)
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:

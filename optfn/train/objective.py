@@ -19,7 +19,7 @@ from optfn.checks import shown
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
+from optfn.leaves.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.mesh import Axes, restricted
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
@@ -282,6 +282,13 @@ class _OnParts(NamedTuple):
         layout = self.layout
         specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
         objective = self._of_one(params, specs)
+        # Gradients of divided params arrive as these lie.
+        arriving = jax.tree.map(
+            lambda p, spec, of_gradient: (
+                None if not tree.is_inexact(p) else spec if layout.divisions(spec) else of_gradient
+            ),
+            params, specs, of_gradients,
+        )  # fmt: skip
 
         def on_device(
             parts: Params, model_state: PyTree, batch: Batch, *keys: Any
@@ -289,19 +296,23 @@ class _OnParts(NamedTuple):
             values, grads = objective.value_and_grad(
                 parts, model_state, batch, *self._own_keys(keys)
             )
-            grads = mean_gradients(grads, parts, specs, of_gradients, layout)
+            grads = mean_gradients(grads, parts, specs, arriving, layout)
             # No device gives back a float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return self._mean(values), grads
 
-        trained = jax.tree.map(
-            lambda p, spec: spec if tree.is_inexact(p) else None, params, of_gradients
-        )
-        out_specs = P(), self._on_devices(trained)
+        out_specs = P(), self._on_devices(arriving)
         values, grads = self._run(on_device, specs, out_specs, params, *rest)
-        return values, jax.tree.map(
-            lambda p, g: mismatch.no_gradient(jnp.shape(p)) if g is None else g, params, grads
-        )
+
+        def laid_out(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
+            if arrived is None:
+                return mismatch.no_gradient(jnp.shape(p))
+            if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
+                return g
+            g = lax.slice(g, [0] * p.ndim, p.shape)  # without padding
+            return meshes.constrained(g, layout.mesh, spec)
+
+        return values, jax.tree.map(laid_out, params, grads, arriving, of_gradients)
 
     def _of_one(self, params: Params, specs: PyTree) -> Objective:
         """Return the objective of one device, which sees whole params."""

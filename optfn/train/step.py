@@ -408,7 +408,9 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
     """Return a step whose new state lies as the layout says."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        new, metrics = step(state, batch)
+        old = state._replace(opt_state=layout.in_update(state.opt_state))
+        new, metrics = step(old, batch)
+        new = new._replace(opt_state=layout.stored(new.opt_state, state.params))
         specs = jax.tree.map(lambda x: P(), new)._replace(
             params=layout.of_params(state.params),
             opt_state=layout.of_state(new.opt_state, state.params),
