@@ -109,6 +109,7 @@ def load_named(
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
     plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
+    per_worker = set(per_worker_names(plain))
     own_names = [name for name, _ in named_leaves(plain)]
     mapping = masters.in_form_of(plain, list(named_leaves(plain)), mapping)
     late = _late_leaves(plain, own_names, mapping)
@@ -120,6 +121,8 @@ def load_named(
     leaves = []
     for name, leaf in named:
         found = mapping.get(name, copied.get(name))
+        if name in per_worker and np.size(found) == leaf.size:
+            found = np.reshape(found, leaf.shape)  # flat, or of the shape of a divided leaf
         value, problem = (leaf, "") if found is None else _fitted(found, leaf)
         if problem:
             wrong.append(f"{name!r} {problem}")

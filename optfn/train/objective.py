@@ -391,4 +391,13 @@ def value_fn(
         return (tree.map_arrays(scaled, leafwise.to_dense(grads)),)
 
     loss.defvjp(forward, backward)
-    return loss
+
+    def value(
+        params: Params, axis_name: object = None, parts: object = None, row_updates: object = None
+    ) -> jax.Array:
+        # A line search refuses arguments of others in its chain that no function of it takes.
+        del axis_name, parts, row_updates
+        of_params: jax.Array = loss(params)
+        return of_params
+
+    return value

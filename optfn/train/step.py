@@ -408,7 +408,7 @@ def _composed(
         step = local.round(step)
     if layout is not None and workers:
         step = parallel.on_workers(step, layout.mesh, workers)
-    if layout is not None and layout.part_axes:
+    if layout is not None and layout.divides:
         step = _placed(step, layout)
     return step
 

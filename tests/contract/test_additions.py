@@ -172,3 +172,9 @@ def test_the_gallery_needs_only_a_rate(name):
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
 def test_tables_are_those_of_the_docstrings(page):
     assert page.read_text() == tables.pages()[page], "make tables writes what is missing here"
+
+
+def test_the_table_of_what_goes_together_has_no_other_rows():
+    page, head, rows = next(x for x in tables.tables() if x[0] == "docs/distributed.md")
+    table = (tables.ROOT / page).read_text().partition(head)[2].split("\n\n")[0]
+    assert len(table.strip().splitlines()) == 1 + len(rows)
