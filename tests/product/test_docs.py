@@ -111,7 +111,11 @@ FLUID = {
     "start_cpu_core_id",
     "Methods": "minimize( backward( apply_gradients( apply_optimize( state_dict() set_dict( step() "
     "set_state_dict( append_regularization_ops( clear_grad( get_lr() set_lr( set_lr_scheduler( "
+    "current_step_lr() load( clear_gradients() "
     "loss startup_program parameter_list parameters no_grad_set grad_clip callbacks",
+    "The rest of a program": "fluid.layers.embedding(is_sparse=True) paddle.batch( "
+    "fluid.DataFeeder fluid.default_main_program().clone(for_test=True) fluid.layers.accuracy "
+    "fluid.io.save_inference_model fluid.CompiledProgram",
 }
 
 
