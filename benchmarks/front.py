@@ -186,7 +186,7 @@ def draw_bytes(found: Sequence[Scheme]) -> Any:
             [s.packet for s in best], [np.mean(s.percent) for s in best], "-", label="best",
         )  # fmt: skip
         for number, s in enumerate(best, 1):
-            panel.plot(s.packet, np.mean(s.percent), f"${number}$", markersize=7, zorder=4,
+            panel.plot(s.packet, np.mean(s.percent), marker=f"${number}$", markersize=7, zorder=4,
                        color="black", label=s.label)  # fmt: skip
             panel.plot(s.packet, np.mean(s.percent), "o", markersize=13, zorder=3,
                        color="white", markeredgecolor="C0")  # fmt: skip

@@ -61,7 +61,7 @@ def recompute(
     Args:
       costs: (bytes, FLOPs) by name, such as `compiled.memory_analysis().temp_size_in_bytes` and
         `compiled.cost_analysis()["flops"]`. FLOPs are drawn as multiples of the first one's, which
-        should be the gradient without recomputation. Names at one point share an entry of the legend.
+        should be the gradient without recomputation. Names at one point share a legend entry.
       budgets: (bytes, FLOPs) of gradients by `recompute(..., memory_budget=)`, joined by a line.
       ax: where to draw; None for a new figure.
     """

@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import optfn
-from docs import crosslinks, equations, tables
+from docs import crosslinks, equations, notebooks, tables
 from docs.programs import DOCS, FENCE, PAGES, ROOT, agree, fences, programs, run
 
 
@@ -203,6 +204,15 @@ def test_names_and_papers_become_links():
     for before, after in links.items():
         expected = expected.replace(before, after)
     assert crosslinks.linked(text) == expected
+
+
+def test_a_page_becomes_a_notebook_with_its_outputs():
+    page = "# Title\n\nSee [the tour](../tour.md).\n\n```python\nprint(1)\n```\n\n"
+    page += "```output\n1\n```\nEnd.\n"
+    cells = json.loads(notebooks.notebook(page))["cells"]
+    assert [cell["source"] for cell in cells] == ["# Title\n\nSee the tour.", "print(1)", "End."]
+    assert cells[1]["outputs"][0]["text"] == "1\n"
+    assert [cell["cell_type"] for cell in cells] == ["markdown", "code", "markdown"]
 
 
 def test_link_texts_are_names_and_not_files():
