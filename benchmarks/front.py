@@ -187,7 +187,7 @@ def draw_bytes(found: Sequence[Scheme]) -> Any:
         )  # fmt: skip
         for number, s in enumerate(best, 1):
             panel.plot(s.packet, np.mean(s.percent), marker=f"${number}$", markersize=7, zorder=4,
-                       color="black", label=s.label)  # fmt: skip
+                       color="black", linestyle="none", label=s.label)  # fmt: skip
             panel.plot(s.packet, np.mean(s.percent), "o", markersize=13, zorder=3,
                        color="white", markeredgecolor="C0")  # fmt: skip
         panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
