@@ -45,7 +45,7 @@ def dgc_momentum(
         G = deep_gradient_compression(g)
         p −= lr·G
 
-    It runs where `axis_name` is bound, on each worker's own gradient; `make_train_step` with a mesh
+    It runs where `axis_name` is bound, on each worker's gradient; `make_train_step` with a mesh
     does that.
 
     Momentum factor masking (`momentum_masking=True`, as in the paper) zeroes the velocity wherever
