@@ -366,6 +366,8 @@ def test_the_front():
     assert "| 10 | quantize(2) | never | 10.0 | - | - |" in front.seconds_table(rows)
     (panel,) = front.draw_bytes(found).axes
     assert len(panel.lines[1].get_xdata()) == 3  # the front
+    numbers = [line.get_marker() for line in panel.lines if line.get_marker().startswith("$")]
+    assert numbers == ["$1$", "$2$", "$3$"]
     (of_ten,) = front.draw_seconds(rows).axes
     names = [line.get_label() for line in of_ten.get_lines()]
     assert names == ["dense"]  # the others are never at its loss
