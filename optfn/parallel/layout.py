@@ -185,9 +185,12 @@ class Layout:
 
         def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
             shape = _of_one_worker(jnp.shape(x), own, self.mesh)
-            leading = len(shape) - jnp.ndim(p)
-            if leading >= 0 and shape[leading:] == self.padded_shape(jnp.shape(p), spec):
+            padded = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(shape, padded)
+            if shape[leading:] == padded:
                 return _over_both(own, P(*[None] * leading, *spec) if any(spec) else P())
+            if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
+                return spec  # of the same layers
             is_divided = self.divisions(spec)
             return _over_both(own, self.divided(shape)) if is_divided else own
 
@@ -241,15 +244,20 @@ class Layout:
         return tuple(sizes)
 
     def stored(self, state: OptState, params: Params) -> OptState:
-        """Return a state with padding where devices could not divide it else."""
+        """Return a state with padding where devices could not divide it else.
+
+        Padded are arrays of the shape of their parameter, and others of as many layers, such as
+        preconditioners.
+        """
 
         def of_param(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
-            shape, leading = self.padded_shape(jnp.shape(p), spec), x.ndim - jnp.ndim(p)
-            if shape == jnp.shape(p) or leading < 0 or x.shape[leading:] != jnp.shape(p):
+            shape = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(x.shape, jnp.shape(p))
+            end = leading + len(spec)
+            if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
-            (axis,) = (d for d, n in enumerate(shape) if n != p.shape[d])
-            length = Length(leading + axis, p.shape[axis])
-            return Padded(pad(x, leading + axis, shape[axis]), length)
+            axis = len(spec) - 1  # that of the layers
+            return Padded(pad(x, end - 1, shape[axis]), Length(end - 1, p.shape[axis]))
 
         return self._map_state(of_param, lambda x, own: x, state, params)
 
@@ -504,6 +512,12 @@ def layout_of(
             f"sharded(...) of one of these; got {way.kind!r}"
         )
     return KINDS[way.kind](mesh, workers, parts, tables, way.whole)
+
+
+def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+    """Return how many axes stand before those of a shape in another that ends with it, else 0."""
+    extra = len(shape) - len(of)
+    return extra if extra > 0 and shape[extra:] == of else 0
 
 
 def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:
