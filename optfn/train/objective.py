@@ -26,7 +26,7 @@ from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.tables import Owners
-from optfn.train.loss_scale import check_unscaled, scaled
+from optfn.train.loss_scale import check_unscaled, with_factor
 
 
 class Values(NamedTuple):
@@ -176,7 +176,7 @@ def of_loss(
 
     def loss_and_values(*arguments: Any) -> tuple[jax.Array, Values]:
         values = value(*arguments)
-        return scaled(values.loss), values
+        return with_factor(values.loss), values
 
     transform = None
     if recompute is not None:
