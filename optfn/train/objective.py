@@ -27,7 +27,7 @@ from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
-from optfn.train.loss_scale import check_unscaled, scaled
+from optfn.train.loss_scale import check_unscaled, with_factor
 
 
 class Values(NamedTuple):
@@ -177,7 +177,7 @@ def of_loss(
 
     def loss_and_values(*arguments: Any) -> tuple[jax.Array, Values]:
         values = value(*arguments)
-        return scaled(values.loss), values
+        return with_factor(values.loss), values
 
     transform = None
     if recompute is not None:
