@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product nightly properties faults soak lint bench bench-check tables outputs docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak lint bench bench-check tables outputs docs docs-serve clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -33,10 +33,15 @@ test: $(VENV)/.$(EXTRA)
 test-product: $(VENV)/.test
 	$(MAKE) test TESTS=tests/product
 
-# All values of the grids of which `make test` runs a part, 5,400 properties, all faults, and a soak.
+# Programs of others that take an optimizer of optax, all that tests/clients.py lists.
+outside:
+	OPTFN_OUTSIDE=1 $(MAKE) test VENV=$(VENV)-outside EXTRA=outside TESTS=tests/outside
+
+# All values of the grids of which `make test` runs a part, 5,400 properties, all faults, a soak, and
+# programs of others.
 nightly:
 	$(MAKE) test test-product OPTIONS=--nightly
-	$(MAKE) properties faults soak
+	$(MAKE) properties faults soak outside
 
 # 68 times as many cases as in the suite, other ones each time.
 properties: $(VENV)/.test
@@ -86,4 +91,4 @@ bench-check: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.check
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist site
+	rm -rf $(VENV) $(VENV)-outside .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist site

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.leaves import tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.types import OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
@@ -65,9 +66,9 @@ def plan_memory(
     With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
     of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
     that cannot be divided by N counts whole, and goes through an all-reduce. With
-    `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in what
-    is sent for "state"; for "params" 3/N of the padded bytes are sent for them on top. Activations
-    and the batch come on top of all.
+    `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in the
+    bytes sent for "state"; for "params" 3/N of the padded bytes are sent for them on top.
+    Activations and the batch come on top of all.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -79,8 +80,12 @@ def plan_memory(
         rows that a batch looks up, which are not counted.
       microbatches: as for `make_train_step`; with "params" each of them gathers params and reduces
         gradients, unless `sharded(..., gather_once=True)`.
+
+    Raises:
+      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
     """
     tx = core.check_transform("plan_memory: tx", tx)
+    check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
     num_workers(mesh, data_axis)  # the mesh has these axes
     params = jax.eval_shape(lambda x: x, params)

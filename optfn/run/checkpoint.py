@@ -315,6 +315,8 @@ def restore_checkpoint(
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
     """Return the state and the history of the newest intact checkpoint in `directory`, or None.
 
+    The history has the bytes "batches" too if the run saved where its iterator of batches stands.
+
     A damaged one is skipped with a warning that names it, and the one before it is read. Files and
     directories may lie side by side. In a run of several processes all call it, and get the newest
     that any of them has: those without it write a copy of its file to their directory.

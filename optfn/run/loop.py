@@ -197,8 +197,10 @@ def fit(
         and at the end, also where an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
         the batches that were used, so pass the same ones, and ends bit for bit as if it had not
-        been stopped. It counts the steps since `state` that were made before. Its learning rate is
-        that of the checkpoint, and a warning says so if `state` has another number.
+        been stopped. Where the iterator of `batches` has `get_state` and `set_state`, as those of
+        grain have, its state is in the checkpoint, and no used batch is read again. The run counts
+        the steps since `state` that were made before. Its learning rate is that of the checkpoint,
+        and a warning says so if `state` has another number.
       save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
       keep: how many checkpoints stay in the directory, ≥ 1; older ones are removed.
       resume: whether a run may resume; if False, checkpoints in the directory are an error.
@@ -258,7 +260,9 @@ class _Run:
         self.evaluator = Evaluator(options, self.history)
         self.best = Best(self.evaluator, self.saver)
         self.best.restore(self.state)
-        self.remaining = Remaining(batches, options, self.done - begin, step.local_steps)
+        self.remaining = Remaining(
+            batches, options, self.done - begin, step.local_steps, self.saver.batches
+        )
         steps = self.remaining.last_step()
         self.last = None if steps is None else begin + steps
         self.stopped = self.evaluator.gave_up
@@ -283,7 +287,8 @@ class _Run:
                 self.stopped |= interrupt.is_due(self.n // per_call)
                 if self.stopped:
                     break
-                self.saver.save_if_due(self.n, self.state, self.history)
+                if self.saver.is_due(self.n):
+                    self._save()
             self._end(lines)
             page.end = self._early_end(interrupt.name) or page.end
             if interrupt.name:
@@ -323,8 +328,12 @@ class _Run:
             lines(self.n, self._evaluate())
         if is_new:
             self.evaluator.warn_of_mode()
-        self.saver.save(self.n, self.state, self.history, again=to_evaluate)
+        if self.saver.saved != self.n or to_evaluate:
+            self._save()
         finish_saving()
+
+    def _save(self) -> None:
+        self.saver.save(self.state, self.history, self.remaining)
 
     def _early_end(self, by_signal: str) -> str:
         """Return how the run ended before its last step; "" for one that did not."""

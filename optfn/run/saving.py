@@ -9,6 +9,8 @@ import numpy as np
 
 from optfn import checks
 from optfn.parallel import processes
+from optfn.run import position
+from optfn.run.batches import Remaining
 from optfn.run.checkpoint import checkpoints, restore_checkpoint, save_checkpoint
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import History
@@ -24,6 +26,7 @@ class Saver:
     step, options: those of the run.
     saved: the step of the last checkpoint; None before there is one.
     resumed: the step of the one that the run resumes from; None for a new run.
+    batches: where the iterator of batches stood there, if that is known.
     """
 
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
@@ -31,6 +34,7 @@ class Saver:
         self.directory, self.every = options.checkpoint, options.save_every
         self.saved: int | None = None
         self.resumed: int | None = None
+        self.batches: position.Position | None = None
 
     @property
     def place(self) -> str:
@@ -52,7 +56,9 @@ class Saver:
         restored = restore_checkpoint(self.directory, state)
         if restored is None:
             return state, history
-        found, history.earlier = restored
+        found, arrays = restored
+        self.batches = position.decoded(arrays)
+        history.earlier = {k: x for k, x in arrays.items() if k != position.BATCHES}
         self.saved = self.resumed = int(found.step)
         if self.saved < begin:
             raise ValueError(
@@ -76,17 +82,18 @@ class Saver:
                 "pass resume=True to go on from the newest"
             )
 
-    def save_if_due(self, n: int, state: TrainState, history: History) -> None:
-        """Save the state after step n, if a save was due in the steps of the last call."""
-        if n // self.every > (n - self.step.local_steps) // self.every:
-            self.save(n, state, history)
+    def is_due(self, n: int) -> bool:
+        """Tell whether a save was due in the steps of the last call, which ended with step n."""
+        return n // self.every > (n - self.step.local_steps) // self.every
 
-    def save(self, n: int, state: TrainState, history: History, again: bool = False) -> None:
-        """Save the state after step n, unless it is saved already; `again` has a longer history."""
-        if self.directory is not None and (self.saved != n or again):
+    def save(self, state: TrainState, history: History, batches: Remaining) -> None:
+        """Save a state, the history and where the batches stand."""
+        if self.directory is not None:
             self.step.check(state)
-            save_checkpoint(self.directory, state, history.arrays(), keep=self.options.keep)
-            self.saved = n
+            stands = position.encoded(batches.position(), processes.share_state(state))
+            arrays = history.arrays() | stands
+            save_checkpoint(self.directory, state, arrays, keep=self.options.keep)
+            self.saved = int(state.step)
 
 
 def _warn_of_rates(given: TrainState, found: TrainState) -> None:

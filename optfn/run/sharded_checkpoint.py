@@ -20,6 +20,7 @@ from optfn import checks
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import fingerprints
+from optfn.sparse.sharded_table import bare, natural
 from optfn.state.per_worker import PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
@@ -83,7 +84,7 @@ def save(
       then: is called by `wait` when all is written.
     """
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
-    state = unpack_state(state)
+    state = natural(unpack_state(state))
     arrays = {name: _data(x) for name, x in named_leaves(state) if x.size}
     about = {
         "version": VERSION,
@@ -122,7 +123,9 @@ def load(
       ValueError: an array is missing or damaged, or does not fit.
     """
     try:
-        about, history, arrays = _read_parts(path, dict(named_leaves(unpack_state(state))), is_read)
+        about, history, arrays = _read_parts(
+            path, dict(named_leaves(bare(unpack_state(state)))), is_read
+        )
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds

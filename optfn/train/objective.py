@@ -25,7 +25,9 @@ from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
 from optfn.parallel.parts import mean_gradients, whole
+from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
+from optfn.train.loss_scale import check_unscaled, current_factor, scaled, scaling_losses
 
 
 class Values(NamedTuple):
@@ -173,24 +175,24 @@ def of_loss(
             returned = loss_fn(whole_params, *form.arguments(model_state, *others))
         return form.values("loss_fn", returned, model_state)
 
-    def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        loss, *rest = value(*arguments)
-        return loss, tuple(rest)
+    def loss_and_values(*arguments: Any) -> tuple[jax.Array, Values]:
+        values = value(*arguments)
+        return scaled(values.loss), values
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
         differentiated = sparse.value_and_grad(
-            loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
+            loss_and_values, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
-        function = loss_and_rest if transform is None else transform(loss_and_rest)
+        function = loss_and_values if transform is None else transform(loss_and_values)
         differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad(*arguments: Any) -> tuple[Values, Updates]:
-        (loss, rest), grads = differentiated(*arguments)
-        return Values(loss, *rest), grads
+        (_, values), grads = differentiated(*arguments)
+        return values, grads
 
     if owners is not None:  # the loss alone would look up a worker's part as if it were the table
         return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
@@ -206,6 +208,7 @@ def of_value_and_grad(
     """
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
+        check_unscaled("value_and_grad")
         with seen(params) as whole_params:
             result = function(whole_params, *form.arguments(model_state, batch))
         if not (isinstance(result, tuple | list) and len(result) == 2):
@@ -245,6 +248,19 @@ def of_packed(objective: Objective) -> Objective:
         return objective.value(unpack(packed), *others)
 
     return Objective(value, unpacked(objective.value_and_grad))
+
+
+def of_sharded_tables(objective: Objective) -> Objective:
+    """Return the objective as a function of params with ShardedTables, with gradients like them."""
+
+    def value(params: Params, *others: Any) -> Values:
+        return objective.value(bare(params), *others)
+
+    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(bare(params), *others)
+        return values, dressed(params, grads)
+
+    return Objective(value, value_and_grad)
 
 
 def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
@@ -340,9 +356,14 @@ class _OnParts(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.part_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (self._on_devices(specs), P(), split, *[P()] * len(keys))
-        run = meshes.mapped(function, self.layout.mesh, names, in_specs, out_specs)
-        return run(params, model_state, batch, *keys)
+        in_specs = (P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
+
+        def on_device(factor: jax.Array | None, *arguments: Any) -> Any:
+            with scaling_losses(factor):  # an array from outside must be an argument
+                return function(*arguments)
+
+        run = meshes.mapped(on_device, self.layout.mesh, names, in_specs, out_specs)
+        return run(current_factor(), params, model_state, batch, *keys)
 
 
 def value_fn(

@@ -18,10 +18,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from optfn import checks, core
 from optfn.leaves import tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.packed import unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
+from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
 from optfn.state.padded import cut, map_padded
 from optfn.state.placement import PER_WORKER_KEY, map_state
@@ -64,7 +66,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
             f"got {checks.shown(opt_state)}"
         )
-    host = unpack_state(jax.tree.map(_to_host, opt_state))
+    host = natural(unpack_state(jax.tree.map(_to_host, opt_state)))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
@@ -149,8 +151,12 @@ def summary(
 
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
+
+    Raises:
+      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
     """
     tx = core.check_transform("summary: tx", tx)
+    check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]

@@ -102,6 +102,7 @@ def test_moments(toy):
 def test_moments_train():
     found = moments.accuracy(
         "digits",
+        "adam",
         lambda tx, seed: moments.digits_accuracy(tx, seed, 1),
         lambda dtype: optfn.adam(1e-2, moment_dtype=dtype),
         seeds=1,
