@@ -154,7 +154,7 @@ def pipeline_value_and_grad(
             f"{axis_name!r} with virtual_stages={virtual_stages}; {num_stages} are needed"
         )
     if stash is None:
-        stash = "input" if schedule == "1f1b" else "residual"
+        stash = pipeline_plan.default_stash
     checks.choice("stash", stash, _STASHES)
     checks.choice("grad_reduce", grad_reduce, _REDUCTIONS)
 
