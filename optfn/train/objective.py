@@ -180,24 +180,24 @@ def of_loss(
             returned = loss_fn(whole_params, *form.arguments(model_state, *others))
         return form.values("loss_fn", returned, model_state)
 
-    def loss_and_values(*arguments: Any) -> tuple[jax.Array, Values]:
-        values = value(*arguments)
-        return with_factor(values.loss), values
+    def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        loss, *rest = value(*arguments)
+        return with_factor(loss), tuple(rest)
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
         differentiated = sparse.value_and_grad(
-            loss_and_values, tables, has_aux=True, transform=transform, owners=owners
+            loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
-        function = loss_and_values if transform is None else transform(loss_and_values)
+        function = loss_and_rest if transform is None else transform(loss_and_rest)
         differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad(*arguments: Any) -> tuple[Values, Updates]:
-        (_, values), grads = differentiated(*arguments)
-        return values, grads
+        (loss, rest), grads = differentiated(*arguments)
+        return Values(loss, *rest), grads
 
     if owners is not None:  # the loss alone would look up a worker's part as if it were the table
         return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
