@@ -27,7 +27,12 @@ from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
-from optfn.train.loss_scale import check_unscaled, scaled
+from optfn.train.loss_scale import (
+    check_unscaled,
+    current_factor,
+    scaling_losses,
+    with_factor,
+)
 
 
 class Values(NamedTuple):
@@ -177,7 +182,7 @@ def of_loss(
 
     def loss_and_values(*arguments: Any) -> tuple[jax.Array, Values]:
         values = value(*arguments)
-        return scaled(values.loss), values
+        return with_factor(values.loss), values
 
     transform = None
     if recompute is not None:
@@ -356,9 +361,14 @@ class _OnParts(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.part_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (self._on_devices(specs), P(), split, *[P()] * len(keys))
-        run = meshes.mapped(function, self.layout.mesh, names, in_specs, out_specs)
-        return run(params, model_state, batch, *keys)
+        in_specs = (P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
+
+        def on_device(factor: jax.Array | None, *arguments: Any) -> Any:
+            with scaling_losses(factor):  # an array from outside must be an argument
+                return function(*arguments)
+
+        run = meshes.mapped(on_device, self.layout.mesh, names, in_specs, out_specs)
+        return run(current_factor(), params, model_state, batch, *keys)
 
 
 def value_fn(
