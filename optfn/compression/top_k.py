@@ -88,8 +88,8 @@ def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") 
       chunk: the number of consecutive entries in a chunk, ≥ 1; None for the whole leaf. The last
         chunk of a leaf may be shorter.
       values: "float32", exact; "bfloat16"; "int8", x/s rounded, ties to even, s = max|x|/127; or
-        "int2", the nearest of ±s/3 and ±s, s = max|x|. The last two have one float32 scale s per
-        chunk, that of the entries sent.
+        "int2", the nearest of ±s/3 and ±s, s of least squared error as in `quantize(2)`. The last
+        two have one float32 scale s per chunk, that of the entries sent.
 
     Bytes of a leaf: ∑k·(index bits + value bits) bits in whole 4-byte words, and 4 bytes a chunk
     for "int8" and "int2". No state.
