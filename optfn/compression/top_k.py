@@ -47,6 +47,13 @@ class TopK(ShownAsCall):
         packets = [self._packet(x.size, values, index) for x, values, index in parts]
         return list(zip(packets, states, strict=True))
 
+    def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+        """Return the packets (N, words) of N slices of a leaf, (N, n), one after the other.
+
+        With vmap the search would run its slow branch for each.
+        """
+        return jax.lax.map(lambda x: self.encode(x, state)[0], xs), state
+
     @partial(jax.jit, static_argnums=(0, 1))
     def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
         return self.format(size).encode(values, index)

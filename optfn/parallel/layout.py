@@ -29,7 +29,7 @@ from optfn.mesh import Axes, AxisName, axes, check_names, joined, restricted, wi
 from optfn.parallel.data_parallel import put, replicate
 from optfn.parallel.means import Parts
 from optfn.state import names as state_names
-from optfn.state.per_worker import Exchanged, PerWorker, nodes_of
+from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
 
 
@@ -157,6 +157,8 @@ class Layout:
             return specs_of(state, self.worker_axes)
 
         def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
+            if len(own) == 2:  # rows of a `Divided`, one for each device
+                return P(joined(*spec), own[1])
             shape = _of_one_worker(jnp.shape(x), own, self.mesh)
             leading = len(shape) - jnp.ndim(p)
             if leading >= 0 and shape[leading:] == jnp.shape(p):
@@ -285,7 +287,12 @@ class Layout:
             return jnp.reshape(x, p.shape) if is_flat and self.divisions(spec) else x
 
         def reshaped(params: Params) -> OptState:
-            return self._map_state(shaped, lambda x, own: x, init(params), params)
+            parts = self.parts_of(params)
+            assert parts is not None
+            state = map_divided(
+                lambda node: node._replace(value=parts.in_rows(node.value)), init(params)
+            )
+            return self._map_state(shaped, lambda x, own: x, state, params)
 
         return reshaped if self.worker_axes and self.part_axes else init
 

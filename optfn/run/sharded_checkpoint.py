@@ -20,7 +20,7 @@ from optfn import checks
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import fingerprints
-from optfn.state.per_worker import PerWorker
+from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
 from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
@@ -39,7 +39,7 @@ def is_available() -> bool:
 
 def holds_parts(state: PyTree) -> bool:
     """Tell whether arrays of a state are spread over devices, besides those that are per-worker."""
-    shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker))
+    shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker | Divided))
     return any(
         isinstance(x, jax.Array)
         and isinstance(x.sharding, NamedSharding)

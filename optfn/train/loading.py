@@ -20,7 +20,7 @@ from optfn.leaves.packed import unpack
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.state import names as state_names
-from optfn.state.placement import PER_WORKER_KEY
+from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
 from optfn.train.packed_state import holds_packed, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
@@ -110,9 +110,11 @@ def load_named(
     changes = _changes(own_names, [name for name, _ in named], mapping)
     wrong = _refused(plain, changes) if strict else []
     copied = _copied_params(plain, named, mapping)
-    leaves = []
-    for name, leaf in named:
+    leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
+    for (name, leaf), size in zip(named, sizes, strict=True):
         found = mapping.get(name, copied.get(name))
+        if found is not None and size:
+            found = _in_parts_of(found, size, leaf)
         value, problem = (leaf, "") if found is None else _fitted(found, leaf)
         if problem:
             wrong.append(f"{name!r} {problem}")
@@ -123,6 +125,20 @@ def load_named(
     if holds_buffers:
         loaded = _placed(pack_state(opt_state, loaded), opt_state)
     return loaded, changes
+
+
+def _in_parts_of(value: Leaf, size: int, leaf: Leaf) -> Leaf:
+    """Return an array that is one for all workers with the padding of `leaf`, for as many of them.
+
+    Args:
+      value: the array, with the padding for another number of workers.
+      size: the length of its last axis without padding.
+      leaf: the array of the template.
+    """
+    shape = np.shape(value)
+    if shape == leaf.shape or len(shape) != leaf.ndim or shape[-1] < size:
+        return value
+    return in_equal_parts(np.asarray(value), size, leaf.shape[-1])
 
 
 def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
