@@ -1,5 +1,7 @@
 """Which tests run, and what is said at the end; machine.py has the compilers and the memory."""
 
+import collections
+
 pytest_plugins = ["machine"]
 
 
@@ -7,21 +9,38 @@ def pytest_addoption(parser):
     parser.addoption(
         "--nightly", action="store_true", help="run the tests marked as `nightly` as well"
     )
+    parser.addoption(
+        "--cases", type=int, metavar="K", help="run at most the first K cases of each test"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is nightly, and tests of optimized programs unless XLA optimizes them."""
+    """Leave out what is nightly, tests of optimized programs unless XLA optimizes, and cases."""
+
+    def marked(mark):
+        leave_out(lambda item: item.get_closest_marker(mark), config, items)
+
     if not config.getoption("nightly"):
-        leave_out("nightly", config, items)
+        marked("nightly")
     if config.getoption("quick_compiler"):
-        leave_out("optimized", config, items)
+        marked("optimized")
+    most = config.getoption("cases")
+    if most is not None:
+        seen = collections.Counter()
+
+        def is_beyond(item):
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            return seen[test] > most
+
+        leave_out(is_beyond, config, items)
 
 
-def leave_out(mark, config, items):
-    """Take the tests with this mark out of those that run."""
-    left = [item for item in items if item.get_closest_marker(mark)]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if not item.get_closest_marker(mark)]
+def leave_out(is_left, config, items):
+    """Take the tests for which `is_left` is true out of those that run."""
+    left = {item for item in items if is_left(item)}
+    config.hook.pytest_deselected(items=[*left])
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -8,7 +8,7 @@ each array, and the history. Orbax gives the directory its name when all of it i
 import atexit
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +170,19 @@ def _read_parts(
         else:
             wanted[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=like.sharding)
     arrays = restore(wanted)
-    checksums = np.asarray(arrays.pop(_CHECKSUMS))[read]
-    found = fingerprints([arrays[name] for name in names]) if names else checksums
-    damaged = [
-        name for name, a, b in zip(names, found, checksums, strict=True) if not np.array_equal(a, b)
-    ]
-    if damaged:
-        raise ValueError(f"the checksum of {listed(damaged)} does not fit")
+    _check_sums(names, arrays, np.asarray(arrays.pop(_CHECKSUMS))[read])
     history = {name.removeprefix(_HISTORY): np.asarray(x) for name, x in beside.items()}
     # Arrays without elements are not written.
     empty = {name: np.asarray(x) for name, x in templates.items() if not x.size}
     return about, history, empty | arrays
+
+
+def _check_sums(
+    names: Sequence[str], arrays: Mapping[str, jax.Array], checksums: np.ndarray
+) -> None:
+    """Raise a ValueError if arrays are not those that were saved."""
+    found = fingerprints([arrays[name] for name in names]) if names else checksums
+    sums = zip(names, found, checksums, strict=True)
+    damaged = [name for name, own, saved in sums if not np.array_equal(own, saved)]
+    if damaged:
+        raise ValueError(f"the checksum of {listed(damaged)} does not fit")

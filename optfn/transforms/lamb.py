@@ -1,6 +1,6 @@
 """LAMB's direction: Adam's with weight decay, scaled to the norm of each tensor."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -94,42 +94,60 @@ def scale_by_lamb(
     ) -> tuple[Updates, OptState]:
         del extra
         step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
-        numbers = late_steps.by_leaf(of_step, step, updates)
-        scale, small, inverse = numbers["scale"], numbers["eps"], numbers["inverse"]
         decay = weight_decay_at("weight_decay", wd, late_steps.shared(state.step))
-        wds = decay_of_leaves(exclude, decay, updates, decay_factors)
-        scalars: dict[str, Any] = {"eps": small, "weight_decay": wds}
-
-        def moments(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
-            return *leafwise.apply(adam_moments, g, m, v, b1=b1, b2=b2)[1:], q
-
-        def ratios(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
-            own = {k: leafwise.combine(jnp.multiply, q, x) for k, x in scalars.items()}
-            r_norms = leafwise.tensor_norms(m, v, p, of=lamb_direction, scale=scale, **own)
-            return (
-                m,
-                v,
-                leafwise.combine(trust_ratio, leafwise.tensor_norms(p), r_norms, coeff=inverse),
-            )
-
-        # Two passes, since one program would keep r for its second use. q starts at 1; times q, eps
-        # and wd are other scalars in each leaf: XLA would make an array of a shared one.
-        ones = leafwise.combine(jnp.ones_like, leafwise.tensor_norms(params))
-        mu, nu, q = in_passes([moments, ratios], (state.mu, state.nu, ones), updates, params)
-        factors = leafwise.combine(lambda q, scale: q * scale, q, scale=scale)
-        updates = leafwise.apply(
-            _scaled_direction,
-            updates,
-            mu,
-            nu,
-            params=params,
-            factor=factors,
-            scale=scale,
-            **scalars,
-        )[0]
+        scalars: dict[str, Any] = {
+            **late_steps.by_leaf(of_step, step, updates),
+            "weight_decay": decay_of_leaves(exclude, decay, updates, decay_factors),
+        }
+        moments = partial(adam_moments, b1=b1, b2=b2)
+        updates, mu, nu = _update(moments, updates, state.mu, state.nu, params, **scalars)
         return updates, ScaleByAdamState(step, mu, nu)
 
     return core.Rule(partial(init_moments, ScaleByAdamState), update, decays=True)
+
+
+def _update(
+    moments: Callable[..., tuple[jax.Array, ...]],
+    updates: Updates,
+    mu: PyTree,
+    nu: PyTree,
+    params: Params | None,
+    *,
+    inverse: PyTree,
+    scale: PyTree,
+    **scalars: PyTree,
+) -> tuple[PyTree, ...]:
+    """Return the updates q·r of all leaves and their moments.
+
+    Args:
+      moments: (g, m, v) -> (g, m, v) with the new moments.
+      updates: gradients, dense.
+      mu: m.
+      nu: v.
+      params: p.
+      inverse: 1/scale.
+      scale: see `lamb_direction`; this and all others are numbers, or one for each leaf.
+      **scalars: the others that `lamb_direction` takes.
+    """
+
+    def advance(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
+        return *leafwise.apply(moments, g, m, v)[1:], q
+
+    def ratios(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
+        own = {k: leafwise.combine(jnp.multiply, q, x) for k, x in scalars.items()}
+        r_norms = leafwise.tensor_norms(m, v, p, of=lamb_direction, scale=scale, **own)
+        q = leafwise.combine(trust_ratio, leafwise.tensor_norms(p), r_norms, coeff=inverse)
+        return m, v, q
+
+    # Two passes, since one program would keep r for its second use. q starts at 1; times q, eps and
+    # wd are other scalars in each leaf: XLA would make an array of a shared one.
+    ones = leafwise.combine(jnp.ones_like, leafwise.tensor_norms(params))
+    mu, nu, q = in_passes([advance, ratios], (mu, nu, ones), updates, params)
+    factor = leafwise.combine(lambda q, scale: q * scale, q, scale=scale)
+    new: tuple[PyTree, ...] = leafwise.apply(
+        _scaled_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars
+    )
+    return new
 
 
 def _scaled_direction(

@@ -43,8 +43,8 @@ def accumulate(
         else:          u = −0.0
 
     For a loss that is a mean over examples this is the step of the full batch. `tx` runs only at
-    every n-th call, so that its schedules and averages count real steps. Around an optimizer that
-    exchanges gradients by itself, each worker keeps the sum of its own gradients.
+    every n-th call, so that its schedules and averages count real steps. Around an optimizer with
+    an exchange of gradients, each worker keeps the sum of its own gradients.
 
     Args:
       tx: an optimizer of optfn or optax.
@@ -67,17 +67,7 @@ def accumulate(
                 "accumulate cannot wrap on_each_device, whose gradients have a leading axis of "
                 "workers; put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
             )
-        own_axes = exchanged_axes(inner_state, params)
-
-        def by_owner(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
-            is_own = own_axes[place.number] and not tree.is_masked(total)
-            return (
-                (optax.MaskedNode(), total.reshape(-1)) if is_own else (total, optax.MaskedNode())
-            )
-
-        shared, owned = tree.map_to(2, by_owner, leafwise.zeros_like(leafwise.inexact(params)))
-        own_total = PerWorker(owned, joined(*own_axes))
-        return AccumulateState(core.first_step(), shared, own_total, inner_state)
+        return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -109,6 +99,18 @@ def accumulate(
         return updated, AccumulateState(micro_step, shared, own_total, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
+    """Return zeros for the sums of gradients: those that all workers share, and each worker's."""
+    own_axes = exchanged_axes(inner_state, params)
+
+    def by_owner(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
+        is_own = own_axes[place.number] and not tree.is_masked(total)
+        return (optax.MaskedNode(), total.reshape(-1)) if is_own else (total, optax.MaskedNode())
+
+    shared, owned = tree.map_to(2, by_owner, leafwise.zeros_like(leafwise.inexact(params)))
+    return shared, PerWorker(owned, joined(*own_axes))
 
 
 def _without(other: Leaf, total: Leaf) -> Leaf:
