@@ -1,7 +1,7 @@
 """The mean over workers of decoded packets, by parts: each worker takes the mean of one slice.
 
-An owner keeps what its own packets leave out of the mean, and sends it later, as each worker does
-with its residual.
+An owner keeps the rest of the mean that its own packets leave out, and sends it later, as each
+worker does with its residual.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ def mean_by_parts(
 
     Args:
       compressors: of each leaf.
-      leaves: the leaves of one worker, with what it has not published yet of its slice of each, or
-        of all slices.
+      leaves: the leaves of one worker, with the rest that it keeps as the owner of a slice of each,
+        or an array of all slices.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
-      error_feedback: the factor of what has not been published.
+      error_feedback: the factor of that rest.
     """
     workers, own = mesh.axis_size(axis_name), lax.axis_index(axis_name)
     lengths = [-(-leaf.residual.size // workers) for leaf in leaves]
@@ -64,8 +64,8 @@ def mean_by_parts(
     columns = zip(leaves, wholes, residuals, states, kept, strict=True)
     return [
         LeafInExchange(
-            _joined(whole, leaf).reshape(leaf.direction.shape),
-            _joined(residual, leaf),
+            _without_padding(whole, leaf).reshape(leaf.direction.shape),
+            _without_padding(residual, leaf),
             state,
             _with_own_slice(leaf, x, own),
         )
@@ -83,7 +83,7 @@ def _slices(x: jax.Array, count: int) -> jax.Array:
     return jnp.pad(x, (0, -x.size % count)).reshape(count, -1)
 
 
-def _joined(slices: jax.Array, leaf: LeafInExchange) -> jax.Array:
+def _without_padding(slices: jax.Array, leaf: LeafInExchange) -> jax.Array:
     return slices.reshape(-1)[: leaf.residual.size]
 
 
@@ -96,7 +96,7 @@ def _is_whole(leaf: LeafInExchange, length: int) -> bool:
 
 
 def _own_slice(leaf: LeafInExchange, count: int, own: jax.Array) -> jax.Array:
-    """Return what has not been published of a worker's slice."""
+    """Return the rest that a worker keeps of its slice."""
     assert leaf.published is not None
     if not _is_whole(leaf, -(-leaf.residual.size // count)):
         return leaf.published
@@ -104,11 +104,11 @@ def _own_slice(leaf: LeafInExchange, count: int, own: jax.Array) -> jax.Array:
 
 
 def _with_own_slice(leaf: LeafInExchange, x: jax.Array, own: jax.Array) -> jax.Array:
-    """Return what has not been published, with x for a worker's slice; 0 where it is padding."""
+    """Return the `published` of a leaf with x for a worker's slice; 0 where it is padding."""
     assert leaf.published is not None
     places = own * x.size + jnp.arange(x.size)
     x = jnp.where(places < leaf.residual.size, x, 0.0)
     if not _is_whole(leaf, x.size):
         return x
     slices = _slices(leaf.published, -(-leaf.published.size // x.size))
-    return _joined(lax.dynamic_update_index_in_dim(slices, x, own, 0), leaf)
+    return _without_padding(lax.dynamic_update_index_in_dim(slices, x, own, 0), leaf)

@@ -5,7 +5,7 @@ decoded packets, and `sending` all that is sent. `exchange` here is the transfor
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,13 +30,13 @@ from optfn.compression.compressors import (
 )
 from optfn.compression.on_parts import update_on_parts
 from optfn.compression.sending import Sending, exchanged_densely
-from optfn.leaves import leafwise, numerics, packed, tree
+from optfn.compression.traffic import traffic_of
+from optfn.leaves import leafwise, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, AxisName
 from optfn.parallel.means import Parts, mean_on_parts
 from optfn.parallel.owners import check_codec
-from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
@@ -139,8 +139,8 @@ def exchange(
       route: how packets go. "gather": from each worker to all others, (N − 1)·b bytes for packets
         of b bytes. "parts": each worker owns a slice of each leaf, 1/N of its entries in C order;
         packets of slices go to their owners, and each owner sends the mean of them to all, in a
-        packet again, 2(N − 1)/N·b bytes in all, for any number of workers. It keeps what its
-        packet leaves out, with the same error feedback. Chunks are those of slices; where they
+        packet again, 2(N − 1)/N·b bytes in all, for any number of workers. It keeps the rest that
+        its packet leaves out, with the same error feedback. Chunks are those of slices; where they
         divide slices, residuals are those of "gather".
 
     All leaves that are gathered share one all-gather, by parts one all-to-all besides, and all that
@@ -154,7 +154,7 @@ def exchange(
     `exchange(None)` is the mean of all updates, finite or not.
 
     State: the residual, flat float32, one per worker, 4 bytes per compressed parameter; step and
-    num_workers; and the states of compressors. By parts also what owners have not sent, flat
+    num_workers; and the states of compressors. By parts also the rest that owners keep, flat
     float32, 4/N bytes per compressed parameter on each worker. `exchange(None)` keeps no arrays.
     `init` needs no axis and returns one worker's state, in which that is the array of all owners:
     `init_state` divides it over a mesh, and where each worker keeps it whole (pmap, vmap), it uses
@@ -246,54 +246,11 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
         jnp.ones((), jnp.int32),
         PerWorker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
-        exchanged(params, options.axis_name, _bytes_of_packets(options, pairs)),
+        exchanged(
+            params, options.axis_name, traffic_of(pairs, options.route, options.warmup_steps)
+        ),
         divided(structure.unflatten(residuals), options.axis_name) if by_parts else (),
     )
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class ExchangeTraffic:
-    """The bytes that a worker sends in an exchange.
-
-    gathered, reduced: the bytes of one worker's packets in the all-gather, and in all-reduces.
-    dense: the bytes of all leaves, all-reduced in the first `warmup_steps` exchanges.
-    by_parts: compressors and sizes of the leaves whose slices go to owners, and back.
-    """
-
-    gathered: int
-    reduced: int
-    dense: int
-    warmup_steps: int
-    by_parts: tuple[tuple[BaseCompressor, int], ...] = ()
-
-    def bytes_sent(self, exchange: jax.Array, num_workers: int) -> jax.Array:
-        """Return the bytes that a worker sends."""
-        of_slices = sum(c.num_bytes((-(-size // num_workers),)) for c, size in self.by_parts)
-        packets = (num_workers - 1) * (self.gathered + 2 * of_slices) + all_reduce_bytes(
-            self.reduced, num_workers
-        )
-        dense = all_reduce_bytes(self.dense, num_workers)
-        return jnp.where(exchange < self.warmup_steps, dense, packets)
-
-
-def _bytes_of_packets(
-    options: _Options, pairs: Sequence[tuple[BaseCompressor | None, Leaf]]
-) -> ExchangeTraffic:
-    """Return the bytes that a worker sends for leaves with these compressors."""
-    gathered = reduced = dense = 0
-    by_parts = []
-    for compressor, p in pairs:
-        whole = 0 if tree.is_masked(p) else numerics.accumulated_bytes(p)
-        packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
-        if compressor is None or compressor.is_reduced:
-            reduced += packet
-        elif options.route == "parts":
-            by_parts.append((compressor, int(p.size)))
-        else:
-            gathered += packet
-        dense += whole
-    return ExchangeTraffic(gathered, reduced, dense, options.warmup_steps, tuple(by_parts))
 
 
 def _compressed_mean(
@@ -367,7 +324,7 @@ def _compressed_mean_of_parts(
 
 
 def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
-    """Return what a worker has not published of its slice of each leaf; None without slices.
+    """Return the rest that a worker keeps of its slice of each leaf; None without slices.
 
     Raises:
       ValueError: it is neither of one slice, nor of all.

@@ -1,4 +1,4 @@
-"""Error feedback: what has not been sent is added to what comes next."""
+"""Error feedback: the part of an update that has not been sent is added to the next one."""
 
 import jax
 import jax.numpy as jnp

@@ -28,6 +28,7 @@ from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, check_names, joined, restricted, without
 from optfn.parallel.data_parallel import put, replicate
 from optfn.parallel.means import Parts
+from optfn.parallel.owners import Codec, check_codec
 from optfn.state import names as state_names
 from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
@@ -40,10 +41,22 @@ class Sharded:
     kind: "str | Mapping[str, P]"
     axis: Axes | None = None
     gather_once: bool = False
+    gather: Codec | None = None
+    reduce: Codec | None = None
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether the params that a loss sees are gathered once in a step."""
+        return self.gather_once or (self.kind == "state" and self.gather is not None)
 
 
 def sharded(
-    kind: str | Mapping[str, P], *, axis: AxisName = None, gather_once: bool = False
+    kind: str | Mapping[str, P],
+    *,
+    axis: AxisName = None,
+    gather: Codec | None = None,
+    reduce: Codec | None = None,
+    gather_once: bool = False,
 ) -> Sharded:
     """Return a way of sharding, for the argument `shard` of `make_train_step`.
 
@@ -52,15 +65,42 @@ def sharded(
       axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
         None: all of them. Along the others each group of devices is a worker: gradients are
         averaged over them, or exchanged, or every `local_steps`.
+      gather: a compressor for the params that are gathered, such as `quantize(8)`; None sends them
+        as they are. The loss sees the decoded params, on all devices the same, and each
+        device keeps its part exact: state.params, which with "state" is then divided as well, and
+        gathered once a step.
+      reduce: a compressor for the gradients that are reduced, such as `quantize(4,
+        stochastic=True)`: without feedback, for which each device would have to keep a whole
+        gradient, rounding that is right in the mean is best. Its noise is a hash of the gradient.
       gather_once: with `microbatches`, whether params are gathered and gradients reduced once for
         all of them, at the cost of the memory of whole params and gradients.
+
+    Leaves of fewer than 1,024 elements, and those that no dimension of divides, are exact. With N
+    devices that divide a leaf, and packets of b bytes of its parts, each sends (N − 1)·b instead of
+    (N − 1)/N of the leaf.
+
+    Raises:
+      TypeError: `gather` or `reduce` is not a compressor.
+      ValueError: it cannot send slices, as `power_sgd`; or `kind` is a mapping, whose axes beside
+        those of the data are left to the compiler, which sends arrays as they are.
+
+    Source: ZeRO++, Wang et al. 2023, arXiv 2306.10209.
 
     >>> from optfn.distributed import sharded
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
     names = check_names("sharded: axis", axis, optional=True)
-    return Sharded(kind, names or None, checks.flag("sharded: gather_once", gather_once))
+    codecs = {
+        name: codec and check_codec(f"sharded: {name}", codec)
+        for name, codec in (("gather", gather), ("reduce", reduce))
+    }
+    if isinstance(kind, Mapping) and any(codecs.values()):
+        raise ValueError(
+            'sharded: gather and reduce are for "state" and "params"; arrays that lie by '
+            "PartitionSpecs are divided over other axes too, along which the compiler sends them"
+        )
+    return Sharded(kind, names or None, checks.flag("sharded: gather_once", gather_once), **codecs)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -87,12 +127,16 @@ class Layout:
     worker_axes: the data axes along which each group of devices has a gradient of its own.
     part_axes: the data axes over which params or state are divided.
     tables: the leaves whose rows are divided over the part axes in any case.
+    gather, reduce: compressors of the params that are gathered and of the gradients that are
+      reduced over the part axes; None for none.
     """
 
     mesh: Mesh
     worker_axes: Axes
     part_axes: Axes
     tables: tree.Pattern | None = None
+    gather: Codec | None = dataclasses.field(default=None, kw_only=True)
+    reduce: Codec | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params that is no table: whole everywhere."""
@@ -404,7 +448,9 @@ def layout_of(
             'shard must be "state", "params" or a mapping from patterns to PartitionSpecs, or '
             f"sharded(...) of one of these; got {way.kind!r}"
         )
-    return KINDS[way.kind](mesh, workers, parts, tables)
+    # Params that are sent in packets are exact in parts only.
+    kind = "params" if way.gathers_once else way.kind
+    return KINDS[kind](mesh, workers, parts, tables, gather=way.gather, reduce=way.reduce)
 
 
 def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
+from optfn.parallel.owners import coded_bytes
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import exchanged_axes
 from optfn.state.placement import num_workers, on_workers_of
@@ -56,9 +57,9 @@ def plan_memory(
                                    `scan_layers` gathers again in the backward pass
 
     With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
-    of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
-    that cannot be divided by N counts whole, and goes through an all-reduce. Activations and the
-    batch come on top.
+    of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. With
+    `gather=` or `reduce=` P or G count the bytes of their packets. A leaf that cannot be divided by
+    N counts whole, and goes through an all-reduce. Activations and the batch come on top.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -80,14 +81,17 @@ def plan_memory(
     specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
     exchanged = exchanged_axes(state, params)
-    once = isinstance(shard, Sharded) and shard.gather_once
+    once = isinstance(shard, Sharded) and shard.gathers_once
     sent, gradients = 0.0, 0
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
         if tree.is_masked(p) or not tree.is_inexact(p) or str(place) in rows:
             continue
         passes = 1 if once else microbatches
         gathers = 2 if stacked[place.number] and not once else 1
-        leaf = _Leaf(layout, bool(layout.divisions(spec)), bool(layout.divisions(grad_spec)))
+        layers = int(np.prod(p.shape[: stacked[place.number]], dtype=np.int64)) if not once else 1
+        leaf = _Leaf(
+            layout, bool(layout.divisions(spec)), bool(layout.divisions(grad_spec)), p.size, layers
+        )
         whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
         sent += leaf.sent(whole, passes, gathers, exchanged[place.number])
         gradients += whole
@@ -100,11 +104,17 @@ def plan_memory(
 
 
 class _Leaf(NamedTuple):
-    """Whether a leaf of params is divided over the part axes, and whether its gradient is."""
+    """Whether a leaf of params is divided over the part axes, and whether its gradient is.
+
+    size: the number of its elements.
+    layers: in how many pieces it is gathered for the loss, and its gradient reduced.
+    """
 
     layout: Layout
     is_divided: bool
     has_divided_gradient: bool
+    size: int
+    layers: int
 
     def sent(self, whole: float, passes: int, gathers: int, exchanged: Axes) -> float:
         """Return the bytes that a device sends.
@@ -119,8 +129,12 @@ class _Leaf(NamedTuple):
         workers = num_workers(mesh, without(self.layout.worker_axes, exchanged))
         if not self.has_divided_gradient:
             return float(all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
-        once = (parts - 1) / parts * whole
-        over_parts = passes * (1 + gathers) * once if self.is_divided else 2 * once
+        layers = self.layers if self.is_divided else 1
+        gather, reduce = (
+            coded_bytes(codec, self.size, parts, whole, layers)
+            for codec in (self.layout.gather, self.layout.reduce)
+        )
+        over_parts = passes * (reduce + gathers * gather) if self.is_divided else reduce + gather
         return float(over_parts + all_reduce_bytes(whole / parts, workers))
 
 

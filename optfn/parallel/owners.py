@@ -99,7 +99,7 @@ def all_from_owners(
 ) -> tuple[PyTree, PyTree, Any]:
     """Return the slices of all workers, (N, …) each, the worker's packets, and the rest.
 
-    Every worker gets the same arrays, the owner too: what comes out of the packets.
+    Every worker gets the same arrays, the owner too: those that are decoded from packets.
 
     Args:
       part: the slice of each array that a worker owns.
@@ -111,3 +111,60 @@ def all_from_owners(
     arrays, structure = jax.tree.flatten(packets)
     gathered = jax.tree.unflatten(structure, mesh.gather_in_one(arrays, names))
     return jax.vmap(decode)(gathered), packets, rest
+
+
+def coded_mean_part(x: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
+    """Return a device's part along one dimension of the mean of an array, by packets.
+
+    Args:
+      x: each device's own array.
+      dimension: the one that is divided.
+      names: the axes over which the mean is taken, and divided.
+      codec: the compressor of its packets.
+    """
+    size = x.shape[dimension] // mesh.axis_size(names)
+    slices = jnp.moveaxis(
+        x.reshape(*x.shape[:dimension], -1, size, *x.shape[dimension + 1 :]), dimension, 0
+    )
+    shape = slices.shape[1:]
+
+    def encode(slices: jax.Array) -> tuple[PyTree, None]:
+        return jax.vmap(lambda x: codec.encode(x, codec.init(shape))[0])(slices), None
+
+    mean, _, _ = mean_at_owners(slices.astype(jnp.float32), encode, _decoding(codec, shape), names)
+    return jnp.astype(mean, x.dtype)
+
+
+def coded_gather(part: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
+    """Return the whole of an array that is divided along one dimension, as packets give it.
+
+    The arguments are those of `coded_mean_part`.
+    """
+
+    def encode(x: jax.Array) -> tuple[PyTree, None]:
+        return codec.encode(x, codec.init(x.shape))[0], None
+
+    decode = _decoding(codec, part.shape)
+    parts, _, _ = all_from_owners(part.astype(jnp.float32), encode, decode, names)
+    side_by_side = jnp.moveaxis(parts, 0, dimension)
+    whole = side_by_side.reshape(*part.shape[:dimension], -1, *part.shape[dimension + 1 :])
+    return jnp.astype(whole, part.dtype)
+
+
+def _decoding(codec: Codec, shape: tuple[int, ...]) -> Decode:
+    return lambda packet: codec.decode(packet, shape).reshape(shape)
+
+
+def coded_bytes(codec: Codec | None, size: int, parts: int, exact: float, times: int = 1) -> float:
+    """Return the bytes that a device sends to gather an array, or to reduce it to parts.
+
+    Args:
+      codec: the compressor of its packets; None where it is sent as it is.
+      size: the number of its elements.
+      parts: the number of devices that have a part of it.
+      exact: the bytes of the array as it is.
+      times: in how many equal pieces it goes, one after the other.
+    """
+    if codec is None or size < MIN_SIZE:
+        return (parts - 1) / parts * exact
+    return (parts - 1) * times * codec.num_bytes((size // parts // times,))

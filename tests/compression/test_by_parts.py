@@ -1,6 +1,8 @@
 """The exchange by parts: packets of slices to their owners, and the means of them back."""
 
 import functools
+import re
+from pathlib import Path
 
 import chex
 import jax
@@ -224,6 +226,31 @@ def test_bytes_by_formula():
     # Whole words and scales are those of slices: 1,500 entries in slices of 188, 94 bytes each.
     found = float(traffic("parts", 1500, quantize(4)).bytes_sent(jnp.int32(0), 8))
     assert found == 2 * 7 * (4 * 24 + 4)
+
+
+def rows_of_links():
+    page = (Path(__file__).parents[2] / "docs" / "links.md").read_text()
+    section = re.search(r"^## To all, or by parts\?\n(.*?)^## ", page, re.M | re.S).group(1)
+    rows = re.findall(r"^\| [\d,]+ \|.*$", section, re.M)
+    return [[float(x.replace(",", "")) for x in row.strip("| ").split("|")] for row in rows]
+
+
+@pytest.mark.parametrize("row", rows_of_links(), ids=lambda row: int(row[0]))
+def test_the_table_of_links(row):
+    """Bytes a parameter: dense, then to all and by parts for 8, 4 and 1 bits."""
+    workers, dense, *found = int(row[0]), *row[1:]
+    size = 1024 * 4096
+    assert dense == pytest.approx(2 * (workers - 1) / workers * 4, rel=0.005)
+    expected = [
+        float(traffic(route, size, quantize(bits)).bytes_sent(jnp.int32(0), workers)) / size
+        for bits in (8, 4, 1)
+        for route in ("gather", "parts")
+    ]
+    assert found == pytest.approx(expected, rel=0.005)
+    for to_all, by_parts in zip(found[::2], found[1::2], strict=True):
+        assert by_parts < to_all if workers > 2 else by_parts == to_all
+    passes = [to_all > dense for to_all in found[::2]]
+    assert passes == [workers >= least for least in (8, 16, 64)]
 
 
 # In training
