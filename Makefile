@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product nightly properties faults soak lint bench bench-check tables docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak lint bench bench-check tables outputs docs docs-serve release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -33,10 +33,15 @@ test: $(VENV)/.$(EXTRA)
 test-product: $(VENV)/.test
 	$(MAKE) test TESTS=tests/product
 
-# All values of the grids of which `make test` runs a part, 5,400 properties, all faults, and a soak.
+# Programs of others that take an optimizer of optax, all that tests/clients.py lists.
+outside:
+	OPTFN_OUTSIDE=1 $(MAKE) test VENV=$(VENV)-outside EXTRA=outside TESTS=tests/outside
+
+# All values of the grids of which `make test` runs a part, 5,400 properties, all faults, a soak, and
+# programs of others.
 nightly:
 	$(MAKE) test test-product OPTIONS=--nightly
-	$(MAKE) properties faults soak
+	$(MAKE) properties faults soak outside
 
 # 68 times as many cases as in the suite, other ones each time.
 properties: $(VENV)/.test
@@ -53,20 +58,26 @@ soak: $(VENV)/.demo
 tables: $(VENV)/.demo
 	$(BIN)/python -m docs.tables
 
+# What the programs of the documentation print, below each of them. PAGES="tour.md" runs these pages.
+outputs: $(VENV)/.test
+	$(BIN)/python -m docs.programs $(PAGES)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/yamllint --strict -d '{extends: default, rules: {line-length: {max: 100}}}' examples/elastic
+	$(BIN)/shellcheck examples/elastic/*.sh .ci/release
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 # Strict: a warning, a link to nowhere or a page outside the navigation ends it.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 docs-serve: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -81,5 +92,9 @@ $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 bench-check: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.check
 
+# dist/ is for PyPI; dist-about/ has the list of parts (SBOM) and the site of this version.
+release: $(VENV)/.release
+	VENV=$(VENV) .ci/release
+
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist site
+	rm -rf $(VENV) $(VENV)-outside .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist dist-about site

@@ -4,6 +4,9 @@ import re
 
 import griffe
 
+from docs import equations
+from docs.crosslinks import linked
+
 DOCTEST = re.compile(r"^>>> (?:.+\n?)+", re.MULTILINE)
 QUOTATION = re.compile(r"^( *\w+: )>", re.MULTILINE)
 # A paragraph of "name: what it is", perhaps below a line such as "The arguments of f:".
@@ -12,6 +15,14 @@ FIELDS = re.compile(
 )
 SECTIONS = ("Args:\n", "Returns:\n", "Raises:\n")  # mkdocstrings makes tables of these
 NUMBERS = re.compile(r"^(?! *\d\. )(.+\n)(?= *1\. )", re.MULTILINE)
+# A paragraph that is indented by four spaces, of these modules: equations.
+INDENTED = re.compile(r"(?:\A|(?<=\n\n))(?: {4}.+\n)+")
+OF_EQUATIONS = ("optfn.optimizers.", "optfn.transforms.")
+
+
+def typeset(paragraph: re.Match[str]) -> str:
+    """Return equations as MathML, and other paragraphs as they are."""
+    return f"{equations.block(paragraph.group()) or paragraph.group().rstrip()}\n"
 
 
 def listed(fields: re.Match[str]) -> str:
@@ -32,4 +43,6 @@ class Readable(griffe.Extension):
             text = FIELDS.sub(listed, f"{obj.docstring.value}\n\n")
             text = DOCTEST.sub(lambda m: f"```pycon\n{m.group().rstrip()}\n```\n", text)
             text = NUMBERS.sub(r"\1\n", text)
-            obj.docstring.value = QUOTATION.sub(r"\1\\>", text).rstrip()
+            if obj.path.startswith(OF_EQUATIONS):
+                text = INDENTED.sub(typeset, text)
+            obj.docstring.value = linked(QUOTATION.sub(r"\1\\>", text).rstrip())

@@ -4,7 +4,10 @@ import posixpath
 import re
 
 from mkdocs.structure.files import File
-from tables import expanded
+
+from docs import equations
+from docs.crosslinks import linked, linked_but_first_cells
+from docs.tables import expanded
 
 # Where pages outside docs/ stand on the site.
 PAGES = {
@@ -14,6 +17,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
 }
 SOURCES = {place: source for source, place in PAGES.items()}
+ROW = re.compile(r"^(\| \w+ \|)((?:\\\||[^|\n])+=(?:\\\||[^|\n])+)(\|.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|png))(?=[#)])")
 
 
@@ -35,4 +39,13 @@ def on_page_markdown(markdown, page, config, files):
         target = PAGES.get(target, target.removeprefix("docs/"))
         return f"]({posixpath.relpath(target, posixpath.dirname(place) or '.')}"
 
-    return expanded(LINK.sub(moved, markdown))
+    with_names = linked_but_first_cells if place.startswith("moving/") else linked
+    text = with_names(LINK.sub(moved, markdown))
+    return expanded(ROW.sub(typeset, text) if place == "catalogue.md" else text)
+
+
+def typeset(row):
+    """Return a row of the catalogue with its equations, in the second cell, as MathML."""
+    first, cell, rest = row.groups()
+    cell = equations.inline(cell.replace("\\|", "|").strip()) or cell
+    return f"{first} {cell} {rest}"

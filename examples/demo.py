@@ -116,42 +116,39 @@ def draw(
     after: dict[str, float],
     baselines: dict[str, float],
 ) -> None:
-    """Draw the training curves, smoothed, with held-out marks and the compressors as lines."""
+    """Draw the training curves, smoothed, the held-out results beside them, and the compressors."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, (axes, ends) = plt.subplots(
+        1, 2, figsize=(9, 5), layout="constrained", sharey=True, width_ratios=(6, 1)
+    )
     steps = max(map(len, curves.values()))
     window = max(1, steps // 25)
-    for i, (name, curve) in enumerate(curves.items()):
+    for name, curve in curves.items():
         # The first means are over fewer steps; a full window would hide the start.
         sums = np.cumsum(np.insert(curve, 0, 0.0))
-        ends = np.arange(1, len(curve) + 1)
-        starts = np.maximum(0, ends - window)
-        label = f"{name}: held out {before:.2f} → {after[name]:.3f}"
-        (line,) = axes.plot(ends, (sums[ends] - sums[starts]) / (ends - starts), label=label)
-        mark = {"color": line.get_color(), "markeredgecolor": "white", "markersize": 9}
-        axes.plot(steps * (1.015 + 0.02 * i), after[name], "o", clip_on=False, zorder=5, **mark)
+        last = np.arange(1, len(curve) + 1)
+        first = np.maximum(0, last - window)
+        label = f"{name}: held out {before:.2f} → {after[name]:.2f}"
+        (line,) = axes.plot(last, (sums[last] - sums[first]) / (last - first), label=label)
+        ends.plot(name, after[name], "o", color=line.get_color(), markersize=9)
     for (name, bits), style in zip(baselines.items(), ("--", ":"), strict=False):
-        label = f"{name}: {bits:.3f}"
-        axes.axhline(bits, color="black", linestyle=style, linewidth=1.2, label=label)
-    axes.set(
-        xlabel="step",
-        ylabel="bits per byte",
-        xlim=(0, steps * (1.01 + 0.02 * len(curves))),
-        ylim=(min([*after.values(), *baselines.values()]) - 0.25, 4.5),
-    )
+        axes.axhline(bits, color="black", linestyle=style, label=f"{name}: {bits:.2f}")
+        ends.axhline(bits, color="black", linestyle=style)
+    bottom = min([*after.values(), *baselines.values()]) - 0.25
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, steps), ylim=(bottom, 4.5))
     axes.set_title("A small transformer learns the source of Python's standard library", loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(
-        loc="upper right",
-        frameon=False,
-        title=f"lines: training batches, mean of {window} steps; dots: held-out files",
-    )
-    figure.savefig(path, dpi=130)
+    ends.set_title("held-out files", fontsize="medium")
+    ends.margins(x=0.3)
+    ends.tick_params(axis="x", rotation=60)
+    for ax in (axes, ends):
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, title=f"training batches, mean of {window} steps")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

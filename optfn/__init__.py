@@ -83,9 +83,11 @@ from optfn.transforms.scaling import scale_by_lars, scale_by_trust_ratio
 from optfn.wrappers.accumulation import accumulate
 from optfn.wrappers.attributes import ParamAttr
 from optfn.wrappers.averaging import exponential_moving_average, model_average
+from optfn.wrappers.loss_scale import dynamic_loss_scale, loss_scale
 from optfn.wrappers.master_weights import master_weights
 from optfn.wrappers.metrics import metrics, record_metrics
 from optfn.wrappers.nonfinite import skip_nonfinite
+from optfn.wrappers.spikes import skip_spikes
 
 __all__ = [
     "Packed",
@@ -111,6 +113,7 @@ __all__ = [
     "decayed_adagrad",
     "dgc_momentum",
     "distributed",
+    "dynamic_loss_scale",
     "exponential_moving_average",
     "fit",
     "ftrl",
@@ -123,6 +126,7 @@ __all__ = [
     "load_checkpoint",
     "load_params",
     "load_state_dict",
+    "loss_scale",
     "make_train_step",
     "master_weights",
     "metrics",
@@ -157,6 +161,7 @@ __all__ = [
     "set_learning_rate",
     "sgd",
     "skip_nonfinite",
+    "skip_spikes",
     "sparse",
     "state_dict",
     "summary",

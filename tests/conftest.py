@@ -44,9 +44,13 @@ def leave_out(is_left, config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the recordings that are not compared, each with its reason."""
+    """Print the recordings and the programs of others that are left out, with the reasons."""
+    import clients
     import recorded
 
     terminalreporter.section("recordings not compared")
     for case, reason in recorded.skipped().items():
         terminalreporter.write_line(f"{case}: {reason}")
+    terminalreporter.section("programs of others that are not tried")
+    for client, reason in clients.left_out().items():
+        terminalreporter.write_line(f"{client}: {reason}")

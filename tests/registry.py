@@ -81,6 +81,10 @@ WRAPPERS: dict[str, Entry] = {
     ),
     "accumulate": entry("accumulate", optfn.adam(LR), 2),
     "skip_nonfinite": entry("skip_nonfinite", optfn.rmsprop(LR), hides_nan=True),
+    "skip_spikes": entry("skip_spikes", optfn.adam(LR), window=3),
+    "dynamic_loss_scale": entry(
+        "dynamic_loss_scale", optfn.adam(LR), initial_scale=2.0, hides_nan=True
+    ),
     "record_metrics": entry(
         "record_metrics",
         optfn.sgd(LR, grad_clip=optfn.clip_by_global_norm(1.0)),
@@ -161,10 +165,10 @@ def in_turn(*kinds: Any, entries: dict[str, Entry] = EVERYTHING) -> list[Any]:
 OTHER_NAMES = {
     "Packed", "ParamAttr", "Stacked", "TrainState", "TrainStep", "apply_updates",
     "assert_in_place", "averaged_params", "chain", "dgc_momentum", "distributed",
-    "get_learning_rate", "load_checkpoint", "load_params", "load_state_dict", "make_train_step",
-    "metrics", "minimize", "fit", "over_batches", "pack", "plot", "recompute", "restore_checkpoint",
-    "save_checkpoint",
-    "schedules", "set_learning_rate", "sparse", "state_dict", "summary", "unpack",
+    "get_learning_rate", "load_checkpoint", "load_params", "load_state_dict", "loss_scale",
+    "make_train_step", "metrics", "minimize", "fit", "over_batches", "pack", "plot", "recompute",
+    "restore_checkpoint", "save_checkpoint", "schedules", "set_learning_rate", "sparse",
+    "state_dict", "summary", "unpack",
 }  # fmt: skip
 
 

@@ -39,11 +39,14 @@ class Traits:
       counted: its field with an array for each leaf, whose updates its field `step` counts; a leaf
         that begins late then has a count of its own (`optfn.transforms.late_steps`).
       copies: its field of copies of params; where a checkpoint lacks them, they are made anew.
+      sums: its fields of weighted sums of params, each with the field of the sum of the weights;
+        where a checkpoint has the weights, but lacks a sum, it begins at the param.
       spans_buffers: the order of the elements in the whole buffer of a Packed matters to it.
       skipped: the field that counts steps which left params and state as they were.
 
-    Of a state in `summary`:
-      treatment: the word for a leaf of which it holds an array.
+    Of a state that tells how its rule treats the leaves of which it holds an array:
+      treatment: the word for such a leaf in `summary`.
+      whole_matrices: an update of a part of a matrix needs the whole of it.
     """
 
     transparent: bool = False
@@ -60,9 +63,11 @@ class Traits:
     follows_params: bool = False
     counted: str = ""
     copies: str = ""
+    sums: tuple[tuple[str, str], ...] = ()
     spans_buffers: bool = False
     skipped: str = ""
     treatment: str = ""
+    whole_matrices: bool = False
 
 
 _NONE = Traits()

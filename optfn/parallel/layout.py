@@ -7,10 +7,12 @@ else (the training step, checkpoints, plans of memory) asks the layout:
     data axes = worker axes + part axes (params or state are divided over them)
 
 Along the worker axes each group of devices has a gradient and, where its state says so, a state of
-its own (`optfn.state.per_worker`); the devices of a group divide it among them.
+its own (`optfn.state.per_worker`); the devices of a group, those along all other axes, divide it
+among them.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -29,7 +31,9 @@ from optfn.mesh import Axes, AxisName, axes, check_names, joined, restricted, wi
 from optfn.parallel.data_parallel import put, replicate
 from optfn.parallel.means import Parts
 from optfn.parallel.owners import Codec, check_codec
+from optfn.parallel.whole import axes_of_layers, check_whole
 from optfn.state import names as state_names
+from optfn.state.padded import Length, Padded, cut, map_padded, pad
 from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
 
@@ -40,6 +44,7 @@ class Sharded:
 
     kind: "str | Mapping[str, P]"
     axis: Axes | None = None
+    whole: tree.Pattern | None = None
     gather_once: bool = False
     gather: Codec | None = None
     reduce: Codec | None = None
@@ -54,6 +59,7 @@ def sharded(
     kind: str | Mapping[str, P],
     *,
     axis: AxisName = None,
+    whole: tree.Pattern | None = None,
     gather: Codec | None = None,
     reduce: Codec | None = None,
     gather_once: bool = False,
@@ -63,12 +69,16 @@ def sharded(
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
       axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
-        None: all of them. Along the others each group of devices is a worker: gradients are
-        averaged over them, or exchanged, or every `local_steps`.
+        None: all of them; of a mapping those that its PartitionSpecs name. Along the others each
+        group of devices is a worker: gradients are averaged over them, or exchanged, or every
+        `local_steps`.
+      whole: the leaves of a `Stacked` that are divided along the axis of layers, so that each
+        matrix lies whole on one device; a pattern of paths. For rules that treat matrices whole,
+        such as `muon`: each device then updates its own matrices, and sends nothing for it.
       gather: a compressor for the params that are gathered, such as `quantize(8)`; None sends them
-        as they are. The loss sees the decoded params, on all devices the same, and each
-        device keeps its part exact: state.params, which with "state" is then divided as well, and
-        gathered once a step.
+        as they are. The loss sees the decoded params, on all devices the same, and each device
+        keeps its part exact: state.params, which with "state" is then divided as well, and gathered
+        once a step.
       reduce: a compressor for the gradients that are reduced, such as `quantize(4,
         stochastic=True)`: without feedback, for which each device would have to keep a whole
         gradient, rounding that is right in the mean is best. Its noise is a hash of the gradient.
@@ -81,10 +91,11 @@ def sharded(
 
     Raises:
       TypeError: `gather` or `reduce` is not a compressor.
-      ValueError: it cannot send slices, as `power_sgd`; or `kind` is a mapping, whose axes beside
-        those of the data are left to the compiler, which sends arrays as they are.
+      ValueError: one that cannot send slices, as `power_sgd`; or `whole`, `gather` or `reduce`
+        beside PartitionSpecs, which say themselves how each leaf is divided; or packets beside
+        `whole`, whose layers may be padded.
 
-    Source: ZeRO++, Wang et al. 2023, arXiv 2306.10209.
+    Source of packets: ZeRO++, Wang et al. 2023, arXiv 2306.10209.
 
     >>> from optfn.distributed import sharded
     >>> sharded("params", axis="fast").axis
@@ -95,12 +106,14 @@ def sharded(
         name: codec and check_codec(f"sharded: {name}", codec)
         for name, codec in (("gather", gather), ("reduce", reduce))
     }
-    if isinstance(kind, Mapping) and any(codecs.values()):
+    if any(codecs.values()) and (isinstance(kind, Mapping) or whole is not None):
         raise ValueError(
-            'sharded: gather and reduce are for "state" and "params"; arrays that lie by '
-            "PartitionSpecs are divided over other axes too, along which the compiler sends them"
+            'sharded: gather and reduce are for "state" and "params" without whole=: arrays that '
+            "lie by PartitionSpecs are divided over other axes too, along which the compiler sends "
+            "them, and layers that are whole may be padded"
         )
-    return Sharded(kind, names or None, checks.flag("sharded: gather_once", gather_once), **codecs)
+    once = checks.flag("sharded: gather_once", gather_once)
+    return Sharded(kind, names or None, check_whole(whole, kind), once, **codecs)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -152,6 +165,16 @@ class Layout:
         return joined(self.worker_axes, self.part_axes)
 
     @property
+    def inner_axes(self) -> Axes:
+        """The axes of the devices of one worker."""
+        return without(self.mesh.axis_names, self.worker_axes)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the devices of a worker keep parts of arrays."""
+        return bool(self.part_axes)
+
+    @property
     def num_parts(self) -> int:
         """The number of devices that share a divided leaf: the product of the part axes."""
         return num_workers(self.mesh, self.part_axes)
@@ -197,7 +220,7 @@ class Layout:
         gradient of that parameter does. Any other array, such as scales of blocks, is divided where
         the part axes divide it.
         """
-        if not self.part_axes:
+        if not self.divides:
             return specs_of(state, self.worker_axes)
 
         def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
@@ -205,7 +228,7 @@ class Layout:
                 return P(joined(*spec), own[1])
             shape = _of_one_worker(jnp.shape(x), own, self.mesh)
             leading = len(shape) - jnp.ndim(p)
-            if leading >= 0 and shape[leading:] == jnp.shape(p):
+            if leading >= 0 and shape[leading:] == self.padded_shape(jnp.shape(p), spec):
                 return _over_both(own, P(*[None] * leading, *spec) if any(spec) else P())
             is_divided = self.divisions(spec)
             return _over_both(own, self.divided(shape)) if is_divided else own
@@ -251,16 +274,46 @@ class Layout:
         entries = enumerate(restricted(spec, self.part_axes))
         return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
 
+    def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+        """Return the shape of an array whose devices have parts of one size, by its spec."""
+        sizes = list(shape)
+        for dimension, names in self.divisions(spec):
+            count = num_workers(self.mesh, names)
+            sizes[dimension] = -(-shape[dimension] // count) * count
+        return tuple(sizes)
+
+    def stored(self, state: OptState, params: Params) -> OptState:
+        """Return a state with padding where devices could not divide it else."""
+
+        def of_param(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
+            shape, leading = self.padded_shape(jnp.shape(p), spec), x.ndim - jnp.ndim(p)
+            if shape == jnp.shape(p) or leading < 0 or x.shape[leading:] != jnp.shape(p):
+                return x
+            (axis,) = (d for d, n in enumerate(shape) if n != p.shape[d])
+            length = Length(leading + axis, p.shape[axis])
+            return Padded(pad(x, leading + axis, shape[axis]), length)
+
+        return self._map_state(of_param, lambda x, own: x, state, params)
+
+    def in_update(self, state: OptState) -> OptState:
+        """Return a stored state as an update takes it, inside jit: without padding."""
+
+        def without_padding(x: Padded) -> jax.Array:
+            spec = P(*[None] * x.length.axis, self.part_axes)
+            return meshes.constrained(cut(x), self.mesh, spec)
+
+        return map_padded(without_padding, state)
+
     def parts_of(self, params: Params) -> Parts | None:
-        """Return how the devices of each worker divide gradients; None where they do not."""
-        if not (self.worker_axes and self.part_axes):
+        """Return how the devices of each worker divide gradients; None where a worker is one."""
+        if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.of_gradients(params))
         return Parts(
             self.mesh,
-            self.part_axes,
+            self.inner_axes,
             {
-                str(k): restricted(spec, self.part_axes)
+                str(k): restricted(spec, self.inner_axes)
                 for k, x, spec in specs
                 if not tree.is_masked(x)
             },
@@ -291,7 +344,12 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        all_workers = on_workers_of(self._in_shapes_of_params(init), self.mesh, self.worker_axes)
+        in_shapes = self._in_shapes_of_params(init)
+        of_workers = on_workers_of(in_shapes, self.mesh, self.worker_axes)
+
+        def all_workers(params: Params) -> OptState:
+            return self.stored(of_workers(params), params)
+
         shapes = jax.eval_shape(all_workers, params)
         self._check_axes_of_exchanges(shapes)
         shardings = jax.tree.map(
@@ -328,7 +386,7 @@ class Layout:
 
         def shaped(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
             is_flat = any(own) and jnp.shape(x) == (jnp.size(p),)
-            return jnp.reshape(x, p.shape) if is_flat and self.divisions(spec) else x
+            return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
         def reshaped(params: Params) -> OptState:
             parts = self.parts_of(params)
@@ -338,34 +396,68 @@ class Layout:
             )
             return self._map_state(shaped, lambda x, own: x, state, params)
 
-        return reshaped if self.worker_axes and self.part_axes else init
+        return reshaped if self.worker_axes and self.divides else init
 
 
 class Replicated(Layout):
     """Params and state are whole on every device of a worker, but for the rows of tables."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
-    """Params are whole on every device, their gradients and state divided (ZeRO-1)."""
+    """Params are whole on every device, their gradients and state divided (ZeRO-1).
+
+    whole: the leaves that are divided along an axis of layers, so that each matrix is whole.
+    """
+
+    whole: tree.Pattern | None = None
 
     def dense_gradients(self, params: Params) -> PyTree:
-        """Return specs that divide each floating-point leaf along one dimension, if any fits."""
+        """Return specs that divide each floating-point leaf along one dimension, if any fits.
+
+        A leaf that `whole` selects is divided by layers, also where it needs padding for it.
+
+        Raises:
+          ValueError: it needs padding, and there are worker axes.
+        """
+        return self._divided(params, self._check_padding)
+
+    def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
+        """Return specs; `by_layers` tells of (path, number of layers) whether these are divided."""
         stacked = tree.stacked_axes(params)
+        axes_of = axes_of_layers(self.whole, self.tables, params, self.num_parts)
 
         def divided(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
                 return x
+            axis = axes_of.get(str(place))
+            if axis is not None and by_layers(str(place), x.shape[axis]):
+                return P(*[None] * axis, self.part_axes)
             return self.divided(jnp.shape(x), stacked[place.number]) if tree.is_inexact(x) else P()
 
         return tree.map_named(divided, params)
 
+    def _check_padding(self, path: str, layers: int) -> bool:
+        """Return True; raise a ValueError if layers cannot be padded."""
+        if layers % self.num_parts and self.worker_axes:
+            raise ValueError(
+                f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
+                f"{self.num_parts} devices of each worker; only without axes of workers are they "
+                "padded"
+            )
+        return True
+
 
 class ShardParams(ShardState):
-    """Params, gradients and state are divided alike (FSDP)."""
+    """Params, gradients and state are divided alike (FSDP).
+
+    Params are never padded: a leaf whose layers N does not divide is divided along another
+    dimension, and goes to its layers and back in each update.
+    """
 
     def dense_params(self, params: Params) -> PyTree:
-        """Return the specs of gradients."""
-        return self.dense_gradients(params)
+        """Return the specs of gradients, where these need no padding."""
+        return self._divided(params, lambda path, n: n % self.num_parts == 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -376,6 +468,11 @@ class ShardBySpec(Layout):
     """
 
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the devices of a worker keep parts of arrays."""
+        return True
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf."""
@@ -409,7 +506,7 @@ def init_state(
     return Replicated(mesh, axes(axis_name), Axes()).init(init, params)
 
 
-KINDS: dict[str, type[Layout]] = {"state": ShardState, "params": ShardParams}
+KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams}
 
 
 def layout_of(
@@ -428,21 +525,26 @@ def layout_of(
     """
     way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
     divides = shard is not None or tables is not None
+    specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
+    _check_shard(specs, mesh)
     parts = Axes(way.axis or axes(data_axis)) if divides else Axes()
+    if specs and way.axis is None and tables is None:
+        named = joined(*itertools.chain.from_iterable(specs.values()))
+        parts = Axes(name for name in parts if name in named)
     unknown = without(parts, axes(data_axis))
     if unknown:
         raise ValueError(
             f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*axes(data_axis),)}"
         )
     workers = without(data_axis, parts)
+    _check_workers_are_whole(specs, workers)
     if divides and not isinstance(mesh, AbstractMesh):
         # Along explicit axes an update of divided moments and whole params would be an error.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
         return Replicated(mesh, workers, parts, tables)
     if isinstance(way.kind, Mapping):
-        _check_shard(way.kind, mesh)
-        return ShardBySpec(mesh, workers, parts, tables, dict(way.kind))
+        return ShardBySpec(mesh, workers, parts, tables, specs)
     if way.kind not in KINDS:
         raise TypeError(
             'shard must be "state", "params" or a mapping from patterns to PartitionSpecs, or '
@@ -450,7 +552,8 @@ def layout_of(
         )
     # Params that are sent in packets are exact in parts only.
     kind = "params" if way.gathers_once else way.kind
-    return KINDS[kind](mesh, workers, parts, tables, gather=way.gather, reduce=way.reduce)
+    codecs = {"gather": way.gather, "reduce": way.reduce}
+    return KINDS[kind](mesh, workers, parts, tables, way.whole, **codecs)
 
 
 def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:
@@ -480,6 +583,17 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
             raise ValueError(
                 f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
                 f"{mesh.axis_names}"
+            )
+
+
+def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
+    """Raise a ValueError if a spec divides a leaf over the axes of workers."""
+    for pattern, spec in specs.items():
+        over_workers = [name for name in joined(*spec) if name in workers]
+        if over_workers:
+            raise ValueError(
+                f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, along which "
+                "devices are workers, each with whole leaves; name it in sharded(..., axis=)"
             )
 
 

@@ -1,5 +1,6 @@
 """The costs of each way of sharding a model: bytes on a device, and bytes sent in a step."""
 
+import math
 from typing import NamedTuple, cast
 
 import jax
@@ -11,11 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.leaves import tree
-from optfn.leaves.types import Params, PyTree
+from optfn.leaves.modules import check_split
+from optfn.leaves.types import OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
 from optfn.parallel.owners import coded_bytes
 from optfn.parallel.traffic import all_reduce_bytes
+from optfn.state.names import treated
 from optfn.state.per_worker import exchanged_axes
 from optfn.state.placement import num_workers, on_workers_of
 
@@ -27,13 +30,17 @@ class MemoryPlan(NamedTuple):
     state: of the optimizer's state.
     gradients: of the gradient that each worker computes, before it is reduced.
     sent: by each device in a step, in a ring, for the means that the step takes. The packets of
-      a transform that exchanges gradients by itself are not counted.
+      a transform that exchanges gradients by itself are not counted, nor are these leaves:
+    gathered_in_update: the paths of matrices that are divided, and that the optimizer treats whole,
+      as `muon` does. More is sent for them in the update, several times the bytes of the leaf;
+      nothing with `sharded(..., whole=)`.
     """
 
     params: int
     state: int
     gradients: int
     sent: int
+    gathered_in_update: tuple[str, ...] = ()
 
 
 def plan_memory(
@@ -54,12 +61,16 @@ def plan_memory(
         None        P       S      2(N − 1)/N·G
         "state"     P       S/N    (N − 1)/N·(G + P)
         "params"    P/N     S/N    (N − 1)/N·(G + P), and P once more for a `Stacked`, whose layers
-                                   `scan_layers` gathers again in the backward pass
+                                   `scan_layers` gathers again in the backward pass; with
+                                   sharded(..., whole=) and 2P/N, as it divides each layer before
 
     With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
-    of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. With
-    `gather=` or `reduce=` P or G count the bytes of their packets. A leaf that cannot be divided by
-    N counts whole, and goes through an all-reduce. Activations and the batch come on top.
+    of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
+    that cannot be divided by N counts whole, and goes through an all-reduce. With
+    `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in the
+    bytes sent for "state"; for "params" 3/N of the padded bytes are sent for them on top. With
+    `gather=` or `reduce=` P or G count the bytes of their packets. Activations and the batch come
+    on top of all.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -71,13 +82,18 @@ def plan_memory(
         rows that a batch looks up, which are not counted.
       microbatches: as for `make_train_step`; with "params" each of them gathers params and reduces
         gradients, unless `sharded(..., gather_once=True)`.
+
+    Raises:
+      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
     """
     tx = core.check_transform("plan_memory: tx", tx)
+    check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
     num_workers(mesh, data_axis)  # the mesh has these axes
     params = jax.eval_shape(lambda x: x, params)
     layout = layout_of(shard, mesh, data_axis, tables if shard is not None else None)
     state = jax.eval_shape(on_workers_of(tx.init, mesh, layout.worker_axes), params)
+    stored = jax.eval_shape(layout.stored, state, params)
     specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
     exchanged = exchanged_axes(state, params)
@@ -87,54 +103,81 @@ def plan_memory(
         if tree.is_masked(p) or not tree.is_inexact(p) or str(place) in rows:
             continue
         passes = 1 if once else microbatches
-        gathers = 2 if stacked[place.number] and not once else 1
-        layers = int(np.prod(p.shape[: stacked[place.number]], dtype=np.int64)) if not once else 1
-        leaf = _Leaf(
-            layout, bool(layout.divisions(spec)), bool(layout.divisions(grad_spec)), p.size, layers
-        )
+        is_scanned = bool(stacked[place.number]) and not once
+        gathers = _gathers_by_layer(layout, spec, p.shape, passes) if is_scanned else passes
+        layers = math.prod(p.shape[: stacked[place.number]]) if is_scanned else 1
+        leaf = _Leaf(layout, spec, grad_spec, p.shape, layers)
         whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
         sent += leaf.sent(whole, passes, gathers, exchanged[place.number])
         gradients += whole
     return MemoryPlan(
         _bytes_on_device(params, specs, mesh),
-        _bytes_on_device(state, layout.of_state(state, params), mesh),
+        _bytes_on_device(stored, layout.of_state(stored, params), mesh),
         gradients,
         round(sent),
+        _gathered_in_update(state, params, grad_specs),
     )
 
 
-class _Leaf(NamedTuple):
-    """Whether a leaf of params is divided over the part axes, and whether its gradient is.
+def _gathers_by_layer(layout: Layout, spec: P, shape: tuple[int, ...], passes: int) -> float:
+    """Return how often `scan_layers` gathers a leaf; an all-to-all is 1/N of a gather."""
+    if all(dimension for dimension, _ in layout.divisions(spec)):
+        return 2 * passes  # forwards and backwards
+    if not any(n % layout.num_parts == 0 for n in shape[1:]):
+        return passes  # all layers at once
+    # To parts of each layer, once for all passes, and the gradients of each back.
+    return 2 * passes + (1 + passes) / layout.num_parts
 
-    size: the number of its elements.
-    layers: in how many pieces it is gathered for the loss, and its gradient reduced.
-    """
+
+def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
+    """Return the paths of divided matrices that a rule treats whole."""
+    stacked = tree.stacked_axes(params)
+    divided = {
+        str(place)
+        for place, _, spec in tree.items(params, grad_specs)
+        if is_spec(spec) and any(spec[stacked[place.number] :])
+    }
+    whole = treated(state, lambda traits: traits.whole_matrices, tree.paths(params))
+    return tuple(path for path in whole if path in divided)
+
+
+class _Leaf(NamedTuple):
+    """How a leaf of params lies, and its gradient; its shape, and in how many pieces it goes."""
 
     layout: Layout
-    is_divided: bool
-    has_divided_gradient: bool
-    size: int
+    spec: P
+    grad_spec: P
+    shape: tuple[int, ...]
     layers: int
 
-    def sent(self, whole: float, passes: int, gathers: int, exchanged: Axes) -> float:
+    def sent(self, whole: float, passes: int, gathers: float, exchanged: Axes) -> float:
         """Return the bytes that a device sends.
 
         Args:
           whole: the bytes of the leaf before the data axes divide it.
-          passes: how often a divided leaf is gathered for the loss, and its gradient reduced.
-          gathers: how many gathers that takes.
+          passes: how often the gradient of a divided leaf is reduced.
+          gathers: how often the leaf is gathered for the loss.
           exchanged: the axes over which a transform exchanges its gradient.
         """
         mesh, parts = self.layout.mesh, self.layout.num_parts
         workers = num_workers(mesh, without(self.layout.worker_axes, exchanged))
-        if not self.has_divided_gradient:
+        if not self.layout.divisions(self.grad_spec):
             return float(all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
-        layers = self.layers if self.is_divided else 1
+        once = (parts - 1) / parts * whole
+        padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
+        padded = once * math.prod(padded_shape) / max(1, math.prod(self.shape))
+        is_divided = bool(self.layout.divisions(self.spec))
+        size, layers = math.prod(self.shape), self.layers if is_divided else 1
         gather, reduce = (
-            coded_bytes(codec, self.size, parts, whole, layers)
+            coded_bytes(codec, size, parts, once if is_divided else padded, layers)
             for codec in (self.layout.gather, self.layout.reduce)
         )
-        over_parts = passes * (reduce + gathers * gather) if self.is_divided else reduce + gather
+        if not is_divided:
+            over_parts = reduce + gather
+        else:
+            over_parts = passes * reduce + gathers * gather
+            if self.spec != self.grad_spec:  # gradient and params to their layers, update back
+                over_parts += 3 * padded / parts
         return float(over_parts + all_reduce_bytes(whole / parts, workers))
 
 

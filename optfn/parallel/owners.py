@@ -162,9 +162,9 @@ def coded_bytes(codec: Codec | None, size: int, parts: int, exact: float, times:
       codec: the compressor of its packets; None where it is sent as it is.
       size: the number of its elements.
       parts: the number of devices that have a part of it.
-      exact: the bytes of the array as it is.
+      exact: the bytes that it sends of the array as it is.
       times: in how many equal pieces it goes, one after the other.
     """
     if codec is None or size < MIN_SIZE:
-        return (parts - 1) / parts * exact
+        return exact
     return (parts - 1) * times * codec.num_bytes((size // parts // times,))

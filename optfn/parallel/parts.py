@@ -22,6 +22,7 @@ from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, joined, pmean, reducible, without
 from optfn.parallel.layout import Division, Layout, is_spec
 from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_part
+from optfn.state.padded import pad
 from optfn.state.placement import num_workers
 
 
@@ -33,6 +34,8 @@ def mean_part(
     codec: Codec | None = None,
 ) -> jax.Array:
     """Return a device's part of the mean of an array over the axes `names`, by reduce-scatters.
+
+    A dimension that cannot be divided is padded.
 
     Args:
       x: each device's own array.
@@ -53,6 +56,8 @@ def mean_part(
 def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
     """Return a device's part along one dimension of the mean over the axes `names`."""
     count = num_workers(mesh, names)
+    if x.shape[dimension] % count:
+        x = pad(x, dimension, -(-x.shape[dimension] // count) * count)
     if not _is_gloo(mesh, names):
         total = lax.psum_scatter(reducible(x), names, scatter_dimension=dimension, tiled=True)
         mean: jax.Array = (total / count).astype(x.dtype)
@@ -246,7 +251,6 @@ def _unmarked(stacked: PyTree) -> PyTree:
     def without(x: PyTree) -> PyTree:
         if not is_mark(x):
             return x
-        inner, *_ = x
-        return _unmarked(inner)
+        return _unmarked(tree.inside(x))
 
     return jax.tree.map(without, stacked, is_leaf=is_mark)

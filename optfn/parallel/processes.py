@@ -42,6 +42,16 @@ def gather_values(values: Sequence[int]) -> np.ndarray:
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
+def gather_texts(text: str) -> list[str]:
+    """Return the texts of all processes, which call it with one each."""
+    content = text.encode()
+    sizes = gather_values([len(content)])[:, 0]
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: len(content)] = np.frombuffer(content, np.uint8)
+    found = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    return [row[:size].tobytes().decode() for row, size in zip(found, sizes, strict=True)]
+
+
 def send(source: int, content: bytes) -> bytes:
     """Return in every process the content that `source` passes. All processes call it."""
     high, low = map(int, gather_values(divmod(len(content), _PIECE))[source])

@@ -142,7 +142,9 @@ def _other_evaluation(series: RunHistory, name: str, ax: "Axes") -> "Axes":
 
 def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
     """Return a history with its arrays as NumPy's; it must have "loss" and those `needed`."""
-    series = {name: np.asarray(x) for name, x in by_name("history", history).items()}
+    arrays = {name: np.asarray(x) for name, x in by_name("history", history).items()}
+    # The bytes beside the history of a checkpoint say where the batches stand.
+    series = {name: x for name, x in arrays.items() if x.dtype != np.uint8}
     for name in ("loss", *needed):
         if name not in series:
             have = ", ".join(series)

@@ -4,8 +4,10 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sized
 
+from optfn import checks
 from optfn.leaves.types import Batch
 from optfn.run.options import LoopOptions
+from optfn.run.position import Position, StatefulIterator
 
 
 class Remaining:
@@ -14,11 +16,18 @@ class Remaining:
     batches: those of the whole run; with `epochs`, those of one pass.
     done: how many steps of it are made.
     local_steps: how many steps a batch is for.
+    found: where the iterator stood after `done` steps, if that is known. Where it can go on from
+      there, no used batch is drawn again.
     epoch: the number of the pass that the last batch is of, from 1; None without `epochs`.
     """
 
     def __init__(
-        self, batches: Iterable[Batch], options: LoopOptions, done: int, local_steps: int
+        self,
+        batches: Iterable[Batch],
+        options: LoopOptions,
+        done: int,
+        local_steps: int,
+        found: Position | None = None,
     ) -> None:
         self.batches, self.local_steps = batches, local_steps
         self.steps, self.epochs = options.steps, options.epochs
@@ -26,8 +35,11 @@ class Remaining:
         self.most = None if self.steps is None else self.steps // local_steps
         self.is_finished = self.steps is not None and done >= self.steps
         self.epoch: int | None = None
-        self._passes = self._of_all_passes()
+        self._pass = 1
+        self._iterator: Iterator[Batch] = iter(())
+        self._passes = self._of_all_passes(found and self._at(found))
         self._ahead: list[tuple[int, Batch]] = []  # at most one
+        self._before_ahead: Position | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         while not self.is_finished and self.given != self.most:
@@ -43,10 +55,37 @@ class Remaining:
     def _look_ahead(self) -> None:
         self._ahead = self._ahead or list(itertools.islice(self._passes, 1))
 
-    def _of_all_passes(self) -> Iterator[tuple[int, Batch]]:
-        for epoch in range(1, 1 + (self.epochs or 1)):
-            is_empty = True
-            for batch in self.batches:
+    def _at(self, found: Position) -> Iterator[Batch] | None:
+        """Return an iterator that goes on from where an earlier one stood; None if it cannot."""
+        iterator = iter(self.batches)
+        if not isinstance(iterator, StatefulIterator):
+            return None
+        try:
+            iterator.set_state(found.state)
+        except Exception as error:  # of any kind: the iterator is of another library
+            checks.warn(
+                "the iterator of batches refuses the state in the checkpoint, so that the run "
+                f"passes over the batches used before: {error}"
+            )
+            return None
+        self._pass, self.given = found.epoch, self.used
+        return iterator
+
+    def position(self) -> Position | None:
+        """Return where the iterator stood after the last batch; None if it does not say."""
+        return self._before_ahead if self._ahead else self._position()
+
+    def _position(self) -> Position | None:
+        if isinstance(self._iterator, StatefulIterator):
+            return Position(self._pass, self._iterator.get_state())
+        return None
+
+    def _of_all_passes(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
+        for epoch in range(self._pass, 1 + (self.epochs or 1)):
+            self._pass = epoch
+            self._iterator = iter(self.batches) if begun is None else begun
+            is_empty, begun = begun is None, None
+            for batch in self._iterator:
                 is_empty = False
                 yield epoch, batch
             if epoch > 1 and is_empty:
@@ -59,7 +98,9 @@ class Remaining:
         """Tell whether the last batch was the last of its pass; the next one is drawn for it."""
         if self.epochs is None or self.given == self.most:
             return self.epochs is not None
-        self._look_ahead()
+        if not self._ahead:
+            self._before_ahead = self._position()
+            self._look_ahead()
         return not self._ahead or self._ahead[0][0] != self.epoch
 
     def last_step(self) -> int | None:

@@ -10,7 +10,9 @@ from optfn.leaves.types import Leaf, PyTree
 from optfn.wrappers.metrics import RECORDED
 
 # The metrics of each step that the history keeps; of nested ones, "aux/accuracy", the first word.
-PER_STEP = ("loss", "learning_rate", "bytes_sent", "epoch", "aux", *RECORDED)
+PER_STEP = (
+    "loss", "learning_rate", "bytes_sent", "epoch", "aux", "loss_scale", "spike_ratio", *RECORDED,
+)  # fmt: skip
 
 # How many steps may have their metrics on the device, until all of them are moved to the host.
 _CHUNK = 1000

@@ -1,14 +1,16 @@
 """Names for the parts of an optimizer's state, which stay the same when a chain changes."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 
-from optfn.leaves.traits import reporting_types, traits_of
-from optfn.leaves.tree import is_masked, is_transparent, join, key_name, with_paths
+from optfn.leaves.traits import Traits, reporting_types, traits_of
+from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
+
+T = TypeVar("T")
 
 
 def is_state(x: object) -> bool:
@@ -103,8 +105,7 @@ def named_parts(
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
-            inner, *_ = node
-            yield from walk(inner, prefix, labels)
+            yield from walk(inside(node), prefix, labels)
         elif traits_of(node).labels:
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
@@ -119,6 +120,24 @@ def named_parts(
                     yield join(prefix, path), leaf
 
     yield from walk(state, "", "")
+
+
+def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) -> dict[str, T]:
+    """Return the declarations of types of states about the leaves of which they hold an array.
+
+    Args:
+      state: the state of an optimizer, however wrapped.
+      of: gives a declaration of a type by its traits, false where there is none.
+      names: the paths of the leaves.
+    """
+    parts = named_parts(state, stop=lambda x: bool(of(traits_of(x))))
+    return {
+        owner: of(traits_of(part))
+        for _, part in parts
+        if of(traits_of(part))
+        for owner, _ in with_owners(named_parts(part), names)
+        if owner is not None
+    }
 
 
 def retired_fields(

@@ -15,13 +15,14 @@ import numpy as np
 
 from optfn import checks
 from optfn.leaves import tree
-from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import unpack
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
+from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
-from optfn.train.packed_state import holds_packed, pack_state, unpack_state
+from optfn.train import masters
+from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
 from optfn.transforms import learning_rate as rates
@@ -74,9 +75,14 @@ def load_state_dict(
     of those that only report on a run, such as the factor of a clip, the numbers of
     `record_metrics` and the counters of `skip_nonfinite`.
 
+    Masters load in any form, float32 copies or remainders of 32 or 24 bits; copies from remainders
+    where the mapping has the parameters too, as that of a TrainState does. Where a copy lies
+    halfway between two parameters, its master becomes up to 2⁻²³ of it smaller.
+
     A state saved under a number loads under a schedule and the other way round: the step goes on.
     Moments that are new in a state that has made steps, such as those of a parameter that was
     frozen, begin here: their bias correction counts from this step (`begun/<path>`, 4 bytes each).
+    The average of a parameter that is new begins at the parameter, where the state is a TrainState.
 
     Raises:
       ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
@@ -101,18 +107,22 @@ def load_named(
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
-    holds_buffers = holds_packed(opt_state)
-    plain = _unpacked_for(mapping, opt_state) if holds_buffers else opt_state
+    is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
+    plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
+    per_worker = set(per_worker_names(plain))
     own_names = [name for name, _ in named_leaves(plain)]
+    mapping = masters.in_form_of(plain, list(named_leaves(plain)), mapping)
     late = _late_leaves(plain, own_names, mapping)
     opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
     named = list(named_leaves(plain))
     changes = _changes(own_names, [name for name, _ in named], mapping)
     wrong = _refused(plain, changes) if strict else []
-    copied = _copied_params(plain, named, mapping)
+    copied = _copied_params(plain, named, mapping) | _begun_sums(plain, named, mapping)
     leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
     for (name, leaf), size in zip(named, sizes, strict=True):
         found = mapping.get(name, copied.get(name))
+        if name in per_worker and np.size(found) == leaf.size:
+            found = np.reshape(found, leaf.shape)  # flat, or of the shape of a divided leaf
         if found is not None and size:
             found = _in_parts_of(found, size, leaf)
         value, problem = (leaf, "") if found is None else _fitted(found, leaf)
@@ -122,9 +132,9 @@ def load_named(
     if wrong:
         raise ValueError("the state does not fit: " + "; ".join(wrong))
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    if holds_buffers:
-        loaded = _placed(pack_state(opt_state, loaded), opt_state)
-    return loaded, changes
+    if is_converted:
+        loaded = _placed(pack_state(bare(opt_state), loaded), bare(opt_state))
+    return stored_as(opt_state, loaded), changes
 
 
 def _in_parts_of(value: Leaf, size: int, leaf: Leaf) -> Leaf:
@@ -254,6 +264,43 @@ def _copied_params(
     return copied
 
 
+def _begun_sums(
+    state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Return the sums of averages that a mapping with their weights lacks: weight·param.
+
+    The average of a leaf that is new is then its param. Without params in the state it is zero,
+    and a warning says so.
+    """
+    parts = state_names.named_parts(state, stop=_sums, unnamed=rates.is_rate)
+    fields = [
+        (tree.join(name, field), tree.join(name, weight))
+        for name, part in parts
+        for field, weight in traits_of(part).sums
+    ]
+    by_name, begun, at_zero = dict(named), {}, []
+    for field, weight in fields:
+        lacking = [name for name in by_name if _is_within(name, [field]) and name not in mapping]
+        for name in lacking if weight in mapping else ():
+            source = f"train/params{name.removeprefix(field)}"
+            if source in by_name:
+                param, _ = _fitted(mapping.get(source, by_name[source]), by_name[source])
+                wide = param.astype(by_name[name].dtype)
+                begun[name] = wide * on_host(mapping[weight]).astype(wide.dtype)
+            else:
+                at_zero.append(name)
+    if at_zero:
+        checks.warn(
+            f"the averages {tree.listed(at_zero)} are new and begin at zero, since this state has "
+            "no params: load the whole TrainState, whose params they then begin at"
+        )
+    return begun
+
+
+def _sums(x: object) -> bool:
+    return bool(traits_of(x).sums)
+
+
 def _copies(x: object) -> bool:
     return bool(traits_of(x).copies)
 
@@ -273,21 +320,21 @@ def _is_within(name: str, fields: Sequence[str]) -> bool:
 
 
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
-    """Return a state without buffers as the template for a mapping; packed again, it is placed.
+    """Return a state without buffers and padding as the template for a mapping.
 
-    Earlier versions saved per-worker buffers packed; where `mapping` has such buffers, those of the
-    result stay packed too.
+    Packed again, it is placed. Earlier versions saved per-worker buffers packed; where `mapping`
+    has such buffers, those of the result stay packed too.
     """
 
     def on_host(node: PyTree) -> PyTree:
-        return jax.tree.map(_shape_on_host, node) if is_packed(node) else node
+        return jax.tree.map(_shape_on_host, node) if is_stored(node) else node
 
     def is_in(mapping: Mapping[str, Any], state: OptState) -> bool:
         named, own = dict(named_leaves(state)), per_worker_names(state)
         return all(k in mapping and np.shape(mapping[k]) == named[k].shape for k in own)
 
     forms = unpack_state, unpack
-    template = jax.tree.map(on_host, opt_state, is_leaf=is_packed)
+    template = jax.tree.map(on_host, opt_state, is_leaf=is_stored)
     form = next((form for form in forms if is_in(mapping, form(template))), unpack_state)
     plain = form(template)
     # Arrays that the mapping lacks stay as they are.
@@ -303,14 +350,14 @@ def _shape_on_host(leaf: Leaf) -> Leaf:
 
 
 def _placed(state: OptState, like: OptState) -> OptState:
-    """Return a state whose buffers lie as those of `like`."""
+    """Return a state whose buffers and padded arrays lie as those of `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
-        if not is_packed(like):
+        if not is_stored(like):
             return node
         return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
 
-    return jax.tree.map(place, like, state, is_leaf=is_packed)
+    return jax.tree.map(place, like, state, is_leaf=is_stored)
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:

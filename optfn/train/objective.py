@@ -19,13 +19,15 @@ from optfn.checks import shown
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.packed import unpack, unpacked
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, Leaf, LossFn, Params, PyTree, Updates
+from optfn.leaves.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.mesh import Axes, restricted
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
 from optfn.parallel.parts import mean_gradients, whole
+from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
+from optfn.train.loss_scale import check_unscaled, scaled
 
 
 class Values(NamedTuple):
@@ -173,24 +175,24 @@ def of_loss(
             returned = loss_fn(whole_params, *form.arguments(model_state, *others))
         return form.values("loss_fn", returned, model_state)
 
-    def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        loss, *rest = value(*arguments)
-        return loss, tuple(rest)
+    def loss_and_values(*arguments: Any) -> tuple[jax.Array, Values]:
+        values = value(*arguments)
+        return scaled(values.loss), values
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
         differentiated = sparse.value_and_grad(
-            loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
+            loss_and_values, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
-        function = loss_and_rest if transform is None else transform(loss_and_rest)
+        function = loss_and_values if transform is None else transform(loss_and_values)
         differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad(*arguments: Any) -> tuple[Values, Updates]:
-        (loss, rest), grads = differentiated(*arguments)
-        return Values(loss, *rest), grads
+        (_, values), grads = differentiated(*arguments)
+        return values, grads
 
     if owners is not None:  # the loss alone would look up a worker's part as if it were the table
         return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
@@ -206,6 +208,7 @@ def of_value_and_grad(
     """
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
+        check_unscaled("value_and_grad")
         with seen(params) as whole_params:
             result = function(whole_params, *form.arguments(model_state, batch))
         if not (isinstance(result, tuple | list) and len(result) == 2):
@@ -247,6 +250,19 @@ def of_packed(objective: Objective) -> Objective:
     return Objective(value, unpacked(objective.value_and_grad))
 
 
+def of_sharded_tables(objective: Objective) -> Objective:
+    """Return the objective as a function of params with ShardedTables, with gradients like them."""
+
+    def value(params: Params, *others: Any) -> Values:
+        return objective.value(bare(params), *others)
+
+    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(bare(params), *others)
+        return values, dressed(params, grads)
+
+    return Objective(value, value_and_grad)
+
+
 def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
     """Return the objective of all devices of the part axes, a function of whole arrays on the mesh.
 
@@ -282,6 +298,13 @@ class _OnParts(NamedTuple):
         layout = self.layout
         specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
         objective = self._of_one(params, specs)
+        # Gradients of divided params arrive as these lie.
+        arriving = jax.tree.map(
+            lambda p, spec, of_gradient: (
+                None if not tree.is_inexact(p) else spec if layout.divisions(spec) else of_gradient
+            ),
+            params, specs, of_gradients,
+        )  # fmt: skip
 
         def on_device(
             parts: Params, model_state: PyTree, batch: Batch, *keys: Any
@@ -289,19 +312,23 @@ class _OnParts(NamedTuple):
             values, grads = objective.value_and_grad(
                 parts, model_state, batch, *self._own_keys(keys)
             )
-            grads = mean_gradients(grads, parts, specs, of_gradients, layout)
+            grads = mean_gradients(grads, parts, specs, arriving, layout)
             # No device gives back a float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return self._mean(values), grads
 
-        trained = jax.tree.map(
-            lambda p, spec: spec if tree.is_inexact(p) else None, params, of_gradients
-        )
-        out_specs = P(), self._on_devices(trained)
+        out_specs = P(), self._on_devices(arriving)
         values, grads = self._run(on_device, specs, out_specs, params, *rest)
-        return values, jax.tree.map(
-            lambda p, g: mismatch.no_gradient(jnp.shape(p)) if g is None else g, params, grads
-        )
+
+        def laid_out(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
+            if arrived is None:
+                return mismatch.no_gradient(jnp.shape(p))
+            if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
+                return g
+            g = lax.slice(g, [0] * p.ndim, p.shape)  # without padding
+            return meshes.constrained(g, layout.mesh, spec)
+
+        return values, jax.tree.map(laid_out, params, grads, arriving, of_gradients)
 
     def _of_one(self, params: Params, specs: PyTree) -> Objective:
         """Return the objective of one device, which sees whole params."""
@@ -364,4 +391,13 @@ def value_fn(
         return (tree.map_arrays(scaled, leafwise.to_dense(grads)),)
 
     loss.defvjp(forward, backward)
-    return loss
+
+    def value(
+        params: Params, axis_name: object = None, parts: object = None, row_updates: object = None
+    ) -> jax.Array:
+        # A line search refuses arguments of others in its chain that no function of it takes.
+        del axis_name, parts, row_updates
+        of_params: jax.Array = loss(params)
+        return of_params
+
+    return value

@@ -13,7 +13,7 @@ from optfn import mesh as meshes
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Updates
 from optfn.mesh import AxisName
-from optfn.parallel.layout import Kind
+from optfn.parallel.layout import Kind, Sharded
 from optfn.state.placement import num_workers
 
 # (option, the option that it needs, why)
@@ -68,6 +68,11 @@ class StepOptions:
             checks.count("compare_replicas_every", self.compare_replicas_every)
         _check_mesh(self.mesh, self.data_axis)
         _check_together(self.given())
+        if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:
+            raise ValueError(
+                "shard=sharded(..., whole=) cannot be with packed=True: a part of a buffer of "
+                "several leaves is not some whole matrices"
+            )
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""

@@ -8,6 +8,8 @@ On a mesh a per-worker buffer has the parts of N workers, each with the elements
 
 Some transforms compute over the elements of a whole buffer, such as the scales of blocks. The type
 of their state has the trait `spans_buffers`, and its per-worker buffers stay as they are.
+
+Arrays that are padded, so that devices can divide them, are cut, and padded again.
 """
 
 import itertools
@@ -24,17 +26,19 @@ from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.mesh import joined
+from optfn.state.padded import cut, is_padded, map_padded, pad_like
 from optfn.state.per_worker import PerWorker
 from optfn.state.placement import workers_of
 
 
-def holds_packed(x: PyTree) -> bool:
-    """Tell whether there is a Packed in a tree."""
-    return any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed)))
+def is_stored(x: object) -> bool:
+    """Tell whether `x` holds arrays in another form than the leaves of the tree have."""
+    return is_packed(x) or is_padded(x)
 
 
 def unpack_state(state: OptState) -> OptState:
-    """Return a state with the leaves of the tree in the place of buffers."""
+    """Return a state with the leaves of the tree in the place of buffers, without padding."""
+    state = map_padded(cut, state)
     workers = workers_of(state)
 
     def flat(node: PyTree) -> PyTree:
@@ -62,8 +66,8 @@ def pack_state(like: OptState, state: OptState) -> OptState:
     """Return a state with buffers where the state `like` has them: the inverse of `unpack_state`.
 
     Args:
-      like: a state with buffers.
-      state: a state of the tree; a Packed in it stays as it is.
+      like: a state with buffers or padding.
+      state: a state of the tree; a Packed or a Padded in it stays as it is.
     """
     workers = workers_of(like)
 
@@ -76,14 +80,20 @@ def pack_state(like: OptState, state: OptState) -> OptState:
     def convert(node: PyTree, leaves: PyTree) -> PyTree:
         is_own = isinstance(node, PerWorker) or _is_of_own_buffers(node)
         pack = of_workers if workers and is_own else _pack_one
-        return jax.tree.map(pack, node, leaves, is_leaf=is_packed)
+
+        def stored(node: PyTree, leaves: PyTree) -> PyTree:
+            if is_padded(node):
+                return leaves if is_padded(leaves) else pad_like(node, leaves)
+            return pack(node, leaves)
+
+        return jax.tree.map(stored, node, leaves, is_leaf=is_stored)
 
     return jax.tree.map(convert, like, state, is_leaf=_is_unit)
 
 
 def _is_unit(x: object) -> bool:
     """Tell whether a node of a state is converted as one."""
-    return is_packed(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
+    return is_stored(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
 
 
 def _is_of_own_buffers(x: object) -> bool:

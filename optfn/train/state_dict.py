@@ -18,12 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from optfn import checks, core
 from optfn.leaves import tree
+from optfn.leaves.modules import check_split
 from optfn.leaves.packed import unpack
-from optfn.leaves.traits import traits_of
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
+from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
+from optfn.state.padded import cut, map_padded
 from optfn.state.placement import PER_WORKER_KEY, is_per_worker
 from optfn.train.packed_state import unpack_state
 from optfn.transforms import learning_rate as rates
@@ -64,7 +66,12 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
             f"got {checks.shown(opt_state)}"
         )
-    host = unpack_state(jax.tree.map(_to_host, opt_state))
+    return named_arrays(jax.tree.map(_to_host, opt_state))
+
+
+def named_arrays(host: OptState) -> dict[str, Any]:
+    """Return `state_dict` of a state whose arrays are on the host already, without a copy."""
+    host = natural(unpack_state(jax.tree.map(_as_bits, host)))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
@@ -88,8 +95,12 @@ def _check_distinct(names: Iterable[str]) -> None:
 def _to_host(leaf: Leaf) -> Leaf:
     if checks.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
-    array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
-    return array.view(bits_of(array.dtype)) if is_foreign(array.dtype) else array
+    return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
+
+
+def _as_bits(leaf: Leaf) -> Leaf:
+    is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
+    return leaf.view(bits_of(leaf.dtype)) if is_host else leaf
 
 
 def is_foreign(dtype: DType) -> bool:
@@ -117,7 +128,7 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
     Raises:
       ValueError: there is no average, or several; the error lists them.
     """
-    parts = state_names.named_parts(opt_state, stop=is_average)
+    parts = state_names.named_parts(map_padded(cut, opt_state), stop=is_average)
     found = {part_name: part for part_name, part in parts if is_average(part)}
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
@@ -148,12 +159,17 @@ def summary(
 
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
+
+    Raises:
+      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
     """
     tx = core.check_transform("summary: tx", tx)
+    check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.flatten(params)[0]
-    kept, treatments = _bytes_by_leaf(state, names), _treatments(state, names)
+    kept = _bytes_by_leaf(state, names)
+    treatments = state_names.treated(state, lambda traits: traits.treatment, names)
     lies = [] if shard is None else _layout_columns(state, params, mesh, shard, data_axis)
     titles = ["lies", "bytes a device"] if lies else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
@@ -162,9 +178,8 @@ def summary(
             continue
         per = f"{kept[name] / p.size:.2f}" if p.size else "-"
         shape = "×".join(map(str, p.shape)) or "scalar"
-        words = treatments.get(name, []) + _attribute_words(
-            attrs.get(name, DEFAULT), p, name in without_decay
-        )
+        words = [treatments[name]] if name in treatments else []
+        words += _attribute_words(attrs.get(name, DEFAULT), p, name in without_decay)
         row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
         rows.append((*row, *(lies[i] if lies else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
@@ -191,6 +206,7 @@ def _layout_columns(
 
         return jax.tree.map(part, values, layout.place(specs))
 
+    state = jax.eval_shape(layout.stored, state, params)
     parts = on_a_device(state, layout.of_state(state, params))
     kept = _bytes_by_leaf(parts, names)
     of_params = tree.flatten(on_a_device(params, layout.of_params(params)))[0]
@@ -225,18 +241,6 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
         paths = zip(tree.names(params), selected, strict=True)
         found |= {name for leaf in paths for name, flag in zip(*leaf, strict=True) if flag}
     return found
-
-
-def _treatments(state: OptState, names: list[str]) -> dict[str, list[str]]:
-    """Return the word for each leaf of which a state with a word for them holds an array."""
-    parts = state_names.named_parts(state, stop=lambda x: bool(traits_of(x).treatment))
-    return {
-        owner: [traits_of(part).treatment]
-        for _, part in parts
-        if traits_of(part).treatment
-        for owner, _ in state_names.with_owners(named_leaves(part), names)
-        if owner is not None
-    }
 
 
 def _attribute_words(attr: ParamAttr, p: Leaf, without_decay: bool) -> list[str]:

@@ -15,18 +15,21 @@ import optax
 from jax import lax
 
 from optfn import checks, core
-from optfn.leaves import mismatch, tree
+from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Batch, OptState, PyTree
 from optfn.mesh import Axes
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import may_give_rows
+from optfn.train.loss_scale import scaling_losses
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.learning_rate import get_learning_rate
+from optfn.wrappers.loss_scale import scale_of
 from optfn.wrappers.metrics import metrics as recorded_metrics
 from optfn.wrappers.nonfinite import gave_up
+from optfn.wrappers.spikes import spike_ratios
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
 
@@ -72,7 +75,9 @@ def worker_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
-        values, grads = objective.value_and_grad(state.params, *arguments)
+        scale = scale_of(state.opt_state)
+        with scaling_losses(scale):
+            values, grads = objective.value_and_grad(state.params, *arguments)
         parts = layout.parts_of(state.params) if layout and workers else None
         grads, (loss, aux), extra = means.for_optimizer(
             grads, state.opt_state, workers, (values.loss, values.aux), parts
@@ -81,7 +86,8 @@ def worker_step(
         params, grads, loss = _barrier((state.params, grads, loss))
         # An optimizer that exchanges gradients by itself gets each worker's; `grad` is their mean.
         mean = means.mean_on_parts(grads, (), workers, parts)[0] if exchanges_itself else grads
-        extra |= {"value": loss, "grad": mean}
+        # Line searches take dense gradients; where there is none, nothing is computed.
+        extra |= {"value": loss, "grad": leafwise.to_dense(mean)}
         extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
@@ -145,6 +151,10 @@ def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
         metrics["gave_up"] = functools.reduce(jnp.logical_or, flags)
     with contextlib.suppress(ValueError):  # no rate, or several
         metrics["learning_rate"] = get_learning_rate(opt_state)
+    if (scale := scale_of(opt_state)) is not None:
+        metrics["loss_scale"] = scale
+    if ratios := spike_ratios(opt_state):
+        metrics["spike_ratio"] = functools.reduce(jnp.maximum, ratios)
     with contextlib.suppress(ValueError):  # no recorder, or several
         recorded = recorded_metrics(opt_state)
         metrics |= {name: x for name, x in recorded.items() if name != "learning_rate"}

@@ -75,7 +75,7 @@ def orthogonalized(
     return (y.mT if is_tall else y).astype(x.dtype)
 
 
-@traits(treatment="orthogonalized")
+@traits(treatment="orthogonalized", whole_matrices=True)
 class ScaleByMuonState(NamedTuple):
     """State of `scale_by_muon`: that of `scale_by_momentum`, for the matrices."""
 

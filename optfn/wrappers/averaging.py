@@ -20,7 +20,7 @@ from optfn.leaves.types import Leaf, OptState, Params, Updates
 from optfn.leaves.updates import apply_updates
 
 
-@traits(passes_rows=True, follows_params=True)
+@traits(passes_rows=True, follows_params=True, sums=(("average", "weight"),))
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
@@ -29,7 +29,11 @@ class ExponentialMovingAverageState(NamedTuple):
     average: Params
 
 
-@traits(passes_rows=True, follows_params=True)
+@traits(
+    passes_rows=True,
+    follows_params=True,
+    sums=(("sum_1", "num_accumulates"), ("sum_3", "old_num_accumulates")),
+)
 class ModelAverageState(NamedTuple):
     """State of `model_average`: 12 bytes per parameter and three counters."""
 

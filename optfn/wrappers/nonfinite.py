@@ -56,6 +56,20 @@ def _flags(structure: PyTreeDef) -> list[int]:
     return [i for x in guards if is_guard(x) for i in jax.tree.leaves(x.gave_up)]
 
 
+def unless_skipped(
+    skip: jax.Array, updates: Updates, after: OptState, before: OptState
+) -> tuple[Updates, OptState]:
+    """Return updates and the state after them; where `skip`, −0.0 and the state before."""
+
+    def update(u: Leaf) -> Leaf:
+        if isinstance(u, LeafKind):
+            return u.map(update)
+        return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
+
+    state = jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, before)
+    return tree.map_arrays(update, updates), state
+
+
 @core.named
 def skip_nonfinite(
     tx: optax.GradientTransformation,
@@ -102,19 +116,12 @@ def skip_nonfinite(
         skip = bad & (consecutive <= most)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
 
-        def skipped(u: Leaf) -> Leaf:
-            if isinstance(u, LeafKind):
-                return u.map(skipped)
-            return jnp.where(skip, -0.0, u) if jnp.issubdtype(u.dtype, jnp.inexact) else u
-
-        def keep(after: jax.Array, before: jax.Array) -> jax.Array:
-            return jnp.where(skip, before, after)
-
-        return tree.map_arrays(skipped, updates), SkipNonfiniteState(
+        updates, inner_state = unless_skipped(skip, updates, inner_state, state.inner_state)
+        return updates, SkipNonfiniteState(
             consecutive,
             jnp.where(skip, core.next_step(state.skipped), state.skipped),
             bad & ~skip,
-            jax.tree.map(keep, inner_state, state.inner_state),
+            inner_state,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

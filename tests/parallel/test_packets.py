@@ -37,7 +37,7 @@ PARAMS = {
         {"in": normal(1, LAYERS, WIDTH, 2 * WIDTH), "out": normal(2, LAYERS, 2 * WIDTH, WIDTH)}
     ),
     "scale": normal(3, WIDTH),  # too small for a packet
-    "odd": normal(4, 37, 37),  # no dimension is divisible by eight
+    "odd": normal(4, 36, 38),  # no dimension is divisible by eight, but the buffer of all leaves is
 }
 SIZE = sum(x.size for x in jax.tree.leaves(PARAMS))
 
@@ -254,6 +254,11 @@ def test_bytes_of_sharded_layers():
             lambda: sharded({"w": P("data")}, gather=Q8),
             ValueError,
             'gather and reduce are for "state" and "params"',
+        ),
+        (
+            lambda: sharded("state", whole="layers/.*", reduce=Q8),
+            ValueError,
+            'gather and reduce are for "state" and "params" without whole=',
         ),
         (lambda: sharded("params", reduce=top_k(1.0)), ValueError, "sends no fewer bytes"),
     ],

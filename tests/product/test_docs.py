@@ -1,10 +1,12 @@
 """The programs in README.md and in docs/ run, as they are printed; links and names hold."""
 
+import html
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 
 import jax
@@ -12,42 +14,14 @@ import numpy as np
 import pytest
 
 import optfn
-from docs import tables
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = {"README.md": ROOT / "README.md"}
-PAGES |= {str(p.relative_to(DOCS)): p for p in sorted(DOCS.rglob("*.md"))}
-FENCE = re.compile(r"^ *(`{3,}|~{3,})([^\n]*)\n(.*?)^ *\1 *$", re.MULTILINE | re.DOTALL)
-
-
-def fences(page: str) -> list[tuple[int, str, str]]:
-    """Return (line, language, text) of each fenced block of a page."""
-    text = PAGES[page].read_text()
-    found = FENCE.finditer(text)
-    return [(text.count("\n", 0, m.start(3)), m.group(2).strip(), m.group(3)) for m in found]
-
-
-def programs(page: str) -> list[tuple[int, str]]:
-    return [(line, text) for line, language, text in fences(page) if language == "python"]
-
-
-def run(page: str) -> list[dict]:
-    """Run the programs of a page one after the other; return the names there are after each.
-
-    A program goes on from those above it. Errors and warnings stand at the page's own lines.
-    """
-    names, after = {"__name__": page}, []
-    for line, text in programs(page):
-        exec(compile("\n" * line + text, PAGES[page], "exec"), names)
-        after.append(dict(names))
-    return after
+from docs import crosslinks, equations, tables
+from docs.programs import DOCS, FENCE, PAGES, ROOT, agree, fences, programs, run
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_fences_say_what_they_are(page):
     """No program hides under another name, or in a fence that does not end."""
-    assert {language for _, language, _ in fences(page)} <= {"python", "sh", "text"}
+    assert {language for _, language, _ in fences(page)} <= {"python", "output", "sh", "text"}
     marks = re.findall(r"^ *(?:```|~~~)", PAGES[page].read_text(), re.MULTILINE)
     assert len(marks) == 2 * len(fences(page))
 
@@ -63,7 +37,7 @@ def trains_on_all_devices(capsys, *after: dict) -> None:
     for names in trained:
         assert names["mesh"].size == len(jax.devices()) == 8
         assert any(np.any(x) for x in jax.tree.leaves(names["state"]))
-    exchanging = next(names for names in after if "exchange" in names)
+    exchanging = next(names for names in after if "choice" in names)
     assert set(exchanging["state"].opt_state[0].residual["layers"]) == {"w"}
     assert "sparse_loco" in simulated
 
@@ -84,10 +58,27 @@ CHECKS |= dict.fromkeys(
 
 @pytest.mark.parametrize("page", [page for page in PAGES if programs(page)])
 def test_programs_run(page, capsys, tmp_path, monkeypatch):
+    """Without an error, and to the output that stands below: `make outputs` writes it anew."""
     monkeypatch.chdir(tmp_path)  # programs may write files
-    after = run(page)
+    after = []
+    for program, (names, printed) in zip(programs(page), run(page), strict=True):
+        after.append(names)
+        if program.output:
+            assert agree(printed, program.output), f"{page}:{program.line} prints\n{printed}"
     if page in CHECKS:
         CHECKS[page](capsys, *after)
+
+
+def test_outputs_agree_up_to_rounding():
+    shown = "loss 0.17, 1.2e-5 and 3 layers\nname   bytes\n-------------\nw      1,024\n"
+    assert agree("loss 0.18, 1.22e-5 and 3 layers\nname    bytes\n-----\nw       1,024", shown)
+    assert not agree(shown.replace("0.17", "0.27"), shown)
+    assert not agree(shown.replace("1.2e-5", "1.2e-4"), shown)
+    assert not agree(shown.replace("3 layers", "4 layers"), shown)
+    assert not agree(shown.replace("1,024", "1,025"), shown)
+    assert not agree(shown.replace("layers", "blocks"), shown)
+    assert not agree(shown + "another line", shown)
+    assert not agree("", shown)
 
 
 def test_checked_pages_have_programs():
@@ -167,6 +158,54 @@ def test_the_reference_has_every_public_name_once():
     pages = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
     listed = re.findall(r"^::: (\S+)$", tables.expanded(pages), re.MULTILINE)
     assert sorted(listed) == sorted(names)
+
+
+@pytest.mark.parametrize("name", tables.named("optfn.optimizers"))
+def test_typeset_equations_have_every_sign_of_the_docstring(name):
+    factory = getattr(optfn, name)
+    text = next(x for x in tables.paragraphs(factory) if x.startswith("    "))
+    drawn = equations.block(text).partition("<annotation")[0]
+    found = unicodedata.normalize("NFKC", html.unescape(re.sub(r"<[^>]*>", "", drawn)))
+    source = unicodedata.normalize("NFKC", text.replace("'", "′").replace("\u0302", "^"))
+    unseen = r"[\s/√·;_`()]|\^(?=\()"  # drawn as bars, roots and gaps; around what a bar separates
+    assert re.sub(unseen, "", found) == re.sub(unseen, "", source)
+
+
+def test_what_is_no_equation_stays_code():
+    assert equations.block("    tx = optfn.adam(1e-3)[0]") is None
+    assert equations.inline("the [first]") is None
+
+
+def test_names_and_papers_become_links():
+    text = """See `adam`, `optfn.minimize(loss_fn)` and arXiv 1412.6980.
+
+# `adam`
+
+    `adam`
+
+[`adam`](tour.md), optax's `adam`, `history`, and `Table`
+
+```python
+`adam`
+```
+"""
+    links = {
+        "See `adam`": "See [`adam`][optfn.adam]",
+        "`optfn.minimize(loss_fn)`": "[`optfn.minimize(loss_fn)`][optfn.minimize]",
+        "arXiv 1412.6980": "[arXiv 1412.6980](https://arxiv.org/abs/1412.6980)",
+        "and `Table`": "and [`Table`][optfn.sparse.Table]",
+    }
+    expected = text
+    for before, after in links.items():
+        expected = expected.replace(before, after)
+    assert crosslinks.linked(text) == expected
+
+
+def test_link_texts_are_names_and_not_files():
+    for page in PAGES:
+        path = PAGES[page]
+        texts = re.findall(r"\[([^\]\n]*)\]\(", FENCE.sub("", path.read_text()))
+        assert not [text for text in texts if text.endswith(".md")], page
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")

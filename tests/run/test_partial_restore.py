@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optfn
-from optfn.run import sharded_checkpoint
+from optfn.run import background
 
 PARAMS = {"body": {"w": jnp.arange(6.0).reshape(3, 2)}, "head": jnp.ones(2)}
 BOTH_KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
@@ -26,7 +26,7 @@ def trained(tx, directory, *, sharded=False, params=PARAMS, steps=3):
     for _ in range(steps):
         state, _ = step(state, jnp.eye(3))
     optfn.save_checkpoint(directory, state, {"loss": np.ones(steps)}, sharded=sharded)
-    sharded_checkpoint.wait()
+    background.wait()
     return state
 
 
@@ -162,3 +162,51 @@ def test_params_of_the_newest_intact_checkpoint(tmp_path):
     (tmp_path / "step_000000009.npz").write_bytes(b"half")
     with pytest.warns(UserWarning, match="step_000000009"):
         equal(optfn.load_params(tmp_path, PARAMS), saved.params)
+
+
+AVERAGES = {
+    "exponential_moving_average": lambda: optfn.exponential_moving_average(0.9),
+    "model_average": lambda: optfn.model_average(1.0, min_average_window=3, max_average_window=3),
+}
+
+
+@pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
+def test_the_average_of_a_new_leaf_begins_at_its_parameter(average, tmp_path):
+    """It goes on as if the leaf had been there, at that value, from the first step on."""
+
+    def loss_fn(params, x):
+        return sum(jnp.mean((x @ w - 1.0) ** 2) for w in params.values())
+
+    x = np.random.default_rng(0).normal(size=(14, 4, 3)).astype(np.float32)
+    tx = optfn.chain(optfn.sgd(0.1), average())
+    step = optfn.make_train_step(loss_fn, tx)
+    start = {"old": jnp.ones(3)}
+    before, _ = optfn.fit(step, step.init(start), x[:8], progress=False, checkpoint=tmp_path)
+    head = jnp.array([5.0, 6.0, 7.0])
+    template = step.init(start | {"new": head})
+    with pytest.warns(UserWarning, match="new, as in the template"):
+        state, _ = optfn.restore_checkpoint(tmp_path, template, strict=False)
+    averaged = optfn.averaged_params(state.opt_state, state.params)
+    np.testing.assert_allclose(averaged["new"], head, rtol=1e-6)
+    want = optfn.averaged_params(before.opt_state, before.params)
+    np.testing.assert_array_equal(averaged["old"], want["old"])
+    frozen = {"new": optfn.ParamAttr(trainable=False)}
+    held = optfn.make_train_step(
+        loss_fn, optfn.chain(optfn.sgd(0.1, param_attrs=frozen), average())
+    )
+    whole, _ = optfn.fit(held, held.init(start | {"new": head}), x[:8], progress=False)
+    for batch in x[8:]:
+        state, _ = step(state, batch)
+        whole, _ = step(whole, batch)
+        got, want = (optfn.averaged_params(s.opt_state, s.params) for s in (state, whole))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_an_average_that_is_new_without_params_is_said_to_begin_at_zero():
+    tx = optfn.exponential_moving_average(0.9)
+    params = {"old": jnp.ones(3)}
+    _, state = tx.update(params, tx.init(params), params)
+    template = tx.init(params | {"new": jnp.ones(2)})
+    with pytest.warns(UserWarning) as caught:
+        optfn.load_state_dict(template, optfn.state_dict(state), strict=False)
+    assert any("average/new' are new and begin at zero" in str(w.message) for w in caught)

@@ -161,3 +161,23 @@ def test_lazy_is_not_mentioned_where_rows_may_come_or_where_nothing_is_asked():
     first_state(tx, {"t": jnp.ones(4)})  # no table
     first_state(optfn.ftrl(0.1))  # lazy by default
     first_state(optfn.adam(0.1, lazy=False))
+
+
+def planned(params):
+    return optfn.distributed.plan_memory(TX, params, optfn.distributed.data_mesh())
+
+
+@pytest.mark.parametrize("look", [lambda params: optfn.summary(TX, params), planned])
+def test_summary_and_plan_refuse_what_the_step_refuses(look):
+    """And take what it takes, also as shapes."""
+    variables = LinenNet().init(jax.random.key(0), X[0])
+    models = (NnxNet(), variables, eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0)))
+    lines = ("nnx.split(model, nnx.Param, ...)", 'variables["params"]', "eqx.partition(model, ")
+    for model, line in zip(models, lines, strict=True):
+        with pytest.raises(TypeError) as caught:
+            look(model)
+        assert line in str(caught.value) and line in error_of(model)
+    of_nnx = nnx.split(models[0], nnx.Param, ...)[1]
+    arrays, _ = eqx.partition(models[2], eqx.is_inexact_array)
+    for params in (of_nnx, variables["params"], arrays, nnx.Linear(3, 2, rngs=nnx.Rngs(0))):
+        assert str(look(params)) == str(look(jax.eval_shape(lambda x: x, params)))

@@ -1,0 +1,67 @@
+"""Matrices that lie whole on one device each: their leaves are divided along an axis of layers."""
+
+import jax.numpy as jnp
+
+from optfn.leaves import tree
+from optfn.leaves.types import Params
+
+
+def check_whole(whole: tree.Pattern | None, kind: object) -> tree.Pattern | None:
+    """Return the pattern `whole` of `sharded`; raise an error beside another kind than it needs."""
+    if whole is not None and kind not in ("state", "params"):
+        raise ValueError(
+            'sharded: whole needs the kind "state" or "params", which divides leaves by itself; '
+            f"got {kind!r}. A PartitionSpec that divides the axis of layers alone, as P('data') "
+            "does, keeps matrices whole"
+        )
+    return tree.check_pattern("sharded: whole", whole)
+
+
+def axes_of_layers(
+    whole: tree.Pattern | None, tables: tree.Pattern | None, params: Params, count: int
+) -> dict[str, int]:
+    """Return the axis of layers along which each leaf that `whole` selects is divided, by path.
+
+    It is the first that `count` divides; if there is none, the one that needs the least padding.
+
+    Args:
+      whole: the pattern of the leaves.
+      tables: the pattern of the leaves whose rows are divided.
+      params: arrays or their shapes.
+      count: the number of devices that divide a leaf.
+
+    Raises:
+      ValueError: the pattern selects a leaf that is not stacked, is no stack of matrices, or is a
+        table.
+    """
+    chosen = tree.matching(whole, params, "whole")
+    rows = tree.matching(tables, params, "tables")
+    found = {}
+    for place, x in tree.items(params):
+        path = str(place)
+        if path not in chosen or tree.is_masked(x) or not tree.is_inexact(x):
+            continue
+        shape, stacked = jnp.shape(x), tree.stacked_axes(params)[place.number]
+        if problem := _problem(shape, stacked, path in rows):
+            raise ValueError(
+                f"whole: the pattern selects leaf {path!r} of shape {shape}, {problem}"
+            )
+        found[path] = min(range(stacked), key=lambda d: -(-shape[d] // count) * count / shape[d])
+    return found
+
+
+def _problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
+    """Return the reason why a leaf cannot be divided by layers, or ""."""
+    if is_table:
+        return "a table, whose rows are divided"
+    if not stacked:
+        return (
+            "which is not stacked: put layers of equal shape into an optfn.Stacked, whose leaves "
+            "have an axis in front that counts them"
+        )
+    if len(shape) - stacked < 2:
+        return (
+            f"which has {len(shape) - stacked} axes beside the {stacked} stacked, where a matrix "
+            "has two; leave vectors to the other rule"
+        )
+    return ""

@@ -1,0 +1,89 @@
+"""Where an iterator of batches stands, in the checkpoint of a run: a resume reads no old batch."""
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from optfn import checks
+from optfn.parallel import processes
+
+# The name of the entry of a checkpoint, among the arrays of the history.
+BATCHES = "batches"
+
+
+@runtime_checkable
+class StatefulIterator(Protocol):
+    """An iterator of batches that says where it stands, and goes on from there: one of grain."""
+
+    def get_state(self) -> object:
+        """Return the state, bytes or a tree of the types of JSON."""
+
+    def set_state(self, state: object) -> None:
+        """Go on from a state."""
+
+
+class Position(NamedTuple):
+    """Where the batches of a run stand.
+
+    epoch: the number of the pass, from 1.
+    state: that of its iterator.
+    """
+
+    epoch: int
+    state: object
+
+
+def encoded(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]:
+    """Return the entry of a checkpoint; none where no process has a position.
+
+    Args:
+      position: that of this process.
+      is_shared: whether all processes call this; the entry then has the positions of all.
+    """
+    own = "" if position is None else _text(position)
+    texts = processes.gather_texts(own) if is_shared else [own]
+    if not any(texts):
+        return {}
+    content = "[" + ", ".join(text or "null" for text in texts) + "]"
+    return {BATCHES: np.frombuffer(content.encode(), np.uint8)}
+
+
+def decoded(history: Mapping[str, np.ndarray]) -> Position | None:
+    """Return the position of this process in what `encoded` gave, None where there is none.
+
+    A run on another number of processes has a position if it was the same in all.
+    """
+    if BATCHES not in history:
+        return None
+    found = json.loads(np.asarray(history[BATCHES]).tobytes())
+    is_same = all(one == found[0] for one in found)
+    if len(found) != jax.process_count() and not is_same:
+        return None
+    one = found[0] if is_same else found[jax.process_index()]
+    if one is None:
+        return None
+    state = base64.b64decode(one["bytes"]) if "bytes" in one else one["state"]
+    return Position(one["epoch"], state)
+
+
+def _text(position: Position) -> str:
+    """Return a position as JSON; "" with a warning where the state is neither bytes nor JSON."""
+    epoch, state = position
+    if isinstance(state, bytes):
+        return json.dumps({"epoch": epoch, "bytes": base64.b64encode(state).decode()})
+    try:
+        text = json.dumps({"epoch": epoch, "state": state})
+        if json.loads(text)["state"] == state:
+            return text
+    except (TypeError, ValueError):  # a type that JSON does not have, a circle
+        pass
+    checks.warn(
+        "the checkpoint is saved without the state of the iterator of batches, so that a run that "
+        "resumes passes over the batches used before: get_state must give bytes or what JSON gives "
+        f"back unchanged; got {checks.shown(state)}"
+    )
+    return ""

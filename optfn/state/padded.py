@@ -1,0 +1,80 @@
+"""Arrays of a state that are longer than their parameter, so that devices can divide them.
+
+They lie so between steps on a mesh. The update, `state_dict` and checkpoints see them cut.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn import checks
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, PyTree
+from optfn.mesh import axes
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """The axis of an array that is padded, and its length without padding."""
+
+    axis: int
+    size: int
+
+
+@traits(transparent=True)
+class Padded(NamedTuple):
+    """An array with zeros at the end of one axis. It adds no word to the names of `state_dict`."""
+
+    array: Leaf
+    length: Length
+
+
+def is_padded(x: object) -> TypeGuard[Padded]:
+    """Tell whether `x` is a Padded."""
+    return isinstance(x, Padded)
+
+
+def pad(x: Leaf, axis: int, size: int) -> Leaf:
+    """Return an array with zeros at the end of an axis, which then has this size."""
+    widths = [(0, size - n if d == axis else 0) for d, n in enumerate(x.shape)]
+    return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
+
+
+def pad_like(padded: Padded, x: Leaf) -> Padded:
+    """Return an array with the padding of another."""
+    axis = padded.length.axis
+    return padded._replace(array=pad(x, axis, padded.array.shape[axis]))
+
+
+def cut(padded: Padded) -> Leaf:
+    """Return an array without its padding."""
+    x, (axis, size) = padded.array, dataclasses.astuple(padded.length)
+    if isinstance(x, np.ndarray):
+        return x[(slice(None),) * axis + (slice(size),)]
+    lies = None if checks.is_traced(x) else x.sharding
+    if not isinstance(lies, NamedSharding):
+        return lax.slice_in_dim(x, 0, size, axis=axis)
+    # An array of JAX is divided evenly: along another axis, where one fits.
+    names = axes(lies.spec[axis]) if axis < len(lies.spec) else ()
+    count = math.prod(lies.mesh.shape[name] for name in names)
+    fitting = [d for d, n in enumerate(x.shape) if d != axis and n % count == 0]
+    spec = P(*[None] * fitting[0], names) if fitting and names else P()
+    cutting = jax.jit(
+        lambda x: lax.slice_in_dim(x, 0, size, axis=axis),
+        out_shardings=NamedSharding(lies.mesh, spec),
+    )
+    return cutting(x)
+
+
+def map_padded(fn: Callable[[Padded], Leaf], state: PyTree) -> PyTree:
+    """Map a function over the padded arrays of a state; others stay as they are."""
+    return jax.tree.map(lambda x: fn(x) if is_padded(x) else x, state, is_leaf=is_padded)

@@ -1,0 +1,39 @@
+"""The factor of the loss in the gradient of a step, for optimizers with `dynamic_loss_scale`."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import jax
+
+from optfn.leaves import numerics
+
+_factor: ContextVar[jax.Array | None] = ContextVar("factor", default=None)
+
+
+@contextlib.contextmanager
+def scaling_losses(factor: jax.Array | None) -> Iterator[None]:
+    """Let the losses that are differentiated within have a factor; None for none."""
+    token = _factor.set(factor)
+    try:
+        yield
+    finally:
+        _factor.reset(token)
+
+
+def scaled(loss: jax.Array) -> jax.Array:
+    """Return a loss, in float32 or wider, with the factor of `scaling_losses`."""
+    factor = _factor.get()
+    if factor is None:
+        return loss
+    wide = loss.astype(numerics.accumulator_dtype(loss.dtype))
+    return wide * factor.astype(wide.dtype)
+
+
+def check_unscaled(name: str) -> None:
+    """Raise a ValueError within `scaling_losses`, where gradients come without a loss."""
+    if _factor.get() is not None:
+        raise ValueError(
+            f"dynamic_loss_scale needs loss_fn, which the step differentiates; {name} gives "
+            "gradients of its own: multiply the loss there by a constant, and divide by it in tx"
+        )

@@ -1,0 +1,148 @@
+"""A scale of the loss that follows the range of float16, as torch.amp.GradScaler."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optfn import checks, core
+from optfn.checks import Number
+from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn.mesh import AxisName
+from optfn.state.per_worker import nodes_of
+from optfn.wrappers.nonfinite import skip_nonfinite
+
+
+@traits(passes_own_gradients=True, passes_rows=True)
+class DynamicLossScaleState(NamedTuple):
+    """State of `dynamic_loss_scale`: the scale, a counter, and the state of the guard."""
+
+    scale: jax.Array
+    good_steps: jax.Array
+    inner_state: OptState
+
+
+@core.named
+def dynamic_loss_scale(
+    tx: optax.GradientTransformation,
+    *,
+    initial_scale: Number = 2.0**16,
+    growth_factor: Number = 2.0,
+    backoff_factor: Number = 0.5,
+    growth_interval: int = 2000,
+    max_consecutive: int = 50,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Scale the loss, so that gradients in float16 do not underflow, and undo it for `tx`.
+
+        bad = any gradient of scale·loss is NaN or infinite, on any worker
+        u, state = (−0.0, state) if bad else tx(g/scale, state)
+        good_steps = 0 if bad else good_steps + 1
+        if bad: scale = scale·backoff_factor
+        if good_steps = growth_interval: scale = scale·growth_factor;  good_steps = 0
+
+    `make_train_step` and `minimize` find the scale in the state, multiply the loss by it before
+    they differentiate, and report the loss without it. In a loop of your own, multiply the loss by
+    `loss_scale(opt_state)`. Everything that reads gradients, such as a clip or `record_metrics`,
+    goes inside; only `accumulate` may go around it too. g/scale is float32 or wider. A scale that
+    would overflow stays.
+
+    Args:
+      tx: an optimizer of optfn or optax. Bad gradients are skipped by `skip_nonfinite` around it.
+      initial_scale: the first scale, above 0.
+      growth_factor: above 1.
+      backoff_factor: in (0, 1).
+      growth_interval: how many good gradients in a row make the scale larger, ≥ 1.
+      max_consecutive: as of `skip_nonfinite`.
+      axis_name: as of `skip_nonfinite`.
+
+    State: scale (float32), good_steps (int32), and the state of `skip_nonfinite(tx)`.
+
+    Source: torch.amp.GradScaler; Micikevicius et al. 2018, arXiv 1710.03740, §3.2.
+    """
+    first = checks.positive("initial_scale", initial_scale)
+    growth = checks.number("growth_factor", growth_factor, low=1.0, low_open=True)
+    backoff = checks.number(
+        "backoff_factor", backoff_factor, low=0.0, high=1.0, low_open=True, high_open=True
+    )
+    interval = checks.count("growth_interval", growth_interval)
+    core.check_transform("dynamic_loss_scale: tx", tx)
+    guard = skip_nonfinite(tx, max_consecutive=max_consecutive, axis_name=axis_name)
+
+    def init(params: Params) -> DynamicLossScaleState:
+        scale = jnp.asarray(first, jnp.float32)
+        return DynamicLossScaleState(scale, core.first_step(), guard.init(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        core.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
+        if "grad" in extra:
+            extra["grad"] = _divided(extra["grad"], state.scale)
+        like = updates if params is None else None
+        unscaled = _divided(updates, state.scale)
+        updates, guarded = guard.update(unscaled, state.inner_state, params, **extra)
+        if like is not None:
+            updates = tree.map(_in_dtype_of, like, updates)
+        bad = guarded.consecutive > 0
+        good_steps = jnp.where(bad, 0, core.next_step(state.good_steps))
+        grows = good_steps == interval
+        larger = state.scale * growth
+        larger = jnp.where(jnp.isfinite(larger), larger, state.scale)
+        scale = jnp.where(grows, larger, state.scale)
+        scale = jnp.where(bad, state.scale * backoff, scale)
+        return updates, DynamicLossScaleState(scale, jnp.where(grows, 0, good_steps), guarded)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _divided(grads: Updates, scale: jax.Array) -> Updates:
+    """Return gradients divided by the scale, in float32 or wider."""
+
+    def divided(g: Leaf) -> Leaf:
+        if isinstance(g, LeafKind):
+            return g.map(divided)
+        if not tree.is_inexact(g):
+            return g
+        wide = leafwise.cast(g, numerics.accumulator_dtype(g.dtype))
+        return wide / numerics.scalar(scale, wide)
+
+    return tree.map(divided, grads)
+
+
+def _in_dtype_of(like: Leaf, u: Leaf) -> Leaf:
+    return leafwise.cast(u, like.dtype) if tree.is_inexact(like) else u
+
+
+def loss_scale(opt_state: OptState) -> jax.Array:
+    """Return the factor of the loss whose gradients an optimizer wants, a float32 scalar.
+
+    Args:
+      opt_state: the state of the optimizer; without `dynamic_loss_scale` in it the factor is 1.
+
+    Raises:
+      ValueError: there are several `dynamic_loss_scale` in it.
+    """
+    scale = scale_of(opt_state)
+    return jnp.ones((), jnp.float32) if scale is None else scale
+
+
+def scale_of(opt_state: OptState) -> jax.Array | None:
+    """Return the scale in a state, None where there is none.
+
+    Raises:
+      ValueError: there are several, or one for each worker.
+    """
+    found = nodes_of(DynamicLossScaleState, opt_state)
+    if not found:
+        return None
+    scale: jax.Array = jax.tree.leaves(found[0].scale)[0]
+    if len(found) > 1 or nodes_of(DynamicLossScaleState, found[0].inner_state) or scale.ndim:
+        raise ValueError(
+            "the state holds several scales of dynamic_loss_scale, and a loss has one factor: put "
+            "it around all other transforms"
+        )
+    return scale

@@ -1,0 +1,112 @@
+"""A guard that skips an update much longer than the updates before it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optfn import checks, core
+from optfn.checks import Number
+from optfn.leaves import leafwise
+from optfn.leaves.traits import traits
+from optfn.leaves.types import OptState, Params, Updates
+from optfn.mesh import AxisName, check_axis, check_names, joined
+from optfn.state.per_worker import nodes_of
+from optfn.wrappers.nonfinite import unless_skipped
+
+
+@traits(
+    passes_own_gradients=True,
+    passes_rows=True,
+    skipped="skipped",
+    reports=("consecutive", "skipped", "ratio", "norms"),
+)
+class SkipSpikesState(NamedTuple):
+    """State of `skip_spikes`: two counters, the last ratio, the last norms, and the inner state."""
+
+    consecutive: jax.Array
+    skipped: jax.Array
+    ratio: jax.Array
+    norms: jax.Array
+    inner_state: OptState
+
+
+@core.named
+def skip_spikes(
+    tx: optax.GradientTransformation,
+    factor: Number = 10.0,
+    *,
+    window: int = 100,
+    max_consecutive: int = 10,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Skip an update, and keep the state, where its norm is far above that of the updates before.
+
+        n = ‖tx(g)‖                        the L2 norm over all parameters
+        m = median of the last `window` norms of updates that were made
+        spike = n > factor·m
+        consecutive = consecutive + 1 if spike else 0
+        skip = spike and consecutive ≤ max_consecutive
+        u, state = (−0.0, state) if skip else tx(g, state)
+
+    Norms before the first update count as infinite, so that none is a spike until more than half of
+    the window is filled. After `max_consecutive` spikes in a row
+    the following ones pass, and become the norm. Norms that are zero, as between the steps of
+    `accumulate`, or not finite are not among the last; put `skip_nonfinite` around this guard to
+    skip the latter from the first step on.
+
+    Args:
+      tx: an optimizer of optfn or optax.
+      factor: above 1.
+      window: of how many norms the median is taken, ≥ 1.
+      max_consecutive: how many spikes in a row are skipped, ≥ 0; with 0 the ratio n/m is only
+        recorded.
+      axis_name: the mesh axes over whose workers the squares of the norms are averaged, where each
+        has its own update; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
+        its own axes.
+
+    The metrics of a training step have "spike_ratio", n/m.
+
+    State: consecutive and skipped (int32), ratio and norms (float32), 12 + 4·window bytes, and the
+    state of `tx`.
+    """
+    times = checks.number("factor", factor, low=1.0, low_open=True)
+    length = checks.count("window", window)
+    most = checks.count("max_consecutive", max_consecutive, low=0)
+    check_names("skip_spikes: axis_name", axis_name, optional=True)
+    inner = core.check_transform("skip_spikes: tx", tx)
+
+    def init(params: Params) -> SkipSpikesState:
+        zero, norms = core.first_step, jnp.full(length, np.inf, jnp.float32)
+        ratio = jnp.zeros((), jnp.float32)
+        return SkipSpikesState(zero(), zero(), ratio, norms, inner.init(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        core.check_state("skip_spikes", state, SkipSpikesState)
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        norm = leafwise.global_norm(leafwise.inexact(updates)).astype(jnp.float32)
+        axes = joined(axis_name, extra.get("axis_name"))
+        if axes:
+            check_axis("skip_spikes", axes)
+            norm = jnp.sqrt(jax.lax.pmean(jnp.square(norm), axes))
+        in_order = jnp.sort(state.norms)
+        median = (in_order[(length - 1) // 2] + in_order[length // 2]) / 2
+        spike = norm > times * median
+        consecutive = jnp.where(spike, core.next_step(state.consecutive), 0)
+        skip = spike & (consecutive <= most)
+        counts = ~skip & jnp.isfinite(norm) & (norm > 0)
+        norms = jnp.where(counts, jnp.append(state.norms[1:], norm), state.norms)
+        updates, inner_state = unless_skipped(skip, updates, inner_state, state.inner_state)
+        skipped = jnp.where(skip, core.next_step(state.skipped), state.skipped)
+        return updates, SkipSpikesState(consecutive, skipped, norm / median, norms, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def spike_ratios(opt_state: OptState) -> list[jax.Array]:
+    """Return n/m of each `skip_spikes` in a state."""
+    return [jax.tree.leaves(x.ratio)[0] for x in nodes_of(SkipSpikesState, opt_state)]

@@ -1,0 +1,331 @@
+"""Work divided by matrix: each device keeps and updates some of the layers, whole matrices."""
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from benchmarks import wire
+from optfn.distributed import data_mesh, plan_memory, scan_layers, sharded
+
+RNG = np.random.default_rng(0)
+MATRICES = "layers/(in|out)"
+
+
+def model(layers=8, width=16):
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return (rng.normal(size=shape) / np.sqrt(shape[-2])).astype(np.float32)
+
+    return {
+        "embed": normal(32, width),
+        "layers": optfn.Stacked(
+            {
+                "in": normal(layers, width, 2 * width),
+                "out": normal(layers, 2 * width, width),
+                "b": np.zeros((layers, width), np.float32),
+            }
+        ),
+    }
+
+
+def layer(params, x):
+    return x + jnp.tanh(x @ params["in"]) @ params["out"] + params["b"]
+
+
+def scanned(params, x):
+    return jnp.mean(scan_layers(layer, params["layers"], x @ params["embed"]) ** 2)
+
+
+def gathered(params, x):
+    """The same loss, whose layers are all gathered before."""
+    x = x @ params["embed"]
+    layers = params["layers"].layers
+    return jnp.mean(jax.lax.scan(lambda x, p: (layer(p, x), None), x, layers)[0] ** 2)
+
+
+def muon(**options):
+    return optfn.muon(
+        0.02,
+        matrices=MATRICES,
+        others=optfn.adamw(1e-3),
+        weight_decay=0.1,
+        grad_clip=optfn.clip_by_global_norm(0.1),
+        **options,
+    )
+
+
+def run(step, params, batches):
+    state = step.init(params)
+    for x in batches:
+        state, _ = step(state, x)
+    return state
+
+
+def away(found, alone):
+    """Return the largest difference of two elements."""
+
+    def of(a, b):
+        return np.abs(np.asarray(a) - np.asarray(b)).max()
+
+    return max(jax.tree.leaves(jax.tree.map(of, found, alone)))
+
+
+class SoapState(NamedTuple):
+    left: Any
+    right: Any
+    m: Any
+    v: Any
+
+
+def soap(rate=0.01):
+    """A small SOAP: Adam in the bases of the eigenvectors of Σ g·gᵀ and Σ gᵀ·g, by one QR each."""
+
+    def of_matrices(fn, *trees):
+        return jax.tree.map(
+            lambda *x: jax.vmap(fn)(*x) if x[0].ndim == 3 else jnp.stack(x)[0], *trees
+        )
+
+    def init(params):
+        eyes = [of_matrices(lambda p, axis=axis: jnp.eye(p.shape[axis]), params) for axis in (0, 1)]
+        return SoapState(*eyes, *[jax.tree.map(jnp.zeros_like, params)] * 2)
+
+    def basis(q, gram):
+        return jnp.linalg.qr(0.5 * q + gram @ q)[0]
+
+    def update(updates, state, params=None):
+        left = of_matrices(lambda q, g: basis(q, g @ g.T), state.left, updates)
+        right = of_matrices(lambda q, g: basis(q, g.T @ g), state.right, updates)
+        turned = of_matrices(lambda g, a, b: a.T @ g @ b, updates, left, right)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.m, turned)
+        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g**2, state.v, turned)
+        direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + 1e-3), m, v)
+        back = of_matrices(lambda u, a, b: a @ u @ b.T, direction, left, right)
+        return jax.tree.map(lambda u: -rate * u, back), SoapState(left, right, m, v)
+
+    return optax.GradientTransformation(init, update)
+
+
+RULES = {
+    "muon": muon,
+    "muon and averages": lambda: optfn.chain(muon(), optfn.exponential_moving_average(0.9)),
+    "soap": soap,
+    "lamb": lambda: optfn.lamb(0.01, grad_clip=optfn.clip_by_global_norm(0.1)),
+    "lars": lambda: optfn.lars(0.1, 0.9, param_attrs={"embed": optfn.ParamAttr(trainable=False)}),
+}
+BATCHES = RNG.normal(size=(3, 16, 32)).astype(np.float32)
+
+
+@pytest.mark.parametrize("layers", [8, 6])
+@pytest.mark.parametrize("kind", ["state", "params"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
+    params, tx = model(layers), RULES[rule]()
+    alone = run(optfn.make_train_step(scanned, tx), params, BATCHES)
+    step = optfn.make_train_step(
+        scanned, tx, mesh=data_mesh(4), shard=sharded(kind, whole=MATRICES)
+    )
+    state = run(step, params, BATCHES)
+    assert away(state.params, alone.params) <= 1e-6 < 1e-2 < away(alone.params, params)
+    assert step.compiled._cache_size() == 1
+
+
+PADDED = sharded("state", whole=MATRICES)  # 6 layers on 4 devices are padded to 8
+
+
+def padded_run(tx, directory=None, **options):
+    """Train 6 layers by a loop that saves its state."""
+    return optfn.minimize(
+        scanned, tx, model(6), BATCHES, progress=False, checkpoint=directory, save_every=2,
+        **options,
+    )[0]  # fmt: skip
+
+
+def test_padding_is_seen_by_no_one():
+    """In names, shapes and numbers the state is that of one device."""
+    tx = optfn.chain(muon(), optfn.exponential_moving_average(0.9))
+    alone = padded_run(tx)
+    state = padded_run(tx, mesh=data_mesh(4), shard=PADDED)
+    held = [x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim == 3]
+    assert held == [8] * 4  # velocities and averages
+    want, found = optfn.state_dict(alone.opt_state), optfn.state_dict(state.opt_state)
+    assert list(found) == list(want)
+    for name, x in want.items():
+        np.testing.assert_allclose(found[name], x, atol=1e-6)
+    want = optfn.averaged_params(alone.opt_state, alone.params)
+    assert away(optfn.averaged_params(state.opt_state, state.params), want) <= 1e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"mesh": data_mesh(2), "shard": "state"}])
+def test_a_padded_state_loads_on_other_devices_and_back(options):
+    tx = muon(moment_dtype="int8")
+    padded = optfn.make_train_step(scanned, tx, mesh=data_mesh(4), shard=PADDED)
+    other = optfn.make_train_step(scanned, tx, **options)
+    state = run(padded, model(6), BATCHES)
+    saved = optfn.state_dict(state.opt_state)
+    moved = optfn.load_state_dict(other.init(model(6)).opt_state, saved)
+    back = optfn.load_state_dict(padded.init(model(6)).opt_state, optfn.state_dict(moved))
+    chex.assert_trees_all_equal(jax.device_get(back), jax.device_get(state.opt_state))
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state.opt_state), strict=True):
+        assert a.sharding == b.sharding
+
+
+@pytest.mark.parametrize("kind", ["state", "params"])
+def test_a_run_with_padding_resumes_bit_for_bit(kind, tmp_path):
+    options = {"mesh": data_mesh(4), "shard": sharded(kind, whole=MATRICES)}
+    whole = padded_run(muon(), **options)
+    padded_run(muon(), tmp_path, steps=2, **options)
+    resumed = padded_run(muon(), tmp_path, **options)
+    chex.assert_trees_all_equal(jax.device_get(resumed), jax.device_get(whole))
+    alone = optfn.make_train_step(scanned, muon())
+    loaded, _ = optfn.restore_checkpoint(tmp_path, alone.init(model(6)))
+    assert {x.shape[0] for x in jax.tree.leaves(loaded.opt_state) if x.ndim == 3} == {6}
+
+
+def linear(params, x):
+    """A loss whose gradients cost next to nothing."""
+    return sum(jnp.mean(p * x.mean()) for p in jax.tree.leaves(params))
+
+
+def compiled(tx, params, loss=linear, x=BATCHES[0], **options):
+    step = optfn.make_train_step(loss, tx, **options)
+    return step.compiled.lower(step.init(params), x).compile()
+
+
+def num_bytes(params):
+    return sum(p.nbytes for p in jax.tree.leaves(params))
+
+
+def zero_1(params, devices):
+    return 2 * (devices - 1) / devices * num_bytes(params)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["state", "params"])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_device_computes_and_sends_its_part(devices, kind):
+    params, tx = model(width=64), muon()
+    alone = compiled(tx, params).cost_analysis()["flops"]
+    options = {"mesh": data_mesh(devices), "shard": sharded(kind, whole=MATRICES)}
+    found = compiled(tx, params, **options)
+    assert found.cost_analysis()["flops"] <= 1.05 / devices * alone
+    assert wire.bytes_sent(found, devices) <= 1.01 * zero_1(params, devices)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("layers", "devices"), [(6, 4), (7, 2)])
+def test_padding_costs_no_more_than_its_share(layers, devices):
+    params, tx = model(layers, width=64), muon()
+    share = -(-layers // devices) * devices / layers
+    alone = compiled(tx, params).cost_analysis()["flops"]
+    found = compiled(tx, params, mesh=data_mesh(devices), shard=PADDED)
+    assert found.cost_analysis()["flops"] <= 1.05 * share / devices * alone
+    assert wire.bytes_sent(found, devices) <= 1.01 * share * zero_1(params, devices)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("layers", [8, 6])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("kind", ["state", "params"])
+def test_the_plan_is_what_the_compiled_step_holds_and_sends(kind, microbatches, layers):
+    params, tx, mesh = model(layers, width=64), muon(), data_mesh(4)
+    options = {"shard": sharded(kind, whole=MATRICES), "microbatches": microbatches}
+    step = optfn.make_train_step(scanned, tx, mesh=mesh, **options)
+    state = step.init(params)
+    found = step.compiled.lower(state, BATCHES[0]).compile()
+    plan = plan_memory(tx, params, mesh, **options)
+    assert plan.sent == pytest.approx(wire.bytes_sent(found, 4), rel=0.01)
+    held = [
+        sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(part))
+        for part in (state.params, state.opt_state)
+    ]
+    assert [plan.params, plan.state] == held
+    table = optfn.summary(tx, params, mesh=mesh, shard=options["shard"])
+    assert table.splitlines()[-1].endswith(f" {sum(held):,}")
+    assert plan.gathered_in_update == ()
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["state", "params"])
+def test_a_plan_says_for_which_leaves_it_is_a_lower_bound(kind):
+    params, mesh = model(width=64), data_mesh(4)
+    plan = plan_memory(muon(), params, mesh, shard=kind)
+    assert plan.gathered_in_update == ("layers/in", "layers/out")
+    found = compiled(muon(), params, scanned, mesh=mesh, shard=kind)
+    assert wire.bytes_sent(found, 4) > 3 * plan.sent
+    for tx, shard in ((muon(), None), (optfn.lamb(0.01), kind)):
+        plan = plan_memory(tx, params, mesh, shard=shard)
+        found = compiled(tx, params, scanned, mesh=mesh, shard=shard)
+        assert plan.gathered_in_update == ()
+        assert plan.sent == pytest.approx(wire.bytes_sent(found, 4), rel=0.01)
+
+
+def test_each_device_keeps_whole_matrices():
+    step = optfn.make_train_step(
+        scanned, muon(), mesh=data_mesh(4), shard=sharded("state", whole=MATRICES)
+    )
+    state = step.init(model())
+    assert state.params["layers"]["in"].sharding.is_fully_replicated
+    velocities = [
+        x for x in jax.tree.leaves(state.opt_state) if x.shape in ((8, 16, 32), (8, 32, 16))
+    ]
+    assert len(velocities) == 2
+    for x in velocities:
+        assert x.addressable_shards[0].data.shape == (2, *x.shape[1:])
+
+
+OF_LIST = {"layers": [{"in": np.ones((16, 16), np.float32)}] * 4}
+
+
+@pytest.mark.parametrize(
+    ("params", "pattern", "words"),
+    [
+        (OF_LIST, "layers/.*", "'layers/0/in' of shape .16, 16., which is not stacked.*Stacked"),
+        (None, "layers/b", "'layers/b' of shape .8, 16., which has 1 axes beside the 1 stacked"),
+        (None, "layer", "whole: the pattern 'layer' matches no leaf"),
+        (None, "embed", "'embed' of shape .32, 16., which is not stacked"),
+    ],
+)
+def test_leaves_that_are_no_stacks_of_matrices_are_named(params, pattern, words):
+    step = optfn.make_train_step(
+        scanned, optfn.lamb(0.1), mesh=data_mesh(4), shard=sharded("state", whole=pattern)
+    )
+    with pytest.raises(ValueError, match=words):
+        step.init(params or model())
+
+
+def test_whole_with_what_it_cannot_be_with():
+    with pytest.raises(ValueError, match=r'whole needs the kind "state" or "params".*got \{'):
+        sharded({"layers/in": P(None, "data")}, whole=MATRICES)
+    with pytest.raises(ValueError, match=r"whole needs the kind.*got None"):
+        sharded(None, whole=MATRICES)
+    with pytest.raises(TypeError, match="sharded: whole must be a regular expression"):
+        sharded("state", whole=3)
+    options = {"mesh": data_mesh(4), "shard": PADDED}
+    with pytest.raises(ValueError, match=r"whole=\) cannot be with packed=True"):
+        optfn.make_train_step(scanned, muon(), packed=True, **options)
+    step = optfn.make_train_step(scanned, optfn.sgd(0.1), tables="layers/in", **options)
+    with pytest.raises(ValueError, match=r"'layers/in' .* a table, whose rows are divided"):
+        step.init(model())
+
+
+def test_workers_apart_take_no_padding():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("slow", "fast"))
+    shard = sharded("state", axis="fast", whole=MATRICES)
+    options = {"mesh": mesh, "data_axis": ("slow", "fast"), "shard": shard, "local_steps": 2}
+    step = optfn.make_train_step(scanned, muon(), **options)
+    with pytest.raises(
+        ValueError, match="the 6 layers of leaf 'layers/in' must be divisible by the 4"
+    ):
+        step.init(model(6))
+    alone = optfn.make_train_step(scanned, muon(), mesh=data_mesh(2), local_steps=2)
+    state, want = run(step, model(), BATCHES), run(alone, model(), BATCHES)
+    assert away(state.params, want.params) <= 1e-6

@@ -1,0 +1,250 @@
+"""dynamic_loss_scale against torch's GradScaler, written out in NumPy; and in training steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optfn
+from optfn.distributed import data_mesh, exchange, sharded
+
+
+class GradScaler:
+    """The scale of torch.amp.GradScaler: unscale_, step and update."""
+
+    def __init__(self, scale=2.0**16, growth=2.0, backoff=0.5, interval=2000):
+        self.scale, self.tracker, self.skipped = np.float32(scale), 0, 0
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+
+    def __call__(self, grads):
+        """Return the unscaled gradients, None where the step is skipped."""
+        unscaled = [g.astype(np.float32) / self.scale for g in grads]
+        if not all(np.all(np.isfinite(g)) for g in unscaled):
+            self.scale, self.tracker = np.float32(self.scale * self.backoff), 0
+            self.skipped += 1
+            return None
+        self.tracker += 1
+        if self.tracker == self.interval:
+            with np.errstate(over="ignore"):
+                larger = np.float32(self.scale * self.growth)
+            self.scale = larger if np.isfinite(larger) else self.scale
+            self.tracker = 0
+        return unscaled
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"interval": 3},
+        {"scale": 1000.0, "growth": 1.7, "backoff": 0.3, "interval": 2},
+        {"scale": 2.0**126, "interval": 1},
+    ],
+    ids=["powers of two", "other factors", "a scale that would overflow"],
+)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_scale_and_steps_are_those_of_grad_scaler(options, dtype):
+    rng = np.random.default_rng(0)
+    names = {"scale": "initial_scale", "growth": "growth_factor", "backoff": "backoff_factor"}
+    names["interval"] = "growth_interval"
+    tx = optfn.dynamic_loss_scale(
+        optfn.momentum(0.1, 0.9), **{names[k]: x for k, x in options.items()}
+    )
+    reference = GradScaler(**options)
+    params = {"a": jnp.ones(3), "b": jnp.zeros((2, 2))}
+    want, velocity = [np.ones(3), np.zeros((2, 2))], [0.0, 0.0]
+    state, update = tx.init(params), jax.jit(tx.update)
+    bad = {0: np.inf, 1: np.nan, 6: -np.inf, 13: np.nan, 14: np.inf}
+    for i in range(25):
+        grads = [rng.normal(size=x.shape).astype(dtype) for x in want]
+        if i in bad:
+            grads[i % 2].flat[0] = bad[i]
+        updates, state = update(dict(zip("ab", grads, strict=True)), state, params)
+        params = optfn.apply_updates(params, updates)
+        unscaled = reference(grads)
+        if unscaled is not None:
+            velocity = [0.9 * v + g for v, g in zip(velocity, unscaled, strict=True)]
+            want = [p - 0.1 * v for p, v in zip(want, velocity, strict=True)]
+        assert float(state.scale) == pytest.approx(float(reference.scale), rel=1e-6)
+        assert int(state.good_steps) == reference.tracker
+        assert int(state.inner_state.skipped) == reference.skipped
+    for found, x in zip(jax.tree.leaves(params), want, strict=True):
+        np.testing.assert_allclose(found, x, rtol=1e-5, atol=1e-6)
+    assert float(optfn.loss_scale(state)) == float(state.scale)
+
+
+X = np.random.default_rng(0).normal(size=(12, 16, 3)).astype(np.float32)
+
+
+def half_loss(w, x):
+    """A loss whose gradient, without a scale, is below float16's least number, 6e-8."""
+    product = (w.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32)
+    return 1e-9 * jnp.sum(product)
+
+
+def test_small_gradients_in_float16_reach_the_optimizer():
+    """The scale begins above float16's range, falls until gradients are finite, and grows."""
+    tx = optfn.dynamic_loss_scale(optfn.sgd(1e3), initial_scale=2.0**50, growth_interval=4)
+    step = optfn.make_train_step(half_loss, tx)
+    state, want, reference = step.init(jnp.zeros(3)), np.zeros(3), GradScaler(2.0**50, interval=4)
+    scales = []
+    for x in np.concatenate([X, X])[:, :1]:
+        with np.errstate(over="ignore", invalid="ignore"):
+            cotangent = (np.float32(1e-9) * reference.scale).astype(np.float16)
+            grad = cotangent * x[0].astype(np.float16)
+        loss = 1e-9 * np.sum(want.astype(np.float16) * x.astype(np.float16), dtype=np.float32)
+        unscaled = reference([grad])
+        if unscaled is not None:
+            want = want - 1e3 * unscaled[0]
+        state, metrics = step(state, x)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-3)
+        np.testing.assert_allclose(state.params, want, rtol=1e-5)
+        assert metrics["loss_scale"] == reference.scale
+        scales.append(float(reference.scale))
+    assert 0 < np.argmin(scales) < 23 and scales[-1] < 2.0**50
+    plain = optfn.make_train_step(half_loss, optfn.sgd(1e3))
+    assert not np.any(plain(plain.init(jnp.zeros(3)), X[0])[0].params)
+
+
+def square_loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) - params["b"]) ** 2)
+
+
+PARAMS = {"w": jnp.asarray([0.3, -0.2, 0.5]), "b": jnp.asarray(0.7)}
+
+
+def run(tx, loss_fn=square_loss, params=PARAMS, batches=X, **options):
+    step = optfn.make_train_step(loss_fn, tx, **options)
+    state, losses = step.init(params), []
+    for x in batches:
+        state, metrics = step(state, x)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def scaled(tx):
+    return optfn.dynamic_loss_scale(tx, initial_scale=2.0**10, growth_interval=3)
+
+
+def on_a_mesh(**options):
+    return lambda: {"mesh": data_mesh(), **options}
+
+
+FORMS = {
+    "one device": dict,
+    "microbatches": lambda: {"microbatches": 2},
+    "packed": lambda: {"packed": True},
+    "a mesh": on_a_mesh(),
+    "sharded params": on_a_mesh(shard="params"),
+    "sharded state": on_a_mesh(shard="state"),
+    "gathered once": on_a_mesh(shard=sharded("params", gather_once=True), microbatches=2),
+    "local steps": on_a_mesh(local_steps=2),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_scale_that_is_a_power_of_two_changes_no_step(form):
+    """Loss, params and moments are those without a scale, in each kind of training step."""
+    want, losses = run(optfn.adam(0.05), **form())
+    got, found = run(scaled(optfn.adam(0.05)), **form())
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(want.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    (scale,) = [x for k, x in optfn.state_dict(got).items() if k.endswith("loss_scale/scale")]
+    np.testing.assert_array_equal(scale, 2.0**18 if "local_steps" in form() else 2.0**14)
+
+
+def test_tables_are_scaled_too():
+    params = {"table": jnp.ones((8, 3)), "b": jnp.asarray(0.1)}
+    ids = [np.array([0, 1, 1, 5]), np.array([2, 2, 7, 0])]
+
+    def loss_fn(params, ids):
+        return jnp.mean((jnp.sum(params["table"][ids], 1) - params["b"]) ** 2)
+
+    options = {"loss_fn": loss_fn, "params": params, "batches": ids, "tables": "table"}
+    want, _ = run(optfn.adam(0.1, lazy=True), **options)
+    got, _ = run(scaled(optfn.adam(0.1, lazy=True)), **options)
+    jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["means", "own gradients"])
+def test_workers_agree_on_a_bad_gradient(own):
+    """It is on one worker only; with `exchange` inside, each worker has gradients of its own."""
+    batches = X[:, :8].copy()
+    batches[2, 5] = np.inf
+    inner = optfn.chain(exchange(None), optfn.adam(0.05)) if own else optfn.adam(0.05)
+    state, _ = run(scaled(inner), batches=batches, mesh=data_mesh())
+    want, _ = run(optfn.adam(0.05), batches=np.delete(batches, 2, 0))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params, want.params
+    )
+    # Two good steps, a bad one, nine good ones.
+    assert float(optfn.loss_scale(state.opt_state)) == 2.0 ** (10 - 1 + 3)
+    assert int(state.opt_state.inner_state.skipped) == 1
+    for leaf in jax.tree.leaves((state.params, state.opt_state.scale)):
+        shards = [np.asarray(s.data) for s in leaf.addressable_shards]
+        assert len(shards) == 8
+        for shard in shards:
+            np.testing.assert_array_equal(shard, shards[0])
+
+
+def test_the_extra_arguments_are_without_the_scale():
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params | {"value": jnp.zeros(())})
+
+    def update(updates, state, params=None, *, value, grad, value_fn, **extra):
+        return updates, grad | {"value": value - value_fn(params)}
+
+    seen = optax.GradientTransformationExtraArgs(init, update)
+    state, _ = run(scaled(optax.chain(seen, optfn.sgd(0.0))), batches=X[:1])
+    found = jax.tree.leaves(state.opt_state.inner_state.inner_state[0])
+    want = jax.tree.leaves(jax.grad(square_loss)(PARAMS, X[0]) | {"value": np.zeros(())})
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_too_many_bad_gradients_end_the_run():
+    tx = optfn.dynamic_loss_scale(optfn.sgd(0.1), max_consecutive=3)
+    with pytest.raises(FloatingPointError, match="max_consecutive"):
+        run(tx, batches=np.full_like(X, np.nan))
+
+
+def test_a_loop_of_your_own_multiplies_the_loss():
+    tx, params = scaled(optfn.adam(0.05)), PARAMS
+    state = tx.init(params)
+    for x in X:
+        factor = optfn.loss_scale(state)
+        grads = jax.grad(lambda p, x=x, factor=factor: factor * square_loss(p, x))(params)
+        updates, state = tx.update(grads, state, params)
+        params = optfn.apply_updates(params, updates)
+    want = run(optfn.adam(0.05))[0].params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, want)
+    assert float(optfn.loss_scale(optfn.adam(0.1).init(params))) == 1.0
+
+
+def test_names_and_a_resume(tmp_path):
+    tx = scaled(optfn.sgd(0.1))
+    fit = {"progress": False, "checkpoint": tmp_path}
+    whole, history = optfn.minimize(square_loss, tx, PARAMS, X, progress=False)
+    optfn.minimize(square_loss, tx, PARAMS, X, steps=5, **fit)
+    state, again = optfn.minimize(square_loss, tx, PARAMS, X, **fit)
+    jax.tree.map(np.testing.assert_array_equal, state, whole)
+    want = [2.0 ** (10 + (k + 1) // 3) for k in range(12)]
+    for found in (history, again):
+        np.testing.assert_array_equal(found["loss_scale"], want)
+    names = set(optfn.state_dict(state.opt_state)) - set(
+        optfn.state_dict(optfn.sgd(0.1).init(PARAMS))
+    )
+    guard = {f"skip_nonfinite/{name}" for name in ("consecutive", "skipped", "gave_up")}
+    assert names == {"dynamic_loss_scale/scale", "dynamic_loss_scale/good_steps"} | guard
+
+
+def test_gradients_without_a_loss_and_several_scales_are_refused():
+    def value_and_grad(params, x):
+        return jax.value_and_grad(square_loss)(params, x)
+
+    with pytest.raises(ValueError, match="dynamic_loss_scale needs loss_fn"):
+        run(scaled(optfn.sgd(0.1)), None, value_and_grad=value_and_grad)
+    for tx in (scaled(scaled(optfn.sgd(0.1))), optax.chain(*[scaled(optfn.sgd(0.1))] * 2)):
+        with pytest.raises(ValueError, match="several scales"):
+            run(tx)

@@ -1,0 +1,244 @@
+"""Where an iterator of batches stands is in the checkpoint: a resume reads no old batch."""
+
+import functools
+import itertools
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optfn
+from optfn.run import position
+
+X = np.random.default_rng(0).normal(size=(12, 8, 3)).astype(np.float32)
+
+
+def loss_fn(w, batch):
+    return jnp.mean((batch @ w - 1.0) ** 2)
+
+
+STEP = optfn.make_train_step(loss_fn, optfn.adam(1e-2))
+
+
+def run(batches, directory=None, **options):
+    state = STEP.init(jnp.zeros(3))
+    return optfn.fit(STEP, state, batches, checkpoint=directory, progress=False, **options)
+
+
+class Reader:
+    """An iterator that keeps which batches it has read; `form` makes its state of a number."""
+
+    def __init__(self, read, data, form=lambda k: {"next": k}, number=lambda state: state["next"]):
+        self.read, self.data, self.form, self.number, self.next = read, data, form, number, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == len(self.data):
+            raise StopIteration
+        self.read.append(self.next)
+        self.next += 1
+        return self.data[self.next - 1]
+
+    def get_state(self):
+        return self.form(self.next)
+
+    def set_state(self, state):
+        self.next = self.number(state)
+
+
+class Dataset:
+    """Batches that can be iterated again, each time by a new Reader."""
+
+    def __init__(self, data=X, **forms):
+        self.data, self.forms, self.read = data, forms, []
+
+    def __iter__(self):
+        return Reader(self.read, self.data, **self.forms)
+
+
+FORMS = {
+    "a dict": {},
+    "a number": {"form": lambda k: k, "number": lambda state: state},
+    "bytes": {"form": lambda k: bytes([255, k]), "number": lambda state: state[1]},
+    "a nested list": {"form": lambda k: [[k], None, "é"], "number": lambda state: state[0][0]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("stop", [4, 5])
+def test_a_resume_reads_no_old_batch(form, stop, tmp_path):
+    whole, history = run(X)
+    run(Dataset(**form), tmp_path, steps=stop, save_every=2)
+    data = Dataset(**form)
+    state, again = run(data, tmp_path)
+    assert data.read == list(range(stop, 12))
+    np.testing.assert_array_equal(state.params, whole.params)
+    np.testing.assert_array_equal(again["loss"], history["loss"])
+    assert again.keys() == history.keys()
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_passes_go_on_where_they_stood(stop, tmp_path):
+    """Also between two passes, where the next batch is drawn to see whether the pass has ended."""
+    options = {"epochs": 3, "evaluate": lambda w: w[0], "evaluate_every": "epoch"}
+    whole, history = run(X[:4], **options)
+    run(Dataset(X[:4]), tmp_path, steps=stop, **options)
+    data = Dataset(X[:4])
+    state, again = run(data, tmp_path, **options)
+    assert data.read == [k % 4 for k in range(stop, 12)]
+    np.testing.assert_array_equal(state.params, whole.params)
+    for name in ("loss", "epoch"):
+        np.testing.assert_array_equal(again[name], history[name])
+    assert set(history["evaluation_step"]) <= set(again["evaluation_step"])
+
+
+def test_a_run_that_is_finished_reads_nothing_and_more_steps_go_on(tmp_path):
+    run(Dataset(X[:8]), tmp_path)
+    data = Dataset(X[:8])
+    assert int(run(data, tmp_path)[0].step) == 8
+    assert data.read == []
+    more = Dataset(X)
+    assert int(run(more, tmp_path)[0].step) == 12
+    assert more.read == [8, 9, 10, 11]
+
+
+def test_a_state_that_began_later_counts_its_own_batches(tmp_path):
+    begin, _ = run(X[:2])
+    fit = functools.partial(optfn.fit, STEP, checkpoint=tmp_path, progress=False)
+    fit(jax.tree.map(jnp.copy, begin), Dataset(X[2:]), steps=3)
+    data = Dataset(X[2:])
+    state, _ = fit(jax.tree.map(jnp.copy, begin), data, steps=7)
+    assert data.read == [3, 4, 5, 6]
+    np.testing.assert_array_equal(state.params, run(X[:9])[0].params)
+
+
+@pytest.mark.parametrize("first", [X, Dataset()], ids=["none", "a state"])
+def test_a_file_or_batches_without_a_state_pass_over_the_old_ones(first, tmp_path):
+    run(first, tmp_path, steps=4)
+    other = Dataset() if first is X else X
+    state, _ = run(other, tmp_path)
+    np.testing.assert_array_equal(state.params, run(X)[0].params)
+    if first is X:
+        assert other.read == list(range(12))
+
+
+def test_a_state_that_the_iterator_refuses_is_said_and_batches_are_passed_over(tmp_path):
+    def refuse(state):
+        raise KeyError("another dataset")
+
+    run(Dataset(), tmp_path, steps=4)
+    data = Dataset(number=refuse)
+    with pytest.warns(UserWarning, match="refuses the state in the checkpoint.*another dataset"):
+        state, _ = run(data, tmp_path)
+    assert data.read == list(range(12))
+    np.testing.assert_array_equal(state.params, run(X)[0].params)
+
+
+def test_a_state_that_is_no_json_is_said_and_left_out(tmp_path):
+    for state in (np.arange(3), (1, 2), {1: 2}, {"x": np.float32(1)}):
+        data = Dataset(form=lambda k, state=state: state, number=lambda state: 0)
+        with pytest.warns(UserWarning, match="without the state of the iterator"):
+            run(data, tmp_path, steps=1)
+        assert position.BATCHES not in np.load(tmp_path / "step_000000001.npz")
+        (tmp_path / "step_000000001.npz").unlink()
+    run(X, tmp_path, steps=4)
+
+
+def test_the_position_survives_a_save_by_hand(tmp_path):
+    run(Dataset(), tmp_path, steps=4)
+    found, history = optfn.restore_checkpoint(tmp_path, STEP.init(jnp.zeros(3)))
+    optfn.save_checkpoint(tmp_path, optfn.set_learning_rate(found, 1e-4), history)
+    data = Dataset()
+    with pytest.warns(UserWarning, match="learning rate of its checkpoint"):
+        run(data, tmp_path)
+    assert data.read == list(range(4, 12))
+    optfn.plot.losses(history)
+
+
+def test_a_directory_of_orbax_has_the_position_too(tmp_path):
+    run(Dataset(), tmp_path, steps=4)
+    found, history = optfn.restore_checkpoint(tmp_path, STEP.init(jnp.zeros(3)))
+    (tmp_path / "step_000000004.npz").unlink()
+    optfn.save_checkpoint(tmp_path, found, history, sharded=True)
+    data = Dataset()
+    run(data, tmp_path)
+    assert data.read == list(range(4, 12))
+
+
+def test_each_process_has_its_own_position(monkeypatch):
+    """Of a run on another number of processes only positions that were the same can be used."""
+
+    def among(*numbers):
+        texts = [position._text(position.Position(1, n)) for n in numbers]
+        monkeypatch.setattr(position.processes, "gather_texts", lambda own: texts)
+        return position.encoded(position.Position(1, numbers[0]), is_shared=True)
+
+    def read_in(process, count, arrays):
+        monkeypatch.setattr(position.jax, "process_index", lambda: process)
+        monkeypatch.setattr(position.jax, "process_count", lambda: count)
+        found = position.decoded(arrays)
+        return found and found.state
+
+    own, same = among(5, 7), among(6, 6)
+    assert [read_in(k, 2, own) for k in range(2)] == [5, 7]
+    assert read_in(0, 1, own) is read_in(2, 3, own) is None
+    assert [read_in(k, n, same) for k, n in ((0, 1), (1, 2), (2, 3))] == [6, 6, 6]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader"])
+def test_grain_goes_on_without_reading(kind, tmp_path):
+    """Its datasets give a dict as the state, its loaders bytes."""
+    read = []
+
+    class Source:
+        def __repr__(self):
+            return "Source()"
+
+        def __len__(self):
+            return 48
+
+        def __getitem__(self, k):
+            read.append(int(k))
+            return X[int(k) % 12, int(k) % 8]
+
+    def batches():
+        if kind == "dataset":
+            data = grain.MapDataset.source(Source()).shuffle(seed=3).batch(4)
+            return data.to_iter_dataset(grain.ReadOptions(num_threads=0))
+        sampler = grain.samplers.IndexSampler(48, shuffle=True, seed=3, num_epochs=1)
+        return grain.DataLoader(
+            data_source=Source(), sampler=sampler, operations=[grain.transforms.Batch(4)],
+            read_options=grain.ReadOptions(num_threads=0),
+        )  # fmt: skip
+
+    whole, history = run(batches())
+    order = read.copy()
+    assert len(history["loss"]) == 12 and sorted(order[:48]) == list(range(48))
+    run(batches(), tmp_path, steps=5)
+    read.clear()
+    state, again = run(batches(), tmp_path)
+    assert not {*read} & {*order[:20]}
+    np.testing.assert_array_equal(state.params, whole.params)
+    np.testing.assert_array_equal(again["loss"], history["loss"])
+
+
+def test_local_steps_read_a_batch_a_round(tmp_path):
+    mesh = optfn.distributed.data_mesh()
+    step = optfn.make_train_step(loss_fn, optfn.adam(1e-2), mesh=mesh, local_steps=2)
+    data = list(np.concatenate([X, X], axis=1)[:6])
+    fit = functools.partial(optfn.fit, checkpoint=tmp_path, progress=False)
+    fit(step, step.init(jnp.zeros(3)), Dataset(data), steps=4)
+    again = Dataset(data)
+    state, _ = fit(step, step.init(jnp.zeros(3)), again)
+    assert again.read == [2, 3, 4, 5] and int(state.step) == 12
+
+
+def test_a_generator_has_no_state_and_is_passed_over(tmp_path):
+    run(iter(X), tmp_path, steps=4)
+    seen = itertools.count()
+    run((next(seen) * 0 + x for x in X), tmp_path)
+    assert next(seen) == 12
