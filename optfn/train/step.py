@@ -437,7 +437,7 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
         owners = Owners(layout.mesh, layout.part_axes)
 
     def make(seen: Seen = contextlib.nullcontext) -> Objective:
-        once = isinstance(options.shard, Sharded) and options.shard.gather_once
+        once = isinstance(options.shard, Sharded) and options.shard.gathers_once
         if not (once or options.packed):
             return in_microbatches(of_one(seen), options.microbatches)
         whole = in_microbatches(of_one(), options.microbatches)
