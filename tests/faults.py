@@ -487,9 +487,9 @@ def elastic_worker(directory: Path) -> str:
     return elastic(directory, *plan, save_every=2)
 
 
-@fault("kill −9 of the coordinator of three: on with two", ELASTIC)
+@fault("kill −9 of the coordinator of three, which save by the clock: on with two", ELASTIC)
 def elastic_coordinator(directory: Path) -> str:
-    return elastic(directory, Stage("abc", "kill a", "step 5 "), Stage("cb"), save_every=2)
+    return elastic(directory, Stage("abc", "kill a", "step 5 "), Stage("cb"), save_seconds=0.5)
 
 
 @fault("a machine that comes late: on with three instead of two", ELASTIC)
