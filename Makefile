@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak lint bench bench-check tables outputs docs docs-serve clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak lint bench bench-check tables outputs docs docs-serve release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -66,6 +66,8 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/yamllint --strict -d '{extends: default, rules: {line-length: {max: 100}}}' examples/elastic
+	$(BIN)/shellcheck examples/elastic/*.sh .ci/release
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
@@ -90,5 +92,9 @@ $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 bench-check: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.check
 
+# dist/ is for PyPI; dist-about/ has the list of parts (SBOM) and the site of this version.
+release: $(VENV)/.release
+	VENV=$(VENV) .ci/release
+
 clean:
-	rm -rf $(VENV) $(VENV)-outside .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist site
+	rm -rf $(VENV) $(VENV)-outside .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist dist-about site

@@ -1,17 +1,19 @@
-"""What do Adam's moments in 8 and 16 bits cost, in time and in accuracy?
+"""What do moments in 8 and 16 bits cost, in time and in accuracy?
 
     python -m benchmarks.moments [--tree resnet50|gpt2|one|toy] [--rounds 9] [--steps 600]
-        [--seeds 3]
+        [--seeds 3] [--rules adam momentum lamb signs]
 
-First the update alone: time compared with float32 moments, state and temporaries in bytes a
-parameter; the floor is the time of the bytes that the rule must move, as in benchmarks.update. Then
-training with three seeds (none with `--seeds 0`): an MLP on scikit-learn's digits (held-out
-accuracy), and the demo's transformer on text (held-out bits per byte).
+First the update of Adam alone: time compared with float32 moments, state and temporaries in bytes
+a parameter; the floor is the time of the bytes that the rule must move, as in benchmarks.update.
+Then training of the rules in `--rules` with three seeds (none with `--seeds 0`): an MLP on
+scikit-learn's digits (held-out accuracy), and the demo's transformer on text (held-out bits per
+byte).
 """
 
 import argparse
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -131,35 +133,75 @@ def text_bits(tx: Any, seed: int, steps: int, gradient: Gradient = None) -> floa
     )
 
 
+def signs(rate: Any, moment_dtype: str | None) -> optax.GradientTransformation:
+    """Return the rule of the signs of a momentum: Lion without its second average."""
+    return optfn.chain(
+        optfn.scale_by_momentum(0.95, moment_dtype=moment_dtype),
+        optax.scale_by_sign(),
+        optfn.scale_by_learning_rate(rate),
+    )
+
+
+# The rule for the digits, by the dtype of its moments; for the text, by the steps and the dtype.
+OfDigits = Callable[[str | None], optax.GradientTransformation]
+OfText = Callable[[int, str | None], optax.GradientTransformation]
+cosine = optfn.schedules.cosine
+RULES: dict[str, tuple[OfDigits, OfText]] = {
+    "adam": (
+        lambda d: optfn.adam(1e-3, moment_dtype=d),
+        lambda n, d: optfn.adamw(cosine(6e-3, 1, n), 0.9, 0.99, moment_dtype=d),
+    ),
+    "momentum": (
+        lambda d: optfn.momentum(0.05, 0.9, moment_dtype=d),
+        lambda n, d: optfn.momentum(cosine(0.4, 1, n), 0.9, moment_dtype=d),
+    ),
+    "lamb": (
+        lambda d: optfn.lamb(0.02, moment_dtype=d),
+        lambda n, d: optfn.lamb(cosine(0.02, 1, n), moment_dtype=d),
+    ),
+    "signs": (lambda d: signs(1e-4, d), lambda n, d: signs(cosine(1e-3, 1, n), d)),
+}
+
+
 def accuracy(
-    task: str, run: Callable[[Any, int], float], make: Callable[[str | None], Any], seeds: int
+    task: str,
+    rule: str,
+    run: Callable[[Any, int], float],
+    make: Callable[[str | None], Any],
+    seeds: int,
 ) -> list[measure.Row]:
     """Return the figure of each seed for each dtype."""
     rows = []
     for dtype in DTYPES:
         figures = [run(make(dtype), seed) for seed in range(seeds)]
-        rows.append({"task": task, "moments": name_of(dtype), "figures": figures})
+        rows.append({"task": task, "rule": rule, "moments": name_of(dtype), "figures": figures})
         each = ", ".join(f"{figure:.3f}" for figure in figures)
-        print(f"| {task} | {name_of(dtype)} | {np.mean(figures):.3f} | {each} |", flush=True)
+        mean = f"{np.mean(figures):.3f}"
+        print(f"| {task} | {rule} | {name_of(dtype)} | {mean} | {each} |", flush=True)
     return rows
 
 
-def training(seeds: int, epochs: int, steps: int) -> list[measure.Row]:
+def training(rules: list[str], seeds: int, epochs: int, steps: int) -> list[measure.Row]:
     """Return the rows of both tasks, and print them."""
-    print("\n| task | moments | mean | seeds |\n|---|---|---|---|")
-    rows = accuracy(
-        "digits, % held out",
-        lambda tx, seed: digits_accuracy(tx, seed, epochs),
-        lambda dtype: optfn.adam(1e-3, moment_dtype=dtype),
-        seeds,
-    )
-    rate = optfn.schedules.cosine(6e-3, 1, steps)
-    return rows + accuracy(
-        "text, bits per byte held out",
-        lambda tx, seed: text_bits(tx, seed, steps),
-        lambda dtype: optfn.adamw(rate, 0.9, 0.99, moment_dtype=dtype),
-        seeds,
-    )
+    print("\n| task | rule | moments | mean | seeds |\n|---|---|---|---|---|")
+    rows = []
+    for rule in rules:
+        of_digits, of_text = RULES[rule]
+        rows += accuracy(
+            "digits, % held out",
+            rule,
+            lambda tx, seed: digits_accuracy(tx, seed, epochs),
+            of_digits,
+            seeds,
+        )
+        rows += accuracy(
+            "text, bits per byte held out",
+            rule,
+            lambda tx, seed: text_bits(tx, seed, steps),
+            partial(of_text, steps),
+            seeds,
+        )
+    return rows
 
 
 def main() -> None:
@@ -170,12 +212,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=["adam"])
     options = measure.parse(parser, tree="toy", rounds=1, seeds=0)
 
     def run() -> list[measure.Row]:
         rows = cost(options.tree, options.rounds)
         if options.seeds:
-            rows += training(options.seeds, options.epochs, options.steps)
+            rows += training(options.rules, options.seeds, options.epochs, options.steps)
         return rows
 
     measure.report(options, HEAD, run)

@@ -3,11 +3,11 @@
     python -m benchmarks.muon [--steps 1200] [--seeds 3] [--tune adamw muon]
 
 Held-out bits per byte of the transformer of `make demo`. Muon moves the matrices of the blocks, and
-AdamW the rest. At equal seconds Muon makes fewer steps, by the CPU time of
-a step of both, and its schedule ends with them.
+AdamW the rest. At equal seconds Muon makes fewer steps, by the CPU time of a step of both, and its
+schedule ends with them.
 
-With `--tune` the rates are compared instead, on seed 0, which the other table leaves out. Nothing
-here is part of the suite: it takes an hour.
+With `--tune` the settings in TUNING are compared instead, on seed 0, which the other table leaves
+out. None of it is part of the suite: it takes half an hour.
 """
 
 import argparse

@@ -6,8 +6,9 @@ A table that eight devices of the CPU share, `shard_tables=True`, beside the sam
 whole table on every device; lazy Adam, 4,096 ids a step, 512 of them on each device, for ids that
 are uniform, follow Zipf's law (exponent 1.05, the rows by frequency or hashed), are all the same,
 or all have one owner. Bytes are those of the compiled step, on each device: its arguments, its
-temporaries, and what it sends in a ring, the rounds of the exchange counted for the batch that is
-measured. The ideal to send is the rows that a device needs and does not keep, and their gradients.
+temporaries, and what it sends in a ring, with the rounds of the exchange, and their sizes, that a
+batch needs, the mean over 20 batches. The ideal to send is the rows that a device needs and does
+not keep, and their gradients.
 
 Eight devices share the cores, so that speed is not that of eight machines. Measured are the time
 of a step, and the CPU time of all threads as a multiple of that of the step with the whole table on
@@ -35,7 +36,7 @@ import optfn
 from benchmarks import measure, wire
 from optfn.distributed import data_mesh
 from optfn.sparse import hash_ids
-from optfn.sparse.tables import _capacity
+from optfn.sparse.tables import _sizes
 
 DEVICES = 8
 HEAD = (
@@ -56,7 +57,7 @@ IDS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] = {
     "Zipf": zipf,
     "Zipf, hashed": lambda rng, rows, count: hash_ids(zipf(rng, rows, count), rows),
     "all the same": lambda rng, rows, count: np.full(count, rows // 3),
-    "one owner": lambda rng, rows, count: rng.integers(0, rows // DEVICES, count),
+    "one owner": lambda rng, rows, count: DEVICES * rng.integers(0, rows // DEVICES, count),
 }
 
 
@@ -66,27 +67,41 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((params["table"][ids] @ params["w"] - target) ** 2)
 
 
+BATCHES = 20  # over which the bytes of each kind of ids are averaged
+
+
 class Exchange:
     """What a batch of ids asks of an exchange: `needed[k]` are the distinct ids of device k."""
 
-    def __init__(self, ids: np.ndarray, rows: int) -> None:
+    def __init__(self, ids: np.ndarray) -> None:
         self.needed = [np.unique(part) for part in np.split(ids, DEVICES)]
-        self.per_owner = rows // DEVICES
-        self.num_ids = len(ids) // DEVICES
+        self.sizes = _sizes(len(ids) // DEVICES, DEVICES)
 
-    def rounds(self) -> int:
-        """Return the rounds that the fullest owner needs."""
-        counts = [np.bincount(ids // self.per_owner).max() for ids in self.needed]
-        return int(-(-max(counts) // _capacity(self.num_ids, DEVICES)))
+    def rounds(self) -> list[int]:
+        """Return the rounds that the fullest owner needs, as numbers of their sizes."""
+        rest = max(np.bincount(ids % DEVICES).max() for ids in self.needed)
+        found = []
+        while rest > 0:
+            found.append(min(np.searchsorted(self.sizes, rest), len(self.sizes) - 1))
+            rest -= self.sizes[found[-1]]
+        return found
 
     def ideal(self, row_bytes: int) -> float:
         """Return the bytes of the rows that are elsewhere, there and back, mean over devices."""
-        foreign = [np.sum(ids // self.per_owner != k) for k, ids in enumerate(self.needed)]
+        foreign = [np.sum(ids % DEVICES != k) for k, ids in enumerate(self.needed)]
         return 2 * row_bytes * float(np.mean(foreign))
 
     def touched(self) -> int:
         """Return how many rows of the table the batch touches."""
         return len(np.unique(np.concatenate(self.needed)))
+
+
+def mean_sent(compiled: Any, exchanges: Sequence[Exchange]) -> float:
+    """Return the bytes that a device sends in a compiled step, with the rounds of each batch."""
+    once = wire.bytes_sent(compiled, DEVICES, rounds=0)
+    sizes = range(len(exchanges[0].sizes))
+    in_round = [wire.bytes_sent(compiled, DEVICES, branch=k) - once for k in sizes]
+    return once + float(np.mean([sum(in_round[k] for k in x.rounds()) for x in exchanges]))
 
 
 class Step:
@@ -130,18 +145,19 @@ def compared(
         "w": rng.standard_normal((width, 2), np.float32),
     }
     batch = ids, rng.standard_normal((count, 2), np.float32)
-    exchange = Exchange(ids, rows)
+    draws = [IDS[kind](np.random.default_rng(seed), rows, count) for seed in range(BATCHES)]
+    exchanges = [Exchange(ids) for ids in draws]
     steps = {
         "whole": Step(params, batch, shard_tables=False),
         "spread": Step(params, batch, shard_tables=True),
     }
     times = measure.interleaved({**steps, **machine.calls()}, rounds)
     cpu = dict(zip(steps, measure.cpu_seconds(list(steps.values()), rounds), strict=True))
-    floor = machine.floor(exchange.touched() * width * 4 * (2 * 3 + 1), times)
-    ideal, found = exchange.ideal(4 * width), []
+    floor = machine.floor(exchanges[0].touched() * width * 4 * (2 * 3 + 1), times)
+    ideal, found = float(np.mean([x.ideal(4 * width) for x in exchanges])), []
     for name, step in steps.items():
         memory = step.compiled.memory_analysis()
-        sent = wire.bytes_sent(step.compiled, DEVICES, exchange.rounds())
+        sent = mean_sent(step.compiled, exchanges)
         row: measure.Row = {
             "ids": kind,
             "table": name,

@@ -33,15 +33,16 @@ class Collective(NamedTuple):
     devices: tuple[int, ...]
 
 
-def bytes_sent(compiled: Any, devices: int, rounds: int = 1) -> float:
+def bytes_sent(compiled: Any, devices: int, rounds: int = 1, branch: int | None = None) -> float:
     """Return the bytes that a device sends, in rings of all devices.
 
     Args:
       compiled: a compiled program of the CPU, where collectives are not split in two.
       devices: how many there are.
       rounds: how often each loop runs whose number of iterations the compiler does not know.
+      branch: which branch runs of each choice between more than two; None counts all of them.
     """
-    return sum(FACTORS[x.kind](devices) * x.size for x in collectives(compiled, rounds))
+    return sum(FACTORS[x.kind](devices) * x.size for x in collectives(compiled, rounds, branch))
 
 
 def bytes_by_axes(compiled: Any, mesh: Mesh, rounds: int = 1) -> dict[tuple[str, ...], float]:
@@ -60,7 +61,7 @@ def bytes_by_axes(compiled: Any, mesh: Mesh, rounds: int = 1) -> dict[tuple[str,
     return dict(sent)
 
 
-def collectives(compiled: Any, rounds: int = 1) -> list[Collective]:
+def collectives(compiled: Any, rounds: int = 1, branch: int | None = None) -> list[Collective]:
     """Return the collectives of a program, each with the bytes of its results in all iterations."""
     text = compiled.as_text()
     bodies = {m[2]: m[0] for m in COMPUTATION.finditer(text)}
@@ -73,7 +74,9 @@ def collectives(compiled: Any, rounds: int = 1) -> list[Collective]:
             known = TRIPS.search(line)
             trips = (int(known[1]) if known else rounds) if " while(" in line else 1
             for names in CALLED.findall(line):
-                for called in re.findall(r"[\w.-]+", names):
+                all_called = re.findall(r"[\w.-]+", names)
+                is_choice = branch is not None and len(all_called) > 2
+                for called in all_called[branch : branch + 1] if is_choice else all_called:
                     if called in bodies:
                         yield from found_in(called, times * trips)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import pairs
+
 ROOT = Path(__file__).resolve().parents[1]
 Factory = Callable[..., Any]
 
@@ -94,6 +96,20 @@ def value(schedule: Factory) -> str:
     return " ".join(paragraphs(schedule)[0].split()).removeprefix("Return ").rstrip(".")
 
 
+def together() -> dict[str, str]:
+    """Return the rows of the features of a training step, with those that each excludes."""
+    rows = {}
+    for name, feature in pairs.FEATURES.items():
+        why = {
+            next(iter(pair - {name})): reason.why
+            for pair, reason in pairs.IMPOSSIBLE.items()
+            if name in pair
+        }
+        others = "; ".join(f"{pairs.FEATURES[k].asked}: {why[k]}" for k in why)
+        rows[feature.asked.strip("`")] = f"| {feature.asked} | {others or '–'} |"
+    return rows
+
+
 def tables() -> list[tuple[str, str, dict[str, str]]]:
     """Return for each table its page, how its head begins, and its rows by name."""
     optimizers, when = named("optfn.optimizers"), reasons()
@@ -106,6 +122,7 @@ def tables() -> list[tuple[str, str, dict[str, str]]]:
         ("README.md", "| optimizer | fluid class |", classes),
         ("docs/catalogue.md", "| optimizer | equation |", equations),
         ("docs/catalogue.md", "| schedule | value |", values),
+        ("docs/distributed.md", "| you ask for | cannot be with |", together()),
     ]
 
 

@@ -40,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 import optfn
 from examples import processes, text, transformer
 from optfn.distributed import on_each_device, pipeline_value_and_grad, plan
+from optfn.pipeline.plan import SCHEDULES
 
 STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 48
 CONFIG = transformer.Config(width=32, heads=2, hidden=64, blocks=8, length=64)
@@ -199,7 +200,7 @@ def main() -> None:
     """Print the schedule and the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--schedule", choices=("1f1b", "gpipe", "zb"), default="1f1b")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument("--dgc", action="store_true")
     processes.add_argument(parser, 1, 2, 4, 8)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))

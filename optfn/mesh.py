@@ -65,6 +65,11 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
     return names
 
 
+def bound_axes() -> set[Any]:
+    """Return the axes over which a `shard_map` encloses this place in a program."""
+    return set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def mapped(
     fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
@@ -73,7 +78,7 @@ def mapped(
     The other axes are left to the compiler. Where a `shard_map` over other axes encloses it, the
     mesh is that of the context.
     """
-    bound = set(jax.sharding.get_abstract_mesh().manual_axes)
+    bound = bound_axes()
     return jax.shard_map(
         fn,
         mesh=None if bound else mesh,
@@ -88,8 +93,7 @@ def mapped(
 def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Return an array that the compiler is told to lay out by this PartitionSpec."""
     # Inside a shard_map the mesh is that of the context.
-    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    placement = spec if is_inside else NamedSharding(mesh, spec)
+    placement = spec if bound_axes() else NamedSharding(mesh, spec)
     laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
     return laid_out
 

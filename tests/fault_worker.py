@@ -6,6 +6,8 @@ It trains a small model by `minimize`, one device a process, prints each step, a
 of its params. The other options make it the worker that something is wrong with.
 """
 
+import ctypes
+import datetime
 import hashlib
 import json
 import os
@@ -16,9 +18,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import optfn
-from optfn.distributed import data_mesh
+from optfn.distributed import data_mesh, exchange, top_k
 
 STEPS = 12
 OPTIONS = {
@@ -29,12 +32,18 @@ OPTIONS = {
     "steps": STEPS,
     "pause": 0.0,  # seconds before each batch
     "save_every": 1,
+    "save_seconds": 0.0,  # between checkpoints, instead of steps
     "slow_disk": 0.0,  # seconds for each write to the disk
     "seed": 0,  # of the params
     "examples": 8,  # in a batch
     "bad": [],  # what steps 3, 4, … have in a target of the second of two workers
     "version": None,  # of optfn
     "shard": None,  # "state": checkpoints in parts, in one directory
+    "exchange": False,  # of compressed gradients, with residuals
+    "local_steps": 1,
+    "two_level": False,  # a mesh of two machines
+    "flip": 0,  # the step after which a bit of a parameter is another one in this process
+    "agent": False,  # whether a launcher says in the environment who and where the processes are
     "clock": 0.0,  # seconds that Python's clock is ahead
     "heartbeat": 10,
     "initialization": 60,
@@ -46,8 +55,11 @@ def loss_fn(params, batch):
     return jnp.mean((hidden @ params["v"] - batch[:, 6:]) ** 2)
 
 
-def optimizer():
-    return optfn.skip_nonfinite(optfn.adamw(0.01, grad_clip=optfn.clip_by_global_norm(1.0)))
+def optimizer(exchanges=False):
+    tx = optfn.adamw(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
+    if exchanges:
+        tx = optfn.chain(exchange(top_k(0.25), min_size=1), tx)
+    return optfn.skip_nonfinite(tx)
 
 
 def params_of(seed=0):
@@ -71,10 +83,12 @@ def digest(params):
     return own.hexdigest()
 
 
-def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, **options):
+def train(
+    mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, exchange=False, **options
+):
     return optfn.minimize(
         loss_fn,
-        optimizer(),
+        optimizer(exchange),
         params_of(seed),
         batches,
         steps=steps,
@@ -85,6 +99,24 @@ def train(mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, **opti
         compare_replicas_every=None if mesh is None else 1,
         **options,
     )[0]
+
+
+def own_part(x):
+    """Return the part of an array that this process has; with local steps each has its own."""
+    return x.addressable_data(0) if isinstance(x, jax.Array) else x
+
+
+def flip_a_bit(x):
+    """Change the memory of an array in this process, as a fault of the hardware does."""
+    place = x.addressable_data(0).unsafe_buffer_pointer()
+    ctypes.c_uint8.from_address(place).value ^= 1
+
+
+def mesh_of(two_level):
+    """Return the mesh of all devices, and the names of its axes over which batches are divided."""
+    if two_level:
+        return Mesh(np.array(jax.devices()).reshape(2, -1), ("slow", "fast")), ("slow", "fast")
+    return data_mesh(), "data"
 
 
 def disturb(options):
@@ -109,9 +141,14 @@ def main():
     process, processes = options["process"], options["processes"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     disturb(options)
+    address = f"{options['address']}:{options['port']}"
+    if options["agent"]:
+        processes, process = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    print("worker", process, "of", processes, "pid", os.getpid(), flush=True)
     if processes > 1:
         jax.distributed.initialize(
-            f"{options['address']}:{options['port']}",
+            address,
             processes,
             process,
             initialization_timeout=options["initialization"],
@@ -126,18 +163,28 @@ def main():
 
     def callback(step, state, metrics):
         print("step", step, metrics["loss"], flush=True)
+        if step == options["flip"]:
+            flip_a_bit(state.params["w"])
 
+    seconds = options["save_seconds"]
+    mesh, data_axis = mesh_of(options["two_level"])
     state = train(
-        data_mesh(),
+        mesh,
         options["directory"],
         paused(),
         steps=options["steps"],
-        save_every=options["save_every"],
+        save_every=datetime.timedelta(seconds=seconds) if seconds else options["save_every"],
         seed=options["seed"],
         callback=callback,
         shard=options["shard"],
+        exchange=options["exchange"],
+        local_steps=options["local_steps"],
+        data_axis=data_axis,
     )
-    print("ended", int(state.step), digest(state.params), int(state.opt_state.skipped), flush=True)
+    names = optfn.state_dict(state.opt_state)
+    (skipped,) = (x for name, x in names.items() if name.endswith("skip_nonfinite/skipped"))
+    skipped = int(np.sum(own_part(skipped)))
+    print("ended", int(state.step), digest(state.params), skipped, flush=True)
     if processes > 1:
         jax.distributed.shutdown()
 

@@ -6,7 +6,8 @@
 and with compressors of both kinds. They write a checkpoint into DIRECTORY/ID/WORD every second
 step, and print a hash of their replica of the parameters at the end. With "dies" as well, the last
 process leaves without a word after step 4. "sharded" trains three times: with the state, the params
-and a table spread over the processes; the last lines have the parameters of each.
+and a table spread over the processes; the last lines have the parameters of each. "two_levels"
+trains with params divided over the devices of each process, which is one worker.
 """
 
 import hashlib
@@ -18,9 +19,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import data_mesh, exchange, power_sgd, rescale_residuals, top_k
+from optfn.distributed import (
+    data_mesh,
+    exchange,
+    power_sgd,
+    quantize,
+    rescale_residuals,
+    sharded,
+    top_k,
+)
 
 
 def loss_fn(params, batch):
@@ -96,6 +107,48 @@ def train_sharded(kind, directory):
     print(json.dumps({"loss": float(metrics["loss"]), "mu": mu, **params}), flush=True)
 
 
+def loss_with_nan(params, batch):
+    """The loss; of a batch with an entry above 100 one entry of the gradient is NaN."""
+    bad = jnp.any(batch > 100.0)
+    return loss_fn(params, batch) + jnp.where(bad, jnp.nan, 0.0) * params["w"][7, 3]
+
+
+def two_levels(devices):
+    """Return the losses and params of runs on two workers of so many devices each."""
+    mesh = Mesh(np.array(jax.devices()[: 2 * devices]).reshape(2, devices), ("slow", "fast"))
+    link = exchange(quantize(4, chunk=50), axis_name="slow", min_size=30)
+    adam = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(1.0))
+    runs = {
+        "local_steps": (adam, {"local_steps": 2}),
+        "outer": (adam, {"local_steps": 2, "outer": optfn.chain(link, optfn.sgd(1.0))}),
+        "exchange": (optfn.skip_nonfinite(optfn.chain(link, adam)), {}),
+    }
+    batches = np.random.default_rng(0).standard_normal((5, 16, 50)).astype(np.float32)
+    batches[3, 13] = 1000.0  # an example of the second worker
+    found = {}
+    for name, (tx, options) in runs.items():
+        step = optfn.make_train_step(
+            loss_with_nan, tx, mesh=mesh, data_axis=("slow", "fast"),
+            shard=sharded("params", axis="fast"), **options,
+        )  # fmt: skip
+        state = step.init({"w": np.zeros((20, 30), np.float32), "b": np.zeros(30, np.float32)})
+        losses, hashes = [], []
+        for batch in batches:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+            params = gathered(state.params)
+            hashes.append(hashlib.sha256(params.tobytes()).hexdigest())
+        found[name] = {"losses": losses, "hashes": hashes, "params": params.tolist()}
+    return found
+
+
+def gathered(params):
+    """Return arrays in one row of numbers, whole on every device."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(params)
+    return np.concatenate([x.addressable_data(0).ravel() for x in jax.tree.leaves(whole)])
+
+
 def restored(directory, state, processes):
     """Return what the newest checkpoint holds, for as many workers as there are now."""
     found = sorted(Path(directory).glob("step_*.npz"))
@@ -115,6 +168,8 @@ def main():
     if words == ["sharded"]:
         for kind in ("state", "params", "tables"):
             train_sharded(kind, directory)
+    if words == ["two_levels"]:
+        print(json.dumps(two_levels(jax.local_device_count())), flush=True)
     for scheme in ("dgc", "exchange"):
         if scheme in words:
             train(scheme, process, processes, steps, directory / scheme, "dies" in words)

@@ -112,7 +112,7 @@ def exchange(
     of the dense mean of the gradients. All workers get the same direction, bit for bit. With
     `error_feedback` 1 nothing is lost: sent parts and residual add up to the sum of the updates.
 
-    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes the worker's own gradient,
+    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes each worker's gradient,
     which `make_train_step` with a mesh passes to it. With `shard_map(check_vma=True)` JAX itself
     sums the gradient of replicated params: take that of
     `jax.lax.pcast(params, axis_name, to="varying")` instead.

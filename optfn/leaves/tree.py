@@ -146,8 +146,7 @@ def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stop):
         name = "/".join(key_name(key) for key in keys)
         if is_transparent(node):
-            inner, *_ = node
-            found.extend(join(name, path) for path in paths(inner, is_leaf))
+            found.extend(join(name, path) for path in paths(inside(node), is_leaf))
         elif isinstance(node, variable) and not is_masked(node):
             found.extend([name] * len(jax.tree.leaves(node, is_leaf=is_leaf)))
         else:
@@ -168,6 +167,12 @@ def array_paths(tree: PyTree) -> list[str]:
 def is_transparent(x: object) -> bool:
     """Tell whether `x` is a node that adds no word to paths: its first field is the tree."""
     return traits_of(x).transparent
+
+
+def inside(node: PyTree) -> PyTree:
+    """Return the tree in a node that adds no word to paths."""
+    children, _ = jax.tree_util.default_registry.flatten_one_level(node)
+    return next(iter(children))
 
 
 def join(*words: str) -> str:

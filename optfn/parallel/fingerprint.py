@@ -6,7 +6,7 @@ part. A single changed word always changes the sum; other changes escape with th
 2⁻⁶⁴, since there are two such sums.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -71,15 +71,25 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
 
     Arrays on the same devices go through one program. In a run of several processes all call it.
     """
+    return begin_fingerprints(leaves)()
+
+
+def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
+    """Begin to compute `fingerprints`; return a function that waits for them."""
     groups: dict[frozenset[jax.Device], list[int]] = {}
     arrays = [jnp.asarray(x) for x in leaves]
     for i, x in enumerate(arrays):
         groups.setdefault(frozenset(x.sharding.device_set), []).append(i)
     found = [(group, _fingerprints([arrays[i] for i in group])) for group in groups.values()]
-    result = np.zeros((len(arrays), 2), np.uint32)
-    for group, sums in found:
-        result[group] = np.asarray(sums.addressable_data(0))
-    return result
+    count = len(arrays)
+
+    def on_host() -> np.ndarray:
+        result = np.zeros((count, 2), np.uint32)
+        for group, sums in found:
+            result[group] = np.asarray(sums.addressable_data(0))
+        return result
+
+    return on_host
 
 
 def replicas_differ(params: Params, specs: PyTree, mesh: Mesh) -> jax.Array:

@@ -7,10 +7,12 @@ else (the training step, checkpoints, plans of memory) asks the layout:
     data axes = worker axes + part axes (params or state are divided over them)
 
 Along the worker axes each group of devices has a gradient and, where its state says so, a state of
-its own (`optfn.state.per_worker`); the devices of a group divide it among them.
+its own (`optfn.state.per_worker`); the devices of a group, those along all other axes, divide it
+among them.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -57,8 +59,9 @@ def sharded(
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
       axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
-        None: all of them. Along the others each group of devices is a worker: gradients are
-        averaged over them, or exchanged, or every `local_steps`.
+        None: all of them; of a mapping those that its PartitionSpecs name. Along the others each
+        group of devices is a worker: gradients are averaged over them, or exchanged, or every
+        `local_steps`.
       whole: the leaves of a `Stacked` that are divided along the axis of layers, so that each
         matrix lies whole on one device; a pattern of paths. For rules that treat matrices whole,
         such as `muon`: each device then updates its own matrices, and sends nothing for it.
@@ -122,6 +125,16 @@ class Layout:
         return joined(self.worker_axes, self.part_axes)
 
     @property
+    def inner_axes(self) -> Axes:
+        """The axes of the devices of one worker."""
+        return without(self.mesh.axis_names, self.worker_axes)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the devices of a worker keep parts of arrays."""
+        return bool(self.part_axes)
+
+    @property
     def num_parts(self) -> int:
         """The number of devices that share a divided leaf: the product of the part axes."""
         return num_workers(self.mesh, self.part_axes)
@@ -167,14 +180,17 @@ class Layout:
         gradient of that parameter does. Any other array, such as scales of blocks, is divided where
         the part axes divide it.
         """
-        if not self.part_axes:
+        if not self.divides:
             return specs_of(state, self.worker_axes)
 
         def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
             shape = _of_one_worker(jnp.shape(x), own, self.mesh)
-            leading = len(shape) - jnp.ndim(p)
-            if leading >= 0 and shape[leading:] == self.padded_shape(jnp.shape(p), spec):
+            padded = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(shape, padded)
+            if shape[leading:] == padded:
                 return _over_both(own, P(*[None] * leading, *spec) if any(spec) else P())
+            if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
+                return spec  # of the same layers
             is_divided = self.divisions(spec)
             return _over_both(own, self.divided(shape)) if is_divided else own
 
@@ -228,15 +244,20 @@ class Layout:
         return tuple(sizes)
 
     def stored(self, state: OptState, params: Params) -> OptState:
-        """Return a state with padding where devices could not divide it else."""
+        """Return a state with padding where devices could not divide it else.
+
+        Padded are arrays of the shape of their parameter, and others of as many layers, such as
+        preconditioners.
+        """
 
         def of_param(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
-            shape, leading = self.padded_shape(jnp.shape(p), spec), x.ndim - jnp.ndim(p)
-            if shape == jnp.shape(p) or leading < 0 or x.shape[leading:] != jnp.shape(p):
+            shape = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(x.shape, jnp.shape(p))
+            end = leading + len(spec)
+            if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
-            (axis,) = (d for d, n in enumerate(shape) if n != p.shape[d])
-            length = Length(leading + axis, p.shape[axis])
-            return Padded(pad(x, leading + axis, shape[axis]), length)
+            axis = len(spec) - 1  # that of the layers
+            return Padded(pad(x, end - 1, shape[axis]), Length(end - 1, p.shape[axis]))
 
         return self._map_state(of_param, lambda x, own: x, state, params)
 
@@ -250,15 +271,15 @@ class Layout:
         return map_padded(without_padding, state)
 
     def parts_of(self, params: Params) -> Parts | None:
-        """Return how the devices of each worker divide gradients; None where they do not."""
-        if not (self.worker_axes and self.part_axes):
+        """Return how the devices of each worker divide gradients; None where a worker is one."""
+        if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.of_gradients(params))
         return Parts(
             self.mesh,
-            self.part_axes,
+            self.inner_axes,
             {
-                str(k): restricted(spec, self.part_axes)
+                str(k): restricted(spec, self.inner_axes)
                 for k, x, spec in specs
                 if not tree.is_masked(x)
             },
@@ -331,12 +352,12 @@ class Layout:
 
         def shaped(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
             is_flat = any(own) and jnp.shape(x) == (jnp.size(p),)
-            return jnp.reshape(x, p.shape) if is_flat and self.divisions(spec) else x
+            return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
         def reshaped(params: Params) -> OptState:
             return self._map_state(shaped, lambda x, own: x, init(params), params)
 
-        return reshaped if self.worker_axes and self.part_axes else init
+        return reshaped if self.worker_axes and self.divides else init
 
 
 class Replicated(Layout):
@@ -409,6 +430,11 @@ class ShardBySpec(Layout):
 
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
 
+    @property
+    def divides(self) -> bool:
+        """Whether the devices of a worker keep parts of arrays."""
+        return True
+
     def dense_params(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf."""
         specs = super().dense_params(params)
@@ -460,27 +486,38 @@ def layout_of(
     """
     way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
     divides = shard is not None or tables is not None
+    specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
+    _check_shard(specs, mesh)
     parts = Axes(way.axis or axes(data_axis)) if divides else Axes()
+    if specs and way.axis is None and tables is None:
+        named = joined(*itertools.chain.from_iterable(specs.values()))
+        parts = Axes(name for name in parts if name in named)
     unknown = without(parts, axes(data_axis))
     if unknown:
         raise ValueError(
             f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*axes(data_axis),)}"
         )
     workers = without(data_axis, parts)
+    _check_workers_are_whole(specs, workers)
     if divides and not isinstance(mesh, AbstractMesh):
         # Along explicit axes an update of divided moments and whole params would be an error.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
         return Replicated(mesh, workers, parts, tables)
     if isinstance(way.kind, Mapping):
-        _check_shard(way.kind, mesh)
-        return ShardBySpec(mesh, workers, parts, tables, dict(way.kind))
+        return ShardBySpec(mesh, workers, parts, tables, specs)
     if way.kind not in KINDS:
         raise TypeError(
             'shard must be "state", "params" or a mapping from patterns to PartitionSpecs, or '
             f"sharded(...) of one of these; got {way.kind!r}"
         )
     return KINDS[way.kind](mesh, workers, parts, tables, way.whole)
+
+
+def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+    """Return how many axes stand before those of a shape in another that ends with it, else 0."""
+    extra = len(shape) - len(of)
+    return extra if extra > 0 and shape[extra:] == of else 0
 
 
 def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:
@@ -510,6 +547,17 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
             raise ValueError(
                 f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
                 f"{mesh.axis_names}"
+            )
+
+
+def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
+    """Raise a ValueError if a spec divides a leaf over the axes of workers."""
+    for pattern, spec in specs.items():
+        over_workers = [name for name in joined(*spec) if name in workers]
+        if over_workers:
+            raise ValueError(
+                f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, along which "
+                "devices are workers, each with whole leaves; name it in sharded(..., axis=)"
             )
 
 

@@ -66,9 +66,9 @@ def plan_memory(
     With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
     of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
     that cannot be divided by N counts whole, and goes through an all-reduce. With
-    `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in what
-    is sent for "state"; for "params" 3/N of the padded bytes are sent for them on top. Activations
-    and the batch come on top of all.
+    `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in the
+    bytes sent for "state"; for "params" 3/N of the padded bytes are sent for them on top.
+    Activations and the batch come on top of all.
 
     Args:
       tx: an optimizer, however wrapped.

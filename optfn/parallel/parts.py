@@ -215,7 +215,6 @@ def _unmarked(stacked: PyTree) -> PyTree:
     def without(x: PyTree) -> PyTree:
         if not is_mark(x):
             return x
-        inner, *_ = x
-        return _unmarked(inner)
+        return _unmarked(tree.inside(x))
 
     return jax.tree.map(without, stacked, is_leaf=is_mark)

@@ -19,7 +19,7 @@ from optfn.jaxprs.pullback import Key, inexact_leaves
 from optfn.leaves import numerics
 from optfn.leaves.types import PyTree
 from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
-from optfn.pipeline.plan import Plan, backward_order, forward_order
+from optfn.pipeline.plan import Plan, forward_order
 from optfn.pipeline.stage import Context, Stash
 
 
@@ -115,7 +115,7 @@ class Engine:
         plan = self.plan
         stages_after = plan.num_stages - 1 - lax.axis_index(self.axis_name)
         k, valid = self._position("B", tick - stages_after)
-        index, chunk, forward_k = backward_order(k, plan.num_stages, plan.virtual_stages)
+        index, chunk, forward_k = plan.backward_order(k)
         item, weights = self._work_item(index, chunk), self._chunk_weights(chunk)
         loss, shared_gradient, cotangent, context = self.model.backward(
             item, weights, _at(carry.stash, forward_k % plan.stash_slots), carry.cotangent
@@ -134,7 +134,7 @@ class Engine:
     def _weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
         plan = self.plan
         k, valid = self._position("W", tick)
-        index, chunk, _ = backward_order(k, plan.num_stages, plan.virtual_stages)
+        index, chunk, _ = plan.backward_order(k)
         context = _at(carry.context, k % plan.context_slots)
         item = self._work_item(index, chunk)
         return self._add_gradient(carry, item, self._chunk_weights(chunk), context, chunk, valid)

@@ -45,6 +45,9 @@ def on_each_device(
         tx = on_each_device(dgc_momentum(...), mesh, spec=PartitionSpec("stage"))
         step = make_train_step(loss_fn, tx, value_and_grad=f)
 
+    It is for steps of your own; `make_train_step(None, tx, value_and_grad=f, mesh=mesh,
+    shard={".*": PartitionSpec("stage")})` needs it not, with a pipeline that has no `data_axis`.
+
     Each device of a stage exchanges with the same stage of the other workers only. `tx` sees the
     device's part of each leaf, so that sizes, selections and norms are those of a stage: as for the
     whole model on each worker, with the stages' params as leaves of their own.

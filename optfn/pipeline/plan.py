@@ -59,18 +59,6 @@ def forward_order(k: IndexT, num_stages: int, virtual_stages: int) -> tuple[Inde
     return group * num_stages + within_group % num_stages, within_group // num_stages
 
 
-def backward_order(
-    k: IndexT, num_stages: int, virtual_stages: int
-) -> tuple[IndexT, IndexT | int, IndexT]:
-    """Return (microbatch, chunk, position of its forward) of a stage's k-th backward.
-
-    Backwards are in the order of the forwards, with the chunks reversed.
-    """
-    microbatch, mirrored_chunk = forward_order(k, num_stages, virtual_stages)
-    chunk = virtual_stages - 1 - mirrored_chunk
-    return microbatch, chunk, k + (chunk - mirrored_chunk) * num_stages
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """The costs of a schedule, and the time of each piece of work; see `plan`."""
@@ -85,6 +73,25 @@ class Plan:
     def work_items(self) -> int:
         """Microbatches times chunks: the number of forwards of each device."""
         return self.num_microbatches * self.virtual_stages
+
+    def backward_order(self, k: IndexT) -> tuple[IndexT, IndexT | int, IndexT]:
+        """Return (microbatch, chunk, position of its forward) of a stage's k-th backward.
+
+        Backwards are in the order of the forwards, with the chunks reversed.
+        """
+        microbatch, mirrored_chunk = forward_order(k, self.num_stages, self.virtual_stages)
+        chunk = self.virtual_stages - 1 - mirrored_chunk
+        return microbatch, chunk, k + (chunk - mirrored_chunk) * self.num_stages
+
+    @property
+    def waits_for_all_forwards(self) -> bool:
+        """Whether no backward begins before the last forward has ended."""
+        return self.schedule == "gpipe"
+
+    @property
+    def default_stash(self) -> str:
+        """The values that are saved for a microbatch, see `stash` of `pipeline_value_and_grad`."""
+        return "input" if self.schedule == "1f1b" else "residual"
 
     @property
     def splits_backward(self) -> bool:
@@ -102,7 +109,7 @@ class Plan:
         length = self.work_items + skew
         # The first microbatch reaches the loss in its p·v-th forward; in 1f1b and zb its backward
         # follows in the same tick.
-        begin = length if self.schedule == "gpipe" else self.num_stages * self.virtual_stages - 1
+        begin = length if self.waits_for_all_forwards else self.num_stages * self.virtual_stages - 1
         windows = {"F": (0, length), "B": (begin, begin + length)}
         if self.splits_backward:
             windows["W"] = (begin + skew, begin + skew + self.work_items)
@@ -140,7 +147,7 @@ class Plan:
     @property
     def stash_slots(self) -> int:
         """Microbatches that a device saves between forward and backward, over its chunks."""
-        if self.schedule == "gpipe":
+        if self.waits_for_all_forwards:
             return self.work_items
         return min(self.work_items, 2 * self.num_stages * self.virtual_stages - 1)
 
@@ -166,7 +173,7 @@ class Plan:
                     if work == "F":
                         microbatch, chunk = forward_order(k, p, v)
                     else:
-                        microbatch, chunk, _ = backward_order(k, p, v)
+                        microbatch, chunk, _ = self.backward_order(k)
                     yield Cell(start + delay[work] + k, stage, work, microbatch, chunk)
 
     def __repr__(self) -> str:

@@ -89,7 +89,9 @@ def pipeline_value_and_grad(
       loss_fn: (outputs, targets) -> a real scalar, the mean over the examples of its arguments; it
         may have a parameter `shared`.
       mesh: the devices. Along axes other than the two below, and those in `param_specs`, the work
-        is replicated.
+        is replicated. `make_train_step(..., mesh=)` takes the same mesh, and splits the batch over
+        its own `data_axis`: params lie there as `shard={pattern: PartitionSpec("stage")}` says,
+        and exchanges, local steps and sharding over the other axes are those of any model.
       num_microbatches: m ≥ 1, per data worker; it may be less than p.
       axis_name: the mesh axis along which the stages lie; p is its size.
       schedule: "1f1b", "gpipe" or "zb".
@@ -99,7 +101,8 @@ def pipeline_value_and_grad(
       stash: the values saved for a microbatch until its backward: "input", the input of the stage,
         which then runs again; or "residual", all values that the backward reads and that depend on
         the input. None is "input" for 1f1b, and "residual" for gpipe and zb.
-      data_axis: the mesh axis over which the batch is split, if any.
+      data_axis: the mesh axis over which the batch is split, if any; not in a training step with
+        a mesh, which splits it.
       grad_reduce: "mean" averages the gradients over the data axis; None returns the gradients of
         each worker, with the workers as a new leading axis, sharded over `data_axis`: for an
         optimizer that exchanges gradients by itself. The loss is the mean in both cases.
@@ -151,7 +154,7 @@ def pipeline_value_and_grad(
             f"{axis_name!r} with virtual_stages={virtual_stages}; {num_stages} are needed"
         )
     if stash is None:
-        stash = "input" if schedule == "1f1b" else "residual"
+        stash = pipeline_plan.default_stash
     checks.choice("stash", stash, _STASHES)
     checks.choice("grad_reduce", grad_reduce, _REDUCTIONS)
 
@@ -279,6 +282,7 @@ class _Pipeline:
     ) -> tuple[jax.Array, Updates]:
         """Return the loss, and the gradients structured like `params`."""
         self._check_batch(inputs, targets)
+        self._check_enclosing()
         has_shared = isinstance(params, PipelineParams)
         stages, shared = params if has_shared else (params, None)
         stages, marks = unmarked(stages)
@@ -361,6 +365,22 @@ class _Pipeline:
         if self.placement.leading_axes:
             stage, shared = jax.tree.map(lambda g: g[None], (stage, shared))
         return loss / m, (stage, shared)
+
+    def _check_enclosing(self) -> None:
+        """Raise for axes of the data that a training step has bound."""
+        bound = meshes.bound_axes()
+        if self.data_axis in bound:
+            raise ValueError(
+                f"data_axis={self.data_axis!r}: the training step splits the batch over this axis, "
+                "and takes the mean: leave data_axis out"
+            )
+        specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
+        divided = [a for spec in specs for entry in spec for a in axes(entry) if a in bound]
+        if divided:
+            raise ValueError(
+                f"param_specs: the training step splits the batch over {divided[0]!r}, and gathers "
+                "params that are divided over it: give it their PartitionSpecs, shard={...}"
+            )
 
     def _check_batch(self, inputs: PyTree, targets: PyTree) -> None:
         named = [("inputs", x) for x in jax.tree.leaves(inputs)]

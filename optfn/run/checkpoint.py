@@ -3,14 +3,12 @@
 Each is written whole or not at all.
 """
 
-import contextlib
 import functools
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +21,19 @@ from optfn.leaves.tree import Pattern, check_pattern, is_key, listed
 from optfn.leaves.types import Leaf, Params, PyTree
 from optfn.parallel import processes
 from optfn.run import sharded_checkpoint as parts
+from optfn.run.background import copied, start, wait
 from optfn.run.checkpoint_file import load_file
+from optfn.run.storage import directory_of, is_remote, remove_directory, write_file
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
 from optfn.train.loading import ABOUT, Changes, load_named, on_host
 from optfn.train.state import TrainState
-from optfn.train.state_dict import named_leaves, state_dict
+from optfn.train.state_dict import named_arrays, named_leaves
 
 T = TypeVar("T")
 
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
+_UNFINISHED = ("step_*.unfinished", "step_*.orbax-checkpoint-tmp*")
 
 
 def save_checkpoint(
@@ -42,6 +43,7 @@ def save_checkpoint(
     *,
     keep: int = 2,
     sharded: bool | None = None,
+    background: bool | None = None,
 ) -> Path:
     """Write a training state to `directory`, as step_<n>.npz or the directory step_<n>.
 
@@ -52,16 +54,21 @@ def save_checkpoint(
     with the parts of other processes, so that any of the directories is enough to resume from.
 
     A directory (`sharded=True`, by orbax): all processes name the same one, which they share, and
-    each writes its own part, in the background. The next save, a restore and the end of `minimize`
-    wait for it; the state may be overwritten at once. A checksum of each array lies beside it.
+    each writes its own part. A checksum of each array lies beside it.
+
+    In the background, the call returns when a copy of the state is under way, which a thread
+    writes; the state may be overwritten at once. The next save in the directory, a restore and the
+    end of `minimize` wait for it and raise its error. The end of the program prints it.
 
     Args:
-      directory: made if it is not there.
+      directory: made if it is not there. An address such as gs://bucket/run, where etils has the
+        package that it needs, for checkpoints that are directories.
       state: a TrainState.
       history: arrays by name to keep beside it.
       keep: how many checkpoints stay; older ones are removed.
       sharded: whether it is a directory; None means a file, unless params or state are spread over
         devices (`shard`, `shard_tables`) and orbax is installed.
+      background: whether it is written in the background; None means that a directory is.
 
     Returns:
       The path of the file or the directory.
@@ -78,87 +85,79 @@ def save_checkpoint(
         raise TypeError(
             f"save_checkpoint: history must give arrays by name; got {checks.shown(history)}"
         )
-    if sharded is not None:
-        checks.flag("sharded", sharded)
-    directory = _directory(directory)
+    for name, value in (("sharded", sharded), ("background", background)):
+        if value is not None:
+            checks.flag(name, value)
+    directory = directory_of(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    parts.wait()
-    if sharded or (sharded is None and parts.holds_parts(state) and parts.is_available()):
-        path = directory / f"step_{int(state.step):09d}"
-        kept = {k: np.asarray(v) for k, v in (history or {}).items()}
-        parts.save(path, state, kept, lambda: _remove_others(path, keep))
-        return path
-    arrays = state_dict(jax.tree.map(_gathered, state)) | {
-        f"history/{k}": np.asarray(v) for k, v in (history or {}).items()
-    }
-    path = directory / f"step_{int(state.step):09d}.npz"
-    try:
-        _write_file(path, lambda file: np.savez(file, **arrays))
-    except OSError as error:
-        words = f"cannot save the state ({error.strerror}); earlier files stay"
-        raise OSError(error.errno, words, str(path)) from error
-    _remove_others(path, keep)
+    wait(directory)
+    if is_remote(directory):
+        if sharded is False:
+            raise ValueError(
+                f"sharded=False writes a file; the store of {directory} takes directories only"
+            )
+        sharded = True
+    if sharded is None:
+        sharded = parts.holds_parts(state) and parts.is_available()
+    path = directory / f"step_{int(state.step):09d}{'' if sharded else '.npz'}"
+    write = (parts.writer if sharded else _file_writer)(path, state, history or {})
+    start(directory, functools.partial(_write_and_remove, write, path, keep))
+    if not (sharded if background is None else background):
+        wait(directory)
     return path
 
 
-def _write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a file whole, or leave nothing of it."""
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        with open(unfinished, "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        _sync(path.parent)
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
+def _file_writer(
+    path: Path, state: PyTree, history: Mapping[str, np.ndarray]
+) -> Callable[[], None]:
+    """Return a function that writes a state, which may be overwritten at once, to a file."""
+    own = copied(jax.tree.map(_gathered, state))
+    beside = {f"history/{k}": np.array(v) for k, v in history.items()}
+
+    def write() -> None:
+        arrays = named_arrays(jax.tree.map(np.asarray, own)) | beside
+        try:
+            write_file(path, lambda file: np.savez(file, **arrays))
+        except OSError as error:
+            words = f"cannot save the state ({error.strerror}); earlier files stay"
+            raise OSError(error.errno, words, str(path)) from error
+
+    return write
+
+
+def _write_and_remove(write: Callable[[], None], path: Path, keep: int) -> None:
+    write()
+    _remove_others(path, keep)
 
 
 def _remove_others(path: Path, keep: int) -> None:
     """Remove the oldest checkpoints beside the one that was just written, until `keep` are left.
 
+    So are those that a process began to write when it was killed.
     A checkpoint of a later step may lie there, if the run went back to an earlier one.
     """
     others = [other for other in checkpoints(path.parent) if other != path]
-    for other in others[: max(0, len(others) + 1 - keep)]:
+    unfinished = [other for pattern in _UNFINISHED for other in path.parent.glob(pattern)]
+    for other in others[: max(0, len(others) + 1 - keep)] + unfinished:
         if other.is_file():
             other.unlink(missing_ok=True)
         elif jax.process_index() == 0:  # the processes share it
-            shutil.rmtree(other)
+            remove_directory(other)
 
 
 def _gathered(x: Leaf) -> Leaf:
-    """Return an array on this host, gathered if other processes hold a part of it."""
+    """Return the whole of an array, gathered if other processes hold a part of it."""
+    x = jax.random.key_data(x) if is_key(x) else x
+    if isinstance(x, jax.Array) and x.is_fully_replicated:
+        return x.addressable_data(0)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = jax.random.key_data(x) if is_key(x) else x
         return multihost_utils.process_allgather(x, tiled=True)
     return x
 
 
-def _sync(directory: Path) -> None:
-    """Write a renaming to the disk, where the system lets a directory be opened."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(directory, os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _directory(directory: object) -> Path:
-    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
-        raise TypeError(
-            f"the directory of checkpoints must be a path; got {checks.shown(directory)}"
-        )
-    return Path(directory)
-
-
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in `directory`, the newest last."""
-    found = [path for path in _directory(directory).glob("step_*") if _NAME.fullmatch(path.name)]
+    found = [path for path in directory_of(directory).glob("step_*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_step_of)
 
 
@@ -187,7 +186,7 @@ def load_checkpoint(
     Raises:
       ValueError: it is truncated or damaged, or the state of another run; `only` matches nothing.
     """
-    parts.wait()
+    wait()
     loaded, history, changes = _load(path, state, _choice(strict, only))
     if changes and (not strict or only is not None):
         checks.warn(f"{path}: {changes}")
@@ -229,9 +228,10 @@ def _load(
     path: str | os.PathLike[str], state: PyTree, choice: _Choice
 ) -> tuple[PyTree, dict[str, np.ndarray], Changes]:
     """Return the state in a checkpoint, its history, and the names that are not in both."""
-    if Path(path).is_dir():
+    path = directory_of(path)
+    if path.is_dir():
         convert = functools.partial(_rescaled, state)
-        mapping, history, names = parts.load(Path(path), state, convert, choice.reads)
+        mapping, history, names = parts.load(path, state, convert, choice.reads)
     else:
         arrays, history, names = load_file(path, state, choice.reads)
         mapping = _rescaled(state, arrays)
@@ -266,7 +266,7 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
         `restore_checkpoint(..., only=)` loads a part of them.
       FileNotFoundError: there is nothing at `path`.
     """
-    parts.wait()
+    wait()
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
     choice = _Choice(only=lambda name: name == "params" or name.startswith("params/"))
 
@@ -282,9 +282,9 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
 
     found = checkpoints(path)
     if not found:
-        if not _directory(path).exists():
+        if not directory_of(path).exists():
             raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
-        return read(_directory(path))
+        return read(directory_of(path))
     problems: list[str] = []
     newest = _newest(found, read, problems)
     if newest is None:
@@ -338,12 +338,14 @@ def restore_checkpoint(
     Raises:
       ValueError: there are checkpoints, and none can be loaded; `only` matches no name.
     """
-    parts.wait()
+    wait()
     found, choice = checkpoints(directory), _choice(strict, only)
     problems: list[str] = []
     newest = _newest(found, lambda path: _load(path, template, choice), problems)
     if processes.share_state(template):
-        newest = _newest_of_all(Path(directory), newest, lambda path: _load(path, template, choice))
+        newest = _newest_of_all(
+            directory_of(directory), newest, lambda path: _load(path, template, choice)
+        )
     if newest is None:
         if found:
             raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
@@ -393,5 +395,5 @@ def _newest_of_all(
         return newest
     checks.warn(f"{path} is a copy of the file of process {source}")
     directory.mkdir(parents=True, exist_ok=True)
-    _write_file(path, lambda file: file.write(content))
+    write_file(path, lambda file: file.write(content))
     return path, read(path)

@@ -14,6 +14,7 @@ from optfn.leaves.types import Batch
 from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
 from optfn.run.progress import num_examples
+from optfn.sparse.sharded_table import natural
 from optfn.train.batches import as_arrays
 from optfn.train.state import TrainState
 
@@ -75,7 +76,7 @@ class Evaluator:
             is needed.
         """
         assert self.options.evaluate is not None
-        result = self.options.evaluate(unpack(state.params), *_model_state(state))
+        result = self.options.evaluate(natural(unpack(state.params)), *_model_state(state))
         named = result if isinstance(result, Mapping) else {"": result}
         values = {
             "evaluation" + (f"/{k}" if k else ""): _real(k, value) for k, value in named.items()

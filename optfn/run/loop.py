@@ -1,5 +1,6 @@
 """The whole training loop: fluid's minimize, with evaluation, logs and checkpoints."""
 
+import datetime
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind
 from optfn.plot.run_report import RunReport
+from optfn.run.background import wait as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import as_numbers
@@ -22,7 +24,6 @@ from optfn.run.log import Logs, RunLog
 from optfn.run.options import Callback, LoopOptions
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
-from optfn.run.sharded_checkpoint import wait as finish_saving
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep, make_train_step
 
@@ -61,7 +62,7 @@ def minimize(
     log: Logs = None,
     report: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    save_every: int = 100,
+    save_every: int | datetime.timedelta = 100,
     keep: int = 2,
     resume: bool = True,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
@@ -142,7 +143,7 @@ def fit(
     log: Logs = None,
     report: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    save_every: int = 100,
+    save_every: int | datetime.timedelta = 100,
     keep: int = 2,
     resume: bool = True,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
@@ -195,13 +196,15 @@ def fit(
       report: a file of HTML with the curves of the run, a table of its numbers, the optimizer's
         state, versions and devices; see `optfn.plot.report`. It is written about once a minute
         and at the end, also where an error ends the run. Needs matplotlib.
-      checkpoint: a directory for checkpoints. A run that finds one there resumes from it: it skips
-        the batches that were used, so pass the same ones, and ends bit for bit as if it had not
-        been stopped. Where the iterator of `batches` has `get_state` and `set_state`, as those of
-        grain have, its state is in the checkpoint, and no used batch is read again. The run counts
-        the steps since `state` that were made before. Its learning rate is that of the checkpoint,
-        and a warning says so if `state` has another number.
-      save_every: steps between checkpoints, ≥ 1; the last step is saved as well.
+      checkpoint: a directory for checkpoints, which are written in the background
+        (`save_checkpoint`). A run that finds one there resumes from it: it skips the batches that
+        were used, so pass the same ones, and ends bit for bit as if it had not been stopped. Where
+        the iterator of `batches` has `get_state` and `set_state`, as those of grain have, its state
+        is in the checkpoint, and no used batch is read again. The run counts the steps since
+        `state` that were made before. Its learning rate is that of the checkpoint, and a warning
+        says so if `state` has another number.
+      save_every: steps between checkpoints, ≥ 1, or the time between them, such as
+        `datetime.timedelta(minutes=10)`; the last step is saved as well.
       keep: how many checkpoints stay in the directory, ≥ 1; older ones are removed.
       resume: whether a run may resume; if False, checkpoints in the directory are an error.
 

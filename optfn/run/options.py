@@ -1,6 +1,7 @@
 """The options of the loop: their checks, which need no run."""
 
 import dataclasses
+import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -34,15 +35,18 @@ class LoopOptions:
     log: Logs = None
     report: str | os.PathLike[str] | None = None
     checkpoint: str | os.PathLike[str] | None = None
-    save_every: int = 100
+    save_every: int | datetime.timedelta = 100
     keep: int = 2
     resume: bool = True
 
     def __post_init__(self) -> None:
         for name in ("progress", "keep_best", "resume"):
             checks.flag(name, getattr(self, name))
-        for name in ("save_every", "keep"):
-            checks.count(name, getattr(self, name))
+        if not isinstance(self.save_every, datetime.timedelta):
+            checks.count("save_every", self.save_every)
+        elif self.save_every <= datetime.timedelta():
+            raise ValueError(f"save_every must be longer than 0; got {self.save_every}")
+        checks.count("keep", self.keep)
         for name in ("steps", "epochs", "patience"):
             if getattr(self, name) is not None:
                 checks.count(name, getattr(self, name))

@@ -1,7 +1,8 @@
 """The states that a run keeps: its checkpoints, and the one with the best evaluation."""
 
+import datetime
 import os
-from pathlib import Path
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from optfn.run.checkpoint import checkpoints, restore_checkpoint, save_checkpoin
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import History
 from optfn.run.options import LoopOptions
+from optfn.run.storage import directory_of
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 from optfn.transforms.learning_rate import numbers_of_rates
@@ -31,7 +33,12 @@ class Saver:
 
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
         self.step, self.options = step, options
-        self.directory, self.every = options.checkpoint, options.save_every
+        self.directory = options.checkpoint
+        self._clock = (
+            _Clock(options.save_every, processes.share(step.mesh))
+            if isinstance(options.save_every, datetime.timedelta)
+            else None
+        )
         self.saved: int | None = None
         self.resumed: int | None = None
         self.batches: position.Position | None = None
@@ -84,16 +91,52 @@ class Saver:
 
     def is_due(self, n: int) -> bool:
         """Tell whether a save was due in the steps of the last call, which ended with step n."""
-        return n // self.every > (n - self.step.local_steps) // self.every
+        every = self.options.save_every
+        if self.directory is None:
+            return False
+        if isinstance(every, int):
+            return n // every > (n - self.step.local_steps) // every
+        return self._clock is not None and self._clock.is_due()
 
     def save(self, state: TrainState, history: History, batches: Remaining) -> None:
         """Save a state, the history and where the batches stand."""
         if self.directory is not None:
             self.step.check(state)
             stands = position.encoded(batches.position(), processes.share_state(state))
-            arrays = history.arrays() | stands
-            save_checkpoint(self.directory, state, arrays, keep=self.options.keep)
+            arrays, keep = history.arrays() | stands, self.options.keep
+            save_checkpoint(self.directory, state, arrays, keep=keep, background=True)
             self.saved = int(state.step)
+
+
+class _Clock:
+    """Tells whether an interval has passed since the last save, the same in all processes.
+
+    They must agree, which stops them until the devices are done. So they look at the clock of
+    process 0 only at a few calls: after half of the calls that the rest of the interval seems to
+    have room for, and again.
+    """
+
+    def __init__(self, interval: datetime.timedelta, is_shared: bool) -> None:
+        self.seconds, self.is_shared = interval.total_seconds(), is_shared
+        self._restart()
+
+    def _restart(self) -> None:
+        self.began, self.calls, self.next_look = time.monotonic(), 0, 1
+
+    def is_due(self) -> bool:
+        """Tell so, once after each call of the step."""
+        self.calls += 1
+        if self.calls < self.next_look:
+            return False
+        passed = time.monotonic() - self.began
+        if self.is_shared:
+            passed = int(processes.gather_values([min(int(1000 * passed), 2**31 - 1)])[0, 0]) / 1000
+        if passed >= self.seconds:
+            self._restart()
+            return True
+        rest = (self.seconds - passed) / max(passed, 1e-3) * self.calls
+        self.next_look = self.calls + max(1, int(rest / 2))
+        return False
 
 
 def _warn_of_rates(given: TrainState, found: TrainState) -> None:
@@ -115,7 +158,7 @@ class Best:
     def __init__(self, evaluator: Evaluator, saver: Saver) -> None:
         self.evaluator = evaluator
         self.is_kept = evaluator.options.keep_best
-        self.directory = None if saver.directory is None else Path(saver.directory) / "best"
+        self.directory = None if saver.directory is None else directory_of(saver.directory) / "best"
         self.state: TrainState | None = None
         self.value = evaluator.worst
 
@@ -138,7 +181,7 @@ class Best:
         if self.evaluator.is_better(value, self.value):
             self.state, self.value = jax.tree.map(jnp.copy, state), value
             if self.directory is not None:
-                save_checkpoint(self.directory, state, keep=1)
+                save_checkpoint(self.directory, state, keep=1, background=True)
 
     def choose(self, last: TrainState) -> TrainState:
         """Return the best state, or the last one; warn where an earlier run had a better one."""

@@ -1,11 +1,10 @@
-"""Checkpoints whose parts are written by the processes that hold them, in the background: orbax.
+"""Checkpoints whose parts are written by the processes that hold them: orbax.
 
 A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`, and beside
 them the metadata of `state_dict` (version, names, and which arrays are per worker), a checksum of
 each array, and the history. Orbax gives the directory its name when all of it is written.
 """
 
-import atexit
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,10 @@ from jax.sharding import NamedSharding
 from optfn import checks
 from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
-from optfn.parallel.fingerprint import fingerprints
+from optfn.parallel.fingerprint import begin_fingerprints, fingerprints
+from optfn.run.background import copied
+from optfn.run.storage import absolute
+from optfn.sparse.sharded_table import bare, natural
 from optfn.state.per_worker import PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
@@ -50,53 +52,47 @@ def holds_parts(state: PyTree) -> bool:
 
 @functools.cache
 def _checkpointer() -> Any:
-    """Return orbax's checkpointer of this process, which writes one checkpoint at a time."""
+    """Return orbax's checkpointer of this process.
+
+    Its processes meet by the coordinator: a collective of devices, in the thread that writes, would
+    meet those of the training in another order in each process.
+    """
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
-    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    atexit.register(checkpointer.close)
-    return checkpointer
+    processes = ocp.options.MultiprocessingOptions(
+        active_processes=set(range(jax.process_count())) if jax.process_count() > 1 else None
+    )
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(multiprocessing_options=processes),
+        multiprocessing_options=processes,
+    )
 
 
-# Functions to call when the checkpoint that is being written is on the disk.
-_afterwards: list[Callable[[], None]] = []
-
-
-def wait() -> None:
-    """Wait until the checkpoint being written is on the disk; raise its error, if any."""
-    if _checkpointer.cache_info().currsize:
-        pending = _afterwards.copy()
-        _afterwards.clear()
-        _checkpointer().wait_until_finished()
-        for action in pending:
-            action()
-
-
-def save(
-    path: Path, state: PyTree, history: Mapping[str, np.ndarray], then: Callable[[], None]
-) -> None:
-    """Begin to write a state to the directory `path`; it may be overwritten at once.
+def writer(path: Path, state: PyTree, history: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    """Return a function that writes a state to the directory `path`; any thread may call it.
 
     Args:
       path: the directory; one that is there is replaced.
-      state: a TrainState.
+      state: a TrainState, which may be overwritten at once.
       history: arrays by name.
-      then: is called by `wait` when all is written.
     """
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
-    state = unpack_state(state)
+    state = natural(unpack_state(state))
     arrays = {name: _data(x) for name, x in named_leaves(state) if x.size}
     about = {
         "version": VERSION,
         PER_WORKER_KEY: per_worker_names(state),
         "names": list(arrays),
     }
-    saved = arrays | {
-        _ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8),
-        _CHECKSUMS: fingerprints(list(arrays.values())),
-    }
-    saved |= {f"{_HISTORY}{k}": np.asarray(v) for k, v in history.items() if np.size(v)}
-    _checkpointer().save(path.absolute(), args=ocp.args.PyTreeSave(saved), force=True)
-    _afterwards.append(then)
+    beside = {_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8)}
+    beside |= {f"{_HISTORY}{k}": np.array(v) for k, v in history.items() if np.size(v)}
+    copies = copied(arrays)
+    checksums = begin_fingerprints(list(arrays.values()))
+
+    def write() -> None:
+        saved = copies | beside | {_CHECKSUMS: checksums()}
+        _checkpointer().save(absolute(path), args=ocp.args.PyTreeSave(saved), force=True)
+
+    return write
 
 
 def _data(x: Leaf) -> Leaf:
@@ -112,7 +108,7 @@ def load(
     """Return the arrays in a directory by name, as `state_dict` gives them, the history, all names.
 
     Args:
-      path: a directory that `save` wrote.
+      path: a directory that `writer` wrote.
       state: a state of the same run, as a template.
       convert: converts per-worker arrays to the present number of workers; it gets them on the
         host, with the numbers of workers.
@@ -122,7 +118,9 @@ def load(
       ValueError: an array is missing or damaged, or does not fit.
     """
     try:
-        about, history, arrays = _read_parts(path, dict(named_leaves(unpack_state(state))), is_read)
+        about, history, arrays = _read_parts(
+            path, dict(named_leaves(bare(unpack_state(state)))), is_read
+        )
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds
@@ -140,14 +138,14 @@ def _read_parts(
     """Return the metadata, the history, and the arrays, checked."""
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
     checkpointer = _checkpointer()
-    shapes = checkpointer.metadata(path.absolute()).item_metadata.tree
+    shapes = checkpointer.metadata(absolute(path)).item_metadata.tree
 
     def on_host(names: list[str]) -> dict[str, Any]:
         return {name: np.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
 
     def restore(wanted: dict[str, Any]) -> dict[str, Any]:
         found = checkpointer.restore(
-            path.absolute(),
+            absolute(path),
             args=ocp.args.PyTreeRestore(
                 wanted,
                 restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),

@@ -3,5 +3,6 @@
 from optfn.leaves.rows import Rows
 from optfn.sparse.gradient import Table, densify, value_and_grad
 from optfn.sparse.hashing import hash_ids
+from optfn.sparse.sharded_table import ShardedTable
 
-__all__ = ["Rows", "Table", "densify", "hash_ids", "value_and_grad"]
+__all__ = ["Rows", "ShardedTable", "Table", "densify", "hash_ids", "value_and_grad"]

@@ -1,8 +1,8 @@
-"""Embedding tables whose rows are spread over the workers: each keeps 1/N of them, in order.
+"""Embedding tables whose rows are spread over the workers in turn: each keeps 1/N of them.
 
 A worker asks the owners of the rows that its batch looks up, and sends them their gradients. Each
-id goes over the link once per worker, in rounds of a fixed number of ids for each owner. The
-number of rounds is that of the fullest owner: there is nothing to tune, and no id is dropped.
+id goes over the link once per worker, in one round with as many ids for each owner as the fullest
+gets, in more of them where that is unusually many: there is nothing to tune, and no id is dropped.
 """
 
 import dataclasses
@@ -26,7 +26,9 @@ from optfn.state.placement import num_workers
 
 
 class Owners(NamedTuple):
-    """The workers that keep the rows of tables: worker k has rows k·R/N to (k + 1)·R/N.
+    """The workers that keep the rows of tables: worker k has rows k, k + N, k + 2·N, …
+
+    The place of a row is where it lies in the array of all rows, those of worker 0 first.
 
     mesh: the mesh.
     axes: the mesh axes of these workers.
@@ -44,6 +46,11 @@ class Owners(NamedTuple):
         """Return the number of rows of the table of which a worker keeps `part`."""
         return int(self.workers * part.shape[0])
 
+    def place_of(self, ids: jax.Array, num_rows: int) -> jax.Array:
+        """Return the places of rows of a table; that of `num_rows`, which is padding, is itself."""
+        place = ids % self.workers * (num_rows // self.workers) + ids // self.workers
+        return jnp.where(ids < num_rows, place, num_rows)
+
     def on_each(self, fn: Callable[..., Any], *arguments: Any) -> Any:
         """Run `fn` on each worker's part of whole arrays, and return whole arrays."""
         spread = P(self.axes)
@@ -60,17 +67,17 @@ class Owners(NamedTuple):
           (n, …).
         """
         total = self.num_rows(part)
-        once, place = jnp.unique(ids, size=ids.size, fill_value=total, return_inverse=True)
+        places = self.place_of(ids, total)
+        once, place = jnp.unique(places, size=ids.size, fill_value=total, return_inverse=True)
         rounds = _Rounds.of(once, self, part.shape[0])
 
-        def ask(r: jax.Array, found: jax.Array) -> jax.Array:
-            at = rounds.positions(r)
+        def ask(first: jax.Array, size: int, found: jax.Array) -> jax.Array:
+            at = rounds.positions(first, size)
             asked = self._exchange(rounds.local_ids(at))
             answers = part.at[asked].get(mode="fill", fill_value=0)
             return found.at[at].set(self._exchange(answers), mode="drop")
 
-        found = jnp.zeros((ids.size, *part.shape[1:]), part.dtype)
-        found = lax.fori_loop(0, rounds.number, ask, found)
+        found = rounds.run(ask, jnp.zeros((ids.size, *part.shape[1:]), part.dtype))
         answers: jax.Array = found[place.reshape(-1)]
         return answers
 
@@ -80,31 +87,31 @@ class Owners(NamedTuple):
         Args:
           grads: the rows of this worker's own gradient.
         """
-        once = local_rows.merged(grads)
+        indices = self.place_of(grads.indices, grads.num_rows)
+        once = local_rows.merged(dataclasses.replace(grads, indices=indices, unique=False, parts=1))
         per_owner = grads.num_rows // self.workers
         rounds = _Rounds.of(once.indices, self, per_owner)
-        width = -(-once.indices.size // rounds.capacity) * rounds.capacity
+        width = once.indices.size + rounds.sizes[0]  # the last round may have room for more
 
-        def send_ids(r: jax.Array, arrived: jax.Array) -> jax.Array:
-            ids = self._exchange(rounds.local_ids(rounds.positions(r)))
-            return lax.dynamic_update_slice(arrived, ids, (0, r * rounds.capacity))
+        def send_ids(first: jax.Array, size: int, arrived: jax.Array) -> jax.Array:
+            ids = self._exchange(rounds.local_ids(rounds.positions(first, size)))
+            return lax.dynamic_update_slice(arrived, ids, (0, first))
 
-        arrived = jnp.full((self.workers, width), per_owner, jnp.int32)
-        arrived = lax.fori_loop(0, rounds.number, send_ids, arrived)
+        arrived = rounds.run(send_ids, jnp.full((self.workers, width), per_owner, jnp.int32))
         indices, place = jnp.unique(
             arrived, size=arrived.size, fill_value=per_owner, return_inverse=True
         )
         # Padding is dropped.
         place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), arrived.size)
 
-        def send_values(r: jax.Array, sums: jax.Array) -> jax.Array:
-            values = once.values.at[rounds.positions(r)].get(mode="fill", fill_value=0)
-            shape = (self.workers, rounds.capacity)
-            at = lax.dynamic_slice(place, (0, r * rounds.capacity), shape)
+        def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
+            at = rounds.positions(first, size)
+            values = once.values.at[at].get(mode="fill", fill_value=0)
+            at = lax.dynamic_slice(place, (0, first), (self.workers, size))
             return sums.at[at].add(self._exchange(values), mode="drop")
 
-        sums = jnp.zeros((arrived.size, *once.values.shape[1:]), once.values.dtype)
-        sums = lax.fori_loop(0, rounds.number, send_values, sums)
+        zeros = jnp.zeros((arrived.size, *once.values.shape[1:]), once.values.dtype)
+        sums = rounds.run(send_values, zeros)
         return OwnedRows(indices, sums / self.workers, grads.num_rows, self)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
@@ -118,32 +125,49 @@ class _Rounds(NamedTuple):
 
     ids: int32 (n,), rising, with the number of rows of the table as padding.
     starts, ends: for each owner, where its ids begin and end.
-    number: how many rounds there are, the same on all workers.
-    capacity: how many ids an owner gets in a round.
+    fullest: the most ids that an owner gets from a worker, the same on all workers.
+    sizes: how many ids an owner may get in a round, rising.
     per_owner: the number of rows that each worker keeps.
     """
 
     ids: jax.Array
     starts: jax.Array
     ends: jax.Array
-    number: jax.Array
-    capacity: int
+    fullest: jax.Array
+    sizes: tuple[int, ...]
     per_owner: int
 
     @classmethod
     def of(cls, ids: jax.Array, owners: Owners, per_owner: int) -> "_Rounds":
         """Return the rounds of rising ids."""
-        capacity = _capacity(ids.size, owners.workers)
         firsts = np.arange(owners.workers + 1, dtype=np.int32) * np.int32(per_owner)
         bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:-1], bounds[1:]
-        needed = jnp.max(-(-(ends - starts) // capacity))
-        number = lax.pmax(needed, owners.axes)
-        return cls(ids, starts, ends, number, capacity, per_owner)
+        fullest = lax.pmax(jnp.max(ends - starts), owners.axes)
+        return cls(ids, starts, ends, fullest, _sizes(ids.size, owners.workers), per_owner)
 
-    def positions(self, r: jax.Array) -> jax.Array:
-        """Return for each owner the positions of its ids of round r; n for none."""
-        at = self.starts[:, None] + r * self.capacity + np.arange(self.capacity, dtype=np.int32)
+    def run(
+        self, send: Callable[[jax.Array, int, jax.Array], jax.Array], x: jax.Array
+    ) -> jax.Array:
+        """Return `x` after x = send(first, size, x) for each round.
+
+        A round sends each owner its ids from number `first` on, at most `size` of them: the
+        smallest of `sizes` that is enough for the fullest owner.
+        """
+        limits = jnp.asarray(self.sizes, jnp.int32)
+
+        def one(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            first, x = carry
+            which = jnp.sum(limits[:-1] < self.fullest - first)
+            ways = [lambda first, x, size=size: send(first, size, x) for size in self.sizes]
+            return first + limits[which], lax.switch(which, ways, first, x)
+
+        start = jnp.zeros((), jnp.int32), x
+        return lax.while_loop(lambda carry: carry[0] < self.fullest, one, start)[1]
+
+    def positions(self, first: jax.Array, size: int) -> jax.Array:
+        """Return for each owner the positions of its ids from `first` on; n for none."""
+        at = self.starts[:, None] + first + np.arange(size, dtype=np.int32)
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 
     def local_ids(self, at: jax.Array) -> jax.Array:
@@ -154,11 +178,20 @@ class _Rounds(NamedTuple):
         return jnp.where(ids < padding, ids - first, self.per_owner)
 
 
-def _capacity(ids: int, workers: int) -> int:
-    """Return how many ids an owner gets in a round.
+def _sizes(ids: int, workers: int) -> tuple[int, ...]:
+    """Return how many ids an owner may get in a round: eighths of its capacity, rising.
 
-    For ids that are spread evenly the fullest owner hardly ever has four standard deviations more
-    than the mean, and one round is enough.
+    Where a batch repeats ids, fewer go over the link than the capacity is made for.
+    """
+    most = _capacity(ids, workers)
+    return tuple(sorted({-(-most * k // 8) for k in range(1, 9)}))
+
+
+def _capacity(ids: int, workers: int) -> int:
+    """Return how many ids an owner gets in a round at most.
+
+    For different ids that are spread evenly the fullest owner hardly ever has four standard
+    deviations more than the mean, and one round is enough.
     """
     mean = ids / workers
     return max(1, min(ids, 8 * int(np.ceil((mean + 4 * np.sqrt(mean)) / 8))))
@@ -176,7 +209,7 @@ class OwnedRows(LeafKind):
     It stands for an array of `shape`, as `Rows` does, and meets rules in the same way, each worker
     on its rows.
 
-    indices: int32 (N·k,), spread over the workers: which of its rows each has here, once and in
+    indices: int32 (N·k,), spread over the workers: which of its R/N rows each has here, once and in
       rising order, with R/N as padding at the end.
     values: (N·k, …), the rows.
     num_rows: R.

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 
 from optfn.leaves.traits import Traits, reporting_types, traits_of
-from optfn.leaves.tree import is_masked, is_transparent, join, key_name, with_paths
+from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
 
 T = TypeVar("T")
@@ -105,8 +105,7 @@ def named_parts(
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
-            inner, *_ = node
-            yield from walk(inner, prefix, labels)
+            yield from walk(inside(node), prefix, labels)
         elif traits_of(node).labels:
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
@@ -124,7 +123,7 @@ def named_parts(
 
 
 def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) -> dict[str, T]:
-    """Return what the types of states declare about the leaves of which they hold an array.
+    """Return the declarations of types of states about the leaves of which they hold an array.
 
     Args:
       state: the state of an optimizer, however wrapped.

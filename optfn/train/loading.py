@@ -18,8 +18,10 @@ from optfn.leaves import tree
 from optfn.leaves.packed import unpack
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
+from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
 from optfn.state.placement import PER_WORKER_KEY
+from optfn.train import masters
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
@@ -73,6 +75,10 @@ def load_state_dict(
     of those that only report on a run, such as the factor of a clip, the numbers of
     `record_metrics` and the counters of `skip_nonfinite`.
 
+    Masters load in any form, float32 copies or remainders of 32 or 24 bits; copies from remainders
+    where the mapping has the parameters too, as that of a TrainState does. Where a copy lies
+    halfway between two parameters, its master becomes up to 2⁻²³ of it smaller.
+
     A state saved under a number loads under a schedule and the other way round: the step goes on.
     Moments that are new in a state that has made steps, such as those of a parameter that was
     frozen, begin here: their bias correction counts from this step (`begun/<path>`, 4 bytes each).
@@ -102,8 +108,10 @@ def load_named(
     if version > VERSION:
         raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
-    plain = _unpacked_for(mapping, opt_state) if is_converted else opt_state
+    plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
+    per_worker = set(per_worker_names(plain))
     own_names = [name for name, _ in named_leaves(plain)]
+    mapping = masters.in_form_of(plain, list(named_leaves(plain)), mapping)
     late = _late_leaves(plain, own_names, mapping)
     opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
     named = list(named_leaves(plain))
@@ -113,6 +121,8 @@ def load_named(
     leaves = []
     for name, leaf in named:
         found = mapping.get(name, copied.get(name))
+        if name in per_worker and np.size(found) == leaf.size:
+            found = np.reshape(found, leaf.shape)  # flat, or of the shape of a divided leaf
         value, problem = (leaf, "") if found is None else _fitted(found, leaf)
         if problem:
             wrong.append(f"{name!r} {problem}")
@@ -121,8 +131,8 @@ def load_named(
         raise ValueError("the state does not fit: " + "; ".join(wrong))
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     if is_converted:
-        loaded = _placed(pack_state(opt_state, loaded), opt_state)
-    return loaded, changes
+        loaded = _placed(pack_state(bare(opt_state), loaded), bare(opt_state))
+    return stored_as(opt_state, loaded), changes
 
 
 def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:

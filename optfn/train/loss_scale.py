@@ -21,6 +21,11 @@ def scaling_losses(factor: jax.Array | None) -> Iterator[None]:
         _factor.reset(token)
 
 
+def current_factor() -> jax.Array | None:
+    """Return the factor of the enclosing `scaling_losses`; None for none."""
+    return _factor.get()
+
+
 def with_factor(loss: jax.Array) -> jax.Array:
     """Return a loss, in float32 or wider, with the factor of `scaling_losses`."""
     factor = _factor.get()

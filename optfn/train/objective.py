@@ -25,8 +25,14 @@ from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
 from optfn.parallel.parts import mean_gradients, whole
+from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
-from optfn.train.loss_scale import check_unscaled, with_factor
+from optfn.train.loss_scale import (
+    check_unscaled,
+    current_factor,
+    scaling_losses,
+    with_factor,
+)
 
 
 class Values(NamedTuple):
@@ -249,6 +255,19 @@ def of_packed(objective: Objective) -> Objective:
     return Objective(value, unpacked(objective.value_and_grad))
 
 
+def of_sharded_tables(objective: Objective) -> Objective:
+    """Return the objective as a function of params with ShardedTables, with gradients like them."""
+
+    def value(params: Params, *others: Any) -> Values:
+        return objective.value(bare(params), *others)
+
+    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(bare(params), *others)
+        return values, dressed(params, grads)
+
+    return Objective(value, value_and_grad)
+
+
 def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
     """Return the objective of all devices of the part axes, a function of whole arrays on the mesh.
 
@@ -342,9 +361,14 @@ class _OnParts(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.part_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (self._on_devices(specs), P(), split, *[P()] * len(keys))
-        run = meshes.mapped(function, self.layout.mesh, names, in_specs, out_specs)
-        return run(params, model_state, batch, *keys)
+        in_specs = (P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
+
+        def on_device(factor: jax.Array | None, *arguments: Any) -> Any:
+            with scaling_losses(factor):  # an array from outside must be an argument
+                return function(*arguments)
+
+        run = meshes.mapped(on_device, self.layout.mesh, names, in_specs, out_specs)
+        return run(current_factor(), params, model_state, batch, *keys)
 
 
 def value_fn(
@@ -377,4 +401,13 @@ def value_fn(
         return (tree.map_arrays(scaled, leafwise.to_dense(grads)),)
 
     loss.defvjp(forward, backward)
-    return loss
+
+    def value(
+        params: Params, axis_name: object = None, parts: object = None, row_updates: object = None
+    ) -> jax.Array:
+        # A line search refuses arguments of others in its chain that no function of it takes.
+        del axis_name, parts, row_updates
+        of_params: jax.Array = loss(params)
+        return of_params
+
+    return value

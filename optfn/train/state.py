@@ -39,12 +39,13 @@ def copy(x: Leaf) -> jax.Array:
 def distinct(state: TrainState) -> TrainState:
     """Copy arrays that occur twice in a state, such as an average that begins as the params.
 
-    A buffer can be donated once only.
+    A buffer can be donated once only. Weakly typed arrays, such as counters of optax's line
+    searches, are copied as well: they would come back strongly typed, as params would.
     """
     seen: set[int] = set()
 
     def own(x: jax.Array) -> jax.Array:
-        if id(x) in seen:
+        if id(x) in seen or x.weak_type:
             return copy(x)
         seen.add(id(x))
         return x

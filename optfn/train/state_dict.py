@@ -23,6 +23,7 @@ from optfn.leaves.packed import unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.layout import Kind, layout_of
+from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
 from optfn.state.padded import cut, map_padded
 from optfn.state.placement import PER_WORKER_KEY, map_state
@@ -65,7 +66,12 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
             f"got {checks.shown(opt_state)}"
         )
-    host = unpack_state(jax.tree.map(_to_host, opt_state))
+    return named_arrays(jax.tree.map(_to_host, opt_state))
+
+
+def named_arrays(host: OptState) -> dict[str, Any]:
+    """Return `state_dict` of a state whose arrays are on the host already, without a copy."""
+    host = natural(unpack_state(jax.tree.map(_as_bits, host)))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(own)} if own else {}
@@ -90,8 +96,12 @@ def _check_distinct(names: Iterable[str]) -> None:
 def _to_host(leaf: Leaf) -> Leaf:
     if checks.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
         return leaf
-    array = np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
-    return array.view(bits_of(array.dtype)) if is_foreign(array.dtype) else array
+    return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
+
+
+def _as_bits(leaf: Leaf) -> Leaf:
+    is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
+    return leaf.view(bits_of(leaf.dtype)) if is_host else leaf
 
 
 def is_foreign(dtype: DType) -> bool:

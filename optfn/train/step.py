@@ -35,6 +35,7 @@ from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Kind, Layout, Sharded, layout_of
+from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
 from optfn.sparse.tables import Owners
 from optfn.train.batches import as_arrays
 from optfn.train.local_steps import LocalSteps, check_rounds
@@ -46,6 +47,7 @@ from optfn.train.objective import (
     gathered,
     of_loss,
     of_packed,
+    of_sharded_tables,
     of_value_and_grad,
     on_parts,
 )
@@ -124,8 +126,12 @@ class TrainStep:
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
             state = on_one_mesh(distinct(TrainState(step, params, opt_state, model_state)))
         else:
-            params = self.layout.put(params)
+            params = self.layout.put(natural(params))
+            if self.layout.tables is not None:
+                owners = Owners(self.layout.mesh, self.layout.part_axes)
+                params = spread(params, self.layout.is_table(params), owners)
             opt_state = self.layout.init((self.local or self.tx).init, params)
+            check_rows(opt_state)
             step, model_state = self.layout.replicate((np.int32(0), model_state))
             state = distinct(TrainState(step, params, opt_state, model_state))
         warn_of_order(state.opt_state)
@@ -208,6 +214,8 @@ class TrainStep:
                 f"{kinds[is_packed(state.params)]}"
             )
         self._check_model_state(state.model_state)
+        if self.layout is not None and self.layout.tables is not None:
+            check_tables(state.params, self.layout.is_table(bare(state.params)))
         is_array = isinstance(state.step, jax.Array) and not checks.is_traced(state.step)
         if is_array and state.step.is_deleted():
             raise ValueError(
@@ -286,7 +294,7 @@ def make_train_step(
         `loss_fn` is then (params, model_state, batch) -> (loss, model_state), or
         (loss, (model_state, aux)) with `has_aux`, and the new ones are in the next TrainState. On a
         mesh they are the mean over workers of floating-point arrays, and worker 0's of others.
-        Where a guard skips the step, they stay as they were.
+        If `skip_nonfinite` skips the step, they stay as they were.
       mesh: workers that share the work, such as `optfn.distributed.data_mesh()`: the leading axis
         of the batch is split over them, the loss is their mean. Batches are host arrays of all
         examples, the same in every process, or global arrays.
@@ -325,8 +333,9 @@ def make_train_step(
         device, and axes other than `data_axis` are left to the compiler. A leaf without a dimension
         that N divides stays whole. The trajectory is that of one device.
       shard_tables: whether each device of `mesh` keeps 1/N of the rows of the leaves that `tables`
-        selects, and of their state, in their order. Rows that a batch looks up come from the
-        devices that keep them, and gradients go there.
+        selects, and of their state: row r lies on device r mod N. Rows that a batch looks up come
+        from the devices that keep them, and gradients go there. In `TrainState.params` such a leaf
+        is an `optfn.sparse.ShardedTable`, of which `np.asarray` is the table in natural order.
       compare_replicas_every: after so many steps the devices of `mesh` compare their params, by a
         checksum of 8 bytes a leaf; the next call raises if they differ. None never compares.
       donate: whether the step may overwrite the state that it is given.
@@ -399,7 +408,7 @@ def _composed(
         step = local.round(step)
     if layout is not None and workers:
         step = parallel.on_workers(step, layout.mesh, workers)
-    if layout is not None and layout.part_axes:
+    if layout is not None and layout.divides:
         step = _placed(step, layout)
     return step
 
@@ -447,9 +456,10 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
             recompute=options.recompute,
         )
 
-    if layout is not None and layout.part_axes:
-        return on_parts(make, layout)
-    return make()
+    if layout is None or not layout.part_axes:
+        return make()
+    objective = on_parts(make, layout)
+    return objective if owners is None else of_sharded_tables(objective)
 
 
 def _local_steps(

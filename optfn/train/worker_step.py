@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from optfn import checks, core
-from optfn.leaves import mismatch, tree
+from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Batch, OptState, PyTree
 from optfn.mesh import Axes
@@ -86,7 +86,8 @@ def worker_step(
         params, grads, loss = _barrier((state.params, grads, loss))
         # An optimizer that exchanges gradients by itself gets each worker's; `grad` is their mean.
         mean = means.mean_on_parts(grads, (), workers, parts)[0] if exchanges_itself else grads
-        extra |= {"value": loss, "grad": mean}
+        # Line searches take dense gradients; where there is none, nothing is computed.
+        extra |= {"value": loss, "grad": leafwise.to_dense(mean)}
         extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True

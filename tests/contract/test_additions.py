@@ -19,6 +19,8 @@ import optfn
 from docs import tables
 from examples import gallery
 from optfn.compression.compressors import ShownAsCall
+from optfn.parallel import layout
+from optfn.pipeline import plan
 
 ROOT = Path(__file__).parents[2]
 # Decorated as factories, but for other factories, or exported by another module.
@@ -129,6 +131,22 @@ def test_a_compressor_is_complete(name):
     complain(name, optfn.distributed, COMPRESSORS[name], places)
 
 
+@pytest.mark.parametrize("name", plan.SCHEDULES)
+def test_a_pipeline_schedule_is_told_of(name):
+    assert has("docs/pipeline.md", rf"^\| `{name}` \|")
+    assert has("optfn/pipeline/plan.py", rf"^ +{name} +ticks")
+    assert has("optfn/pipeline/value_and_grad.py", rf'^ +schedule: .*"{name}"')
+
+
+@pytest.mark.parametrize("name", layout.KINDS)
+def test_a_way_of_sharding_is_told_of(name):
+    assert has("docs/distributed.md", rf'^\|.*\bshard="{name}"')
+    assert has("docs/choose.md", rf'^\| `"{name}"` \|')
+    assert has("optfn/parallel/memory.py", rf'^ +"{name}" +P')
+    assert has("optfn/train/step.py", rf'"{name}": ')
+    assert has("tests/parallel/test_sharded_step.py", rf'^    "{name}": "{name}",')
+
+
 def test_nothing_is_listed_that_is_not_there():
     """And the folders have what is promised, by names."""
     assert OPTIMIZERS.keys() == catalogue.OPTIMIZERS.keys() == references.RULES.keys()
@@ -154,3 +172,9 @@ def test_the_gallery_needs_only_a_rate(name):
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
 def test_tables_are_those_of_the_docstrings(page):
     assert page.read_text() == tables.pages()[page], "make tables writes what is missing here"
+
+
+def test_the_table_of_what_goes_together_has_no_other_rows():
+    page, head, rows = next(x for x in tables.tables() if x[0] == "docs/distributed.md")
+    table = (tables.ROOT / page).read_text().partition(head)[2].split("\n\n")[0]
+    assert len(table.strip().splitlines()) == 1 + len(rows)

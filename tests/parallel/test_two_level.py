@@ -228,6 +228,16 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
             {"shard": sharded("params", axis="other")},
             "axis 'other' must be one of data_axis",
         ),
+        (
+            lambda: optfn.sgd(0.1),
+            {"shard": sharded({"embedding": P("slow")}, axis="fast")},
+            "for 'embedding' divides over 'slow', along which devices are workers",
+        ),
+        (
+            lambda: optfn.sgd(0.1),
+            {"tables": "embedding", "shard_tables": True, "local_steps": 2},
+            "local_steps=2 cannot be with params or state divided over all of data_axis",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_said(tx, options, words):

@@ -26,6 +26,7 @@ from optfn.distributed import (
     stack_stages,
     unstack_stages,
 )
+from optfn.pipeline.plan import SCHEDULES
 
 WIDTH, BATCH = 6, 24
 
@@ -95,24 +96,25 @@ def assert_close(got, want, tolerance=1e-6):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), name
 
 
+# Four rows a schedule, so that CI runs the last of each.
 GRID = [
     (p, v, m, schedule, stash)
+    for schedule in SCHEDULES
     for p, v, m in [(4, 1, 3), (2, 2, 4)]
-    for schedule in ("1f1b", "gpipe", "zb")
     for stash in ("input", "residual")
 ]
 GRID += [
-    (1, 1, 2, "1f1b", "input"),
     (1, 1, 2, "zb", "residual"),
     (2, 1, 4, "1f1b", "residual"),
     (2, 3, 2, "1f1b", "input"),
+    (1, 1, 2, "1f1b", "input"),
     (4, 1, 6, "zb", "residual"),
     (4, 2, 4, "1f1b", "input"),
     (8, 1, 4, "1f1b", "residual"),
 ]
 
 
-@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), thinned(GRID, every=6))
+@pytest.mark.parametrize(("p", "v", "m", "schedule", "stash"), thinned(GRID, every=4, first=3))
 def test_exact_over_the_grid(p, v, m, schedule, stash):
     # Half of the grid on each kind of mesh.
     explicit = (schedule == "gpipe") == (stash == "input")
@@ -166,10 +168,8 @@ def test_stacking_and_unstacking_are_inverse():
         assert_close(unstack_stages(stacked, virtual_stages=v), trees, 0)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stash"), [("1f1b", "residual"), ("zb", None), ("gpipe", None)]
-)
-def test_a_stage_that_is_nan_on_zeros(schedule, stash):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stage_that_is_nan_on_zeros(schedule):
     """The bubble computes with zeros; its results may not reach the loss or the gradients."""
 
     def normalized(w, x):
@@ -179,8 +179,9 @@ def test_a_stage_that_is_nan_on_zeros(schedule, stash):
         np.eye(WIDTH, dtype=np.float32) + random(i, WIDTH, WIDTH, scale=0.1) for i in range(3)
     ]
     fn = pipeline_value_and_grad(
-        normalized, mean_square, mesh=mesh_of(3), num_microbatches=4, schedule=schedule, stash=stash
-    )
+        normalized, mean_square, mesh=mesh_of(3), num_microbatches=4, schedule=schedule,
+        stash="residual",
+    )  # fmt: skip
     loss, grads = fn(stack_stages(params), *batch())
     assert_close((loss, unstack_stages(grads)), whole(normalized, mean_square, params, *batch()))
 
@@ -339,12 +340,8 @@ def test_zero_bubble_splits_scans():
 
 def test_plan_is_consistent():
     """Work follows its dependencies, one item of a kind per tick, and ring buffers suffice."""
-    for p, m, v, schedule in [
-        (4, 8, 1, "1f1b"),
-        (4, 3, 1, "zb"),
-        (3, 6, 2, "zb"),
-        (2, 4, 3, "gpipe"),
-    ]:
+    shapes = [(4, 8, 1), (4, 3, 1), (3, 6, 2), (2, 4, 3)]
+    for (p, m, v), schedule in itertools.product(shapes, SCHEDULES):
         theory = plan(p, m, v, schedule)
         cells = list(theory.cells())
         when = {(c.work, c.microbatch, c.chunk * p + c.stage): c.tick for c in cells}

@@ -102,6 +102,7 @@ def test_moments(toy):
 def test_moments_train():
     found = moments.accuracy(
         "digits",
+        "adam",
         lambda tx, seed: moments.digits_accuracy(tx, seed, 1),
         lambda dtype: optfn.adam(1e-2, moment_dtype=dtype),
         seeds=1,
@@ -185,10 +186,11 @@ def test_sharding(toy):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 def test_checkpoints(toy):
-    file, parts = toy(checkpoints, "checkpoints")
-    assert file["checkpoint"] == "one file" and parts["checkpoint"] == "parts"
+    found = by("checkpoint", toy(checkpoints, "checkpoints"))
+    assert list(found) == ["one file, at once", "one file", "parts"]
+    file, parts = found["one file"], found["parts"]
     assert 0.99e6 < file["bytes"] < 1.01e6 < 1.1 * file["written"] and parts["written"] > 0.5e6
-    assert 0 < parts["blocking_share"] < 1
+    assert all(0 < row["blocking_s"] <= row["delay_s"] <= row["whole_s"] for row in found.values())
 
 
 def test_loops_count_as_often_as_they_run():
@@ -364,6 +366,8 @@ def test_the_front():
     assert "| 10 | quantize(2) | never | 10.0 | - | - |" in front.seconds_table(rows)
     (panel,) = front.draw_bytes(found).axes
     assert len(panel.lines[1].get_xdata()) == 3  # the front
+    numbers = [line.get_marker() for line in panel.lines if line.get_marker().startswith("$")]
+    assert numbers == ["$1$", "$2$", "$3$"]
     (of_ten,) = front.draw_seconds(rows).axes
     names = [line.get_label() for line in of_ten.get_lines()]
     assert names == ["dense"]  # the others are never at its loss

@@ -1,5 +1,6 @@
 """The example and the benchmarks of compression, at toy size."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +13,14 @@ import numpy as np
 import pytest
 
 import optfn
-from benchmarks import compression_accuracy, compression_link, exchange_link, measure, network
+from benchmarks import (
+    compression_accuracy,
+    compression_link,
+    exchange_link,
+    measure,
+    network,
+    two_level,
+)
 from examples import compression, text, transformer
 
 ROOT = Path(__file__).parents[2]
@@ -25,10 +33,13 @@ def namespaces():
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
 
 
-@pytest.mark.skipif(
+makes_a_network = pytest.mark.skipif(
     "OPTFN_TEST_NETWORK" not in os.environ,
     reason="it makes network namespaces: OPTFN_TEST_NETWORK=1",
 )
+
+
+@makes_a_network
 def test_the_link_benchmark_at_toy_size(capsys):
     try:
         dense, wide, narrow = compression_link.run([2], [100], 1, 100_000)
@@ -40,7 +51,27 @@ def test_the_link_benchmark_at_toy_size(capsys):
     assert capsys.readouterr().out.count("|") == 3 * 12
 
 
-@pytest.mark.parametrize("script", [compression_link, exchange_link], ids=lambda m: m.__name__)
+@makes_a_network
+def test_two_levels_send_their_parts_between_processes(monkeypatch, tmp_path):
+    file = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["two_level", "--toy", "--json", str(file)])
+    try:
+        two_level.main()
+    except SystemExit:
+        pytest.skip("no network namespaces here")
+    rows = {row["scheme"]: row for row in json.loads(file.read_text())["rows"]}
+    mean = rows["FSDP inside, the mean between"]
+    assert mean["slow"] == pytest.approx(1.0, abs=0.01)  # 2·(1/2)·4 bytes of a quarter
+    assert mean["params"] == rows["data parallel"]["params"] / 4
+    assert rows["two levels, H=5"]["slow"] == pytest.approx(0.2, abs=0.01)
+    assert rows["two levels, exchange(quantize(4))"]["slow"] < 0.135
+    assert rows["FSDP over all devices"]["link"] > 3 * mean["link"]
+
+
+SCRIPTS = [compression_link, exchange_link, two_level]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda m: m.__name__)
 def test_the_link_benchmark_says_what_it_lacks(monkeypatch, capsys, script):
     monkeypatch.setattr(network.shutil, "which", lambda tool: None)
     monkeypatch.setattr(sys, "argv", ["compression_link"])

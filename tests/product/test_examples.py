@@ -1,6 +1,9 @@
 """The demo and the examples run, at toy size, and say what they promise."""
 
-import json
+import os
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from sklearn.metrics import roc_auc_score
 
 import optfn
 from examples import demo, gallery, recommender, text, transformer, words
+from optfn.run.checkpoint import checkpoints
 
 
 def test_the_demo_trains_resumes_and_draws(monkeypatch, tmp_path, capsys):
@@ -87,19 +91,6 @@ def test_word_vectors_are_the_same_with_rows(monkeypatch, capsys):
     assert "self: " in out
 
 
-def test_the_notebook_runs(monkeypatch, capsys):
-    """Its cells one after the other, in one namespace, as a kernel runs them."""
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    notebook = json.loads((Path(__file__).parents[2] / "examples/digits.ipynb").read_text())
-    names = {}
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            assert not cell["outputs"]
-            exec(compile("".join(cell["source"]), "digits.ipynb", "exec"), names)
-    assert names["history"]["evaluation"][-1] > 0.9
-    assert "accuracy on held-out digits: 0.9" in capsys.readouterr().out
-
-
 def test_the_recommender_learns_on_sharded_tables(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["recommender", "--toy", "--steps", "30", "--l1", "3e-3"])
     recommender.main()
@@ -128,3 +119,30 @@ def test_the_probability_of_a_click_is_that_of_the_log():
     p = 1 / (1 + np.exp(-score))
     assert abs(np.sum(batch["clicked"] - p)) < 4 * np.sqrt(np.sum(p * (1 - p)))
     assert len(np.unique(batch["embed"][:, 0])) == 50
+
+
+def test_the_elastic_program_goes_on_where_a_signal_stopped_it(tmp_path):
+    """Status 75 asks the launcher to start it again; with status 0 all steps are made."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    program = Path(__file__).parents[2] / "examples" / "elastic" / "train.py"
+    command = [sys.executable, program, tmp_path / "run{process}"]
+
+    def start():
+        environment = os.environ | launched | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    with start() as first:
+        for line in first.stderr:
+            if line.startswith("step 20 "):
+                first.send_signal(signal.SIGTERM)
+    assert first.returncode == 75
+    stopped = int(checkpoints(tmp_path / "run0")[-1].stem[5:])
+    assert 20 <= stopped < 200
+    with start() as second:
+        words = second.stderr.read()
+    assert second.returncode == 0, words
+    assert f"resumed from step {stopped}" in words
+    assert checkpoints(tmp_path / "run0")[-1].stem == "step_000000200"

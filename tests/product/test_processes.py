@@ -20,14 +20,14 @@ TESTS = Path(__file__).parents[1]
 TIME_BOUND = 60
 
 
-def launch(directory, processes, steps, *words):
+def launch(directory, processes, steps, *words, devices=1):
     """Start the processes and return (return code, stdout, stderr) of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
     environment = os.environ | {
-        "XLA_FLAGS": flags,  # one device each
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
@@ -99,3 +99,27 @@ def test_sharded_processes_train_as_one_device(tmp_path):
         restored, _ = optfn.restore_checkpoint(tmp_path / kind, one.init(params))
         for name in params:
             np.testing.assert_array_equal(restored.params[name], np.float32(found[name]))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_two_levels_are_those_of_one_process(devices, tmp_path):
+    """Two processes of several devices each train as one process with all of them.
+
+    The gradient of the fourth batch is NaN in one entry, which one device of one process keeps.
+    Sums of two terms are the same bits; those of four are in another order between processes.
+    """
+    results = launch(tmp_path, 2, 0, "two_levels", devices=devices)
+    for code, out, error in results:
+        assert code == 0, out + error
+    first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
+    for name, run in train_worker.two_levels(devices).items():
+        found = first[name]
+        assert found["hashes"] == second[name]["hashes"]
+        if devices == 2:
+            assert found["hashes"] == run["hashes"]
+            np.testing.assert_array_equal(found["losses"], run["losses"])
+        np.testing.assert_allclose(found["losses"], run["losses"], rtol=2.5e-7)
+        np.testing.assert_allclose(found["params"], run["params"], atol=1e-6)
+        before, nan, after = found["hashes"][2:]
+        assert before == nan != after
+        assert np.isfinite(found["losses"][4])

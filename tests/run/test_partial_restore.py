@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optfn
-from optfn.run import sharded_checkpoint
+from optfn.run import background
 
 PARAMS = {"body": {"w": jnp.arange(6.0).reshape(3, 2)}, "head": jnp.ones(2)}
 BOTH_KINDS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
@@ -26,7 +26,7 @@ def trained(tx, directory, *, sharded=False, params=PARAMS, steps=3):
     for _ in range(steps):
         state, _ = step(state, jnp.eye(3))
     optfn.save_checkpoint(directory, state, {"loss": np.ones(steps)}, sharded=sharded)
-    sharded_checkpoint.wait()
+    background.wait()
     return state
 
 

@@ -14,8 +14,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optfn
+from benchmarks import wire
 from optfn.distributed import data_mesh
-from optfn.sparse.tables import _capacity
+from optfn.sparse.sharded_table import natural
+from optfn.sparse.tables import _sizes
 from optfn.train.state import TrainState
 
 N, ROWS, WIDTH, STEPS = 8, 64, 4, 4
@@ -103,9 +105,12 @@ def test_it_is_the_unsharded_step(rule, kind):
     step = sharded(RULES[rule]())
     state, found = run(step, batches(kind))
     np.testing.assert_allclose(found, losses, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(want), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(s)] for s in (state, want)]
+    assert shapes[0] == shapes[1]
+    natural, expected = optfn.state_dict(state), optfn.state_dict(want)
+    assert natural.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(natural[name], x, rtol=1e-4, atol=1e-5)
     assert step.compiled._cache_size() == 1
     assert state.params["t"].addressable_shards[0].data.shape == (ROWS // N, WIDTH)
 
@@ -239,6 +244,56 @@ def test_a_checkpoint_is_in_natural_order_and_moves_to_other_numbers_of_workers(
         np.testing.assert_allclose(state.params["t"], whole.params["t"], rtol=1e-4, atol=1e-6)
 
 
+def test_the_entry_of_params_is_the_table_in_natural_order():
+    step = sharded(optfn.adam(0.01, lazy="exact"))
+    state = step.init(PARAMS)
+    table, natural = state.params["t"], PARAMS["t"]
+    assert (table.shape, table.dtype, len(table)) == (natural.shape, natural.dtype, ROWS)
+    np.testing.assert_array_equal(np.asarray(table), natural)
+    np.testing.assert_array_equal(jnp.asarray(table), natural)
+    np.testing.assert_array_equal(jax.device_get(table), natural)
+    np.testing.assert_array_equal(jax.jit(lambda p: 2 * p["t"].T)(state.params), 2 * natural.T)
+    for ids in (3, -1, ROWS + 5, np.arange(-ROWS, ROWS).reshape(2, -1), slice(2, 5), (4, 1)):
+        np.testing.assert_array_equal(table[ids], jnp.asarray(natural)[ids])
+    np.testing.assert_array_equal(table.T, natural.T)
+    rows = np.asarray(table.addressable_shards[3].data)
+    np.testing.assert_array_equal(rows, natural[3::N])
+    again = step.init(state.params)
+    np.testing.assert_array_equal(np.asarray(again.params["t"]), natural)
+
+
+def test_a_number_of_rows_that_the_devices_divide_once_only():
+    """A block of the natural order has 3 rows, fewer than devices."""
+    params = PARAMS | {"t": PARAMS["t"][: 3 * N]}
+    state, _ = run(sharded(optfn.adam(0.01, lazy=True)), [], params)
+    np.testing.assert_array_equal(natural(state.params)["t"], params["t"])
+    np.testing.assert_array_equal(optfn.state_dict(state)["train/params/t"], params["t"])
+
+
+def test_evaluate_gets_tables_in_natural_order():
+    def evaluate(params):
+        assert isinstance(params["t"], jax.Array)
+        return float(np.abs(params["t"] - PARAMS["t"]).max())
+
+    _, history = optfn.minimize(
+        loss_fn, optfn.sgd(0.0), PARAMS, batches("zipf"), tables="t", progress=False,
+        mesh=data_mesh(N), shard_tables=True, evaluate=evaluate,
+    )  # fmt: skip
+    assert history["evaluation"].tolist() == [0.0]
+
+
+def test_a_state_that_was_not_made_by_init_is_refused():
+    step = sharded(optfn.sgd(0.1))
+    state = step.init(PARAMS)
+    with pytest.raises(TypeError, match=r"params\['t'\].* must be a ShardedTable"):
+        step(state._replace(params=state.params | {"t": PARAMS["t"]}), batches("uniform")[0])
+
+
+def test_eight_bit_moments_have_no_rows():
+    with pytest.raises(ValueError, match=r"an array of shape \(1,\), which has no axis of rows"):
+        sharded(optfn.adam(0.01, moment_dtype="int8")).init(PARAMS)
+
+
 def test_explicit_axes_and_a_checked_layout():
     mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
     step = sharded(optfn.adam(0.01, lazy=True), mesh=mesh)
@@ -286,16 +341,41 @@ def test_temporaries_and_the_wire_do_not_depend_on_the_number_of_rows(lazy):
     assert temporaries[1] == pytest.approx(temporaries[0], rel=0.1)
     arguments = big.memory_analysis().argument_size_in_bytes
     assert arguments == pytest.approx(3 * 4 * (1 << 24) * 64 / N, rel=0.01)
-    exchanged = re.findall(r"= (f32|s32)\[([\d,]+)\]\S* all-to-all\(", big.as_text())
-    sent = 7 / 8 * sum(4 * int(np.prod(list(map(int, s.split(","))))) for _, s in exchanged)
-    ids = np.random.default_rng(0).integers(0, 1 << 24, (N, 4096 // N))
-    owners = ids // ((1 << 24) // N)
-    foreign = np.mean(
-        [len(np.unique(i[o != k])) for k, (i, o) in enumerate(zip(ids, owners, strict=True))]
-    )
-    assert sent <= 1.6 * 2 * foreign * 64 * 4  # rows there, gradients back
-    assert max(np.bincount(o).max() for o in owners) <= _capacity(4096 // N, N)  # in one round
     assert not re.search(r"(all-gather|reduce-scatter)", big.as_text())
+    sent, ideal = bytes_of_batches(big, lambda rng: rng.integers(0, 1 << 24, (N, 4096 // N)))
+    assert sent <= 1.6 * ideal
+
+
+def bytes_of_batches(step, draw, width=64, count=20):
+    """Return the bytes that a device sends in a step, and the least, the mean of some batches.
+
+    The least are the distinct rows that a device does not keep, and their gradients.
+    """
+    sizes, once = _sizes(4096 // N, N), wire.bytes_sent(step, N, rounds=0)
+    in_round = [wire.bytes_sent(step, N, branch=k) - once for k in range(len(sizes))]
+    sent, least = [], []
+    for seed in range(count):
+        each = [np.unique(ids) for ids in draw(np.random.default_rng(seed))]
+        fullest = max(np.bincount(ids % N).max() for ids in each)
+        assert fullest <= sizes[-1]  # one round
+        sent.append(once + in_round[int(np.searchsorted(sizes, fullest))])
+        least.append(np.mean([np.sum(ids % N != k) for k, ids in enumerate(each)]) * width * 8)
+    return np.mean(sent), np.mean(least)
+
+
+@pytest.mark.optimized
+def test_ids_by_frequency_send_little_more_than_the_rows_that_are_needed():
+    """Zipf's law, exponent 1.05, on 262,144 rows: 1.6 times the ideal, hashed or not."""
+    rows = 1 << 18
+    cumulative = np.cumsum(np.arange(1, rows + 1) ** -1.05)
+
+    def by_frequency(rng):
+        return np.searchsorted(cumulative, cumulative[-1] * rng.random((N, 4096 // N)))
+
+    step = compiled(optfn.adam(0.01, lazy=True), rows)
+    for draw in (by_frequency, lambda rng: optfn.sparse.hash_ids(by_frequency(rng), rows)):
+        sent, least = bytes_of_batches(step, draw)
+        assert sent <= 1.6 * least
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""Checkpoints that are being written: copies of states, and the thread that writes them."""
+
+import functools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.leaves.types import PyTree
+
+# The memory of the host that devices copy to while they compute.
+_PINNED = "pinned_host"
+
+
+class _Write(NamedTuple):
+    """A checkpoint that is being written, or the error of one that could not be."""
+
+    directory: Path
+    future: Future[None]
+
+
+# At most one for each directory, in the order in which they are written.
+_writing: list[_Write] = []
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    # Functions of `atexit` come too late: Python has ended all pools then, and orbax needs its own.
+    threading._register_atexit(wait)  # type: ignore[attr-defined]
+    return ThreadPoolExecutor(1, "optfn-checkpoint")
+
+
+def start(directory: Path, write: Callable[[], None]) -> None:
+    """Begin to write a checkpoint; the one before in the directory must be written (`wait`)."""
+    _writing.append(_Write(directory, _thread().submit(write)))
+
+
+def wait(directory: Path | None = None) -> None:
+    """Wait until checkpoints are on the disk, all or those of a directory.
+
+    Errors of those that could not be written, in any directory, are raised once.
+    """
+    for write in tuple(_writing):
+        if directory in (None, write.directory) or write.future.done():
+            try:
+                write.future.result()
+            finally:
+                if write.future.done():  # it is not where a signal interrupts the wait
+                    _writing.remove(write)
+
+
+def copied(tree: PyTree) -> PyTree:
+    """Return a copy of the arrays of a tree, which may be donated or overwritten at once.
+
+    JAX arrays are copied in the background, to memory of the host where the devices can; the copies
+    lie over the processes as the arrays do.
+    """
+    groups: dict[frozenset[jax.Device], dict[int, jax.Array]] = {}
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array):
+            groups.setdefault(frozenset(x.sharding.device_set), {})[id(x)] = x
+    copies: dict[int, jax.Array] = {}
+    for group in groups.values():
+        arrays = list(group.values())
+        made = iter(_copier(tuple(map(_sharding_on_host, arrays)))(arrays))
+        copies |= {key: next(made) for key in group}
+    return jax.tree.map(lambda x: copies[id(x)] if id(x) in copies else np.array(x), tree)
+
+
+def _sharding_on_host(x: jax.Array) -> jax.sharding.Sharding:
+    """Return the sharding of an array, in memory of the host where its devices have such memory."""
+    kinds = {memory.kind for d in x.sharding.addressable_devices for memory in _memories(d)}
+    return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding
+
+
+def _memories(device: Any) -> Any:  # jax.Device has no annotations
+    return device.addressable_memories()
+
+
+@functools.lru_cache(maxsize=16)
+def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[[PyTree], PyTree]:
+    def copy_each(arrays: PyTree) -> PyTree:
+        return [jnp.copy(x) for x in arrays]
+
+    return jax.jit(copy_each, out_shardings=list(shardings))

@@ -1,0 +1,332 @@
+"""Tables whose rows lie on the devices in turn, and are in natural order to those outside.
+
+Row r of a table of R rows lies on device r mod N of the N that keep it, as its row r // N. Ids that
+are numbered by frequency, as many are, are then spread evenly. No PartitionSpec says so: the array
+of a `ShardedTable` has the rows of device 0 first, then those of device 1. The optimizer works on
+this array, and its state for the table is in the same order. What leaves or enters a training step
+is in natural order: `natural`, `stored_as`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optfn import checks
+from optfn import mesh as meshes
+from optfn.checks import shown
+from optfn.leaves import tree
+from optfn.leaves.traits import traits
+from optfn.leaves.types import DType, Leaf, PyTree
+from optfn.mesh import Axes, axes
+from optfn.sparse.tables import Owners
+from optfn.state.per_worker import PerWorker
+
+
+@traits(transparent=True)
+@jax.tree_util.register_pytree_with_keys_class
+class ShardedTable:
+    """A table whose rows lie on the devices in turn; to a user, the table in natural order.
+
+    It has the table's shape and dtype; `np.asarray` and `jnp.asarray` return the table,
+    `table[ids]` its rows, and other attributes are those of the table. It is a pytree node of one
+    array, the rows as they lie, and adds no word to paths. The state of an optimizer has such a
+    node in the same place.
+
+    Args:
+      stored: the rows, those of device 0 first; in the state of an optimizer what it keeps for
+        them.
+      owners: the devices that keep the rows.
+      num_rows: R.
+    """
+
+    def __init__(self, stored: PyTree, owners: Owners, num_rows: int) -> None:
+        self.stored, self.owners, self.num_rows = stored, owners, num_rows
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Owners, int]]:
+        """Return what is stored with its key, and the rest, which is static."""
+        key = jax.tree_util.GetAttrKey("stored")
+        return [(key, self.stored)], (self.owners, self.num_rows)
+
+    @classmethod
+    def tree_unflatten(
+        cls, static: tuple[Owners, int], children: tuple[PyTree, ...]
+    ) -> "ShardedTable":
+        """Return the node of static data and a child."""
+        return cls(children[0], *static)
+
+    def of(self, stored: PyTree) -> "ShardedTable":
+        """Return other arrays that lie as the rows of this table do."""
+        return ShardedTable(stored, self.owners, self.num_rows)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the table."""
+        return tuple(self.stored.shape)
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the table."""
+        dtype: DType = self.stored.dtype
+        return dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the table."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the table."""
+        return int(self.stored.size)
+
+    @property
+    def sharding(self) -> Any:
+        """How the rows lie, in their order."""
+        return self.stored.sharding
+
+    @property
+    def addressable_shards(self) -> Any:
+        """The rows on each device of this process."""
+        return self.stored.addressable_shards
+
+    def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(_on_host(self, np.asarray(self.stored)), dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        table: jax.Array = natural(self)
+        return table
+
+    def __getitem__(self, key: Any) -> jax.Array:
+        """Return rows by integer ids, as of an array; by any other key, part of the table."""
+        if isinstance(key, int | np.integer | list) or tree.is_array(key):
+            ids = jnp.asarray(key)
+            if jnp.issubdtype(ids.dtype, jnp.integer):
+                ids = jnp.clip(jnp.where(ids < 0, ids + self.num_rows, ids), 0, self.num_rows - 1)
+                rows: jax.Array = self.stored[self.owners.place_of(ids, self.num_rows)]
+                return rows
+        return self.__jax_array__()[key]
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(name)
+        return getattr(self.__jax_array__(), name)
+
+    def __repr__(self) -> str:
+        return f"ShardedTable({self.stored!r} of {self.num_rows} rows, in turn)"
+
+
+def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
+    """Tell whether `x` is a ShardedTable."""
+    return isinstance(x, ShardedTable)
+
+
+def spread(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
+    """Return params with the tables, arrays on the mesh in natural order, as ShardedTables.
+
+    Args:
+      params: the params.
+      are_tables: whether each leaf is a table.
+      owners: the devices that keep their rows.
+    """
+
+    def leaf(is_table: bool, x: Leaf) -> Leaf:
+        if is_table is not True:
+            return x
+        node = ShardedTable(x, owners, x.shape[0])
+        return node.of(_reordered(node, x, _to_stored))
+
+    return jax.tree.map(leaf, are_tables, params, is_leaf=tree.is_masked)
+
+
+def bare(values: PyTree) -> PyTree:
+    """Return a tree with what is stored in the place of ShardedTables."""
+    return jax.tree.map(
+        lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
+    )
+
+
+def dressed(like: PyTree, values: PyTree) -> PyTree:
+    """Return a bare tree with ShardedTables where `like` has them: the inverse of `bare`."""
+    return jax.tree.map(
+        lambda x, value: x.of(value) if is_sharded_table(x) else value,
+        like, values, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x),
+    )  # fmt: skip
+
+
+def natural(values: PyTree) -> PyTree:
+    """Return a tree with arrays in natural order in the place of ShardedTables.
+
+    On a mesh the rows go from device to device; in a run of several processes all must call it.
+    """
+
+    def convert(node: PyTree) -> PyTree:
+        if not is_sharded_table(node):
+            return node
+        return jax.tree.map(lambda x: _reordered(node, x, _to_natural), node.stored)
+
+    return jax.tree.map(convert, values, is_leaf=is_sharded_table)
+
+
+def stored_as(like: PyTree, values: PyTree) -> PyTree:
+    """Return a tree in natural order as `like` stores it: the inverse of `natural`.
+
+    Arrays that `like` itself has in a ShardedTable are in stored order, and stay.
+    """
+
+    def convert(node: PyTree, value: PyTree) -> PyTree:
+        if not is_sharded_table(node):
+            return value
+        return node.of(
+            jax.tree.map(
+                lambda old, x: x if x is old else _reordered(node, x, _to_stored),
+                node.stored,
+                value,
+            )
+        )
+
+    return jax.tree.map(convert, like, values, is_leaf=is_sharded_table)
+
+
+def check_tables(params: PyTree, are_tables: PyTree) -> None:
+    """Raise a TypeError unless each table of params is a ShardedTable, as `spread` makes it."""
+
+    def check(place: tree.Place, is_table: bool, x: PyTree) -> None:
+        if is_table is True and not is_sharded_table(x):
+            raise TypeError(
+                f"params[{str(place)!r}] is a table whose rows are divided over devices: it must "
+                f"be a ShardedTable, as init makes it; got {shown(x)}"
+            )
+
+    values = jax.tree.leaves(params, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x))
+    for (place, is_table), x in zip(tree.items(are_tables), values, strict=True):
+        check(place, is_table, x)
+
+
+def check_rows(state: PyTree) -> None:
+    """Raise a ValueError if an array that a state keeps for a sharded table is not one of rows."""
+
+    def is_own(x: object) -> bool:
+        return isinstance(x, PerWorker)  # flat or of all workers
+
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: is_sharded_table(x) or is_own(x))
+    for node in filter(is_sharded_table, nodes):
+        for x in jax.tree.leaves(node.stored, is_leaf=is_own):
+            if not is_own(x) and x.ndim and node.num_rows not in x.shape:
+                raise ValueError(
+                    f"the state of a table of shape {(node.num_rows, ...)} whose rows are divided "
+                    f"over devices has an array of shape {x.shape}, which has no axis of rows, as "
+                    "the scales of 8-bit moments have none: take another optimizer for the table"
+                )
+
+
+# From (rows of this device, owners) to those after all devices have exchanged theirs.
+Exchange = Callable[[jax.Array, Owners], jax.Array]
+
+
+def _axis_of_rows(shape: tuple[int, ...], num_rows: int) -> int | None:
+    """Return the first axis that counts rows, or rows of all workers; None where there is none."""
+    return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
+
+
+def _reordered(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
+    """Return an array with its rows in stored order, or in natural order."""
+    axis = _axis_of_rows(x.shape, node.num_rows)
+    if axis is None or node.owners.workers == 1:
+        return x
+    names = _axes_along(x, axis)
+    if names[-len(node.owners.axes) :] != node.owners.axes:
+        return _permuted(node, x, axis, exchange is _to_natural)
+    return _exchanged(x, node.owners, names, axis, exchange)
+
+
+def _axes_along(x: Leaf, axis: int) -> Axes:
+    """Return the mesh axes over which an axis of an array is divided, where that is known."""
+    if checks.is_traced(x) or not isinstance(x, jax.Array):
+        return Axes()
+    if not isinstance(x.sharding, NamedSharding):
+        return Axes()
+    return axes([*x.sharding.spec, *[None] * x.ndim][axis])
+
+
+def _on_host(node: ShardedTable, x: np.ndarray) -> np.ndarray:
+    """Return an array on the host in natural order."""
+    axis = _axis_of_rows(x.shape, node.num_rows)
+    return x if axis is None else _permuted(node, x, axis, True)
+
+
+def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
+    """Return an array with its rows in another order, by a transposition of the whole array."""
+    count = node.owners.workers
+    per_device = node.num_rows // count
+    rows = (count, per_device) if to_natural else (per_device, count)
+    shape = (*x.shape[:axis], x.shape[axis] // node.num_rows, *rows, *x.shape[axis + 1 :])
+    return x.reshape(shape).swapaxes(axis + 1, axis + 2).reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _exchanged(
+    x: jax.Array, owners: Owners, names: Axes, axis: int, exchange: Exchange
+) -> jax.Array:
+    """Return an array on the mesh with its rows in another order; none is ever whole on a device.
+
+    Args:
+      x: the array; its rows are divided over the axes `names`, those of `owners` last.
+      owners: the devices that keep the rows.
+      names: the axes.
+      axis: that of the rows.
+      exchange: what a device does.
+    """
+
+    def on_device(part: jax.Array) -> jax.Array:
+        return jnp.moveaxis(exchange(jnp.moveaxis(part, axis, 0), owners), 0, axis)
+
+    spec = P(*[None] * axis, names)
+    result: jax.Array = meshes.mapped(on_device, owners.mesh, names, spec, spec)(x)
+    return result
+
+
+def _to_stored(part: jax.Array, owners: Owners) -> jax.Array:
+    """Return the rows that a device keeps, of its block of the rows in natural order."""
+    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
+    _, sent = _pairs(owners, all_devices, me, len(part))
+    places, _ = _pairs(owners, me, all_devices, len(part))
+    return _all_to_all(part, owners, sent, places)
+
+
+def _to_natural(part: jax.Array, owners: Owners) -> jax.Array:
+    """Return a device's block of the rows in natural order, of the rows that it keeps."""
+    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
+    sent, _ = _pairs(owners, me, all_devices, len(part))
+    _, places = _pairs(owners, all_devices, me, len(part))
+    return _all_to_all(part, owners, sent, places)
+
+
+def _pairs(owners: Owners, owner: Any, device: Any, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return where the rows lie that `owner` keeps and that are in the natural block of `device`.
+
+    The first are their places at the owner, the second those in the block; `count`, the number of
+    rows of a device, for none.
+    """
+    start = device * count
+    place = (start - owner + owners.workers - 1) // owners.workers
+    place = place + np.arange(-(-count // owners.workers), dtype=np.int32)
+    in_block = place * owners.workers + owner - start
+    is_inside = in_block < count
+    return jnp.where(is_inside, place, count), jnp.where(is_inside, in_block, count)
+
+
+def _all_to_all(part: jax.Array, owners: Owners, sent: jax.Array, places: jax.Array) -> jax.Array:
+    """Return rows after an exchange: `sent[k]` go to device k, those from it to `places[k]`."""
+    rows = part.at[sent].get(mode="fill", fill_value=0)
+    arrived = lax.all_to_all(rows, owners.axes, 0, 0)
+    return jnp.zeros_like(part).at[places].set(arrived, mode="drop", unique_indices=False)

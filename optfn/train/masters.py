@@ -1,0 +1,127 @@
+"""Masters of one form from those of another: float32 copies, remainders of 32 and of 24 bits.
+
+    bits(|M|) = bits(|p|)·2ᵏ + e      k = 16 and 8 for masters of 32 and 24 bits
+
+A copy gives a remainder with p, the copy rounded if p is not saved beside it; a remainder gives a
+copy with p; remainders give each other by a shift of bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.leaves import tree
+from optfn.leaves.types import Leaf, OptState
+from optfn.state import names as state_names
+from optfn.transforms import codes
+from optfn.transforms.learning_rate import is_rate
+from optfn.wrappers.master_weights import (
+    MasterWeights24State,
+    MasterWeights32State,
+    MasterWeightsState,
+)
+
+
+class _Form(NamedTuple):
+    """The word of a state in names, its field of masters or remainders, and the bits of these."""
+
+    word: str
+    field: str
+    bits: int | None
+
+
+_FORMS = {
+    kind: _Form(state_names.state_word(kind), kind._fields[0], bits)
+    for kind, bits in (
+        (MasterWeightsState, None), (MasterWeights32State, 32), (MasterWeights24State, 24),
+    )
+}  # fmt: skip
+
+
+def _has_masters(x: object) -> bool:
+    return type(x) in _FORMS
+
+
+def in_form_of(
+    state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return a mapping whose masters are in the form that a state has.
+
+    Args:
+      state: the template.
+      named: its arrays with their names.
+      mapping: arrays by name, whose masters may be in another form.
+
+    Raises:
+      ValueError: copies are asked for, and the mapping has remainders without their parameters.
+    """
+    parts = state_names.named_parts(state, stop=_has_masters, unnamed=is_rate)
+    by_name: dict[str, Leaf] = dict(named)
+    new: dict[str, Leaf] = {}
+    used: set[str] = set()
+    for name, node in parts:
+        if not _has_masters(node):
+            continue
+        form = _FORMS[type(node)]
+        for other in _FORMS.values():
+            before = _renamed(name, form, other)
+            field = f"{before}/{other.field}"
+            saved = [x for x in mapping if f"{x}/".startswith(f"{field}/")]
+            if other == form or not saved:
+                continue
+            for source in saved:
+                path = source.removeprefix(field).removeprefix("/")
+                p = _param(path, by_name, mapping, np.shape(mapping[source]))
+                if p is None and form.bits is None:
+                    raise ValueError(
+                        f"the mapping has {source!r}, the remainder of a master beside its "
+                        "parameter, and not the parameter: load the state of the whole run, "
+                        "state_dict(state) of the TrainState or a checkpoint"
+                    )
+                target = tree.join(name, form.field, path)
+                new[target] = _in_form(mapping[source], p, other.bits, form.bits)
+            used |= {f"{before}/step", *saved}
+            if form.bits == 24:
+                new[f"{name}/step"] = np.zeros((), np.int32)  # the seed of the rounding
+    return {k: v for k, v in mapping.items() if k not in used} | new if new else mapping
+
+
+def _renamed(name: str, form: _Form, other: _Form) -> str:
+    """Return the name of a state with the word of another form, its number included."""
+    *before, last = name.split("/")
+    return tree.join(*before, other.word + last.removeprefix(form.word))
+
+
+def _param(
+    path: str, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any], shape: tuple[int, ...]
+) -> jax.Array | None:
+    """Return the bfloat16 parameter of a path and shape in a mapping that has params."""
+    name = tree.join("train/params", path)
+    if name not in mapping or name not in by_name or np.shape(mapping[name]) != shape:
+        return None
+    x = np.asarray(mapping[name])
+    return jnp.asarray(x if x.dtype == jnp.bfloat16 else x.view(jnp.bfloat16))
+
+
+def _in_form(kept: Leaf, p: jax.Array | None, before: int | None, after: int | None) -> jax.Array:
+    """Return a master or a remainder in another form.
+
+    Args:
+      kept: the array in the form of before.
+      p: the parameter beside it.
+      before: the bits of the remainder that it is; None for a copy.
+      after: the bits of the remainder that it becomes; None for a copy.
+    """
+    kept = jnp.asarray(kept)
+    if before is not None and after is not None:
+        dtype = codes.REMAINDERS[after]
+        wide = kept.astype(jnp.int32)
+        wide = wide << 8 if after > before else (wide + 128) >> 8
+        return jnp.minimum(wide, jnp.iinfo(dtype).max).astype(dtype)
+    if after is None:
+        assert p is not None
+        return codes.join_float32(p, kept)
+    return codes.remainder_beside(kept.astype(jnp.bfloat16) if p is None else p, kept, after)
