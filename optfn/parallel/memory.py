@@ -15,8 +15,9 @@ from optfn.leaves import tree
 from optfn.leaves.modules import check_split
 from optfn.leaves.types import OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
-from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
+from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.owners import coded_bytes
+from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.names import treated
 from optfn.state.per_worker import exchanged_axes
