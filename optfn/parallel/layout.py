@@ -1,7 +1,7 @@
 """Where params, gradients and the state of an optimizer lie on the devices of a mesh.
 
-A `Layout` gives each leaf its PartitionSpec. There is one class for each way of sharding (`sharding`),
-and all else (the training step, checkpoints, plans of memory) asks the layout:
+A `Layout` gives each leaf its PartitionSpec. There is one class for each way of sharding, in
+`sharding`, and all else (the training step, checkpoints, plans of memory) asks the layout:
 
     mesh axes = data axes (the batch is split over them) + axes that are left to the compiler
     data axes = worker axes + part axes (params or state are divided over them)
