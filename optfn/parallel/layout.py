@@ -310,11 +310,11 @@ class Layout:
             return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
         def reshaped(params: Params) -> OptState:
-            parts = self.parts_of(params)
-            assert parts is not None
-            state = map_divided(
-                lambda node: node._replace(value=parts.in_rows(node.value)), init(params)
-            )
+            state, parts = init(params), self.parts_of(params)
+            if parts is None:  # each worker is one device
+                return state
+            in_rows = parts.in_rows
+            state = map_divided(lambda node: node._replace(value=in_rows(node.value)), state)
             return self._map_state(shaped, lambda x, own: x, state, params)
 
         return reshaped if self.worker_axes and self.divides else init
