@@ -1,5 +1,6 @@
 """Work divided by matrix: each device keeps and updates some of the layers, whole matrices."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import chex
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -125,8 +127,9 @@ BATCHES = RNG.normal(size=(3, 16, 32)).astype(np.float32)
 
 
 @pytest.mark.parametrize("layers", [8, 6])
-@pytest.mark.parametrize("kind", ["state", "params"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "kind"), thinned(itertools.product(RULES, ["state", "params"]), 3, 1)
+)
 def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     params, tx = model(layers), RULES[rule]()
     alone = run(optfn.make_train_step(scanned, tx), params, BATCHES)
@@ -220,7 +223,7 @@ def zero_1(params, devices):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["state", "params"])
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", thinned([4, 2, 8], 3))
 def test_a_device_computes_and_sends_its_part(devices, kind):
     params, tx = model(width=64), muon()
     alone = compiled(tx, params).cost_analysis()["flops"]
@@ -243,8 +246,9 @@ def test_padding_costs_no_more_than_its_share(layers, devices):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("layers", [8, 6])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("kind", ["state", "params"])
+@pytest.mark.parametrize(
+    ("microbatches", "kind"), thinned(itertools.product([1, 2], ["state", "params"]), 3)
+)
 def test_the_plan_is_what_the_compiled_step_holds_and_sends(kind, microbatches, layers):
     params, tx, mesh = model(layers, width=64), muon(), data_mesh(4)
     options = {"shard": sharded(kind, whole=MATRICES), "microbatches": microbatches}
@@ -264,7 +268,7 @@ def test_the_plan_is_what_the_compiled_step_holds_and_sends(kind, microbatches, 
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", ["state", "params"])
+@pytest.mark.parametrize("kind", thinned(["state", "params"]))
 def test_a_plan_says_for_which_leaves_it_is_a_lower_bound(kind):
     params, mesh = model(width=64), data_mesh(4)
     plan = plan_memory(muon(), params, mesh, shard=kind)

@@ -330,8 +330,9 @@ def compiled(tx, rows, ids=4096, width=64):
     return step.compiled.lower(state, batch).compile()
 
 
+@pytest.mark.nightly
 @pytest.mark.optimized
-@pytest.mark.parametrize("lazy", thinned([True, "exact"]))
+@pytest.mark.parametrize("lazy", [True, "exact"])
 def test_temporaries_and_the_wire_do_not_depend_on_the_number_of_rows(lazy):
     """16M × 64 on 8 devices, 4,096 ids: 4 MB of temporaries, 1.6 times the ideal bytes."""
     tx = optfn.adam(0.01, lazy=lazy, grad_clip=optfn.clip_by_global_norm(1.0))
@@ -373,6 +374,8 @@ def test_ids_by_frequency_send_little_more_than_the_rows_that_are_needed():
         return np.searchsorted(cumulative, cumulative[-1] * rng.random((N, 4096 // N)))
 
     step = compiled(optfn.adam(0.01, lazy=True), rows)
+    assert step.memory_analysis().temp_size_in_bytes <= 4e6  # a device has 8.4e6 bytes of rows
+    assert not re.search(r"(all-gather|reduce-scatter)", step.as_text())
     for draw in (by_frequency, lambda rng: optfn.sparse.hash_ids(by_frequency(rng), rows)):
         sent, least = bytes_of_batches(step, draw)
         assert sent <= 1.6 * least
