@@ -33,7 +33,7 @@ test: $(VENV)/.$(EXTRA)
 test-product: $(VENV)/.test
 	$(MAKE) test TESTS=tests/product
 
-# Programs of others that take an optimizer of optax, all that tests/clients.py lists.
+# Programs of others that take an optimizer of optax: all that tests/clients.py lists.
 outside:
 	OPTFN_OUTSIDE=1 $(MAKE) test VENV=$(VENV)-outside EXTRA=outside TESTS=tests/outside
 

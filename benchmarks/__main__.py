@@ -54,6 +54,7 @@ SUITE = {
     "pipeline": Script("pipeline"),
     "recompute": Script("recompute"),
     "sharding": Script("sharding"),
+    "matrices": Script("matrices"),
     "tables": Script("tables"),
     "checkpoints": Script("checkpoints"),
 }

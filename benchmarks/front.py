@@ -164,13 +164,13 @@ def seconds_table(rows: Sequence[measure.Row]) -> str:
 
 
 def draw_bytes(found: Sequence[Scheme]) -> Any:
-    """Draw the loss of each scheme against its bytes; the front is a line with names."""
+    """Draw the loss of each scheme against its bytes; a line joins the best, which have numbers."""
     import matplotlib.pyplot as plt
 
     inners = list(dict.fromkeys(s.inner for s in found))
     figure, panels = plt.subplots(
         len(inners),
-        figsize=(8, 3.6 * len(inners)),
+        figsize=(8, 3.2 * len(inners)),
         layout="constrained",
         squeeze=False,
         sharex=True,
@@ -179,24 +179,24 @@ def draw_bytes(found: Sequence[Scheme]) -> Any:
         of_inner = [s for s in found if s.inner == inner and s.steps == BASE_STEPS]
         panel.plot(
             [s.packet for s in of_inner], [np.mean(s.percent) for s in of_inner], "o",
-            color="0.7", label="others",
+            color="0.7", label="other schemes",
         )  # fmt: skip
         best = front(of_inner)
         panel.plot(
-            [s.packet for s in best], [np.mean(s.percent) for s in best], "o-", label="front"
-        )
-        for i, s in enumerate(best):
-            side = -5 if s.packet > 0.5 else 5  # away from the edge
-            panel.annotate(
-                s.label, (s.packet, np.mean(s.percent)), xytext=(side, -12 if i % 2 else 5),
-                textcoords="offset points", ha="right" if side < 0 else "left", fontsize=8,
-            )  # fmt: skip
+            [s.packet for s in best], [np.mean(s.percent) for s in best], "-", label="best",
+        )  # fmt: skip
+        for number, s in enumerate(best, 1):
+            panel.plot(s.packet, np.mean(s.percent), marker=f"${number}$", markersize=7, zorder=4,
+                       color="black", linestyle="none", label=s.label)  # fmt: skip
+            panel.plot(s.packet, np.mean(s.percent), "o", markersize=13, zorder=3,
+                       color="white", markeredgecolor="C0")  # fmt: skip
+        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
         panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
         top = min(25.0, max(np.mean(s.percent) for s in of_inner) + 1)
         panel.set(title=inner, ylabel="held-out loss above dense, %", xscale="log",
-                  ylim=(-2, top))  # fmt: skip
+                  ylim=(-0.1 * top, top))  # fmt: skip
         _plain(panel)
-    panels[-1, 0].set_xlabel("bytes of a packet, for a parameter and step")
+    panels[-1, 0].set_xlabel("bytes of a packet, per parameter and step (H: local steps)")
     return figure
 
 

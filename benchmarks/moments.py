@@ -156,7 +156,7 @@ RULES: dict[str, tuple[OfDigits, OfText]] = {
         lambda n, d: optfn.momentum(cosine(0.4, 1, n), 0.9, moment_dtype=d),
     ),
     "lamb": (
-        lambda d: optfn.lamb(0.02, moment_dtype=d),
+        lambda d: optfn.lamb(2e-3, moment_dtype=d),
         lambda n, d: optfn.lamb(cosine(0.02, 1, n), moment_dtype=d),
     ),
     "signs": (lambda d: signs(1e-4, d), lambda n, d: signs(cosine(1e-3, 1, n), d)),

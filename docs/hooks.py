@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: pages from outside docs/, links, names of a package."""
+"""What MkDocs does not do by itself: pages from outside docs/, notebooks, links, equations."""
 
 import posixpath
 import re
@@ -7,6 +7,7 @@ from mkdocs.structure.files import File
 
 from docs import equations
 from docs.crosslinks import linked, linked_but_first_cells
+from docs.notebooks import notebook
 from docs.tables import expanded
 
 # Where pages outside docs/ stand on the site.
@@ -22,10 +23,13 @@ LINK = re.compile(r"\]\(([\w./-]+\.(?:md|png))(?=[#)])")
 
 
 def on_files(files, config):
-    """Add the pages from outside docs/."""
+    """Add the pages from outside docs/, and those in notebooks/ as notebooks for Jupyter."""
     for source, place in PAGES.items():
         with open(source, encoding="utf-8") as file:
             files.append(File.generated(config, place, content=file.read()))
+    for page in [file for file in files if file.src_uri.startswith("notebooks/")]:
+        place = page.src_uri.replace(".md", ".ipynb")
+        files.append(File.generated(config, place, content=notebook(page.content_string)))
     return files
 
 

@@ -178,17 +178,34 @@ def gather_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
     Arrays of 32 bits an entry share one.
     """
+    return _in_one([x[None] for x in g], lambda bucket: all_gather(bucket[0], names))
+
+
+def all_to_all_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
+    """Return from every worker its row for this one, (N, …), with one all-to-all for each dtype.
+
+    Arrays of 32 bits an entry share one.
+
+    Args:
+      g: arrays (N, …), with a row for each worker.
+      names: the mesh axes of the workers.
+    """
+    return _in_one(g, lambda bucket: lax.all_to_all(bucket, names, 0, 0))
+
+
+def _in_one(g: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Return arrays of rows after a collective over rows, (rows, size) -> (N, size), of all."""
     words = [x if x.dtype.itemsize != 4 else lax.bitcast_convert_type(x, jnp.uint32) for x in g]
-    gathered: dict[int, jax.Array] = {}
+    received: dict[int, jax.Array] = {}
     for dtype in sorted({x.dtype for x in words}, key=str):
         numbers = [i for i, x in enumerate(words) if x.dtype == dtype]
-        bucket = all_gather(jnp.concatenate([words[i].reshape(-1) for i in numbers]), names)
-        parts = slices.split(bucket, [words[i].size for i in numbers])
-        gathered |= dict(zip(numbers, parts, strict=True))
+        rows = [words[i].reshape(words[i].shape[0], -1) for i in numbers]
+        parts = slices.split(send(jnp.concatenate(rows, axis=1)), [x.shape[1] for x in rows])
+        received |= dict(zip(numbers, parts, strict=True))
     return [
-        lax.bitcast_convert_type(gathered[i], x.dtype).reshape(-1, *x.shape)
-        if x.dtype.itemsize == 4
-        else gathered[i].reshape(-1, *x.shape)
+        (
+            lax.bitcast_convert_type(received[i], x.dtype) if x.dtype.itemsize == 4 else received[i]
+        ).reshape(-1, *x.shape[1:])
         for i, x in enumerate(g)
     ]
 

@@ -17,10 +17,18 @@ import optfn
 
 # The modules of the clients; each has a file tests/outside/test_<module>.py. The first three are in
 # the extra `test` as well, the others in `outside` only.
-CLIENTS = ("numpyro", "jaxopt", "optimistix", "blackjax", "flowjax")
+CLIENTS = (
+    "numpyro", "jaxopt", "optimistix",
+    "blackjax", "brax", "dynamax", "evosax", "flowjax", "gpjax", "netket", "orbax", "ott",
+    "penzai", "tunix",
+)  # fmt: skip
 
 # Clients that no test runs, with the reason.
-WITHOUT_TEST: dict[str, str] = {}
+WITHOUT_TEST = {
+    "keras": "it takes an optimizer only through a subclass of its own, whose test is not written",
+    "sbx": "tensorflow_probability, which it imports, needs tf_keras beside TensorFlow",
+    "kauldron": "its trainer makes its own data pipeline and work directory; no test is written",
+}
 
 
 def is_installed(client: str) -> bool:

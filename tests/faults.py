@@ -502,11 +502,6 @@ def elastic_exchange(directory: Path) -> str:
     return elastic(directory, Stage("abc", "kill c", "step 4 "), Stage("ab"), exchange=True)
 
 
-@fault("kill −9 of one of three workers that divide the state (orbax): on with two", ELASTIC)
-def elastic_sharded(directory: Path) -> str:
-    return elastic(directory, Stage("abc", "kill b", "step 5 "), Stage("ac"), shard="state")
-
-
 @fault("kill −9 of one of three workers with local steps: on with two", ELASTIC)
 def elastic_local_steps(directory: Path) -> str:
     options = {"local_steps": 2, "examples": 24}

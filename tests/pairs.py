@@ -129,6 +129,11 @@ FEATURES = {
     "rng": Feature("`rng=`", {"rng": True}),
     "accumulate": Feature("`accumulate(...)`", optimizer=lambda tx: optfn.accumulate(tx, 2)),
     "skip": Feature("`skip_nonfinite(...)`", optimizer=optfn.skip_nonfinite),
+    "loss_scale": Feature(
+        "`dynamic_loss_scale(...)`",
+        optimizer=lambda tx: optfn.dynamic_loss_scale(tx, initial_scale=4.0),
+    ),
+    "spikes": Feature("`skip_spikes(...)`", optimizer=optfn.skip_spikes),
     "masters": Feature(
         "`master_weights(...)`, with `local_steps` in `outer`",
         optimizer=optfn.master_weights,
@@ -166,6 +171,12 @@ IMPOSSIBLE = {
         "tx that exchanges gradients", "workers train apart, and exchange through `outer`"
     ),
     frozenset({"tables", "packed"}): Impossible("has no rows", "a buffer of leaves has no rows"),
+}
+IMPOSSIBLE |= {
+    frozenset({"loss_scale", other}): Impossible(
+        "needs loss_fn", "it scales the loss of `loss_fn`, which is replaced"
+    )
+    for other in ("value_and_grad", "pipeline")
 }
 IMPOSSIBLE |= {
     frozenset({of_loss, other}): _OF_LOSS

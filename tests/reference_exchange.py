@@ -32,7 +32,13 @@ def rounded(x, kind):
         return s * np.rint(x / s) if s else 0 * x
     if kind in ("int2", 2):
         s = np.abs(x).max()
-        is_large = np.abs(np.abs(x) - s) < np.abs(np.abs(x) - s / number(3))
+        if not s:
+            return 0 * x
+        for _ in range(8):
+            large = np.abs(x) > s * number(2 / 3)
+            level = np.where(large, 1, number(1 / 3))  # s times this is the nearest level
+            s = number(np.sum(np.abs(x) * level, dtype=float) / np.sum(level**2, dtype=float))
+        is_large = np.abs(x) > s * number(2 / 3)
         return np.where(x < 0, -1, 1).astype(x.dtype) * np.where(is_large, s, s / number(3))
     s = number(np.abs(x).mean(dtype=np.float64))
     return np.where(x < 0, -s, s)

@@ -62,11 +62,14 @@ class LeafInExchange(NamedTuple):
     direction: zeros, to which the mean may be added in place; then the mean over workers.
     residual: flat float32, the accumulated updates of a worker; then the part not sent.
     state: of the compressor.
+    published: flat float32, the part of the mean that a worker, as an owner, has not sent yet, see
+      `by_parts`; None where packets go to all.
     """
 
     direction: jax.Array
     residual: jax.Array
     state: PyTree
+    published: jax.Array | None = None
 
     @property
     def accumulated(self) -> jax.Array:
@@ -102,6 +105,11 @@ class BaseCompressor(Compressor):
     ) -> list[tuple[PyTree, PyTree]]:
         """Return the results of `encode` for several leaves."""
         return [self.encode(x, state) for x, state in zip(xs, states, strict=True)]
+
+    def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the packets (N, …) of N slices of a leaf, (N, n), and the next state of one."""
+        packets, state = jax.vmap(self.encode, in_axes=(0, None), out_axes=(0, None))(xs, state)
+        return packets, state
 
     def add_to(self, total: jax.Array, packet: PyTree, scale: float | jax.Array) -> jax.Array:
         """Return total + scale·decode(packet)."""

@@ -93,7 +93,7 @@ def deep_gradient_compression(
     phases, in one all-reduce. Where a gradient of any worker is not finite, all workers leave u, v
     and params unchanged, and count the step as skipped.
 
-    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes the worker's own gradient,
+    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes each worker's gradient,
     that of the mean over its own examples. With `shard_map(check_vma=True)` JAX itself sums the
     gradient of replicated parameters over workers: take that of
     `jax.lax.pcast(params, axis_name, to="varying")` instead. The direction includes momentum:

@@ -45,7 +45,7 @@ def dgc_momentum(
         G = deep_gradient_compression(g)
         p −= lr·G
 
-    It runs where `axis_name` is bound, on each worker's own gradient; `make_train_step` with a mesh
+    It runs where `axis_name` is bound, on each worker's gradient; `make_train_step` with a mesh
     does that.
 
     Momentum factor masking (`momentum_masking=True`, as in the paper) zeroes the velocity wherever
@@ -56,7 +56,7 @@ def dgc_momentum(
     is therefore warned about (UserWarning).
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       momentum: μ, in [0, 1).
       rampup_begin_step: the number of dense momentum steps before compression, ≥ 0.
       rampup_step: the number of steps that the sparsity ramp takes, ≥ 1.

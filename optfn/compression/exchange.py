@@ -1,19 +1,17 @@
 """The exchange of updates between workers, for any optimizer: compressors with error feedback.
 
-`compressors` has the protocol of packets, `gathering` the mean over workers of decoded packets, and
-`exchange` here is the transform.
+`compressors` has the protocol of packets; `gathering` and `by_parts` have the mean over workers of
+decoded packets, and `sending` all that is sent. `exchange` here is the transform.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 
 from optfn import checks, core, mesh
 from optfn.checks import Number
@@ -30,25 +28,27 @@ from optfn.compression.compressors import (
     check_choice,
     chosen,
 )
-from optfn.compression.gathering import mean_by_all_gather
 from optfn.compression.on_parts import update_on_parts
-from optfn.leaves import leafwise, numerics, packed, tree
+from optfn.compression.sending import Sending, exchanged_densely
+from optfn.compression.traffic import traffic_of
+from optfn.leaves import leafwise, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, AxisName
 from optfn.parallel.means import Parts, mean_on_parts
-from optfn.parallel.traffic import all_reduce_bytes
-from optfn.state.per_worker import Exchanged, PerWorker, exchanged
-from optfn.transforms.in_place import when
+from optfn.parallel.owners import check_codec
+from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
 
 class ExchangeState(NamedTuple):
     """State of `exchange` with a compressor.
 
-    residual is a worker's own: a flat float32 array, 4 bytes per compressed parameter. Everything
-    else is the same on all workers: the step, the number of workers, the states of the compressors,
-    and the mark of the leaves that are exchanged, without arrays.
+    residual is a worker's own: a flat float32 array, 4 bytes per compressed parameter. published is
+    of the route by parts: the part of the mean that the owner of each slice has not sent yet, 4/N
+    bytes on each worker. Everything else is the same on all workers: the step, the number of
+    workers, the states of the compressors, and the mark of the leaves that are exchanged, without
+    arrays.
     """
 
     step: jax.Array
@@ -56,6 +56,7 @@ class ExchangeState(NamedTuple):
     residual: PerWorker
     compressor: PyTree
     exchanged: Exchanged
+    published: Divided | tuple[()] = ()
 
 
 class ExchangeDenseState(NamedTuple):
@@ -73,7 +74,13 @@ class _Options:
     axis_name: Axes
     min_size: int
     warmup_steps: int
+    route: str = "gather"
     parts: Parts | None = None
+
+    @property
+    def sending(self) -> Sending:
+        """How a worker sends its updates."""
+        return Sending(self.axis_name, self.error_feedback, self.warmup_steps, self.route)
 
     @property
     def all_axes(self) -> mesh.Axes:
@@ -100,6 +107,7 @@ def exchange(
     min_size: int = 1024,
     param_attrs: ParamAttrs | None = None,
     warmup_steps: int = 0,
+    route: str = "gather",
 ) -> optax.GradientTransformationExtraArgs:
     """Exchange updates between workers in compressed form: per-worker updates become their mean.
 
@@ -112,7 +120,7 @@ def exchange(
     of the dense mean of the gradients. All workers get the same direction, bit for bit. With
     `error_feedback` 1 nothing is lost: sent parts and residual add up to the sum of the updates.
 
-    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes the worker's own gradient,
+    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes each worker's gradient,
     which `make_train_step` with a mesh passes to it. With `shard_map(check_vma=True)` JAX itself
     sums the gradient of replicated params: take that of
     `jax.lax.pcast(params, axis_name, to="varying")` instead.
@@ -128,10 +136,17 @@ def exchange(
       param_attrs: attributes by pattern of paths; leaves with trainable=False or learning_rate=0
         are not sent, and their update is −0.0.
       warmup_steps: for so many first steps the mean is dense, and the residual stays 0.
+      route: how packets go. "gather": from each worker to all others, (N − 1)·b bytes for packets
+        of b bytes. "parts": each worker owns a slice of each leaf, 1/N of its entries in C order;
+        packets of slices go to their owners, and each owner sends the mean of them to all, in a
+        packet again, 2(N − 1)/N·b bytes in all, for any number of workers. It keeps the rest that
+        its packet leaves out, with the same error feedback. Chunks are those of slices; where they
+        divide slices, residuals are those of "gather".
 
-    All leaves that are gathered share one all-gather, and all that are exchanged densely (small
-    ones, and leaves wider than float32) one all-reduce. Row-sparse updates are exchanged as rows,
-    without residual. The chunks of packed params are those of the original leaves.
+    All leaves that are gathered share one all-gather, by parts one all-to-all besides, and all that
+    are exchanged densely (small ones, and leaves wider than float32) one all-reduce. Row-sparse
+    updates are exchanged as rows, without residual. The chunks of packed params are those of the
+    original leaves.
 
     Where an update of any worker is not finite, the direction of all workers is zero, and residuals
     and compressors' states stay; `skip_nonfinite` around the chain keeps the states of the
@@ -139,13 +154,18 @@ def exchange(
     `exchange(None)` is the mean of all updates, finite or not.
 
     State: the residual, flat float32, one per worker, 4 bytes per compressed parameter; step and
-    num_workers; and the states of compressors. `exchange(None)` keeps no arrays. `init` needs no
-    axis and returns one worker's state. Real leaves.
+    num_workers; and the states of compressors. By parts also the rest that owners keep, flat
+    float32, 4/N bytes per compressed parameter on each worker. `exchange(None)` keeps no arrays.
+    `init` needs no axis and returns one worker's state, in which that is the array of all owners:
+    `init_state` divides it over a mesh, and where each worker keeps it whole (pmap, vmap), it uses
+    its own slice. Real leaves.
 
-    Raises, at update:
-      ValueError: an axis is not bound; or an update is already averaged, where JAX can tell.
+    Raises:
+      ValueError: a compressor that needs the whole leaf, such as `power_sgd`, with route="parts".
+        At update: an axis is not bound; or an update is already averaged, where JAX can tell.
 
-    Source: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2.
+    Sources: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; by parts, with
+    feedback on both sides, Tang et al. 2021, arXiv 2102.02888 (1-bit Adam), §3.
     """
     options = _Options(
         {} if compressor is None else check_choice(compressor),
@@ -153,7 +173,10 @@ def exchange(
         mesh.check_names("axis_name", axis_name),
         checks.count("min_size", min_size),
         checks.count("warmup_steps", warmup_steps, low=0),
+        checks.choice("route", route, ("gather", "parts")),
     )
+    if options.route == "parts":
+        _check_slices(options.compressors)
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
         tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
@@ -161,6 +184,13 @@ def exchange(
         init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
         tx = core.behind_edge("exchange", core.Rule(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
+
+
+def _check_slices(compressors: Mapping[Any, BaseCompressor | None]) -> None:
+    """Raise a ValueError unless compressors can send slices of leaves."""
+    for compressor in compressors.values():
+        if compressor is not None:
+            check_codec('exchange: with route="parts" compressor', compressor)
 
 
 def _freezing(
@@ -210,50 +240,17 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     masked = optax.MaskedNode()
     residuals = [masked if c is None else jnp.zeros(p.size, jnp.float32) for c, p in pairs]
     states = [() if c is None else c.init(p.shape) for c, p in pairs]
+    by_parts = options.route == "parts"
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
         PerWorker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
-        exchanged(params, options.axis_name, _bytes_of_packets(options, pairs)),
+        exchanged(
+            params, options.axis_name, traffic_of(pairs, options.route, options.warmup_steps)
+        ),
+        divided(structure.unflatten(residuals), options.axis_name) if by_parts else (),
     )
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class ExchangeTraffic:
-    """The bytes that a worker sends in an exchange.
-
-    gathered, reduced: the bytes of one worker's packets in the all-gather, and in all-reduces.
-    dense: the bytes of all leaves, all-reduced in the first `warmup_steps` exchanges.
-    """
-
-    gathered: int
-    reduced: int
-    dense: int
-    warmup_steps: int
-
-    def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
-        """Return the bytes that a worker sends."""
-        packets = (num_workers - 1) * self.gathered + all_reduce_bytes(self.reduced, num_workers)
-        dense = all_reduce_bytes(self.dense, num_workers)
-        return jnp.where(exchange < self.warmup_steps, dense, packets)
-
-
-def _bytes_of_packets(
-    options: _Options, pairs: Sequence[tuple[BaseCompressor | None, Leaf]]
-) -> ExchangeTraffic:
-    """Return the bytes that a worker sends for leaves with these compressors."""
-    gathered = reduced = dense = 0
-    for compressor, p in pairs:
-        whole = 0 if tree.is_masked(p) else numerics.accumulated_bytes(p)
-        packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
-        if compressor is None or compressor.is_reduced:
-            reduced += packet
-        else:
-            gathered += packet
-        dense += whole
-    return ExchangeTraffic(gathered, reduced, dense, options.warmup_steps)
 
 
 def _compressed_mean(
@@ -302,24 +299,43 @@ def _compressed_mean_of_parts(
     residuals = tree.flatten(state.residual.value)[0]
     states = structure.flatten_up_to(state.compressor)
     numbers = _compressed(whole, state.residual.value)
-    directions = _exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
+    directions = exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
+    published = _published(whole, state, options.axis_name)
     if numbers:
         of_leaves = chosen(options.compressors, whole)
         compressors = [c for i in numbers if (c := of_leaves[i]) is not None]
         zeros = [mesh.zeros_of_mean(leaves[i], options.axis_name) for i in numbers]
         pairs = zip(zeros, numbers, strict=True)
-        pending = [LeafInExchange(zero, residuals[i], states[i]) for zero, i in pairs]
+        pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for zero, i in pairs]
         own = [leaves[i] for i in numbers]
-        sent = _compress(options, compressors, nonfinite, step, own, pending)
+        sent = options.sending.compressed(compressors, nonfinite, step, own, pending)
         for i, leaf in zip(numbers, sent, strict=True):
-            directions[i], residuals[i], states[i] = leaf
+            directions[i], residuals[i], states[i], published[i] = leaf
     return structure.unflatten(directions), ExchangeState(
         jnp.where(nonfinite, step, core.next_step(step)),
         jnp.asarray(mesh.axis_size(options.axis_name), jnp.int32),
         state.residual._replace(value=structure.unflatten(residuals)),
         structure.unflatten(states),
         state.exchanged,
+        state.published._replace(value=structure.unflatten(published))
+        if isinstance(state.published, Divided)
+        else (),
     )
+
+
+def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
+    """Return the rest that a worker keeps of its slice of each leaf; None without slices.
+
+    Raises:
+      ValueError: it is neither of one slice, nor of all.
+    """
+    if not isinstance(state.published, Divided):
+        return [None] * len(tree.flatten(updates)[0])
+    workers = mesh.axis_size(axis_name)
+    for place, g, x in tree.items(updates, state.published.value):
+        if not (tree.is_masked(x) or isinstance(g, LeafKind) or x.shape == (g.size,)):
+            check_state_of_leaf("exchange", place, x, (-(-g.size // workers),))
+    return tree.flatten(state.published.value)[0]
 
 
 def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
@@ -336,25 +352,6 @@ def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
     return numbers
 
 
-def _exchanged_densely(
-    leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
-) -> list[Leaf]:
-    """Return the leaves with those that are not compressed replaced by their means."""
-
-    def finite(x: jax.Array) -> jax.Array:
-        return jnp.where(nonfinite, 0.0, x)
-
-    new = list(leaves)
-    others = [i for i in range(len(leaves)) if not tree.is_masked(leaves[i])]
-    dense = [i for i in others if i not in compressed and not isinstance(leaves[i], LeafKind)]
-    for i, mean in zip(dense, mesh.mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
-        new[i] = finite(mean)
-    for i in others:
-        if isinstance(leaves[i], LeafKind):
-            new[i] = leaves[i].mean_over(axis_name).map(finite)
-    return new
-
-
 def _packed_as(updates: Updates, whole: PyTree) -> Updates:
     """Return `whole` with the leaves packed that are in a Packed of `updates`."""
 
@@ -362,68 +359,3 @@ def _packed_as(updates: Updates, whole: PyTree) -> Updates:
         return packed.pack_like(node.layout, below) if is_packed(node) else below
 
     return jax.tree.map(pack, updates, whole, is_leaf=lambda x: is_packed(x) or tree.is_leaf(x))
-
-
-def _compress(
-    options: _Options,
-    compressors: Sequence[BaseCompressor],
-    nonfinite: jax.Array,
-    step: jax.Array,
-    updates: list[jax.Array],
-    leaves: list[LeafInExchange],
-) -> list[LeafInExchange]:
-    """Accumulate and send; where an update is not finite, return zeros and keep the state.
-
-    The branch is the same on all workers, so that it may contain collectives. All arrays change in
-    place: residuals have the size of the model.
-    """
-    axis_name = options.axis_name
-    sends = ~nonfinite & (step >= options.warmup_steps)
-    checked = mesh.checked_axes(axis_name)
-
-    def with_update(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
-        total = with_feedback(g, mesh.vary(leaf.residual, checked), options.error_feedback)
-        return leaf._replace(residual=jnp.where(sends, total, leaf.residual))
-
-    leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
-    if options.warmup_steps:
-        is_dense = ~nonfinite & (step < options.warmup_steps)
-        axes = axis_name
-        means = lax.cond(
-            is_dense,
-            lambda g, zeros: [lax.pmean(x, axes) for x in g],
-            lambda g, zeros: zeros,
-            updates,
-            [leaf.direction for leaf in leaves],
-        )
-        pairs = zip(leaves, means, strict=True)
-        leaves = [leaf._replace(direction=mean) for leaf, mean in pairs]
-    (sent,) = when(sends, [partial(_send, axis_name, compressors)], (leaves,))
-    return sent
-
-
-def _send(
-    axis_name: Axes, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
-) -> tuple[list[LeafInExchange]]:
-    """Send the accumulated updates, and keep the rest."""
-    # Matrices of all ranks share their all-reduces, all packets that are gathered one all-gather.
-    groups: dict[Callable[..., list[LeafInExchange]] | None, list[int]] = {}
-    for i, compressor in enumerate(compressors):
-        groups.setdefault(compressor.reduced if compressor.is_reduced else None, []).append(i)
-    sent = list(leaves)
-    for reduced, numbers in groups.items():
-        group = [leaves[i] for i in numbers]
-        if reduced is None:
-            group = mean_by_all_gather([compressors[i] for i in numbers], group, axis_name)
-        else:
-            group = reduced(group, axis_name)
-        for i, leaf in zip(numbers, group, strict=True):
-            sent[i] = leaf
-    return (sent,)
-
-
-def with_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
-    """Return error_feedback·residual + update, at most the largest float32 number in magnitude."""
-    largest = np.finfo(np.float32).max
-    total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)
-    return jnp.clip(total, -largest, largest)

@@ -25,14 +25,15 @@ def mean_by_all_gather(
       leaves: the leaves of one worker.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """
-    encoded = _encode_all(compressors, leaves)
+    xs, states = [leaf.accumulated for leaf in leaves], [leaf.state for leaf in leaves]
+    encoded = encode_all(compressors, xs, states)
     packets = [packet for packet, _ in encoded]
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
         columns = zip(compressors, totals, packets, strict=True)
         return [compressor.add_to(total, packet, scale) for compressor, total, packet in columns]
 
-    residuals = add([leaf.accumulated for leaf in leaves], packets, -1.0)
+    residuals = add(xs, packets, -1.0)
     means = mean_of_packets(packets, [leaf.direction for leaf in leaves], add, axis_name)
     return [
         LeafInExchange(mean, residual.reshape(-1), state)
@@ -40,18 +41,17 @@ def mean_by_all_gather(
     ]
 
 
-def _encode_all(
-    compressors: Sequence[BaseCompressor], leaves: Sequence[LeafInExchange]
+def encode_all(
+    compressors: Sequence[BaseCompressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
 ) -> list[tuple[PyTree, PyTree]]:
     """Return the packet and the next state of each leaf, those of equal compressors together."""
     encoded: dict[int, tuple[PyTree, PyTree]] = {}
     for i, compressor in enumerate(compressors):
         if i not in encoded:
             equal = [j for j, other in enumerate(compressors) if other == compressor]
-            accumulated = [leaves[j].accumulated for j in equal]
-            results = compressor.encode_all(accumulated, [leaves[j].state for j in equal])
+            results = compressor.encode_all([xs[j] for j in equal], [states[j] for j in equal])
             encoded |= dict(zip(equal, results, strict=True))
-    return [encoded[i] for i in range(len(leaves))]
+    return [encoded[i] for i in range(len(xs))]
 
 
 def mean_of_packets(

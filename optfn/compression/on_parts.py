@@ -1,7 +1,7 @@
 """An exchange between workers that are groups of devices: each device exchanges its parts."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates
 from optfn.parallel.means import Parts
-from optfn.state.per_worker import PerWorker
+from optfn.state.per_worker import Divided, PerWorker
 
 # (updates, state, params) -> (updates, state)
 Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
@@ -31,7 +31,7 @@ def update_on_parts(
     def on_device(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
         flat = _map_own(lambda x: tree.map_arrays(jnp.ravel, x), state)
         updates, new = update(updates, flat, params)
-        own = iter([x.value for x in state if isinstance(x, PerWorker)])
+        own = iter([x.value for x in state if _is_own(x)])
         return updates, _map_own(lambda x: tree.map(_shaped_as, x, next(own)), new)
 
     if parts is None:
@@ -44,9 +44,13 @@ def update_on_parts(
     return result
 
 
+def _is_own(x: object) -> TypeGuard[PerWorker | Divided]:
+    return isinstance(x, PerWorker | Divided)
+
+
 def _map_own(fn: Callable[[Any], Any], state: Any) -> Any:
     """Map the trees of per-worker arrays among the fields of a state."""
-    fields = (x._replace(value=fn(x.value)) if isinstance(x, PerWorker) else x for x in state)
+    fields = (x._replace(value=fn(x.value)) if _is_own(x) else x for x in state)
     return type(state)(*fields)
 
 
@@ -61,6 +65,8 @@ def _specs_of_state(state: Any, updates: Updates, parts: Parts) -> Any:
     def of_field(x: Any) -> Any:
         if isinstance(x, PerWorker):
             return x._replace(value=parts.specs_of(x.value))
+        if isinstance(x, Divided):
+            return x._replace(value=parts.specs_of_rows(x.value))
         return parts.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
     return type(state)(*map(of_field, state))

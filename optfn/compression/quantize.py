@@ -77,13 +77,18 @@ def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -
     """Send every entry in few bits: a compressor for `exchange`.
 
         8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
-        2 bits      the nearest of ±s/3 and ±s;  s = max|x|
+        2 bits      the nearest of ±s/3 and ±s;  s of least squared error
         1 bit       sign(x)·s, with sign(0) = 1;  s = (∑|x|)/m
 
-    s is one float32 number for each chunk of m entries. With `stochastic` x becomes one of the two
-    values next to it, at random, so that its mean is x; with 1 bit these are ±max|x|. Packets are
-    then right in the mean without error feedback, `exchange(…, error_feedback=0.0)`, and noisy: 1
-    and 2 bits are for entries of one size.
+    s is one float32 number for each chunk of m entries. That of 2 bits is found by eight steps of
+    Lloyd's iteration from max|x|: s is the best for the entries nearer to s than to s/3, then these
+    are those of the new s. The error never rises, and is below ∑x² from the first step on, so that
+    the residual is a contraction, as it is with 8, 4 and 1 bits; the least error of all s would
+    take a sort, and is a thousandth below in a chunk of thousands.
+
+    With `stochastic` x becomes one of the two values next to it, at random, so that its mean is x;
+    with 1 and 2 bits s is then max|x|. Packets are right in the mean without error feedback,
+    `exchange(…, error_feedback=0.0)`, and noisy: 1 and 2 bits are for entries of one size.
 
     Args:
       bits: 8, 4, 2 or 1.

@@ -47,6 +47,13 @@ class TopK(ShownAsCall):
         packets = [self._packet(x.size, values, index) for x, values, index in parts]
         return list(zip(packets, states, strict=True))
 
+    def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
+        """Return the packets (N, words) of N slices of a leaf, (N, n), one after the other.
+
+        With vmap the search would run its slow branch for each.
+        """
+        return jax.lax.map(lambda x: self.encode(x, state)[0], xs), state
+
     @partial(jax.jit, static_argnums=(0, 1))
     def _packet(self, size: int, values: jax.Array, index: jax.Array) -> jax.Array:
         return self.format(size).encode(values, index)
@@ -88,8 +95,8 @@ def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") 
       chunk: the number of consecutive entries in a chunk, ≥ 1; None for the whole leaf. The last
         chunk of a leaf may be shorter.
       values: "float32", exact; "bfloat16"; "int8", x/s rounded, ties to even, s = max|x|/127; or
-        "int2", the nearest of ±s/3 and ±s, s = max|x|. The last two have one float32 scale s per
-        chunk, that of the entries sent.
+        "int2", the nearest of ±s/3 and ±s, s of least squared error as in `quantize(2)`. The last
+        two have one float32 scale s per chunk, that of the entries sent.
 
     Bytes of a leaf: ∑k·(index bits + value bits) bits in whole 4-byte words, and 4 bytes a chunk
     for "int8" and "int2". No state.

@@ -6,11 +6,13 @@ scale s per row of them. With m the number of values in a row:
     float32     the bits of x
     bfloat16    those of x rounded to 8 bits of mantissa
     8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
-    2 bits      the nearest of ±s/3 and ±s;  s = max|x|
+    2 bits      the nearest of ±s/3 and ±s;  s of least squared error, see `_two_bit_scales`
     1 bit       the sign of x, + for 0, times s;  s = (∑|x|)/m
 
+Without noise each of them is a contraction: the error is shorter than x, unless x is 0.
+
 With noise x becomes one of the two values next to it, each with the probability that makes the mean
-x; with 1 bit these are ±s, s = max|x|.
+x; with 1 and 2 bits s = max|x|, and with 1 bit the values are ±s.
 """
 
 import functools
@@ -25,6 +27,9 @@ from jax import lax
 _UPPER_HALF = np.uint32(0xFFFF0000)
 # The largest integer that stands for a value, by the number of bits.
 _LARGEST = {8: 127, 4: 7}
+# So many improvements of the scale of 2 bits come within a thousandth of the least error of a chunk
+# of thousands of normal, uniform or heavy-tailed numbers.
+_IMPROVEMENTS = 8
 
 
 def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | np.float32) -> jax.Array:
@@ -53,7 +58,9 @@ class ValueFormat(NamedTuple):
         if not self.has_scale:
             return jnp.zeros(0, jnp.float32)
         if self.bits == 1 and not self.is_stochastic:
-            return _divided(_reduced_magnitudes(x, jnp.add, jnp.sum), counts.astype(np.float32))
+            return _divided(_sum_of_magnitudes(x), counts.astype(np.float32))
+        if self.bits == 2 and not self.is_stochastic:
+            return _two_bit_scales(x, counts)
         largest = _reduced_magnitudes(x, jnp.maximum, jnp.max)
         return _divided(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
@@ -75,12 +82,13 @@ class ValueFormat(NamedTuple):
         if self.bits == 1:
             return negative
         if self.bits == 2:
-            # Two thirds are halfway between s/3 and s.
-            is_large = (jnp.abs(x) > s * np.float32(2 / 3)).astype(jnp.uint32)
-            return 2 * negative + is_large
+            return 2 * negative + _is_large(x, s).astype(jnp.uint32)
         return self._code_of_integer(jnp.rint(_divided(x, jnp.where(s > 0, s, 1.0))))
 
     def _code_of_integer(self, quotient: jax.Array) -> jax.Array:
+        # max|x|/s may exceed the largest integer by a rounding error.
+        largest = _LARGEST[self.bits]
+        quotient = jnp.clip(quotient, -largest, largest)
         code = lax.bitcast_convert_type(quotient.astype(jnp.int32), jnp.uint32)
         return code & np.uint32((1 << self.bits) - 1)
 
@@ -110,6 +118,42 @@ class ValueFormat(NamedTuple):
         unused = np.uint32(32 - self.bits)
         signed = lax.bitcast_convert_type(codes << unused, jnp.int32) >> unused.astype(np.int32)
         return signed.astype(jnp.float32) * s
+
+
+def _is_large(x: jax.Array, s: jax.Array) -> jax.Array:
+    """Tell whether |x| is nearer to s than to s/3; two thirds are halfway."""
+    return jnp.abs(x) > s * np.float32(2 / 3)
+
+
+def _two_bit_scales(x: jax.Array, counts: np.ndarray) -> jax.Array:
+    """Return for each row the s of small squared error with the levels ±s/3 and ±s.
+
+    Lloyd's iteration, from s = max|x|: with L the entries that are nearer to s than to s/3, and S
+    the others, the error is least at
+
+        s = (∑_L |x| + ∑_S |x|/3)/(|L| + |S|/9)
+
+    where it is ∑x² − (∑_L |x| + ∑_S |x|/3)²/(|L| + |S|/9) < ∑x². The nearest levels for this s can
+    only make it smaller, and so can each further step, which is why any number of them gives a
+    contraction. A sort would find the least of all such errors, at twenty times the time.
+    """
+    largest = _reduced_magnitudes(x, jnp.maximum, jnp.max)
+    # In units of the largest no sum overflows.
+    x = _divided(jnp.abs(x), jnp.where(largest > 0, largest, 1.0)[:, None])
+    total, counts = _sum_of_magnitudes(x), counts.astype(np.float32)
+
+    def improved(_: int, s: jax.Array) -> jax.Array:
+        is_large = _is_large(x, s[:, None])
+        of_large = _sum_of_magnitudes(jnp.where(is_large, x, 0.0))
+        number = _sum_of_magnitudes(is_large.astype(jnp.float32))
+        return _divided(3 * (2 * of_large + total), 8 * number + counts)
+
+    ones = jnp.where(total >= 0, 1.0, total)  # NaN stays
+    return largest * lax.fori_loop(0, _IMPROVEMENTS, improved, ones)
+
+
+def _sum_of_magnitudes(x: jax.Array) -> jax.Array:
+    return _reduced_magnitudes(x, jnp.add, jnp.sum)
 
 
 def _reduced_magnitudes(

@@ -33,7 +33,7 @@ def adagrad(
         p −= lr·g/(√m + eps)
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       eps: ≥ 0; with 0, an element whose gradients so far are all 0 stays as it is.
       initial_accumulator_value: m before the first step, ≥ 0.
 
@@ -64,7 +64,7 @@ def decayed_adagrad(
         p −= lr·g/(√m + eps)
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       decay: d, in [0, 1).
       eps: ≥ 0, outside the root; with 0, an element whose gradient has always been 0 becomes NaN.
 

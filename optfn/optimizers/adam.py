@@ -60,7 +60,7 @@ def adam(
         p −= lr·m̂/(√v̂ + eps)  otherwise; m̂ = m/(1 − β₁ᵗ), v̂ = v/(1 − β₂ᵗ)
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: ≥ 0, and > 0 with lazy="exact" or `moment_dtype`; with 0, an element whose gradient has
@@ -148,7 +148,7 @@ def adamax(
         p −= lr/(1 − β₁ᵗ)·m/u
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
@@ -190,7 +190,7 @@ def lamb(
         p −= lr·q·r
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).

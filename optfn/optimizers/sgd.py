@@ -31,7 +31,7 @@ def sgd(
         p −= lr·g
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
 
     State: the step and the rate, 8 bytes. Real and complex leaves.
 
@@ -145,7 +145,7 @@ def asgd(
         p −= lr·(d/min(t, n) + λ·p)
 
     Args:
-      learning_rate: lr.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       batch_num: n, the number of batches in an epoch, which must come in the same order in every
         epoch; ≥ 1, static.
       weight_decay: λ, a number ≥ 0 or a schedule of the 0-based step; outside the average, where

@@ -30,10 +30,11 @@ from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, check_names, joined, restricted, without
 from optfn.parallel.data_parallel import put, replicate
 from optfn.parallel.means import Parts
+from optfn.parallel.owners import Codec, check_codec
 from optfn.parallel.whole import axes_of_layers, check_whole
 from optfn.state import names as state_names
 from optfn.state.padded import Length, Padded, cut, map_padded, pad
-from optfn.state.per_worker import Exchanged, PerWorker, nodes_of
+from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
 
 
@@ -45,6 +46,13 @@ class Sharded:
     axis: Axes | None = None
     whole: tree.Pattern | None = None
     gather_once: bool = False
+    gather: Codec | None = None
+    reduce: Codec | None = None
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether the params that a loss sees are gathered once in a step."""
+        return self.gather_once or (self.kind == "state" and self.gather is not None)
 
 
 def sharded(
@@ -52,6 +60,8 @@ def sharded(
     *,
     axis: AxisName = None,
     whole: tree.Pattern | None = None,
+    gather: Codec | None = None,
+    reduce: Codec | None = None,
     gather_once: bool = False,
 ) -> Sharded:
     """Return a way of sharding, for the argument `shard` of `make_train_step`.
@@ -65,19 +75,45 @@ def sharded(
       whole: the leaves of a `Stacked` that are divided along the axis of layers, so that each
         matrix lies whole on one device; a pattern of paths. For rules that treat matrices whole,
         such as `muon`: each device then updates its own matrices, and sends nothing for it.
+      gather: a compressor for the params that are gathered, such as `quantize(8)`; None sends them
+        as they are. The loss sees the decoded params, on all devices the same, and each device
+        keeps its part exact: state.params, which with "state" is then divided as well, and gathered
+        once a step.
+      reduce: a compressor for the gradients that are reduced, such as `quantize(4,
+        stochastic=True)`: without feedback, for which each device would have to keep a whole
+        gradient, rounding that is right in the mean is best. Its noise is a hash of the gradient.
       gather_once: with `microbatches`, whether params are gathered and gradients reduced once for
         all of them, at the cost of the memory of whole params and gradients.
 
+    Leaves of fewer than 1,024 elements, and those that no dimension of divides, are exact. With N
+    devices that divide a leaf, and packets of b bytes of its parts, each sends (N − 1)·b instead of
+    (N − 1)/N of the leaf.
+
     Raises:
-      ValueError: `whole` beside PartitionSpecs, which say themselves how each leaf is divided.
+      TypeError: `gather` or `reduce` is not a compressor.
+      ValueError: one that cannot send slices, as `power_sgd`; or `whole`, `gather` or `reduce`
+        beside PartitionSpecs, which say themselves how each leaf is divided; or packets beside
+        `whole`, whose layers may be padded.
+
+    Source of packets: ZeRO++, Wang et al. 2023, arXiv 2306.10209.
 
     >>> from optfn.distributed import sharded
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
     names = check_names("sharded: axis", axis, optional=True)
+    codecs = {
+        name: codec and check_codec(f"sharded: {name}", codec)
+        for name, codec in (("gather", gather), ("reduce", reduce))
+    }
+    if any(codecs.values()) and (isinstance(kind, Mapping) or whole is not None):
+        raise ValueError(
+            'sharded: gather and reduce are for "state" and "params" without whole=: arrays that '
+            "lie by PartitionSpecs are divided over other axes too, along which the compiler sends "
+            "them, and layers that are whole may be padded"
+        )
     once = checks.flag("sharded: gather_once", gather_once)
-    return Sharded(kind, names or None, check_whole(whole, kind), once)
+    return Sharded(kind, names or None, check_whole(whole, kind), once, **codecs)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -104,12 +140,16 @@ class Layout:
     worker_axes: the data axes along which each group of devices has a gradient of its own.
     part_axes: the data axes over which params or state are divided.
     tables: the leaves whose rows are divided over the part axes in any case.
+    gather, reduce: compressors of the params that are gathered and of the gradients that are
+      reduced over the part axes; None for none.
     """
 
     mesh: Mesh
     worker_axes: Axes
     part_axes: Axes
     tables: tree.Pattern | None = None
+    gather: Codec | None = dataclasses.field(default=None, kw_only=True)
+    reduce: Codec | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params that is no table: whole everywhere."""
@@ -184,10 +224,15 @@ class Layout:
             return specs_of(state, self.worker_axes)
 
         def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
+            if len(own) == 2:  # rows of a `Divided`, one for each device
+                return P(joined(*spec), own[1])
             shape = _of_one_worker(jnp.shape(x), own, self.mesh)
-            leading = len(shape) - jnp.ndim(p)
-            if leading >= 0 and shape[leading:] == self.padded_shape(jnp.shape(p), spec):
+            padded = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(shape, padded)
+            if shape[leading:] == padded:
                 return _over_both(own, P(*[None] * leading, *spec) if any(spec) else P())
+            if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
+                return spec  # of the same layers
             is_divided = self.divisions(spec)
             return _over_both(own, self.divided(shape)) if is_divided else own
 
@@ -241,15 +286,20 @@ class Layout:
         return tuple(sizes)
 
     def stored(self, state: OptState, params: Params) -> OptState:
-        """Return a state with padding where devices could not divide it else."""
+        """Return a state with padding where devices could not divide it else.
+
+        Padded are arrays of the shape of their parameter, and others of as many layers, such as
+        preconditioners.
+        """
 
         def of_param(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
-            shape, leading = self.padded_shape(jnp.shape(p), spec), x.ndim - jnp.ndim(p)
-            if shape == jnp.shape(p) or leading < 0 or x.shape[leading:] != jnp.shape(p):
+            shape = self.padded_shape(jnp.shape(p), spec)
+            leading = _leading(x.shape, jnp.shape(p))
+            end = leading + len(spec)
+            if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
-            (axis,) = (d for d, n in enumerate(shape) if n != p.shape[d])
-            length = Length(leading + axis, p.shape[axis])
-            return Padded(pad(x, leading + axis, shape[axis]), length)
+            axis = len(spec) - 1  # that of the layers
+            return Padded(pad(x, end - 1, shape[axis]), Length(end - 1, p.shape[axis]))
 
         return self._map_state(of_param, lambda x, own: x, state, params)
 
@@ -347,7 +397,12 @@ class Layout:
             return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
         def reshaped(params: Params) -> OptState:
-            return self._map_state(shaped, lambda x, own: x, init(params), params)
+            parts = self.parts_of(params)
+            assert parts is not None
+            state = map_divided(
+                lambda node: node._replace(value=parts.in_rows(node.value)), init(params)
+            )
+            return self._map_state(shaped, lambda x, own: x, state, params)
 
         return reshaped if self.worker_axes and self.divides else init
 
@@ -503,7 +558,16 @@ def layout_of(
             'shard must be "state", "params" or a mapping from patterns to PartitionSpecs, or '
             f"sharded(...) of one of these; got {way.kind!r}"
         )
-    return KINDS[way.kind](mesh, workers, parts, tables, way.whole)
+    # Params that are sent in packets are exact in parts only.
+    kind = "params" if way.gathers_once else way.kind
+    codecs = {"gather": way.gather, "reduce": way.reduce}
+    return KINDS[kind](mesh, workers, parts, tables, way.whole, **codecs)
+
+
+def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+    """Return how many axes stand before those of a shape in another that ends with it, else 0."""
+    extra = len(shape) - len(of)
+    return extra if extra > 0 and shape[extra:] == of else 0
 
 
 def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
 from optfn.mesh import Axes, joined, mean_in_one, pmean, without
 from optfn.state.per_worker import exchanged_axes, exchanges
+from optfn.state.placement import num_workers
 
 
 class Parts(NamedTuple):
@@ -43,6 +44,28 @@ class Parts(NamedTuple):
     def axes_of(self, place: object) -> Axes:
         """Return the axes over which the leaf at a path is divided."""
         return joined(*self.specs.get(str(place), P()))
+
+    def in_rows(self, values: PyTree) -> PyTree:
+        """Return flat arrays of divided leaves with a row for each device that has a part."""
+
+        def rows(place: tree.Place, x: Leaf) -> Leaf:
+            names = self.axes_of(place)
+            return (
+                x
+                if tree.is_masked(x) or not names
+                else x.reshape(num_workers(self.mesh, names), -1)
+            )
+
+        return tree.map_named(rows, values)
+
+    def specs_of_rows(self, values: PyTree) -> PyTree:
+        """Return the PartitionSpecs of `in_rows`."""
+
+        def spec_of(place: tree.Place, x: Leaf) -> Any:
+            names = self.axes_of(place)
+            return x if tree.is_masked(x) else P(names) if names else P()
+
+        return tree.map_named(spec_of, values)
 
     def on_each(
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree

@@ -19,6 +19,7 @@ from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.optimizers.sgd import sgd
 from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
+from optfn.parallel.owners import coded_bytes
 from optfn.parallel.traffic import all_reduce_bytes, packets_sent
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.names import treated
@@ -80,8 +81,9 @@ def plan_memory(
     of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
     that cannot be divided by N counts whole, and goes through an all-reduce. With
     `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in the
-    bytes sent for "state"; for "params" 3/N of the padded bytes are sent for them on top.
-    Activations and the batch come on top of all.
+    bytes sent for "state"; for "params" 3/N of the padded bytes are sent for them on top. With
+    `gather=` or `reduce=` P or G count the bytes of their packets. Activations and the batch come
+    on top of all.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -118,7 +120,7 @@ def plan_memory(
     specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
     exchanged = exchanged_axes(_with_traffic(state), params)
-    once = packed or (isinstance(shard, Sharded) and shard.gather_once)
+    once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
     sent, gradients = packets_sent(_state_of_parts(init, params, layout, as_rows), mesh), 0
     of_rows = _Rows(layout, lookups or 0, microbatches, local_steps)
@@ -133,7 +135,8 @@ def plan_memory(
         passes = 1 if once else microbatches
         is_scanned = bool(stacked[place.number]) and not (once or value_and_grad)
         gathers = _gathers_by_layer(layout, spec, p.shape, passes) if is_scanned else passes
-        leaf = _Leaf(layout, spec, grad_spec, p.shape)
+        layers = math.prod(p.shape[: stacked[place.number]]) if is_scanned else 1
+        leaf = _Leaf(layout, spec, grad_spec, p.shape, layers)
         divided = layout.num_parts if layout.divisions(grad_spec) else 1
         sent += local_steps * leaf.sent(whole, passes, gathers)
         sent += float(all_reduce_bytes(whole / divided, workers))
@@ -258,12 +261,13 @@ def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> 
 
 
 class _Leaf(NamedTuple):
-    """How a leaf of params lies, and its gradient, and its shape."""
+    """How a leaf of params lies, and its gradient; its shape, and in how many pieces it goes."""
 
     layout: Layout
     spec: P
     grad_spec: P
     shape: tuple[int, ...]
+    layers: int
 
     def sent(self, whole: float, passes: int, gathers: float) -> float:
         """Return the bytes that a device sends over the part axes in a step.
@@ -279,10 +283,16 @@ class _Leaf(NamedTuple):
         once = (parts - 1) / parts * whole
         padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
         padded = once * math.prod(padded_shape) / max(1, math.prod(self.shape))
-        if not self.layout.divisions(self.spec):
-            over_parts = 2 * padded
+        is_divided = bool(self.layout.divisions(self.spec))
+        size, layers = math.prod(self.shape), self.layers if is_divided else 1
+        gather, reduce = (
+            coded_bytes(codec, size, parts, once if is_divided else padded, layers)
+            for codec in (self.layout.gather, self.layout.reduce)
+        )
+        if not is_divided:
+            over_parts = reduce + gather
         else:
-            over_parts = (passes + gathers) * once
+            over_parts = passes * reduce + gathers * gather
             if self.spec != self.grad_spec:  # gradient and params to their layers, update back
                 over_parts += 3 * padded / parts
         return float(over_parts)

@@ -21,11 +21,18 @@ from optfn.leaves import tree
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, joined, pmean, reducible, without
 from optfn.parallel.layout import Division, Layout, is_spec
+from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_part
 from optfn.state.padded import pad
 from optfn.state.placement import num_workers
 
 
-def mean_part(x: jax.Array, divisions: Sequence[Division], names: Axes, mesh: Mesh) -> jax.Array:
+def mean_part(
+    x: jax.Array,
+    divisions: Sequence[Division],
+    names: Axes,
+    mesh: Mesh,
+    codec: Codec | None = None,
+) -> jax.Array:
     """Return a device's part of the mean of an array over the axes `names`, by reduce-scatters.
 
     A dimension that cannot be divided is padded.
@@ -35,9 +42,13 @@ def mean_part(x: jax.Array, divisions: Sequence[Division], names: Axes, mesh: Me
       divisions: how the mean is divided, over some of `names`.
       names: the axes over which the mean is taken.
       mesh: the mesh of these axes.
+      codec: the compressor of packets; None where arrays are sent as they are.
     """
     for dimension, along in divisions:
-        x = _mean_along(x, dimension, along, mesh)
+        if codec is None:
+            x = _mean_along(x, dimension, along, mesh)
+        else:
+            x = coded_mean_part(x, dimension, along, codec)
     rest = without(names, joined(*(along for _, along in divisions)))
     return pmean(x, rest) if rest else x
 
@@ -63,17 +74,30 @@ def _is_gloo(mesh: Mesh, names: Axes) -> bool:
     return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())
 
 
-def gather(part: jax.Array, divisions: Sequence[Division], layout: Layout) -> jax.Array:
-    """Return a whole array; its gradient is the device's part of the mean over the part axes."""
+def gather(
+    part: jax.Array, divisions: Sequence[Division], layout: Layout, in_packets: bool = False
+) -> jax.Array:
+    """Return a whole array; its gradient is the device's part of the mean over the part axes.
+
+    Args:
+      part: that of this device.
+      divisions: how it is divided.
+      layout: how params lie.
+      in_packets: whether it is sent as the compressors of the layout encode it, where it has some.
+    """
+    forward, reduce = (layout.gather, layout.reduce) if in_packets else (None, None)
 
     @jax.custom_vjp
     def gather(x: jax.Array) -> jax.Array:
         for dimension, names in divisions:
-            x = lax.all_gather(x, names, axis=dimension, tiled=True)
+            if forward is None:
+                x = lax.all_gather(x, names, axis=dimension, tiled=True)
+            else:
+                x = coded_gather(x, dimension, names, forward)
         return x
 
     def backward(residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        return (mean_part(cotangent, divisions, layout.part_axes, layout.mesh),)
+        return (mean_part(cotangent, divisions, layout.part_axes, layout.mesh, reduce),)
 
     gather.defvjp(lambda x: (gather(x), None), backward)
     return gather(part)
@@ -85,6 +109,16 @@ class _Part(NamedTuple):
     part: jax.Array
     divisions: list[Division]
     layout: Layout
+
+    @property
+    def in_packets(self) -> bool:
+        """Whether it is large enough for the compressors of the layout."""
+        names = joined(*(names for _, names in self.divisions))
+        return self.part.size * num_workers(self.layout.mesh, names) >= MIN_SIZE
+
+    def whole(self) -> jax.Array:
+        """Return the whole array."""
+        return gather(self.part, self.divisions, self.layout, self.in_packets)
 
     def of_each_layer(self) -> "_Part | None":
         """Return the same array by parts of each layer, instead of some whole layers.
@@ -106,7 +140,7 @@ class _Part(NamedTuple):
     def layer(self, part: jax.Array) -> jax.Array:
         """Return a whole layer of this device's part of it."""
         of_layer = [Division(d - 1, names) for d, names in self.divisions]
-        return gather(part, of_layer, self.layout)
+        return gather(part, of_layer, self.layout, self.in_packets)
 
 
 # The parts of the arrays that a loss function sees whole, by their id, while it is traced.
@@ -132,8 +166,9 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        gathered = gather(x, divisions, layout)
-        found[id(gathered)] = _Part(x, divisions, layout)
+        part = _Part(x, divisions, layout)
+        gathered = part.whole()
+        found[id(gathered)] = part
         return gathered
 
     token = _parts.set(found)
@@ -162,7 +197,8 @@ def mean_gradients(
             return g  # rows are at their owners
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
-        return mean_part(g, layout.divisions(of_gradient), layout.part_axes, layout.mesh)
+        codec = layout.reduce if g.size >= MIN_SIZE else None
+        return mean_part(g, layout.divisions(of_gradient), layout.part_axes, layout.mesh, codec)
 
     return jax.tree.map(reduced, grads, params, specs, of_gradients, is_leaf=tree.is_leaf)
 

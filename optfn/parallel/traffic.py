@@ -11,7 +11,8 @@ A transform that exchanges gradients by itself says so in its state, in the `tra
         def bytes_sent(self, exchange, num_workers):
             return (num_workers - 1) * self.packet
 
-where `exchange` is the number of the exchange, the `step` of the state, which counts them.
+where `exchange` is the number of the exchange, the `step` of the state, which counts them, as an
+array, and `num_workers` a Python number.
 """
 
 from typing import Any
@@ -60,7 +61,8 @@ def traffic_metrics(
             workers = mesh.axis_size(mesh.without(axis_name, done))
             total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
     for old, new in states:
-        sent = new.exchanged.traffic.bytes_sent(old.step, new.num_workers)
+        workers = mesh.axis_size(new.exchanged.axes)
+        sent = new.exchanged.traffic.bytes_sent(old.step, workers)
         total += jnp.where(new.step != old.step, sent, 0.0)
     return {"bytes_sent": total}
 

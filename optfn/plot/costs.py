@@ -35,7 +35,7 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
         end = end + sizes
     for y, (x, plan) in enumerate(zip(end, named.values(), strict=True)):
         sent_factor, sent_unit = _unit(plan.sent)
-        text = f" {plan.sent / sent_factor:.3g} {sent_unit} sent a step"
+        text = f" {plan.sent / sent_factor:.3g} {sent_unit} sent per step"
         ax.text(x, y, text, va="center", fontsize="small")
     ax.set(xlabel=f"{unit} on each device", xlim=(0, 1.35 * end.max() or 1))
     ax.grid(visible=False, axis="y")
@@ -61,7 +61,7 @@ def recompute(
     Args:
       costs: (bytes, FLOPs) by name, such as `compiled.memory_analysis().temp_size_in_bytes` and
         `compiled.cost_analysis()["flops"]`. FLOPs are drawn as multiples of the first one's, which
-        should be the gradient without recomputation.
+        should be the gradient without recomputation. Names at one point share a legend entry.
       budgets: (bytes, FLOPs) of gradients by `recompute(..., memory_budget=)`, joined by a line.
       ax: where to draw; None for a new figure.
     """
@@ -74,19 +74,9 @@ def recompute(
     if line:
         xs, ys = np.array(sorted(line)).T
         ax.plot(xs / factor, ys / once, "o-", label="byte budgets")
-        ax.legend(frameon=False)
-    ax.plot(*(np.array([*named.values()]) / (factor, once)).T, "s", color="C1")
-    for text, x, y in _labels(named, line, largest):
-        offset, side = (-7, "right") if x > largest / 2 else (7, "left")
-        ax.annotate(
-            text,
-            (x / factor, y / once),
-            xytext=(offset, 0),
-            textcoords="offset points",
-            ha=side,
-            va="center",
-            fontsize="small",
-        )
+    for (x, y), names in _places(named, (0.01 * largest, 0.005 * once)).items():
+        ax.plot(x / factor, y / once, "s", label="\n".join(names), clip_on=False)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     ax.set(xlabel=unit, ylabel="FLOPs, × without recomputation", xlim=(0, 1.05 * largest / factor))
     ax.margins(y=0.1)
     return ax
@@ -99,27 +89,15 @@ def _pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
     return float(size), float(flops)
 
 
-def _labels(
-    named: Mapping[str, tuple[float, float]], line: Sequence[tuple[float, float]], largest: float
-) -> list[tuple[str, float, float]]:
-    """Return the labels as (names, bytes, FLOPs).
-
-    Neighbouring points, whose labels would overlap, share a label that names them from left to
-    right, at the point on the side of the text.
-    """
-    heights = [y for _, y in [*named.values(), *line]]
-    near = 0.15 * largest, 0.05 * (max(heights) - min(heights))
-    groups: list[list[tuple[float, float, str]]] = []
-    for x, y, name in sorted((x, y, name) for name, (x, y) in named.items()):
-        for group in groups:
-            if x - group[-1][0] <= near[0] and abs(y - group[-1][1]) <= near[1]:
-                group.append((x, y, name))
-                break
-        else:
-            groups.append([(x, y, name)])
-    ends = [group[0] if group[-1][0] > largest / 2 else group[-1] for group in groups]
-    names = [", ".join(name for _, _, name in group) for group in groups]
-    return [(text, x, y) for text, (x, y, _) in zip(names, ends, strict=True)]
+def _places(
+    named: Mapping[str, tuple[float, float]], near: tuple[float, float]
+) -> dict[tuple[float, float], list[str]]:
+    """Return the names at each point; points whose marks would cover each other are one."""
+    places: dict[tuple[float, float], list[str]] = {}
+    for name, (x, y) in named.items():
+        there = [(u, v) for u, v in places if abs(x - u) <= near[0] and abs(y - v) <= near[1]]
+        places.setdefault(there[0] if there else (x, y), []).append(name)
+    return places
 
 
 def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":

@@ -94,8 +94,7 @@ def save_checkpoint(
     if is_remote(directory):
         if sharded is False:
             raise ValueError(
-                f"sharded=False writes a file, and {directory} is in an object store, which takes "
-                "directories only: sharded=True"
+                f"sharded=False writes a file; the store of {directory} takes directories only"
             )
         sharded = True
     if sharded is None:

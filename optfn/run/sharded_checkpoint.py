@@ -22,7 +22,7 @@ from optfn.parallel.fingerprint import begin_fingerprints, fingerprints
 from optfn.run.background import copied
 from optfn.run.storage import absolute
 from optfn.sparse.sharded_table import bare, natural
-from optfn.state.per_worker import PerWorker
+from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.packed_state import unpack_state
 from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
@@ -41,7 +41,7 @@ def is_available() -> bool:
 
 def holds_parts(state: PyTree) -> bool:
     """Tell whether arrays of a state are spread over devices, besides those that are per-worker."""
-    shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker))
+    shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker | Divided))
     return any(
         isinstance(x, jax.Array)
         and isinstance(x.sharding, NamedSharding)

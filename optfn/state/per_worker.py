@@ -1,11 +1,12 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that exchanges gradients needs three things that others do not. Its state says each of
+A transform that exchanges gradients needs some things that others do not. Its state says each of
 them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the training
 step) asks the state:
 
 * which arrays are per-worker, that is a worker's own: they lie in a `PerWorker`, beside an int32
   field `num_workers`;
+* which arrays are one for all workers, of which each has a part: they lie in a `Divided`;
 * the leaves whose gradients it takes from each worker and exchanges: an `Exchanged` has them and
   the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the other
   axes of the workers the training step averages the gradients first;
@@ -23,6 +24,7 @@ the order in the buffer matters, as to a selection over the whole buffer, the st
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
         residual: PerWorker         # flat arrays (n,) in init; (N·n,) on a mesh
+    published: Divided          # flat arrays (n,) in init; on a mesh each worker has 1/N of them
         exchanged: Exchanged        # exchanged(params, axis_name) in init
 """
 
@@ -58,6 +60,44 @@ class PerWorker(NamedTuple):
         return tuple.__getitem__(self, key) if is_index else self.value[key]
 
 
+@jax.tree_util.register_static
+class Sizes(tuple[int, ...]):
+    """Numbers of elements. A part of a tree without arrays."""
+
+
+@traits(transparent=True)
+class Divided(NamedTuple):
+    """A part of a state that is one array for all workers, of which each keeps a part.
+
+    `init` gives the whole array, flat, (n,). On a mesh it is padded with zeros to N parts of equal
+    length, (N·⌈n/N⌉,), and sharded along its last axis. Where the devices of a worker divide a
+    leaf, each has the array of its part of it, and these are rows.
+
+    value: a tree of arrays.
+    axes: the mesh axes of the workers.
+    sizes: the n of each array, in the order of the leaves.
+    """
+
+    value: PyTree
+    axes: Axes
+    sizes: Sizes
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
+
+    def mapped(self, fn: Callable[[Any, int], Any]) -> "Divided":
+        """Return the result of fn(array, length of its last axis without padding) for each."""
+        leaves, structure = jax.tree.flatten(self.value)
+        pairs = zip(leaves, self.sizes, strict=True)
+        new = [fn(x, n // (x.shape[0] if x.ndim == 2 else 1)) for x, n in pairs]
+        return self._replace(value=jax.tree.unflatten(structure, new))
+
+
+def divided(value: PyTree, axis_name: AxisName) -> Divided:
+    """Return whole flat arrays as a `Divided`."""
+    return Divided(value, axes(axis_name), Sizes(x.size for x in jax.tree.leaves(value)))
+
+
 class ExchangedLeaf(NamedTuple):
     """Stands in an `Exchanged` for a leaf; it holds nothing."""
 
@@ -84,13 +124,19 @@ def exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchang
     return Exchanged(leaves, axes(axis_name), traffic)
 
 
-def _is(kind: type) -> Callable[[Any], bool]:
+def _is(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, kind)
 
 
 def nodes_of(kind: type, state: OptState) -> list[Any]:
     """Return the nodes of a type in a state."""
     return [x for x in jax.tree.leaves(state, is_leaf=_is(kind)) if isinstance(x, kind)]
+
+
+def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
+    """Return a state with fn of each `Divided` in its place."""
+    is_divided = _is(Divided)
+    return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 
 
 def exchanges(state: OptState) -> bool:
@@ -197,10 +243,9 @@ def _covered(mark: Exchanged) -> set[str]:
 
 def _floating_paths(state: OptState) -> list[str]:
     """Return the names of the floating-point arrays in a state that are not scalars."""
+    is_laid_out = _is((PerWorker, Divided))
     shared = jax.tree.map(
-        lambda x: optax.MaskedNode() if isinstance(x, PerWorker) else x,
-        state,
-        is_leaf=_is(PerWorker),
+        lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
     pairs = zip(tree.names(shared), tree.flatten(shared)[0], strict=True)
     return [name for names, x in pairs if tree.is_inexact(x) and x.ndim for name in names]

@@ -2,7 +2,8 @@
 
 The state says which of its arrays are per-worker (`per_worker.PerWorker`), however the transform is
 wrapped. On a mesh a per-worker array has the shape (N·n, …) and is sharded along its first axis, so
-that each worker sees the (n, …) of `tx.init`; all other arrays are replicated.
+that each worker sees the (n, …) of `tx.init`; an array that is one for all workers
+(`per_worker.Divided`) is sharded too; all other arrays are replicated.
 """
 
 import functools
@@ -22,7 +23,14 @@ from optfn.leaves.tree import is_key, on_key_data
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
-from optfn.state.per_worker import Exchanged, PerWorker, check_wrappers, has_own_state, nodes_of
+from optfn.state.per_worker import (
+    Divided,
+    Exchanged,
+    PerWorker,
+    check_wrappers,
+    has_own_state,
+    nodes_of,
+)
 
 # The key under which `state_dict` lists the names of the per-worker arrays.
 PER_WORKER_KEY = "per_worker"
@@ -32,7 +40,7 @@ _FIELDS_BEFORE_THE_LIST = ("local_velocity", "residual")
 
 
 def _is_per_worker(x: object) -> bool:
-    return isinstance(x, PerWorker)
+    return isinstance(x, PerWorker | Divided)
 
 
 def _counts_workers(x: PyTree) -> bool:
@@ -49,6 +57,7 @@ def map_state(
     shared: Callable[[Any], Any],
     opt_state: OptState,
     count: Callable[[Any, meshes.Axes], Any] | None = None,
+    in_parts: Callable[[Divided], Any] | None = None,
 ) -> OptState:
     """Map each array of a state by its kind.
 
@@ -57,9 +66,12 @@ def map_state(
       shared: the function of all other arrays.
       opt_state: the state of an optimizer, however wrapped.
       count: the function of the fields `num_workers` and the same axes; None means `shared`.
+      in_parts: the function of each `Divided`; None means `per_worker` of its arrays.
     """
 
     def convert(node: PyTree) -> PyTree:
+        if in_parts is not None and isinstance(node, Divided):
+            return in_parts(node)
         if _is_per_worker(node):
             return jax.tree.map(lambda x: per_worker(x, node.axes), node)
         if count is None or not _counts_workers(node):
@@ -68,7 +80,7 @@ def map_state(
         fields = {
             name: jax.tree.map(lambda x: count(x, own), child)
             if name == "num_workers"
-            else map_state(per_worker, shared, child, count)
+            else map_state(per_worker, shared, child, count, in_parts)
             for name, child in node._asdict().items()
         }
         return node._replace(**fields)
@@ -82,7 +94,16 @@ def map_state(
 def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
     check_wrappers("the optimizer", opt_state)
-    return map_state(lambda x, own: P(meshes.axes(own or axis_name)), lambda x: P(), opt_state)
+
+    def of_parts(node: Divided) -> PyTree:
+        return node.mapped(lambda x, n: P(*[None] * (x.ndim - 1), node.axes))
+
+    return map_state(
+        lambda x, own: P(meshes.axes(own or axis_name)),
+        lambda x: P(),
+        opt_state,
+        in_parts=of_parts,
+    )
 
 
 def state_specs(
@@ -127,9 +148,23 @@ def on_workers_of(
             lambda x: x,
             init(params),
             lambda x, own: jnp.full_like(x, workers(own)),
+            lambda node: node.mapped(lambda x, n: in_equal_parts(x, n, workers(node.axes))),
         )
 
     return init_all
+
+
+def in_equal_parts(x: Leaf, size: int, count: int) -> Leaf:
+    """Return the first entries along the last axis, padded with zeros for so many equal parts.
+
+    Args:
+      x: an array, on the host or traced.
+      size: the number of its entries that are not padding.
+      count: the number of parts.
+    """
+    numpy = np if isinstance(x, np.ndarray) else jnp
+    missing = -size % count
+    return numpy.pad(x[..., :size], [(0, 0)] * (x.ndim - 1) + [(0, missing)])
 
 
 def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
@@ -158,9 +193,10 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         x_j = x of the old worker 0             for all others
 
     The mean over workers of a residual, the part of the updates that the parameters have not yet
-    received, does not change. Codes, such as 8-bit moments, are decoded, averaged and encoded as
-    the nearest code under the mean of their scales. In a mapping uint16 stands for the bits of
-    bfloat16, as `state_dict` gives them.
+    received, does not change. An array that is one for all workers, such as the published parts of
+    `exchange(route="parts")`, stays whole, and is divided anew. Codes, such as 8-bit moments, are
+    decoded, averaged and encoded as the nearest code under the mean of their scales. In a mapping
+    uint16 stands for the bits of bfloat16, as `state_dict` gives them.
 
     Args:
       opt_state: a state in the layout of `init_state`, or a tree that contains one; or a mapping
@@ -181,15 +217,42 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker part")
     old_count = _agreed(_worker_counts(opt_state))
-    parts = map_state(lambda x, own: _parts(x, old_count), lambda x: x, opt_state)
-    is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
-    means = map_state(lambda x, own: _mean(x), lambda x: x, parts)
+    parts = map_state(
+        lambda x, own: _parts(x, old_count), lambda x: x, opt_state, in_parts=_as_it_is
+    )
+    is_own = is_per_worker(opt_state)
+    means = map_state(lambda x, own: _mean(x), lambda x: x, parts, in_parts=_as_it_is)
     means = jax.tree.map(_mean_of_codes, parts, means, is_own, is_leaf=has_codes)
     return map_state(
         lambda x, own: _repeated(x, count),
         _on_host,
         means,
         lambda x, own: np.full_like(x, count),
+        lambda node: node.mapped(lambda x, n: in_equal_parts(np.asarray(x), n, count)),
+    )
+
+
+def _as_it_is(node: Divided) -> Divided:
+    return node
+
+
+def is_per_worker(opt_state: OptState) -> PyTree:
+    """Tell for each array of a state whether each worker has one of its own."""
+    return map_state(
+        lambda x, own: True,
+        lambda x: False,
+        opt_state,
+        in_parts=lambda node: node.mapped(lambda x, n: False),
+    )
+
+
+def sizes_in_parts(opt_state: OptState) -> PyTree:
+    """Return the length without padding of each array that is one for all workers, 0 of others."""
+    return map_state(
+        lambda x, own: 0,
+        lambda x: 0,
+        opt_state,
+        in_parts=lambda node: node.mapped(lambda x, n: n),
     )
 
 

@@ -20,7 +20,7 @@ from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
-from optfn.state.placement import PER_WORKER_KEY
+from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
 from optfn.train import masters
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
@@ -118,11 +118,13 @@ def load_named(
     changes = _changes(own_names, [name for name, _ in named], mapping)
     wrong = _refused(plain, changes) if strict else []
     copied = _copied_params(plain, named, mapping) | _begun_sums(plain, named, mapping)
-    leaves = []
-    for name, leaf in named:
+    leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
+    for (name, leaf), size in zip(named, sizes, strict=True):
         found = mapping.get(name, copied.get(name))
         if name in per_worker and np.size(found) == leaf.size:
             found = np.reshape(found, leaf.shape)  # flat, or of the shape of a divided leaf
+        if found is not None and size:
+            found = _in_parts_of(found, size, leaf)
         value, problem = (leaf, "") if found is None else _fitted(found, leaf)
         if problem:
             wrong.append(f"{name!r} {problem}")
@@ -133,6 +135,20 @@ def load_named(
     if is_converted:
         loaded = _placed(pack_state(bare(opt_state), loaded), bare(opt_state))
     return stored_as(opt_state, loaded), changes
+
+
+def _in_parts_of(value: Leaf, size: int, leaf: Leaf) -> Leaf:
+    """Return an array that is one for all workers with the padding of `leaf`, for as many of them.
+
+    Args:
+      value: the array, with the padding for another number of workers.
+      size: the length of its last axis without padding.
+      leaf: the array of the template.
+    """
+    shape = np.shape(value)
+    if shape == leaf.shape or len(shape) != leaf.ndim or shape[-1] < size:
+        return value
+    return in_equal_parts(np.asarray(value), size, leaf.shape[-1])
 
 
 def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 
 import jax
+import jax.numpy as jnp
 
 from optfn.leaves import numerics
 
@@ -21,13 +22,34 @@ def scaling_losses(factor: jax.Array | None) -> Iterator[None]:
         _factor.reset(token)
 
 
-def scaled(loss: jax.Array) -> jax.Array:
-    """Return a loss, in float32 or wider, with the factor of `scaling_losses`."""
+def current_factor() -> jax.Array | None:
+    """Return the factor of the enclosing `scaling_losses`; None for none."""
+    return _factor.get()
+
+
+def with_factor(loss: jax.Array) -> jax.Array:
+    """Return a loss, in float32 or wider, whose gradient has the factor of `scaling_losses`."""
     factor = _factor.get()
     if factor is None:
         return loss
     wide = loss.astype(numerics.accumulator_dtype(loss.dtype))
-    return wide * factor.astype(wide.dtype)
+    return _with_factor(wide, factor.astype(wide.dtype))
+
+
+@jax.custom_vjp
+def _with_factor(loss: jax.Array, factor: jax.Array) -> jax.Array:
+    return loss
+
+
+def _forward(loss: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return loss, factor
+
+
+def _backward(factor: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return g * factor, jnp.zeros_like(factor)
+
+
+_with_factor.defvjp(_forward, _backward)
 
 
 def check_unscaled(name: str) -> None:

@@ -27,7 +27,12 @@ from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
-from optfn.train.loss_scale import check_unscaled, scaled
+from optfn.train.loss_scale import (
+    check_unscaled,
+    current_factor,
+    scaling_losses,
+    with_factor,
+)
 
 
 class Values(NamedTuple):
@@ -175,24 +180,24 @@ def of_loss(
             returned = loss_fn(whole_params, *form.arguments(model_state, *others))
         return form.values("loss_fn", returned, model_state)
 
-    def loss_and_values(*arguments: Any) -> tuple[jax.Array, Values]:
-        values = value(*arguments)
-        return scaled(values.loss), values
+    def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        loss, *rest = value(*arguments)
+        return with_factor(loss), tuple(rest)
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
         differentiated = sparse.value_and_grad(
-            loss_and_values, tables, has_aux=True, transform=transform, owners=owners
+            loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
-        function = loss_and_values if transform is None else transform(loss_and_values)
+        function = loss_and_rest if transform is None else transform(loss_and_rest)
         differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad(*arguments: Any) -> tuple[Values, Updates]:
-        (_, values), grads = differentiated(*arguments)
-        return values, grads
+        (loss, rest), grads = differentiated(*arguments)
+        return Values(loss, *rest), grads
 
     if owners is not None:  # the loss alone would look up a worker's part as if it were the table
         return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
@@ -356,9 +361,14 @@ class _OnParts(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.part_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (self._on_devices(specs), P(), split, *[P()] * len(keys))
-        run = meshes.mapped(function, self.layout.mesh, names, in_specs, out_specs)
-        return run(params, model_state, batch, *keys)
+        in_specs = (P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
+
+        def on_device(factor: jax.Array | None, *arguments: Any) -> Any:
+            with scaling_losses(factor):  # an array from outside must be an argument
+                return function(*arguments)
+
+        run = meshes.mapped(on_device, self.layout.mesh, names, in_specs, out_specs)
+        return run(current_factor(), params, model_state, batch, *keys)
 
 
 def value_fn(

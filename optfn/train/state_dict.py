@@ -26,7 +26,7 @@ from optfn.parallel.layout import Kind, layout_of
 from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
 from optfn.state.padded import cut, map_padded
-from optfn.state.placement import PER_WORKER_KEY, map_state
+from optfn.state.placement import PER_WORKER_KEY, is_per_worker
 from optfn.train.packed_state import unpack_state
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
@@ -80,8 +80,7 @@ def named_arrays(host: OptState) -> dict[str, Any]:
 
 def per_worker_names(opt_state: OptState) -> list[str]:
     """Return the names of the per-worker arrays in a state."""
-    is_own = map_state(lambda x, own: True, lambda x: False, opt_state)
-    return sorted(name for name, flag in named_leaves(is_own) if flag)
+    return sorted(name for name, flag in named_leaves(is_per_worker(opt_state)) if flag)
 
 
 def _check_distinct(names: Iterable[str]) -> None:

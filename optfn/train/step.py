@@ -294,7 +294,7 @@ def make_train_step(
         `loss_fn` is then (params, model_state, batch) -> (loss, model_state), or
         (loss, (model_state, aux)) with `has_aux`, and the new ones are in the next TrainState. On a
         mesh they are the mean over workers of floating-point arrays, and worker 0's of others.
-        Where a guard skips the step, they stay as they were.
+        If `skip_nonfinite` skips the step, they stay as they were.
       mesh: workers that share the work, such as `optfn.distributed.data_mesh()`: the leading axis
         of the batch is split over them, the loss is their mean. Batches are host arrays of all
         examples, the same in every process, or global arrays.
@@ -437,7 +437,7 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
         owners = Owners(layout.mesh, layout.part_axes)
 
     def make(seen: Seen = contextlib.nullcontext) -> Objective:
-        once = isinstance(options.shard, Sharded) and options.shard.gather_once
+        once = isinstance(options.shard, Sharded) and options.shard.gathers_once
         if not (once or options.packed):
             return in_microbatches(of_one(seen), options.microbatches)
         whole = in_microbatches(of_one(), options.microbatches)

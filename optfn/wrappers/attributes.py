@@ -35,7 +35,7 @@ class ParamAttr:
         for no regularization.
       need_clip: whether the optimizer's `grad_clip` applies to the parameter; if not, it is left
         out of the global norm and is not scaled.
-      trainable: False freezes the parameter: it never changes, bit for bit, and has no state.
+      trainable: False freezes the parameter: it never changes and has no state.
       stacked: how many leading axes of the leaf count tensors, ≥ 0; 1 for layers that a model scans
         over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
         separate leaf. The result of `optfn.distributed.stack_stages` needs no such attribute.

@@ -81,9 +81,9 @@ def dynamic_loss_scale(
     ) -> tuple[Updates, OptState]:
         core.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
         if "grad" in extra:
-            extra["grad"] = _divided(extra["grad"], state.scale)
+            extra["grad"] = _unscaled(extra["grad"], state.scale)
         like = updates if params is None else None
-        unscaled = _divided(updates, state.scale)
+        unscaled = _unscaled(updates, state.scale)
         updates, guarded = guard.update(unscaled, state.inner_state, params, **extra)
         if like is not None:
             updates = tree.map(_in_dtype_of, like, updates)
@@ -99,18 +99,18 @@ def dynamic_loss_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _divided(grads: Updates, scale: jax.Array) -> Updates:
+def _unscaled(grads: Updates, scale: jax.Array) -> Updates:
     """Return gradients divided by the scale, in float32 or wider."""
 
-    def divided(g: Leaf) -> Leaf:
+    def unscale(g: Leaf) -> Leaf:
         if isinstance(g, LeafKind):
-            return g.map(divided)
+            return g.map(unscale)
         if not tree.is_inexact(g):
             return g
         wide = leafwise.cast(g, numerics.accumulator_dtype(g.dtype))
         return wide / numerics.scalar(scale, wide)
 
-    return tree.map(divided, grads)
+    return tree.map(unscale, grads)
 
 
 def _in_dtype_of(like: Leaf, u: Leaf) -> Leaf:

@@ -15,6 +15,12 @@ def test_each_client_has_a_file_of_tests():
     assert files == {*clients.CLIENTS, "clients", "optax_wrappers"}
 
 
+def test_the_page_for_users_of_optax_names_each_client():
+    page = (Path(__file__).parents[2] / "docs/moving/optax.md").read_text()
+    section = page.partition("## Programs that take an optimizer of optax")[2]
+    assert [name for name in clients.CLIENTS if name not in section] == []
+
+
 @pytest.mark.skipif("OPTFN_OUTSIDE" not in os.environ, reason="needs the extra outside")
 def test_every_client_is_installed():
     assert not clients.missing()

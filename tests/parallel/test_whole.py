@@ -164,6 +164,16 @@ def test_padding_is_seen_by_no_one():
     assert away(optfn.averaged_params(state.opt_state, state.params), want) <= 1e-6
 
 
+def test_preconditioners_lie_with_their_layers():
+    step = optfn.make_train_step(scanned, soap(), mesh=data_mesh(4), shard=PADDED)
+    state = run(step, model(6), BATCHES)
+    for x in jax.tree.leaves(state.opt_state):
+        if x.ndim == 3:
+            assert x.shape[0] == 8 and x.addressable_shards[0].data.shape == (2, *x.shape[1:])
+    kept = [x.shape for x in jax.tree.leaves(state.opt_state.left["layers"])]
+    assert kept == [(6, 16), (8, 16, 16), (8, 32, 32)]
+
+
 @pytest.mark.parametrize("options", [{}, {"mesh": data_mesh(2), "shard": "state"}])
 def test_a_padded_state_loads_on_other_devices_and_back(options):
     tx = muon(moment_dtype="int8")

@@ -20,6 +20,7 @@ from benchmarks import (
     first_call,
     front,
     fused_adam,
+    matrices,
     measure,
     moments,
     packed,
@@ -182,6 +183,14 @@ def test_sharding(toy):
     for row in found:
         assert row["bytes"] == pytest.approx(row["ideal_bytes"], rel=0.01)
         assert row["sent"] == pytest.approx(row["ideal_sent"], rel=0.01)  # loops and all
+
+
+def test_matrices(toy):
+    whole, rows, alike, optax = toy(matrices, "matrices")
+    assert [row["shard"] for row in (whole, rows, alike)] == ["`whole=`", '`"state"`', "`None`"]
+    assert whole["sent_over"] == pytest.approx(1, rel=0.02) and rows["sent_over"] > 2
+    assert optax["optimizer"] == "optax" and optax["sent_over"] > 2
+    assert whole["flops_over"] < 0.5 * alike["flops_over"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
@@ -366,6 +375,8 @@ def test_the_front():
     assert "| 10 | quantize(2) | never | 10.0 | - | - |" in front.seconds_table(rows)
     (panel,) = front.draw_bytes(found).axes
     assert len(panel.lines[1].get_xdata()) == 3  # the front
+    numbers = [line.get_marker() for line in panel.lines if line.get_marker().startswith("$")]
+    assert numbers == ["$1$", "$2$", "$3$"]
     (of_ten,) = front.draw_seconds(rows).axes
     names = [line.get_label() for line in of_ten.get_lines()]
     assert names == ["dense"]  # the others are never at its loss

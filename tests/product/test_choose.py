@@ -69,7 +69,8 @@ def held(tree) -> int:
 def sent(program) -> float:
     """Return the bytes that each worker sends, in a ring."""
     factor = {
-        "all-reduce": 2 * (N - 1) / N, "all-gather": (N - 1) / N, "reduce-scatter": N - 1
+        "all-reduce": 2 * (N - 1) / N, "all-gather": (N - 1) / N, "reduce-scatter": N - 1,
+        "all-to-all": (N - 1) / N,
     }  # fmt: skip
     found = collectives(program.as_text())
     return sum(factor[kind] * sum(sizes) for kind, sizes in found.items())
@@ -95,7 +96,8 @@ def test_bytes_on_the_link(row):
 @pytest.mark.parametrize("row", table("A way of splitting a model"), ids=lambda row: row[0])
 def test_bytes_of_a_way_of_splitting(row):
     """The plan for each row, and what the compiled step takes and sends."""
-    shard, *scanned = (x if x == "scan_layers" else eval(x) for x in code(row[0]))
+    names = vars(optfn.distributed)
+    shard, *scanned = (x if x == "scan_layers" else eval(x, names) for x in code(row[0]))
     w = np.zeros((4, 128, 128) if scanned else (256, 256), np.float32)
     params, tx = {"w": optfn.Stacked(w) if scanned else w}, optfn.adam(1e-3)
     plan = optfn.distributed.plan_memory(tx, params, optfn.distributed.data_mesh(N), shard=shard)

@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import optfn
-from docs import crosslinks, equations, tables
+from docs import crosslinks, equations, notebooks, tables
 from docs.programs import DOCS, FENCE, PAGES, ROOT, agree, fences, programs, run
 
 
@@ -111,7 +112,11 @@ FLUID = {
     "start_cpu_core_id",
     "Methods": "minimize( backward( apply_gradients( apply_optimize( state_dict() set_dict( step() "
     "set_state_dict( append_regularization_ops( clear_grad( get_lr() set_lr( set_lr_scheduler( "
+    "current_step_lr() load( clear_gradients() "
     "loss startup_program parameter_list parameters no_grad_set grad_clip callbacks",
+    "The rest of a program": "fluid.layers.embedding(is_sparse=True) paddle.batch( "
+    "fluid.DataFeeder fluid.default_main_program().clone(for_test=True) fluid.layers.accuracy "
+    "fluid.io.save_inference_model fluid.CompiledProgram",
 }
 
 
@@ -199,6 +204,15 @@ def test_names_and_papers_become_links():
     for before, after in links.items():
         expected = expected.replace(before, after)
     assert crosslinks.linked(text) == expected
+
+
+def test_a_page_becomes_a_notebook_with_its_outputs():
+    page = "# Title\n\nSee [the tour](../tour.md).\n\n```python\nprint(1)\n```\n\n"
+    page += "```output\n1\n```\nEnd.\n"
+    cells = json.loads(notebooks.notebook(page))["cells"]
+    assert [cell["source"] for cell in cells] == ["# Title\n\nSee the tour.", "print(1)", "End."]
+    assert cells[1]["outputs"][0]["text"] == "1\n"
+    assert [cell["cell_type"] for cell in cells] == ["markdown", "code", "markdown"]
 
 
 def test_link_texts_are_names_and_not_files():

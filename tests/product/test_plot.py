@@ -124,16 +124,18 @@ def test_memory_has_a_bar_for_each_part():
     assert [bar.get_x() for bar in ax.containers[2]] == [12.0, 1.5]
     assert ax.get_xlabel() == "kB on each device"
     texts = [text.get_text().strip() for text in ax.texts]
-    assert texts == ["7 kB sent a step", "0 B sent a step"]
+    assert texts == ["7 kB sent per step", "0 B sent per step"]
 
 
 def test_recomputation_as_points_and_budgets_as_a_line():
     costs = {"nothing": (8e6, 2e9), "each": (2e6, 3e9), "names": (1.9e6, 3.01e9)}
+    costs["√n"] = costs["each"]
     ax = plot.recompute(costs, budgets=[(4e6, 2.5e9), (3e6, 2.8e9)])
-    budgets, points = (line.get_xydata() for line in ax.lines)
+    budgets, *points = (line.get_xydata() for line in ax.lines)
     np.testing.assert_allclose(budgets, [[3, 1.4], [4, 1.25]])
-    np.testing.assert_allclose(points, [[8, 1], [2, 1.5], [1.9, 1.505]])
-    assert {text.get_text() for text in ax.texts} == {"nothing", "names, each"}
+    np.testing.assert_allclose(np.concatenate(points), [[8, 1], [2, 1.5], [1.9, 1.505]])
+    named = [line.get_label() for line in ax.lines]
+    assert named == ["byte budgets", "nothing", "each\n√n", "names"]  # both names of a point
 
 
 def test_a_timetable_has_a_bar_for_each_cell():

@@ -205,7 +205,7 @@ def test_an_object_store_gets_directories_at_its_address(tmp_path, monkeypatch):
         assert sorted(p.name for p in epath.Path("gs://bucket/run").iterdir()) == [
             *("step_000000001", "step_000000002")
         ]
-        with pytest.raises(ValueError, match="sharded=False writes a file, and gs://bucket"):
+        with pytest.raises(ValueError, match="sharded=False writes a file; the store of gs:"):
             optfn.save_checkpoint("gs://bucket/run", state, sharded=False)
     with pytest.raises(ImportError, match=r"gs://bucket/run: .*install"):
         optfn.save_checkpoint("gs://bucket/run", state)

@@ -1,0 +1,114 @@
+"""The mean over workers of decoded packets, by parts: each worker takes the mean of one slice.
+
+An owner keeps the rest of the mean that its own packets leave out, and sends it later, as each
+worker does with its residual.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optfn import mesh
+from optfn.checks import Number
+from optfn.compression.compressors import BaseCompressor, LeafInExchange
+from optfn.compression.feedback import with_feedback
+from optfn.compression.gathering import encode_all
+from optfn.leaves.types import PyTree
+from optfn.mesh import Axes
+from optfn.parallel.owners import all_from_owners, mean_at_owners
+
+
+def mean_by_parts(
+    compressors: Sequence[BaseCompressor],
+    leaves: Sequence[LeafInExchange],
+    axis_name: Axes,
+    error_feedback: Number,
+) -> list[LeafInExchange]:
+    """Send slices of the leaves to their owners, and the means of them back, in packets.
+
+    Args:
+      compressors: of each leaf.
+      leaves: the leaves of one worker, with the rest that it keeps as the owner of a slice of each,
+        or an array of all slices.
+      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
+      error_feedback: the factor of that rest.
+    """
+    workers, own = mesh.axis_size(axis_name), lax.axis_index(axis_name)
+    lengths = [-(-leaf.residual.size // workers) for leaf in leaves]
+
+    def decode(packets: PyTree) -> list[jax.Array]:
+        columns = zip(compressors, packets, lengths, strict=True)
+        return [compressor.decode(packet, (n,)) for compressor, packet, n in columns]
+
+    def rest(xs: list[jax.Array], packets: PyTree) -> list[jax.Array]:
+        columns = zip(compressors, xs, packets, strict=True)
+        return [compressor.add_to(x, packet, -1.0) for compressor, x, packet in columns]
+
+    def encode_slices(xs: list[jax.Array]) -> tuple[list[PyTree], list[PyTree]]:
+        columns = zip(compressors, xs, leaves, strict=True)
+        return _unzipped([c.encode_slices(x, leaf.state) for c, x, leaf in columns])
+
+    def encode(xs: list[jax.Array]) -> tuple[list[PyTree], list[PyTree]]:
+        return _unzipped(encode_all(compressors, xs, [leaf.state for leaf in leaves]))
+
+    slices = [_slices(leaf.residual, workers) for leaf in leaves]
+    means, packets, _ = mean_at_owners(slices, encode_slices, decode, axis_name)
+    residuals = jax.vmap(rest)(slices, packets)
+
+    kept = [_own_slice(leaf, workers, own) for leaf in leaves]
+    totals = [with_feedback(*pair, error_feedback) for pair in zip(means, kept, strict=True)]
+    wholes, packets, states = all_from_owners(totals, encode, decode, axis_name)
+    kept = rest(totals, packets)
+    columns = zip(leaves, wholes, residuals, states, kept, strict=True)
+    return [
+        LeafInExchange(
+            _without_padding(whole, leaf).reshape(leaf.direction.shape),
+            _without_padding(residual, leaf),
+            state,
+            _with_own_slice(leaf, x, own),
+        )
+        for leaf, whole, residual, state, x in columns
+    ]
+
+
+def _unzipped(encoded: list[tuple[PyTree, PyTree]]) -> tuple[list[PyTree], list[PyTree]]:
+    """Return the packets, and the next states."""
+    return [packet for packet, _ in encoded], [state for _, state in encoded]
+
+
+def _slices(x: jax.Array, count: int) -> jax.Array:
+    """Return a flat array in so many slices, (count, n), with zeros at the end."""
+    return jnp.pad(x, (0, -x.size % count)).reshape(count, -1)
+
+
+def _without_padding(slices: jax.Array, leaf: LeafInExchange) -> jax.Array:
+    return slices.reshape(-1)[: leaf.residual.size]
+
+
+def _is_whole(leaf: LeafInExchange, length: int) -> bool:
+    """Tell whether a worker has an array for all slices of a leaf, as `init` without a mesh makes.
+
+    It uses its own slice of it.
+    """
+    return leaf.published is not None and leaf.published.size != length
+
+
+def _own_slice(leaf: LeafInExchange, count: int, own: jax.Array) -> jax.Array:
+    """Return the rest that a worker keeps of its slice."""
+    assert leaf.published is not None
+    if not _is_whole(leaf, -(-leaf.residual.size // count)):
+        return leaf.published
+    return lax.dynamic_index_in_dim(_slices(leaf.published, count), own, keepdims=False)
+
+
+def _with_own_slice(leaf: LeafInExchange, x: jax.Array, own: jax.Array) -> jax.Array:
+    """Return the `published` of a leaf with x for a worker's slice; 0 where it is padding."""
+    assert leaf.published is not None
+    places = own * x.size + jnp.arange(x.size)
+    x = jnp.where(places < leaf.residual.size, x, 0.0)
+    if not _is_whole(leaf, x.size):
+        return x
+    slices = _slices(leaf.published, -(-leaf.published.size // x.size))
+    return _without_padding(lax.dynamic_update_index_in_dim(slices, x, own, 0), leaf)

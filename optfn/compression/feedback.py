@@ -1,0 +1,15 @@
+"""Error feedback: the part of an update that has not been sent is added to the next one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.checks import Number
+from optfn.leaves import numerics
+
+
+def with_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
+    """Return error_feedback·residual + update, at most the largest float32 number in magnitude."""
+    largest = np.finfo(np.float32).max
+    total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)
+    return jnp.clip(total, -largest, largest)

@@ -1,0 +1,107 @@
+"""How accumulated updates are sent: densely, in packets to all, or by parts."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optfn import mesh
+from optfn.checks import Number
+from optfn.compression.by_parts import mean_by_parts
+from optfn.compression.compressors import BaseCompressor, LeafInExchange
+from optfn.compression.feedback import with_feedback
+from optfn.compression.gathering import mean_by_all_gather
+from optfn.leaves import tree
+from optfn.leaves.types import Leaf, LeafKind
+from optfn.mesh import Axes
+from optfn.transforms.in_place import when
+
+
+class Sending(NamedTuple):
+    """How a worker sends its updates; the arguments are those of `exchange`."""
+
+    axis_name: Axes
+    error_feedback: Number
+    warmup_steps: int
+    route: str
+
+    def compressed(
+        self,
+        compressors: Sequence[BaseCompressor],
+        nonfinite: jax.Array,
+        step: jax.Array,
+        updates: list[jax.Array],
+        leaves: list[LeafInExchange],
+    ) -> list[LeafInExchange]:
+        """Accumulate and send; where an update is not finite, return zeros and keep the state.
+
+        The branch is the same on all workers, so that it may contain collectives. All arrays change
+        in place: residuals have the size of the model.
+        """
+        axes = self.axis_name
+        sends = ~nonfinite & (step >= self.warmup_steps)
+        checked = mesh.checked_axes(axes)
+
+        def with_update(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
+            total = with_feedback(g, mesh.vary(leaf.residual, checked), self.error_feedback)
+            published = None if leaf.published is None else mesh.vary(leaf.published, checked)
+            residual = jnp.where(sends, total, leaf.residual)
+            return leaf._replace(residual=residual, published=published)
+
+        leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
+        if self.warmup_steps:
+            is_dense = ~nonfinite & (step < self.warmup_steps)
+            means = lax.cond(
+                is_dense,
+                lambda g, zeros: [lax.pmean(x, axes) for x in g],
+                lambda g, zeros: zeros,
+                updates,
+                [leaf.direction for leaf in leaves],
+            )
+            pairs = zip(leaves, means, strict=True)
+            leaves = [leaf._replace(direction=mean) for leaf, mean in pairs]
+        (sent,) = when(sends, [partial(self._send, compressors)], (leaves,))
+        return sent
+
+    def _send(
+        self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
+    ) -> tuple[list[LeafInExchange]]:
+        """Send the accumulated updates, and keep the rest."""
+        if self.route == "parts":
+            return (mean_by_parts(compressors, leaves, self.axis_name, self.error_feedback),)
+        # Matrices of all ranks share their all-reduces, all gathered packets one all-gather.
+        groups: dict[Callable[..., list[LeafInExchange]] | None, list[int]] = {}
+        for i, compressor in enumerate(compressors):
+            groups.setdefault(compressor.reduced if compressor.is_reduced else None, []).append(i)
+        sent = list(leaves)
+        for reduced, numbers in groups.items():
+            group = [leaves[i] for i in numbers]
+            if reduced is None:
+                group = mean_by_all_gather([compressors[i] for i in numbers], group, self.axis_name)
+            else:
+                group = reduced(group, self.axis_name)
+            for i, leaf in zip(numbers, group, strict=True):
+                sent[i] = leaf
+        return (sent,)
+
+
+def exchanged_densely(
+    leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
+) -> list[Leaf]:
+    """Return the leaves with those that are not compressed replaced by their means."""
+
+    def finite(x: jax.Array) -> jax.Array:
+        return jnp.where(nonfinite, 0.0, x)
+
+    new = list(leaves)
+    others = [i for i in range(len(leaves)) if not tree.is_masked(leaves[i])]
+    dense = [i for i in others if i not in compressed and not isinstance(leaves[i], LeafKind)]
+    for i, mean in zip(dense, mesh.mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
+        new[i] = finite(mean)
+    for i in others:
+        if isinstance(leaves[i], LeafKind):
+            new[i] = leaves[i].mean_over(axis_name).map(finite)
+    return new

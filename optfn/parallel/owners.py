@@ -1,0 +1,170 @@
+"""Packets between workers that own a slice of each array: to the owners, and from them.
+
+A mean that is taken by parts goes two ways. Each worker sends every owner a packet of its slice,
+and the owner takes their mean; then each owner sends all a packet of the slice that it has. Each
+way a worker sends (N − 1)/N of a packet of the whole, for any number of workers.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optfn import mesh
+from optfn.checks import shown
+from optfn.leaves.types import PyTree
+from optfn.mesh import Axes
+
+# From arrays to their packets, and something else, such as the next states.
+Encode = Callable[[PyTree], tuple[PyTree, Any]]
+# From packets to arrays.
+Decode = Callable[[PyTree], PyTree]
+
+# Of so few elements an array is not worth a packet.
+MIN_SIZE = 1024
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """The methods of a compressor; see `optfn.compression.compressors`."""
+
+    def init(self, shape: tuple[int, ...]) -> PyTree:
+        """Return the first state for a leaf."""
+
+    def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the packet for a float32 leaf, and the next state."""
+
+    def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
+        """Return the float32 leaf of this shape that is encoded in a packet."""
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of the packet for a leaf of this shape."""
+
+
+def check_codec(argument: str, codec: object) -> Codec:
+    """Return a compressor that can send slices of an array, checked.
+
+    Raises:
+      TypeError: it is not a compressor.
+      ValueError: it cannot: it needs the whole array, or its packets are no smaller.
+    """
+    if not isinstance(codec, Codec) or isinstance(codec, type):
+        raise TypeError(
+            f"{argument} must be a compressor such as quantize(8), with the methods init, encode, "
+            f"decode, num_bytes; got {shown(codec)}"
+        )
+    shape = (MIN_SIZE,)
+    has_array = any(jnp.ndim(x) for x in jax.tree.leaves(jax.eval_shape(lambda: codec.init(shape))))
+    if has_array or codec.num_bytes(shape) >= 4 * MIN_SIZE:
+        raise ValueError(
+            f"{argument} must be a compressor that sends packets of any slice of an array, such as "
+            f"quantize(8); {codec!r} needs whole matrices, keeps arrays between the steps, or "
+            "sends no fewer bytes than the slice has"
+        )
+    return codec
+
+
+def mean_at_owners(
+    slices: PyTree, encode: Encode, decode: Decode, names: Axes
+) -> tuple[PyTree, PyTree, Any]:
+    """Return the mean of a worker's own slice, its packets, and the rest that `encode` gives.
+
+    Packets are added in the order of the workers.
+
+    Args:
+      slices: arrays (N, …): one slice for each of the N workers.
+      encode: for all slices of each array; packets have the same leading axis.
+      decode: for the packets of one slice of each array.
+      names: the mesh axes of the workers.
+    """
+    packets, rest = encode(slices)
+    arrays, structure = jax.tree.flatten(packets)
+    received = mesh.all_to_all_in_one(arrays, names)
+    workers = mesh.axis_size(names)
+
+    def of_worker(worker: jax.Array | int) -> PyTree:
+        return decode(jax.tree.unflatten(structure, [x[worker] for x in received]))
+
+    def add_worker(worker: jax.Array, means: PyTree) -> PyTree:
+        return jax.tree.map(lambda mean, x: mean + x / workers, means, of_worker(worker))
+
+    first = jax.tree.map(lambda x: x / workers, of_worker(0))
+    return lax.fori_loop(1, workers, add_worker, first), packets, rest
+
+
+def all_from_owners(
+    part: PyTree, encode: Encode, decode: Decode, names: Axes
+) -> tuple[PyTree, PyTree, Any]:
+    """Return the slices of all workers, (N, …) each, the worker's packets, and the rest.
+
+    Every worker gets the same arrays, the owner too: those that are decoded from packets.
+
+    Args:
+      part: the slice of each array that a worker owns.
+      encode: for one slice of each array.
+      decode: for the packets of one slice of each array.
+      names: the mesh axes of the workers.
+    """
+    packets, rest = encode(part)
+    arrays, structure = jax.tree.flatten(packets)
+    gathered = jax.tree.unflatten(structure, mesh.gather_in_one(arrays, names))
+    return jax.vmap(decode)(gathered), packets, rest
+
+
+def coded_mean_part(x: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
+    """Return a device's part along one dimension of the mean of an array, by packets.
+
+    Args:
+      x: each device's own array.
+      dimension: the one that is divided.
+      names: the axes over which the mean is taken, and divided.
+      codec: the compressor of its packets.
+    """
+    size = x.shape[dimension] // mesh.axis_size(names)
+    slices = jnp.moveaxis(
+        x.reshape(*x.shape[:dimension], -1, size, *x.shape[dimension + 1 :]), dimension, 0
+    )
+    shape = slices.shape[1:]
+
+    def encode(slices: jax.Array) -> tuple[PyTree, None]:
+        return jax.vmap(lambda x: codec.encode(x, codec.init(shape))[0])(slices), None
+
+    mean, _, _ = mean_at_owners(slices.astype(jnp.float32), encode, _decoding(codec, shape), names)
+    return jnp.astype(mean, x.dtype)
+
+
+def coded_gather(part: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
+    """Return the whole of an array that is divided along one dimension, as packets give it.
+
+    The arguments are those of `coded_mean_part`.
+    """
+
+    def encode(x: jax.Array) -> tuple[PyTree, None]:
+        return codec.encode(x, codec.init(x.shape))[0], None
+
+    decode = _decoding(codec, part.shape)
+    parts, _, _ = all_from_owners(part.astype(jnp.float32), encode, decode, names)
+    side_by_side = jnp.moveaxis(parts, 0, dimension)
+    whole = side_by_side.reshape(*part.shape[:dimension], -1, *part.shape[dimension + 1 :])
+    return jnp.astype(whole, part.dtype)
+
+
+def _decoding(codec: Codec, shape: tuple[int, ...]) -> Decode:
+    return lambda packet: codec.decode(packet, shape).reshape(shape)
+
+
+def coded_bytes(codec: Codec | None, size: int, parts: int, exact: float, times: int = 1) -> float:
+    """Return the bytes that a device sends to gather an array, or to reduce it to parts.
+
+    Args:
+      codec: the compressor of its packets; None where it is sent as it is.
+      size: the number of its elements.
+      parts: the number of devices that have a part of it.
+      exact: the bytes that it sends of the array as it is.
+      times: in how many equal pieces it goes, one after the other.
+    """
+    if codec is None or size < MIN_SIZE:
+        return exact
+    return (parts - 1) * times * codec.num_bytes((size // parts // times,))
