@@ -128,7 +128,8 @@ def plan_memory(
         if tree.is_masked(p) or not tree.is_inexact(p):
             continue
         whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
-        workers = num_workers(mesh, without(layout.worker_axes, exchanged[place.number]))
+        done = Axes() if str(place) in as_rows else exchanged[place.number]  # rows go to all
+        workers = num_workers(mesh, without(layout.worker_axes, done))
         if str(place) in rows:
             sent += of_rows.sent(whole, p.shape[0], workers)
             continue
