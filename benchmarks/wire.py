@@ -31,7 +31,7 @@ MESH_GROUPS = re.compile(
 class Collective(NamedTuple):
     """A collective of a compiled program: its kind, the bytes of its results, and its devices.
 
-    devices: the numbers of the devices of one group; () for all of them, and for permutations.
+    devices: the numbers of the devices of one group; () for all of them.
     """
 
     kind: str
@@ -104,7 +104,7 @@ def _group(line: str) -> tuple[int, ...]:
 
     {{0,1},{2,3}};  [2,4]<=[8] or [4,2]<=[2,4]T(1,0): groups of a permuted range;  and
     mesh['a'=2,'b'=4] {'b'}: groups along axes, also of devices in another order, as in
-    mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}.
+    mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}; and of a permutation those that it connects.
     """
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return tuple(map(int, listed[1].split(",")))
@@ -124,9 +124,21 @@ def _group(line: str) -> tuple[int, ...]:
         chosen = re.findall(r"'([^']+)'", along[4])
         first = tuple(slice(None) if name in chosen else 0 for name, _ in axes)
         return tuple(numbers[first].ravel().tolist())
-    if "replica_groups={}" in line or "collective-permute(" in line:
+    if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", line):
+        return _connected(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
+    if "replica_groups={}" in line:
         return ()
     raise ValueError(f"replica groups of another form: {line}")
+
+
+def _connected(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
+    """Return the devices that a permutation connects with that of its first pair."""
+    found = {int(pairs[0][0])}
+    for _ in pairs:
+        for pair in pairs:
+            ends = set(map(int, pair))
+            found |= ends if ends & found else set()
+    return tuple(sorted(found))
 
 
 def _bytes(shapes: str) -> float:

@@ -24,7 +24,7 @@ from optfn.parallel.traffic import all_reduce_bytes, packets_sent
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.names import treated
 from optfn.state.per_worker import Exchanged, exchanged_axes
-from optfn.state.placement import num_workers, on_workers_of
+from optfn.state.placement import num_workers
 from optfn.train.local_steps import LocalSteps
 
 
@@ -115,8 +115,7 @@ def plan_memory(
     divides = shard is not None or shard_tables
     layout = layout_of(shard, mesh, data_axis, tables if divides else None)
     init = _init_of(tx, outer, local_steps, layout)
-    state = jax.eval_shape(on_workers_of(init, mesh, layout.worker_axes), params)
-    stored = jax.eval_shape(layout.stored, state, params)
+    state = jax.eval_shape(layout.of_all_workers(init), params)
     specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
     exchanged = exchanged_axes(_with_traffic(state), params)
@@ -133,18 +132,13 @@ def plan_memory(
         if str(place) in rows:
             sent += of_rows.sent(whole, p.shape[0], workers)
             continue
-        passes = 1 if once else microbatches
-        is_scanned = bool(stacked[place.number]) and not (once or value_and_grad)
-        gathers = _gathers_by_layer(layout, spec, p.shape, passes) if is_scanned else passes
-        layers = math.prod(p.shape[: stacked[place.number]]) if is_scanned else 1
-        leaf = _Leaf(layout, spec, grad_spec, p.shape, layers)
-        divided = layout.num_parts if layout.divisions(grad_spec) else 1
-        sent += local_steps * leaf.sent(whole, passes, gathers)
-        sent += float(all_reduce_bytes(whole / divided, workers))
+        num_stacked = 0 if once or value_and_grad else stacked[place.number]
+        leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps)
+        sent += leaf.sent(whole, 1 if once else microbatches, workers)
         gradients += whole
     return MemoryPlan(
         _bytes_on_device(params, specs, mesh),
-        _bytes_on_device(stored, layout.of_state(stored, params), mesh),
+        _bytes_on_device(state, layout.of_state(state, params), mesh),
         gradients,
         round(sent),
         _gathered_in_update(state, params, grad_specs),
@@ -232,21 +226,11 @@ def _state_of_parts(
     def part(place: tree.Place, x: Leaf, spec: P) -> Leaf:
         if tree.is_masked(x) or str(place) in without:
             return optax.MaskedNode()
-        placement = NamedSharding(layout.mesh, restricted(spec, layout.part_axes))
+        placement = NamedSharding(layout.mesh, restricted(spec, layout.inner_axes))
         return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
 
     parts = tree.map_named(part, params, layout.of_gradients(params))
     return jax.eval_shape(init, parts)
-
-
-def _gathers_by_layer(layout: Layout, spec: P, shape: tuple[int, ...], passes: int) -> float:
-    """Return how often `scan_layers` gathers a leaf; an all-to-all is 1/N of a gather."""
-    if all(dimension for dimension, _ in layout.divisions(spec)):
-        return 2 * passes  # forwards and backwards
-    if not any(n % layout.num_parts == 0 for n in shape[1:]):
-        return passes  # all layers at once
-    # To parts of each layer, once for all passes, and the gradients of each back.
-    return 2 * passes + (1 + passes) / layout.num_parts
 
 
 def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
@@ -262,41 +246,65 @@ def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> 
 
 
 class _Leaf(NamedTuple):
-    """How a leaf of params lies, and its gradient; its shape, and in how many pieces it goes."""
+    """A leaf of params, and how it is sent.
+
+    layout: how params lie.
+    spec: how it lies.
+    grad_spec: how its gradient lies.
+    shape: its shape.
+    stacked: how many of its axes are those of layers, which are gathered one at a time.
+    steps: the steps of a call.
+    """
 
     layout: Layout
     spec: P
     grad_spec: P
     shape: tuple[int, ...]
-    layers: int
+    stacked: int
+    steps: int
 
-    def sent(self, whole: float, passes: int, gathers: float) -> float:
-        """Return the bytes that a device sends over the part axes in a step.
+    def sent(self, whole: float, passes: int, workers: int) -> float:
+        """Return the bytes that a device sends in a call.
 
         Args:
           whole: the bytes of the leaf before the data axes divide it.
           passes: how often the gradient of a divided leaf is reduced.
-          gathers: how often the leaf is gathered for the loss.
+          workers: how many groups of devices have gradients that are averaged, once in a call.
         """
-        parts = self.layout.num_parts
+        parts, steps = self.layout.num_parts, self.steps
         if not self.layout.divisions(self.grad_spec):
-            return float(all_reduce_bytes(whole, parts))
+            return float(steps * all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
         once = (parts - 1) / parts * whole
         padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
         padded = once * math.prod(padded_shape) / max(1, math.prod(self.shape))
         is_divided = bool(self.layout.divisions(self.spec))
-        size, layers = math.prod(self.shape), self.layers if is_divided else 1
+        size = math.prod(self.shape)
+        layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
         gather, reduce = (
             coded_bytes(codec, size, parts, once if is_divided else padded, layers)
             for codec in (self.layout.gather, self.layout.reduce)
         )
         if not is_divided:
-            over_parts = reduce + gather
+            # Between the steps of a round params are divided too, and whole after it.
+            over_parts = steps * reduce + (steps + (steps > 1)) * gather
         else:
-            over_parts = passes * reduce + gathers * gather
+            over_parts = passes * reduce + self._gathers(passes) * gather
             if self.spec != self.grad_spec:  # gradient and params to their layers, update back
                 over_parts += 3 * padded / parts
-        return float(over_parts)
+            over_parts *= steps
+        return float(over_parts + all_reduce_bytes(whole / parts, workers))
+
+    def _gathers(self, passes: int) -> float:
+        """Return how often a divided leaf is gathered; an all-to-all is 1/N of a gather."""
+        parts, divisions = self.layout.num_parts, self.layout.divisions(self.spec)
+        if not self.stacked:
+            return passes
+        if all(dimension for dimension, _ in divisions):
+            return 2 * passes  # forwards and backwards
+        if not any(n % parts == 0 for n in self.shape[1:]):
+            return passes  # all layers at once
+        # To parts of each layer, once for all passes, and the gradients of each back.
+        return 2 * passes + (1 + passes) / parts
 
 
 def _outside(spec: P, names: Axes) -> P:

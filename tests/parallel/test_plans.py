@@ -1,4 +1,4 @@
-"""The bytes that `plan_memory` gives are those of the compiled step, for each pair that divides.
+"""The bytes that `plan_memory` gives are those of the compiled step, for pairs that divide or send.
 
 Bytes on a device are its parts of params and state; bytes sent are those of the collectives of the
 compiled step over data axes.
@@ -11,12 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grids import thinned
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from pairs import ALTERNATIVES, EXAMPLES, FEATURES, PARAMS, impossible, made
 
 import optfn
 from benchmarks import wire
 from optfn.distributed import data_mesh, plan_memory
 
+# Pairs that the plan does not tell, and why.
+LEFT_OUT = {
+    # The CPU's compiler gathers leaves that are not scanned once, before the loop of microbatches.
+    frozenset({"params", "microbatches"}),
+    # The compiler gathers the stages of a leaf before its collectives over the other axis.
+    frozenset({"specs", "pipeline"}),
+    # A line search evaluates the loss as often as it likes.
+    *(frozenset({"search", other}) for other in FEATURES),
+}
 DIVIDING = {"exchange", "dgc", "local_steps", "state", "params", "specs", "tables", "pipeline"}
 PLANNED = [
     f"{a} + {b}"
@@ -24,7 +35,7 @@ PLANNED = [
     if not any({a, b} <= group for group in ALTERNATIVES)
     and not DIVIDING.isdisjoint({a, b})
     and not impossible((a, b))
-    and "search" not in (a, b)  # it evaluates the loss as often as it likes
+    and frozenset({a, b}) not in LEFT_OUT
 ]
 
 
@@ -35,9 +46,10 @@ def test_the_plan_is_that_of_the_compiled_step(pair):
     names = pair.split(" + ")
     step, state = made(tuple(names))
     mesh, options = step.mesh, step.options
-    batch = (
-        jax.ShapeDtypeStruct((EXAMPLES,), jnp.int32),
-        jax.ShapeDtypeStruct((EXAMPLES,), jnp.float32),
+    split = NamedSharding(step.layout.mesh, P(step.layout.data_axes))
+    batch = tuple(
+        jax.ShapeDtypeStruct((EXAMPLES,), dtype, sharding=split)
+        for dtype in (jnp.int32, jnp.float32)
     )
     program = step.compiled.lower(state, batch).compile()
     data = {str(axis) for axis in step.layout.data_axes}
