@@ -224,10 +224,13 @@ def _state_of_parts(
     """
 
     def part(place: tree.Place, x: Leaf, spec: P) -> Leaf:
-        if tree.is_masked(x) or str(place) in without:
+        if tree.is_masked(x):
+            return x
+        if str(place) in without:
             return optax.MaskedNode()
+        shape = layout.padded_shape(x.shape, spec)
         placement = NamedSharding(layout.mesh, restricted(spec, layout.inner_axes))
-        return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
+        return jax.ShapeDtypeStruct(placement.shard_shape(shape), x.dtype)
 
     parts = tree.map_named(part, params, layout.of_gradients(params))
     return jax.eval_shape(init, parts)
