@@ -88,7 +88,8 @@ def _close(printed: str, shown: str) -> bool:
         return printed == shown
     x, y = (float(text.replace(",", "").replace("−", "-")) for text in (printed, shown))
     digits, _, exponent = shown.partition("e")
-    unit = 10.0 ** (int(exponent or 0) - len(digits.partition(".")[2]))
+    decimals = len(digits.partition(".")[2])
+    unit = 10.0 ** (int(exponent or 0) - decimals) if decimals else 0.0
     return math.isclose(x, y, rel_tol=0.05, abs_tol=2 * unit)
 
 

@@ -7,9 +7,9 @@ from optfn.compression.quantize import quantize
 from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
 from optfn.mesh import data_mesh
-from optfn.parallel.layout import init_state, sharded
 from optfn.parallel.memory import MemoryPlan, plan_memory
 from optfn.parallel.parts import scan_layers
+from optfn.parallel.sharding import init_state, sharded
 from optfn.parallel.tensor import copy_to, sum_over
 from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan

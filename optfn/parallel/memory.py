@@ -18,8 +18,9 @@ from optfn.leaves.packed import pack
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.optimizers.sgd import sgd
-from optfn.parallel.layout import Kind, Layout, Sharded, is_spec, layout_of
+from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.owners import coded_bytes
+from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, packets_sent
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.names import treated

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import AxisName
-from optfn.parallel.layout import Kind
+from optfn.parallel.sharding import Kind
 from optfn.plot.run_report import RunReport
 from optfn.run.background import wait as finish_saving
 from optfn.run.batches import Remaining

@@ -13,7 +13,7 @@ from optfn import mesh as meshes
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Updates
 from optfn.mesh import AxisName
-from optfn.parallel.layout import Kind, Sharded
+from optfn.parallel.sharding import Kind, Sharded
 from optfn.state.placement import num_workers
 
 # (option, the option that it needs, why)

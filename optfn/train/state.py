@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optfn import checks
+from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree
 
 
@@ -45,7 +46,7 @@ def distinct(state: TrainState) -> TrainState:
     seen: set[int] = set()
 
     def own(x: jax.Array) -> jax.Array:
-        if id(x) in seen or x.weak_type:
+        if id(x) in seen or (not tree.is_key(x) and x.weak_type):
             return copy(x)
         seen.add(id(x))
         return x

@@ -22,7 +22,7 @@ from optfn.leaves.modules import check_split
 from optfn.leaves.packed import unpack
 from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
-from optfn.parallel.layout import Kind, layout_of
+from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names
 from optfn.state.padded import cut, map_padded

@@ -34,7 +34,8 @@ from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
-from optfn.parallel.layout import Kind, Layout, Sharded, layout_of
+from optfn.parallel.layout import Layout
+from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
 from optfn.sparse.tables import Owners
 from optfn.train.batches import as_arrays

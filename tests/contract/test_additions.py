@@ -19,7 +19,7 @@ import optfn
 from docs import tables
 from examples import gallery
 from optfn.compression.compressors import ShownAsCall
-from optfn.parallel import layout
+from optfn.parallel import sharding
 from optfn.pipeline import plan
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +138,7 @@ def test_a_pipeline_schedule_is_told_of(name):
     assert has("optfn/pipeline/value_and_grad.py", rf'^ +schedule: .*"{name}"')
 
 
-@pytest.mark.parametrize("name", layout.KINDS)
+@pytest.mark.parametrize("name", sharding.KINDS)
 def test_a_way_of_sharding_is_told_of(name):
     assert has("docs/distributed.md", rf'^\|.*\bshard="{name}"')
     assert has("docs/choose.md", rf'^\| `"{name}"` \|')

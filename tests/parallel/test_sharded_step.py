@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import data_mesh, plan_memory, scan_layers
-from optfn.parallel.layout import layout_of
+from optfn.parallel.sharding import layout_of
 
 N = 8
 RNG = np.random.default_rng(0)
