@@ -38,7 +38,8 @@ class MemoryPlan(NamedTuple):
     sent: by each device in a call, a step or a round of local steps, in a ring: for means; for the
       packets of a transform that exchanges gradients by itself, in its last phase, where it says
       how many bytes they have (`optfn.parallel.traffic`), and as a mean where it does not; for rows
-      of tables. Not counted is the update of these leaves:
+      of tables. Not counted are sends between the stages of a pipeline, and the update of these
+      leaves:
     gathered_in_update: the paths of matrices that are divided, and that the optimizer treats whole,
       as `muon` does. More is sent for them in the update, several times the bytes of the leaf;
       nothing with `sharded(..., whole=)`.
@@ -102,7 +103,8 @@ def plan_memory(
         gradients, unless `sharded(..., gather_once=True)`.
       packed: as for `make_train_step`.
       value_and_grad: whether the step is made with one, which sees whole params.
-      local_steps: as for `make_train_step`; `sent` is then that of a round.
+      local_steps: as for `make_train_step`; `sent` is then that of a round. With "state" params are
+        gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
 
     Raises:
