@@ -242,9 +242,8 @@ def with_results(value_and_grad, results):
     return function
 
 
-@functools.cache
-def trained(names, reference=False):
-    """Return params, model state, loss and aux after three calls of a step.
+def made(names, reference=False):
+    """Return a step and its first state.
 
     Args:
       names: the features.
@@ -298,11 +297,17 @@ def trained(names, reference=False):
         options["value_and_grad"] = jax.value_and_grad(loss_fn, has_aux=has_aux)
     loss = None if "value_and_grad" in options else loss_fn
     step = optfn.make_train_step(loss, inner, mesh=mesh, data_axis=data, **options)
-    state = step.init(PARAMS, *([jnp.zeros(())] if with_state else []))
+    return step, step.init(PARAMS, *([jnp.zeros(())] if with_state else []))
+
+
+@functools.cache
+def trained(names, reference=False):
+    """Return params, model state, loss and aux after three calls of a step; see `made`."""
+    step, state = made(names, reference)
     rng = np.random.default_rng(3)
     for _ in range(3):
         batch = rng.integers(0, ROWS, EXAMPLES), rng.normal(size=EXAMPLES).astype(np.float32)
         state, metrics = step(state, batch)
     assert step.compiled._cache_size() == 1
-    params = optfn.unpack(state.params) if options.get("packed") else natural(state.params)
+    params = optfn.unpack(state.params) if step.options.packed else natural(state.params)
     return jax.device_get((params, state.model_state, metrics["loss"], metrics.get("aux")))

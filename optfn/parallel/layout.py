@@ -265,12 +265,7 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        in_shapes = self._in_shapes_of_params(init)
-        of_workers = on_workers_of(in_shapes, self.mesh, self.worker_axes)
-
-        def all_workers(params: Params) -> OptState:
-            return self.stored(of_workers(params), params)
-
+        all_workers = self.of_all_workers(init)
         shapes = jax.eval_shape(all_workers, params)
         self._check_axes_of_exchanges(shapes)
         shardings = jax.tree.map(
@@ -278,6 +273,12 @@ class Layout:
             self.of_state(shapes, params), shapes, is_leaf=is_spec,
         )  # fmt: skip
         return jax.jit(all_workers, out_shardings=shardings)(params)
+
+    def of_all_workers(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+        """Return the function from params to the stored state of all workers, by that of one."""
+        in_shapes = self._in_shapes_of_params(init)
+        of_workers = on_workers_of(in_shapes, self.mesh, self.worker_axes)
+        return lambda params: self.stored(of_workers(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""

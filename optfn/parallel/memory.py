@@ -1,27 +1,32 @@
 """The costs of each way of sharding a model: bytes on a device, and bytes sent in a step."""
 
 import math
+from collections.abc import Callable, Collection
 from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.modules import check_split
-from optfn.leaves.types import OptState, Params, PyTree
+from optfn.leaves.packed import pack
+from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
+from optfn.optimizers.sgd import sgd
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.owners import coded_bytes
 from optfn.parallel.sharding import Kind, Sharded, layout_of
-from optfn.parallel.traffic import all_reduce_bytes
+from optfn.parallel.traffic import all_reduce_bytes, packets_sent
+from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.names import treated
-from optfn.state.per_worker import exchanged_axes
-from optfn.state.placement import num_workers, on_workers_of
+from optfn.state.per_worker import Exchanged, exchanged_axes
+from optfn.state.placement import num_workers
+from optfn.train.local_steps import LocalSteps
 
 
 class MemoryPlan(NamedTuple):
@@ -30,8 +35,11 @@ class MemoryPlan(NamedTuple):
     params: of the parameters.
     state: of the optimizer's state.
     gradients: of the gradient that each worker computes, before it is reduced.
-    sent: by each device in a step, in a ring, for the means that the step takes. The packets of
-      a transform that exchanges gradients by itself are not counted, nor are these leaves:
+    sent: by each device in a call, a step or a round of local steps, in a ring: for means; for the
+      packets of a transform that exchanges gradients by itself, in its last phase, where it says
+      how many bytes they have (`optfn.parallel.traffic`), and as a mean where it does not; for rows
+      of tables. Not counted are sends between the stages of a pipeline, and the update of these
+      leaves:
     gathered_in_update: the paths of matrices that are divided, and that the optimizer treats whole,
       as `muon` does. More is sent for them in the update, several times the bytes of the leaf;
       nothing with `sharded(..., whole=)`.
@@ -52,7 +60,13 @@ def plan_memory(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
     tables: tree.Pattern | None = None,
+    shard_tables: bool = False,
+    lookups: int | None = None,
     microbatches: int = 1,
+    packed: bool = False,
+    value_and_grad: bool = False,
+    local_steps: int = 1,
+    outer: optax.GradientTransformation | None = None,
 ) -> MemoryPlan:
     """Return the bytes that a way of sharding a model takes; nothing is allocated.
 
@@ -79,10 +93,19 @@ def plan_memory(
       mesh: a mesh, or a `jax.sharding.AbstractMesh` of devices that are not there.
       shard: as for `make_train_step`.
       data_axis: as for `make_train_step`.
-      tables: as for `make_train_step`; with `shard` their rows are divided. Their gradients are the
-        rows that a batch looks up, which are not counted.
+      tables: as for `make_train_step`; with `shard` or `shard_tables` their rows are divided.
+      shard_tables: as for `make_train_step`.
+      lookups: how many ids a device looks up in each table in a step. With n ids and rows of b
+        bytes, whole tables take (N − 1)·n·(b + 4) bytes for the gradients. Of divided rows, c ids
+        go to each owner, and come back, 2(N − 1)·c·(b + 4) bytes: c is somewhat more than n/N, as
+        for different ids, and less where ids are repeated. None: rows are not counted.
       microbatches: as for `make_train_step`; with "params" each of them gathers params and reduces
         gradients, unless `sharded(..., gather_once=True)`.
+      packed: as for `make_train_step`.
+      value_and_grad: whether the step is made with one, which sees whole params.
+      local_steps: as for `make_train_step`; `sent` is then that of a round. With "state" params are
+        gathered once in each step, and once more after the round.
+      outer: as for `make_train_step`.
 
     Raises:
       TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
@@ -91,43 +114,129 @@ def plan_memory(
     check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
     num_workers(mesh, data_axis)  # the mesh has these axes
-    params = jax.eval_shape(lambda x: x, params)
-    layout = layout_of(shard, mesh, data_axis, tables if shard is not None else None)
-    state = jax.eval_shape(on_workers_of(tx.init, mesh, layout.worker_axes), params)
-    stored = jax.eval_shape(layout.stored, state, params)
+    params = jax.eval_shape(pack if packed else lambda x: x, params)
+    divides = shard is not None or shard_tables
+    layout = layout_of(shard, mesh, data_axis, tables if divides else None)
+    init = _init_of(tx, outer, local_steps, layout)
+    state = jax.eval_shape(layout.of_all_workers(init), params)
     specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
-    exchanged = exchanged_axes(state, params)
-    once = isinstance(shard, Sharded) and shard.gathers_once
-    sent, gradients = 0.0, 0
+    exchanged = exchanged_axes(_with_traffic(state), params)
+    once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
+    as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
+    sent, gradients = packets_sent(_state_of_parts(init, params, layout, as_rows), mesh), 0
+    of_rows = _Rows(layout, lookups or 0, microbatches, local_steps)
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
-        if tree.is_masked(p) or not tree.is_inexact(p) or str(place) in rows:
+        if tree.is_masked(p) or not tree.is_inexact(p):
             continue
-        passes = 1 if once else microbatches
-        is_scanned = bool(stacked[place.number]) and not once
-        gathers = _gathers_by_layer(layout, spec, p.shape, passes) if is_scanned else passes
-        layers = math.prod(p.shape[: stacked[place.number]]) if is_scanned else 1
-        leaf = _Leaf(layout, spec, grad_spec, p.shape, layers)
         whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
-        sent += leaf.sent(whole, passes, gathers, exchanged[place.number])
+        done = Axes() if str(place) in as_rows else exchanged[place.number]  # rows go to all
+        workers = num_workers(mesh, without(layout.worker_axes, done))
+        if str(place) in rows:
+            sent += of_rows.sent(whole, p.shape[0], workers)
+            continue
+        num_stacked = 0 if once or value_and_grad else stacked[place.number]
+        leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps)
+        sent += leaf.sent(whole, 1 if once else microbatches, workers)
         gradients += whole
     return MemoryPlan(
         _bytes_on_device(params, specs, mesh),
-        _bytes_on_device(stored, layout.of_state(stored, params), mesh),
+        _bytes_on_device(state, layout.of_state(state, params), mesh),
         gradients,
         round(sent),
         _gathered_in_update(state, params, grad_specs),
     )
 
 
-def _gathers_by_layer(layout: Layout, spec: P, shape: tuple[int, ...], passes: int) -> float:
-    """Return how often `scan_layers` gathers a leaf; an all-to-all is 1/N of a gather."""
-    if all(dimension for dimension, _ in layout.divisions(spec)):
-        return 2 * passes  # forwards and backwards
-    if not any(n % layout.num_parts == 0 for n in shape[1:]):
-        return passes  # all layers at once
-    # To parts of each layer, once for all passes, and the gradients of each back.
-    return 2 * passes + (1 + passes) / layout.num_parts
+def _with_traffic(state: OptState) -> OptState:
+    """Return a state without the marks of transforms that do not say how many bytes they send.
+
+    Their exchange counts as a mean.
+    """
+
+    def is_mark(x: object) -> bool:
+        return isinstance(x, Exchanged)
+
+    def known(x: PyTree) -> PyTree:
+        return None if is_mark(x) and x.traffic == () else x
+
+    return jax.tree.map(known, state, is_leaf=is_mark)
+
+
+def _init_of(
+    tx: optax.GradientTransformation,
+    outer: optax.GradientTransformation | None,
+    local_steps: int,
+    layout: Layout,
+) -> Callable[[Params], OptState]:
+    """Return the function that makes the state of one worker."""
+    if local_steps == 1:
+        init: Callable[[Params], OptState] = tx.init
+        return init
+    inner, outer = map(optax.with_extra_args_support, (tx, outer or sgd(1.0)))
+    return LocalSteps(local_steps, inner, outer, layout).init
+
+
+class _Rows(NamedTuple):
+    """The rows of tables that a device looks up in a call.
+
+    layout: how tables lie.
+    lookups: how many ids a device looks up in a step.
+    microbatches: in how many parts.
+    local_steps: the steps of a call.
+    """
+
+    layout: Layout
+    lookups: int
+    microbatches: int
+    local_steps: int
+
+    def sent(self, whole: int, num_rows: int, workers: int) -> float:
+        """Return the bytes that a device sends for a table.
+
+        Args:
+          whole: the bytes of the table.
+          num_rows: the number of its rows.
+          workers: how many groups of devices have gradients that are averaged.
+        """
+        row, parts = whole // max(1, num_rows), self.layout.num_parts
+        ids = self.lookups // self.microbatches
+        over_parts, arrived = 0, ids
+        if self.layout.tables is not None and ids:
+            over_parts = self.microbatches * bytes_of_round(ids, parts, row)
+            arrived = num_arrived(ids, parts)
+        if self.local_steps > 1:  # the drift of a table is an array
+            drift = all_reduce_bytes(whole / parts, workers)
+            return float(self.local_steps * over_parts + drift)
+        return float(over_parts + (workers - 1) * self.microbatches * arrived * (4 + row))
+
+
+def _state_of_parts(
+    init: Callable[[Params], OptState],
+    params: Params,
+    layout: Layout,
+    without: Collection[str],
+) -> OptState:
+    """Return the state of an optimizer of a device's parts of params, which are exchanged.
+
+    Args:
+      init: of the optimizer.
+      params: the shapes of params.
+      layout: how they lie.
+      without: the paths of leaves whose gradients go as rows.
+    """
+
+    def part(place: tree.Place, x: Leaf, spec: P) -> Leaf:
+        if tree.is_masked(x):
+            return x
+        if str(place) in without:
+            return optax.MaskedNode()
+        shape = layout.padded_shape(x.shape, spec)
+        placement = NamedSharding(layout.mesh, restricted(spec, layout.inner_axes))
+        return jax.ShapeDtypeStruct(placement.shard_shape(shape), x.dtype)
+
+    parts = tree.map_named(part, params, layout.of_gradients(params))
+    return jax.eval_shape(init, parts)
 
 
 def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
@@ -143,43 +252,65 @@ def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> 
 
 
 class _Leaf(NamedTuple):
-    """How a leaf of params lies, and its gradient; its shape, and in how many pieces it goes."""
+    """A leaf of params, and how it is sent.
+
+    layout: how params lie.
+    spec: how it lies.
+    grad_spec: how its gradient lies.
+    shape: its shape.
+    stacked: how many of its axes are those of layers, which are gathered one at a time.
+    steps: the steps of a call.
+    """
 
     layout: Layout
     spec: P
     grad_spec: P
     shape: tuple[int, ...]
-    layers: int
+    stacked: int
+    steps: int
 
-    def sent(self, whole: float, passes: int, gathers: float, exchanged: Axes) -> float:
-        """Return the bytes that a device sends.
+    def sent(self, whole: float, passes: int, workers: int) -> float:
+        """Return the bytes that a device sends in a call.
 
         Args:
           whole: the bytes of the leaf before the data axes divide it.
           passes: how often the gradient of a divided leaf is reduced.
-          gathers: how often the leaf is gathered for the loss.
-          exchanged: the axes over which a transform exchanges its gradient.
+          workers: how many groups of devices have gradients that are averaged, once in a call.
         """
-        mesh, parts = self.layout.mesh, self.layout.num_parts
-        workers = num_workers(mesh, without(self.layout.worker_axes, exchanged))
+        parts, steps = self.layout.num_parts, self.steps
         if not self.layout.divisions(self.grad_spec):
-            return float(all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
+            return float(steps * all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
         once = (parts - 1) / parts * whole
         padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
         padded = once * math.prod(padded_shape) / max(1, math.prod(self.shape))
         is_divided = bool(self.layout.divisions(self.spec))
-        size, layers = math.prod(self.shape), self.layers if is_divided else 1
+        size = math.prod(self.shape)
+        layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
         gather, reduce = (
             coded_bytes(codec, size, parts, once if is_divided else padded, layers)
             for codec in (self.layout.gather, self.layout.reduce)
         )
         if not is_divided:
-            over_parts = reduce + gather
+            # Between the steps of a round params are divided too, and whole after it.
+            over_parts = steps * reduce + (steps + (steps > 1)) * gather
         else:
-            over_parts = passes * reduce + gathers * gather
+            over_parts = passes * reduce + self._gathers(passes) * gather
             if self.spec != self.grad_spec:  # gradient and params to their layers, update back
                 over_parts += 3 * padded / parts
+            over_parts *= steps
         return float(over_parts + all_reduce_bytes(whole / parts, workers))
+
+    def _gathers(self, passes: int) -> float:
+        """Return how often a divided leaf is gathered; an all-to-all is 1/N of a gather."""
+        parts, divisions = self.layout.num_parts, self.layout.divisions(self.spec)
+        if not self.stacked:
+            return passes
+        if all(dimension for dimension, _ in divisions):
+            return 2 * passes  # forwards and backwards
+        if not any(n % parts == 0 for n in self.shape[1:]):
+            return passes  # all layers at once
+        # To parts of each layer, once for all passes, and the gradients of each back.
+        return 2 * passes + (1 + passes) / parts
 
 
 def _outside(spec: P, names: Axes) -> P:

@@ -19,12 +19,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from optfn import mesh
 from optfn.leaves import tree
 from optfn.leaves.types import LeafKind, OptState, Updates
 from optfn.mesh import Axes
 from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
+from optfn.state.placement import num_workers
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:
@@ -63,6 +65,22 @@ def traffic_metrics(
         sent = new.exchanged.traffic.bytes_sent(old.step, workers)
         total += jnp.where(new.step != old.step, sent, 0.0)
     return {"bytes_sent": total}
+
+
+def packets_sent(state: OptState, mesh: Mesh) -> float:
+    """Return the bytes of the packets that a worker sends in a late step, of those that say.
+
+    Args:
+      state: that of an optimizer, arrays or their shapes.
+      mesh: the mesh of the workers, of which only the sizes of the axes are read.
+    """
+    late = 2**30
+    nodes = [x.exchanged for x in _exchanging(state)]
+    return sum(
+        float(node.traffic.bytes_sent(jnp.int32(late), num_workers(mesh, node.axes)))
+        for node in nodes
+        if node.traffic != ()
+    )
 
 
 def _exchanging(state: OptState) -> list[Any]:

@@ -3,8 +3,8 @@
 Row r of a table of R rows lies on device r mod N of the N that keep it, as its row r // N. Ids that
 are numbered by frequency, as many are, are then spread evenly. No PartitionSpec says so: the array
 of a `ShardedTable` has the rows of device 0 first, then those of device 1. The optimizer works on
-this array, and its state for the table is in the same order. What leaves or enters a training step
-is in natural order: `natural`, `stored_as`.
+this array, and its state for the table is in the same order. Outside of a training step
+arrays are in natural order: `natural`, `stored_as`.
 """
 
 import functools
@@ -97,7 +97,7 @@ class ShardedTable:
         return self.stored.addressable_shards
 
     def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(_on_host(self, np.asarray(self.stored)), dtype)
+        return np.asarray(_table_on_host(self, np.asarray(self.stored)), dtype)
 
     def __jax_array__(self) -> jax.Array:
         table: jax.Array = natural(self)
@@ -258,7 +258,7 @@ def _axes_along(x: Leaf, axis: int) -> Axes:
     return axes([*x.sharding.spec, *[None] * x.ndim][axis])
 
 
-def _on_host(node: ShardedTable, x: np.ndarray) -> np.ndarray:
+def _table_on_host(node: ShardedTable, x: np.ndarray) -> np.ndarray:
     """Return an array on the host in natural order."""
     axis = _axis_of_rows(x.shape, node.num_rows)
     return x if axis is None else _permuted(node, x, axis, True)

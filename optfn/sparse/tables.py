@@ -187,6 +187,22 @@ def _sizes(ids: int, workers: int) -> tuple[int, ...]:
     return tuple(sorted({-(-most * k // 8) for k in range(1, 9)}))
 
 
+def bytes_of_round(ids: int, workers: int, row: int) -> int:
+    """Return the bytes that a worker sends for rows and their gradients, in a full round.
+
+    Args:
+      ids: how many ids each worker looks up.
+      workers: how many keep the rows.
+      row: the bytes of a row.
+    """
+    return 2 * (workers - 1) * _capacity(ids, workers) * (4 + row)
+
+
+def num_arrived(ids: int, workers: int) -> int:
+    """Return how many rows of gradients a worker has room for, of those that look up `ids` each."""
+    return workers * (ids + _sizes(ids, workers)[0])
+
+
 def _capacity(ids: int, workers: int) -> int:
     """Return how many ids an owner gets in a round at most.
 

@@ -146,6 +146,7 @@ def summary(
     mesh: Mesh | None = None,
     shard: Kind | None = None,
     data_axis: AxisName = "data",
+    tables: tree.Pattern | None = None,
 ) -> str:
     """Return a table of the arrays that an optimizer keeps for each parameter.
 
@@ -156,6 +157,7 @@ def summary(
       shard: as for `make_train_step`: there are then columns for how the state of each leaf lies,
         and for the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
+      tables: as for `make_train_step`; with `mesh` their rows are spread.
 
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
@@ -170,7 +172,9 @@ def summary(
     names, leaves = tree.paths(params), tree.flatten(params)[0]
     kept = _bytes_by_leaf(state, names)
     treatments = state_names.treated(state, lambda traits: traits.treatment, names)
-    lies = [] if shard is None else _layout_columns(state, params, mesh, shard, data_axis)
+    lies = []
+    if shard is not None or (tables is not None and mesh is not None):
+        lies = _layout_columns(state, params, mesh, shard, data_axis, tables)
     titles = ["lies", "bytes a device"] if lies else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
@@ -192,12 +196,17 @@ def summary(
 
 
 def _layout_columns(
-    state: OptState, params: Params, mesh: Mesh | None, shard: Kind, data_axis: AxisName
+    state: OptState,
+    params: Params,
+    mesh: Mesh | None,
+    shard: Kind | None,
+    data_axis: AxisName,
+    tables: tree.Pattern | None,
 ) -> list[tuple[str, str]]:
     """Return how each leaf lies and its bytes on a device, and at the end their sum."""
     if mesh is None:
         raise ValueError("summary: shard needs mesh, over whose devices params and state lie")
-    layout = layout_of(shard, mesh, data_axis)
+    layout = layout_of(shard, mesh, data_axis, tables)
     names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
 
     def on_a_device(values: PyTree, specs: PyTree) -> PyTree:

@@ -17,10 +17,10 @@ from jax import lax
 from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.traits import traits_of
-from optfn.leaves.types import Batch, OptState, PyTree
-from optfn.mesh import Axes
+from optfn.leaves.types import Batch, OptState, Params, PyTree
+from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
-from optfn.parallel.layout import Layout
+from optfn.parallel.layout import Layout, is_spec
 from optfn.state.per_worker import may_give_rows
 from optfn.train.loss_scale import scaling_losses
 from optfn.train.objective import Objective, value_fn
@@ -76,6 +76,7 @@ def worker_step(
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
         scale = scale_of(state.opt_state)
+        state = state._replace(params=_as_laid_out(state.params, layout))
         with scaling_losses(scale):
             values, grads = objective.value_and_grad(state.params, *arguments)
         parts = layout.parts_of(state.params) if layout and workers else None
@@ -103,6 +104,19 @@ def worker_step(
         return new_state, metrics
 
     return step
+
+
+def _as_laid_out(params: Params, layout: Layout | None) -> Params:
+    """Return params of which the compiler is told how they lie on the devices of a worker.
+
+    Else it may divide whole params for the update, and gather them for the loss.
+    """
+    if layout is None or not (layout.worker_axes and layout.inner_axes):
+        return params
+    return jax.tree.map(
+        lambda spec, x: constrained(x, layout.mesh, restricted(spec, layout.inner_axes)),
+        layout.of_params(params), params, is_leaf=is_spec,
+    )  # fmt: skip
 
 
 def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:

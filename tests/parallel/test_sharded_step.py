@@ -459,16 +459,16 @@ def test_the_plan_is_what_the_compiled_step_takes_and_sends(shard, stacked):
         )
 
 
-def test_a_plan_leaves_out_what_an_exchange_sends():
+def test_a_plan_counts_what_an_exchange_sends():
     params = {"w": jnp.ones((8, 4)), "v": jnp.ones(16), "masked": None}
     mesh, labels = data_mesh(N), {"w": "dgc", "v": "adam", "masked": None}
-    dgc = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0)
+    dgc = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=8)  # one entry, 8 bytes
     some = optax.partition({"dgc": dgc, "adam": optfn.adam(1e-3)}, labels)
     every = optfn.chain(optfn.distributed.exchange(None), optfn.adam(1e-3))
     assert [plan_memory(tx, params, mesh).sent for tx in (optfn.adam(1e-3), some, every)] == [
         2 * 7 / 8 * 4 * 48,
-        2 * 7 / 8 * 4 * 16,
-        0,
+        2 * 7 / 8 * 4 * 16 + 7 * 8,
+        2 * 7 / 8 * 4 * 48,
     ]
 
 

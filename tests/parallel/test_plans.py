@@ -1,0 +1,82 @@
+"""The bytes that `plan_memory` gives are those of the compiled step, for pairs that divide or send.
+
+Bytes on a device are its parts of params and state; bytes sent are those of the collectives of the
+compiled step over data axes.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grids import thinned
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pairs import ALTERNATIVES, EXAMPLES, FEATURES, PARAMS, impossible, made
+
+import optfn
+from benchmarks import wire
+from optfn.distributed import data_mesh, plan_memory
+
+# Pairs that the plan does not tell, and why.
+LEFT_OUT = {
+    # The CPU's compiler gathers leaves that are not scanned once, before the loop of microbatches.
+    frozenset({"params", "microbatches"}),
+    # The compiler gathers the stages of a leaf before its collectives over the other axis.
+    frozenset({"specs", "pipeline"}),
+    # A line search evaluates the loss as often as it likes.
+    *(frozenset({"search", other}) for other in FEATURES),
+}
+DIVIDING = {"exchange", "dgc", "local_steps", "state", "params", "specs", "tables", "pipeline"}
+PLANNED = [
+    f"{a} + {b}"
+    for a, b in itertools.combinations(FEATURES, 2)
+    if not any({a, b} <= group for group in ALTERNATIVES)
+    and not DIVIDING.isdisjoint({a, b})
+    and not impossible((a, b))
+    and frozenset({a, b}) not in LEFT_OUT
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")
+@pytest.mark.filterwarnings("ignore:dgc_momentum. momentum masking")
+@pytest.mark.parametrize("pair", thinned(PLANNED, every=9))
+def test_the_plan_is_that_of_the_compiled_step(pair):
+    names = pair.split(" + ")
+    step, state = made(tuple(names))
+    mesh, options = step.mesh, step.options
+    split = NamedSharding(step.layout.mesh, P(step.layout.data_axes))
+    batch = tuple(
+        jax.ShapeDtypeStruct((EXAMPLES,), dtype, sharding=split)
+        for dtype in (jnp.int32, jnp.float32)
+    )
+    program = step.compiled.lower(state, batch).compile()
+    data = {str(axis) for axis in step.layout.data_axes}
+    sent = sum(v for axes, v in wire.bytes_by_axes(program, mesh).items() if {*axes} & data)
+    held = [x.addressable_shards[0].data for x in jax.tree.leaves((state.params, state.opt_state))]
+
+    devices = int(np.prod([mesh.shape[axis] for axis in step.layout.data_axes]))
+    has_rows = "tables" in names and "dgc" not in names  # DGC makes rows dense
+    plan = plan_memory(
+        step.tx, PARAMS, mesh,
+        shard=options.shard,
+        data_axis=options.data_axis,
+        tables=options.tables,
+        lookups=EXAMPLES // devices // options.local_steps if has_rows else None,
+        microbatches=options.microbatches,
+        packed=options.packed,
+        value_and_grad=options.value_and_grad is not None,
+        local_steps=options.local_steps,
+        outer=options.outer,
+    )  # fmt: skip
+    assert plan.params + plan.state == pytest.approx(sum(x.nbytes for x in held), rel=0.05)
+    assert plan.sent == pytest.approx(sent, rel=0.02)
+
+
+def test_a_summary_says_how_tables_lie():
+    params = {"t": np.zeros((64, 4), np.float32), "w": np.zeros(3, np.float32)}
+    text = optfn.summary(optfn.adam(0.1, lazy=True), params, mesh=data_mesh(8), tables="t")
+    table, rest = text.splitlines()[2:4]
+    assert "(data,)" in table and table.endswith(str(3 * 64 * 4 * 4 // 8))
+    assert "whole" in rest and rest.endswith(str(3 * 3 * 4))
