@@ -7,7 +7,6 @@ from optfn.compression.quantize import quantize
 from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
 from optfn.mesh import data_mesh
-from optfn.parallel.memory import MemoryPlan, plan_memory
 from optfn.parallel.parts import scan_layers
 from optfn.parallel.sharding import init_state, sharded
 from optfn.parallel.tensor import copy_to, sum_over
@@ -16,6 +15,7 @@ from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
 from optfn.state.placement import rescale_residuals, state_specs
+from optfn.train.memory import MemoryPlan, plan_memory
 
 __all__ = [
     "MemoryPlan",

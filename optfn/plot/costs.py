@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optfn import checks
-from optfn.parallel.memory import MemoryPlan
 from optfn.pipeline.plan import Plan
 from optfn.plot.axes import by_name, on_axes
+from optfn.train.memory import MemoryPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

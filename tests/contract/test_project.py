@@ -33,7 +33,7 @@ def modules() -> list[str]:
 LAYERS = (
     "_version", "checks", "leaves", "mesh", "core", "state", "transforms", "wrappers", "optimizers",
     "schedules", "jaxprs", "autodiff", "sparse", "parallel", "compression", "pipeline",
-    "distributed", "train", "plot", "run",
+    "train", "distributed", "plot", "run",
 )  # fmt: skip
 
 
