@@ -36,12 +36,12 @@ def axes_of_layers(
     """
     chosen = tree.matching(whole, params, "whole")
     rows = tree.matching(tables, params, "tables")
-    found = {}
+    stacked_axes, found = tree.stacked_axes(params), {}
     for place, x in tree.items(params):
         path = str(place)
         if path not in chosen or tree.is_masked(x) or not tree.is_inexact(x):
             continue
-        shape, stacked = jnp.shape(x), tree.stacked_axes(params)[place.number]
+        shape, stacked = jnp.shape(x), stacked_axes[place.number]
         if problem := _problem(shape, stacked, path in rows):
             raise ValueError(
                 f"whole: the pattern selects leaf {path!r} of shape {shape}, {problem}"

@@ -53,7 +53,7 @@ def encoded(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]
 
 
 def decoded(history: Mapping[str, np.ndarray]) -> Position | None:
-    """Return the position of this process in what `encoded` gave, None where there is none.
+    """Return the position of this process in the result of `encoded`, None where there is none.
 
     A run on another number of processes has a position if it was the same in all.
     """

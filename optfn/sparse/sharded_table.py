@@ -50,7 +50,7 @@ class ShardedTable:
         self.stored, self.owners, self.num_rows = stored, owners, num_rows
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Owners, int]]:
-        """Return what is stored with its key, and the rest, which is static."""
+        """Return the stored array with its key, and the rest, which is static."""
         key = jax.tree_util.GetAttrKey("stored")
         return [(key, self.stored)], (self.owners, self.num_rows)
 
@@ -149,7 +149,7 @@ def spread(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
 
 
 def bare(values: PyTree) -> PyTree:
-    """Return a tree with what is stored in the place of ShardedTables."""
+    """Return a tree with the stored arrays in the place of ShardedTables."""
     return jax.tree.map(
         lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
     )
@@ -284,7 +284,7 @@ def _exchanged(
       owners: the devices that keep the rows.
       names: the axes.
       axis: that of the rows.
-      exchange: what a device does.
+      exchange: the function that each device runs.
     """
 
     def on_device(part: jax.Array) -> jax.Array:

@@ -140,6 +140,11 @@ def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) 
     }
 
 
+def is_within(name: str, fields: Iterable[str]) -> bool:
+    """Tell whether a name is one of the fields, or of an array in one of them."""
+    return any(f"{name}/".startswith(f"{field}/") for field in fields)
+
+
 def retired_fields(
     state: OptState, *, unnamed: Callable[[Any], bool] = lambda x: False
 ) -> list[str]:

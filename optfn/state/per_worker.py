@@ -24,7 +24,7 @@ the order in the buffer matters, as to a selection over the whole buffer, the st
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
         residual: PerWorker         # flat arrays (n,) in init; (N·n,) on a mesh
-    published: Divided          # flat arrays (n,) in init; on a mesh each worker has 1/N of them
+        published: Divided          # flat arrays (n,) in init; 1/N on each worker of a mesh
         exchanged: Exchanged        # exchanged(params, axis_name) in init
 """
 

@@ -1,7 +1,7 @@
-"""Arrays by name, back into the state of an optimizer: what `state_dict` gives.
+"""Arrays by name, as `state_dict` gives them, back into the state of an optimizer.
 
 A state loads where every name fits. Where names differ, `Changes` says how: a run that goes on with
-another chain, other frozen parameters or another model loads what it has in common with before.
+another chain, other frozen parameters or another model loads all that it has in common with before.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
+from optfn.state.names import is_within
 from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
 from optfn.train import masters
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
@@ -182,7 +183,7 @@ def _late_leaves(
         if not counts_steps(node) or f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
-        paths = [x.removeprefix(field).removeprefix("/") for x in names if _is_within(x, [field])]
+        paths = [x.removeprefix(field).removeprefix("/") for x in names if is_within(x, [field])]
         saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
         found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the numbers
@@ -257,7 +258,7 @@ def _copied_params(
     for field in fields:
         for name, leaf in named:
             source = f"train/params{name.removeprefix(field)}"
-            is_copy = _is_within(name, [field]) and source in by_name
+            is_copy = is_within(name, [field]) and source in by_name
             if is_copy and name not in mapping and source in mapping:
                 param, _ = _fitted(mapping[source], by_name[source])
                 copied[name] = param.astype(leaf.dtype)
@@ -280,7 +281,7 @@ def _begun_sums(
     ]
     by_name, begun, at_zero = dict(named), {}, []
     for field, weight in fields:
-        lacking = [name for name in by_name if _is_within(name, [field]) and name not in mapping]
+        lacking = [name for name in by_name if is_within(name, [field]) and name not in mapping]
         for name in lacking if weight in mapping else ():
             source = f"train/params{name.removeprefix(field)}"
             if source in by_name:
@@ -310,13 +311,9 @@ def _refused(state: OptState, changes: Changes) -> list[str]:
     retired = state_names.retired_fields(state, unnamed=rates.is_rate)
     is_report = state_names.reports_of(state)
     missing = [name for name in changes.new if not is_report(name)]
-    extra = [name for name in changes.dropped if not (is_report(name) or _is_within(name, retired))]
+    extra = [name for name in changes.dropped if not (is_report(name) or is_within(name, retired))]
     wrong = [f"missing {tree.listed(missing)}"] if missing else []
     return wrong + ([f"not expected {tree.listed(extra)}"] if extra else [])
-
-
-def _is_within(name: str, fields: Sequence[str]) -> bool:
-    return any(f"{name}/".startswith(f"{field}/") for field in fields)
 
 
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:

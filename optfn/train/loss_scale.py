@@ -41,15 +41,9 @@ def _with_factor(loss: jax.Array, factor: jax.Array) -> jax.Array:
     return loss
 
 
-def _forward(loss: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return loss, factor
-
-
-def _backward(factor: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return g * factor, jnp.zeros_like(factor)
-
-
-_with_factor.defvjp(_forward, _backward)
+_with_factor.defvjp(
+    lambda loss, factor: (loss, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor))
+)
 
 
 def check_unscaled(name: str) -> None:

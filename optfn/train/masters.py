@@ -69,7 +69,7 @@ def in_form_of(
         for other in _FORMS.values():
             before = _renamed(name, form, other)
             field = f"{before}/{other.field}"
-            saved = [x for x in mapping if f"{x}/".startswith(f"{field}/")]
+            saved = [x for x in mapping if state_names.is_within(x, [field])]
             if other == form or not saved:
                 continue
             for source in saved:
