@@ -244,7 +244,7 @@ def _check_specs(
         if data_axis in names and grad_reduce is None:
             raise ValueError(
                 f"param_specs: {spec} at {path!r} divides over data_axis={data_axis!r}, which "
-                "grad_reduce=None cannot be with: each worker's gradient is whole there"
+                "grad_reduce=None cannot be combined with: each worker's gradient is whole there"
             )
 
 

@@ -149,7 +149,7 @@ CASES = [
     (lambda: step(recompute=3), TypeError, "recompute must be a sequence of names; got 3"),
     (lambda: optfn.pack(optfn.pack(W)), TypeError, "packed already"),
     (lambda: step().init({"w": "x"}), TypeError, "parameter 'w' must be a floating-point array"),
-    (lambda: step().init({"w": jnp.arange(3)}), TypeError, "must have a floating-point array"),
+    (lambda: step().init({"w": jnp.arange(3)}), TypeError, "must contain a floating-point array"),
     (lambda: step()(None, 1.0), TypeError, "state must be a TrainState.*got None"),
     (lambda: step()(step(packed=True).init(W), 1.0), TypeError, "packed=False.*packed params"),
     (lambda: step(packed=True)(step().init(W), 1.0), TypeError, "packed=True.*a tree of params"),
@@ -197,8 +197,8 @@ def test_what_a_loss_must_be(loss, error, words):
 @pytest.mark.parametrize(
     ("result", "error", "words"),
     [
-        (None, TypeError, "must return the pair"),
-        ((1.0,), TypeError, "must return the pair"),
+        (None, TypeError, "must return a pair"),
+        ((1.0,), TypeError, "must return a pair"),
         ((1.0, {"w": "x"}), TypeError, "gradient 'w' must be a floating-point array; got 'x'"),
         ((1.0, {"v": jnp.ones(2)}), ValueError, "missing 'w'; not expected 'v'"),
     ],

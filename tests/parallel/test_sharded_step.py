@@ -399,7 +399,7 @@ def test_a_checkpoint_resumes_bit_for_bit_and_moves_to_another_layout(tmp_path):
         (
             {"shard": "state", "local_steps": 2},
             ValueError,
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
     ],
 )

@@ -324,7 +324,7 @@ def test_whole_with_what_it_cannot_be_with():
     with pytest.raises(TypeError, match="sharded: whole must be a regular expression"):
         sharded("state", whole=3)
     options = {"mesh": data_mesh(4), "shard": PADDED}
-    with pytest.raises(ValueError, match=r"whole=\) cannot be with packed=True"):
+    with pytest.raises(ValueError, match=r"whole=\) cannot be combined with packed=True"):
         optfn.make_train_step(scanned, muon(), packed=True, **options)
     step = optfn.make_train_step(scanned, optfn.sgd(0.1), tables="layers/in", **options)
     with pytest.raises(ValueError, match=r"'layers/in' .* a table, whose rows are divided"):

@@ -127,7 +127,7 @@ def test_nothing_is_gathered_inside_the_loops():
         ({"specs": {"in": P("stage")}}, ValueError, "'stage' at 'in' must be another axis"),
         ({"specs": {"in": P("x")}}, ValueError, "'x' at 'in' must be another axis"),
         ({"specs": {"in": "model"}}, TypeError, "must hold PartitionSpecs; got 'model'"),
-        ({"grad_reduce": None}, ValueError, "grad_reduce=None cannot be with"),
+        ({"grad_reduce": None}, ValueError, "grad_reduce=None cannot be combined with"),
     ],
 )
 def test_bad_specs(options, error, words):

@@ -387,11 +387,11 @@ def test_ids_by_frequency_send_little_more_than_the_rows_that_are_needed():
         ({"tables": None}, ValueError, "shard_tables=True needs tables"),
         ({"mesh": None}, ValueError, "needs mesh"),
         ({"shard_tables": 1}, TypeError, "shard_tables must be"),
-        ({"packed": True}, ValueError, "tables='t' cannot be with packed=True"),
+        ({"packed": True}, ValueError, "tables='t' cannot be combined with packed=True"),
         (
             {"local_steps": 2},
             ValueError,
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
     ],
 )

@@ -200,7 +200,7 @@ def test_rng_must_be_a_key():
         with pytest.raises(error, match="rng must be"):
             optfn.make_train_step(loss_fn, optfn.sgd(0.1), rng=rng)
     with pytest.raises(
-        ValueError, match=r"rng=.* cannot be with value_and_grad: it concerns loss_fn"
+        ValueError, match=r"rng=.* cannot be combined with value_and_grad: it concerns loss_fn"
     ):
         optfn.make_train_step(
             loss_fn, optfn.sgd(0.1), rng=True, value_and_grad=lambda p, b: (0.0, p)
