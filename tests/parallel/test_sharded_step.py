@@ -393,7 +393,7 @@ def test_a_checkpoint_resumes_bit_for_bit_and_moves_to_another_layout(tmp_path):
     ("options", "error", "words"),
     [
         ({"shard": "state", "mesh": None}, ValueError, "shard='state' needs mesh"),
-        ({"shard": "all"}, TypeError, 'must be "state", "params" or a mapping.*got \'all\''),
+        ({"shard": "all"}, TypeError, 'must be "state", "params", a mapping.*got \'all\''),
         ({"shard": {"w": "data"}}, TypeError, "must map patterns of paths to PartitionSpecs"),
         ({"shard": {"w": P("model")}}, ValueError, "no axis 'model' for 'w'"),
         (

@@ -231,7 +231,7 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.sgd(0.1),
             {"shard": sharded({"embedding": P("slow")}, axis="fast")},
-            "for 'embedding' divides over 'slow', along which devices are workers",
+            "for 'embedding' divides over 'slow', but along that axis devices are workers",
         ),
         (
             lambda: optfn.sgd(0.1),
