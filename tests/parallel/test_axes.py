@@ -348,8 +348,8 @@ def test_what_is_no_array_or_does_not_fit_is_named(options, make, error, words):
     ("options", "words"),
     [
         ({"data_axis": ("a", "a")}, r"data_axis must name each mesh axis once; got \('a', 'a'\)"),
-        ({"shard": {"w": P("a", "a")}}, "for 'w' must name each mesh axis once"),
-        ({"shard": {"w": P(("a", "b"), "b")}}, "for 'w' must name each mesh axis once"),
+        ({"shard": {"w": P("a", "a")}}, "for 'w' must not name a mesh axis twice"),
+        ({"shard": {"w": P(("a", "b"), "b")}}, "for 'w' must not name a mesh axis twice"),
     ],
 )
 def test_an_axis_named_twice(options, words):

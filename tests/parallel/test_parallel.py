@@ -287,7 +287,9 @@ def test_a_rescaled_state_says_what_is_wrong():
     with pytest.raises(ValueError, match=r"shape \(2400,\).*7 workers"):
         rescale_residuals(state, 2)
     # The number of workers is one of the things that must fit.
-    with pytest.raises(ValueError, match=r"residual/w.*shape \(2400,\), the template \(4800,\)"):
+    with pytest.raises(
+        ValueError, match=r"residual/w.*shape \(2400,\), but the template has \(4800,\)"
+    ):
         optfn.load_state_dict(
             init_state(dgc(), start(), data_mesh(4)),
             optfn.state_dict(init_state(dgc(), start(), data_mesh(2))),
