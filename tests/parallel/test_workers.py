@@ -165,7 +165,7 @@ def test_a_wrapper_that_renames_leaves_is_refused():
 
 def test_accumulate_goes_inside_on_each_device():
     mesh = mesh_of(False)
-    with pytest.raises(ValueError, match=r"put it inside: on_each_device\(accumulate"):
+    with pytest.raises(ValueError, match=r"Put it inside: on_each_device\(accumulate"):
         optfn.accumulate(on_each_device(dgc(), mesh, spec=P("stage")), 2).init(
             stack_stages(blocks(), mesh=mesh)
         )

@@ -265,7 +265,7 @@ def test_remainders_are_in_checkpoints_by_names_of_their_own():
         (
             lambda: optfn.master_weights(optfn.sgd(0.1), jnp.float64, bits=32),
             ValueError,
-            "bits=32 is for float32 masters",
+            "bits=32 needs float32 masters",
         ),
         (
             lambda: optfn.adam(0.1, multi_precision=24).init({"w": jnp.ones(2, jnp.float16)}),
