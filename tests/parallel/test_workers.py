@@ -159,7 +159,7 @@ def test_a_wrapper_whose_state_is_a_class_is_refused_too():
 def test_a_wrapper_that_renames_leaves_is_refused():
     """By their names the step knows which gradients are a worker's own."""
     step = optfn.make_train_step(loss_fn, optax.flatten(dgc()), mesh=data_mesh(N))
-    with pytest.raises(ValueError, match=r"other leaves than params, ''.*optax.flatten"):
+    with pytest.raises(ValueError, match=r"has leaves that params do not have, ''.*optax.flatten"):
         step(step.init(start()), data(0))
 
 

@@ -290,7 +290,7 @@ def test_a_state_that_was_not_made_by_init_is_refused():
 
 
 def test_eight_bit_moments_have_no_rows():
-    with pytest.raises(ValueError, match=r"an array of shape \(1,\), which has no axis of rows"):
+    with pytest.raises(ValueError, match=r"an array of shape \(1,\), without an axis of rows"):
         sharded(optfn.adam(0.01, moment_dtype="int8")).init(PARAMS)
 
 
