@@ -199,8 +199,8 @@ class TrainStep:
         if step // every > before and _replicas_differ(state.params, self.layout):
             since = f"since a step after {before * every}" if before else "perhaps from the start"
             raise RuntimeError(
-                f"the params differ between devices after step {step}, {since}. They stay equal "
-                "only if all devices begin with the same params and get the same updates"
+                f"the params differ between devices after step {step}, {since}: all devices "
+                "must begin with the same params and get the same updates"
             )
 
     def _check_state(self, state: object) -> None:
