@@ -241,7 +241,7 @@ def test_pattern_that_matches_nothing_lists_the_paths():
 def test_pattern_function_must_give_a_bool():
     params = {"w": jnp.ones(2)}
     tx = optfn.lamb(0.1, exclude=lambda path: path)
-    with pytest.raises(TypeError, match=r"exclude must give True or False.*'w'"):
+    with pytest.raises(TypeError, match=r"exclude must return True or False.*'w'"):
         tx.update(params, tx.init(params), params)
 
 

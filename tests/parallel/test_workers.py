@@ -215,7 +215,7 @@ def test_labels_of_stacked_stages_are_stacked_or_a_function(virtual_stages):
             ValueError, match=r"on_each_device: tx: a tree.*Put it into an optfn\.St"
         ):
             on_each_device(tx, mesh_of(False), spec=P()).init(params)
-        with pytest.raises(ValueError, match=r"chain: part 1: a tree.*or give a function"):
+        with pytest.raises(ValueError, match=r"chain: part 1: a tree.*or pass a function"):
             optfn.chain(optfn.clip_by_norm(1.0), tx).init(params)
     stacked = optfn.Stacked(labels)
     stacked = optfn.Stacked(stacked) if virtual_stages > 1 else stacked
