@@ -473,7 +473,7 @@ def test_an_unknown_name_lists_those_that_there_are():
 
     with pytest.raises(ValueError, match=r"'third'.*it names 'first', 'second'"):
         optfn.recompute(two, checkpoints=("first", "third"))(X)
-    with pytest.raises(ValueError, match="it names none"):
+    with pytest.raises(ValueError, match="names in it are none"):
         optfn.recompute(lambda x: x, checkpoints=("first",))(X)
 
 

@@ -303,7 +303,7 @@ OF_LIST = {"layers": [{"in": np.ones((16, 16), np.float32)}] * 4}
     ("params", "pattern", "words"),
     [
         (OF_LIST, "layers/.*", "'layers/0/in' of shape .16, 16., which is not stacked.*Stacked"),
-        (None, "layers/b", "'layers/b' of shape .8, 16., which has 1 axes beside the 1 stacked"),
+        (None, "layers/b", "'layers/b' of shape .8, 16., which has 1 axes besides the 1 stacked"),
         (None, "layer", "whole: the pattern 'layer' matches no leaf"),
         (None, "embed", "'embed' of shape .32, 16., which is not stacked"),
     ],

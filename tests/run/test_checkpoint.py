@@ -126,7 +126,7 @@ CHANGES = {
     ),
     "a pickle": (
         lambda a, path: a | {"train/params": np.array([Run(path)], object)},
-        "which are no object array",
+        "which cannot be a object array",
     ),
     "no version": (
         lambda a, path: {k: v for k, v in a.items() if k != "version"},

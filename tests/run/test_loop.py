@@ -85,7 +85,7 @@ def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
     assert seen == [8, 9, 10, 11, 12] and history["loss"].shape == (8,)
     np.testing.assert_array_equal(state.params, run(X[:12], optfn.adam(0.1))[0].params)
     later, _ = fitted(step, state, X[12:20])
-    with pytest.raises(ValueError, match="is of step 12, before step 20 of state"):
+    with pytest.raises(ValueError, match="is from step 12, but state is from a later step, 20"):
         fitted(step, later, X[20:], checkpoint=tmp_path)
 
 
