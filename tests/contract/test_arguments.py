@@ -221,7 +221,7 @@ def test_a_value_and_grad_may_give_python_numbers():
 
 def test_averaged_params_of_other_shapes():
     tx = optfn.chain(optfn.sgd(0.1), optfn.exponential_moving_average())
-    with pytest.raises(ValueError, match=r"'w' has shape \(3,\), its average \(2,\)"):
+    with pytest.raises(ValueError, match=r"'w' has shape \(3,\), but its average has \(2,\)"):
         optfn.averaged_params(tx.init(W), {"w": jnp.ones(3)})
 
 
