@@ -245,7 +245,8 @@ def _load(
     try:
         loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
     except ValueError as error:
-        hint = "; strict=False loads what fits" if choice.strict else ""
+        hint = "; strict=False loads the names that are in both, only= some of them"
+        hint = hint if choice.only is None else ""
         raise _Misfit(f"{path} is not of this run: {error}{hint}") from error
     dropped = [*changes.dropped, *others]
     lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))

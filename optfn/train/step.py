@@ -155,7 +155,7 @@ class TrainStep:
             or it was made without local steps where the step makes some; or the batch holds text,
             or arrays of another library that NumPy does not take without a copy.
         """
-        self._check_state(state)
+        self.check_state(state)
         self.check(state)
         batch = as_arrays(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
@@ -202,7 +202,8 @@ class TrainStep:
                 "begin with the same params and get the same updates"
             )
 
-    def _check_state(self, state: object) -> None:
+    def check_state(self, state: object) -> None:
+        """Raise the errors of a call with a state that this step does not take."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 "state must be a TrainState, as init and the step return it; "
