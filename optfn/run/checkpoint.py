@@ -25,7 +25,7 @@ from optfn.run.background import copied, start, wait
 from optfn.run.checkpoint_file import load_file
 from optfn.run.storage import directory_of, is_remote, remove_directory, write_file
 from optfn.state.per_worker import has_own_state
-from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
+from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
 from optfn.train.loading import ABOUT, Changes, load_named, on_host
 from optfn.train.state import TrainState
 from optfn.train.state_dict import named_arrays, named_leaves
@@ -299,8 +299,8 @@ def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
         return mapping
     own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
     now, before = (
-        {int(on_host(x)) for name, x in arrays if f"/{name}".endswith("/num_workers")}
-        for arrays in (named_leaves(state), mapping.items())
+        {int(on_host(arrays[name])) for name in count_names(arrays, own)}
+        for arrays in (dict(named_leaves(state)), mapping)
     )
     if now == before or len(now) != 1 or not own:
         return mapping

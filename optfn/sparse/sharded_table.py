@@ -223,8 +223,8 @@ def check_rows(state: PyTree) -> None:
         for x in jax.tree.leaves(node.stored, is_leaf=is_own):
             if not is_own(x) and x.ndim and node.num_rows not in x.shape:
                 raise ValueError(
-                    f"the state of a table of shape {(node.num_rows, ...)} whose rows are divided "
-                    f"over devices has an array of shape {x.shape}, which has no axis of rows, as "
+                    f"the state of a table of {node.num_rows} rows, which are divided over "
+                    f"devices, has an array of shape {x.shape}, which has no axis of rows, as "
                     "the scales of 8-bit moments have none: take another optimizer for the table"
                 )
 

@@ -144,6 +144,15 @@ def test_params_alone_load_from_a_checkpoint_and_from_a_directory_of_them(sharde
     equal(optfn.unpack(packed), saved.params)
 
 
+@BOTH_KINDS
+def test_a_template_may_be_on_the_host_or_shapes(sharded, tmp_path):
+    saved = trained(optfn.adam(0.1), tmp_path, sharded=sharded)
+    for template in (jax.device_get(PARAMS), jax.eval_shape(lambda: PARAMS)):
+        equal(optfn.load_params(tmp_path, template), saved.params)
+    template = jax.device_get(fresh(optfn.adam(0.1)))
+    equal(optfn.restore_checkpoint(tmp_path, template)[0], saved)
+
+
 def test_params_of_another_model_are_refused_by_name(tmp_path):
     trained(optfn.adam(0.1), tmp_path)
     (path,) = optfn.run.checkpoint.checkpoints(tmp_path)
