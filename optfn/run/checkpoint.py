@@ -245,9 +245,10 @@ def _load(
     try:
         loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
     except ValueError as error:
-        hint = "; strict=False loads the names that are in both, only= some of them"
-        hint = hint if choice.only is None else ""
-        raise _Misfit(f"{path} is not of this run: {error}{hint}") from error
+        words = f"{path} is not of this run: {error}"
+        if choice.only is None:
+            words += "; strict=False loads the names that are in both, only= some of them"
+        raise _Misfit(words) from error
     dropped = [*changes.dropped, *others]
     lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
     return loaded, history, Changes(*lists)
@@ -298,10 +299,8 @@ def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
     if PER_WORKER_KEY not in mapping or not has_own_state(state):
         return mapping
     own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    now, before = (
-        {int(on_host(arrays[name])) for name in count_names(arrays, own)}
-        for arrays in (dict(named_leaves(state)), mapping)
-    )
+    both = dict(named_leaves(state)), mapping
+    now, before = ({int(on_host(x[name])) for name in count_names(x, own)} for x in both)
     if now == before or len(now) != 1 or not own:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(own)}, now.pop())

@@ -168,9 +168,9 @@ def test_the_devices_of_a_worker_divide_the_rows_of_a_table(name, kind):
     options = {"tables": "embedding", "shard_tables": True, "shard": sharded(kind, axis="fast")}
     state, found, _ = trained(LAZY[name](), two, calls=3, **options)
     assert found == pytest.approx(loss, rel=1e-4)
-    assert largest_difference(state.params["layers"], expected.params["layers"]) < 5e-5
+    assert largest_difference(state.params["layers"], expected.params["layers"]) < 2e-4
     table = np.asarray(state.params["embedding"])
-    np.testing.assert_allclose(table, expected.params["embedding"], atol=5e-5)
+    np.testing.assert_allclose(table, expected.params["embedding"], atol=2e-4)
     assert not np.array_equal(table, PARAMS["embedding"])
 
 
