@@ -7,7 +7,7 @@ more rounds. There is nothing to tune, and no id is dropped.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,10 +52,19 @@ class Owners(NamedTuple):
         place = ids % self.workers * (num_rows // self.workers) + ids // self.workers
         return jnp.where(ids < num_rows, place, num_rows)
 
-    def on_each(self, fn: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `fn` on each worker's part of whole arrays, and return whole arrays."""
+    def on_each(self, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
+        """Run `fn` on each worker's part of whole arrays, and return whole arrays.
+
+        Scalars are the same on all workers. Inside the `shard_map` of other axes `fn` must not
+        close over arrays, whose types name the axes bound outside.
+        """
         spread = P(self.axes)
-        return meshes.mapped(fn, self.mesh, self.axes, spread, spread)(*arguments)
+
+        def on_worker(parts: Sequence[Any], scalars: Mapping[str, Any]) -> Any:
+            return fn(*parts, **scalars)
+
+        run = meshes.mapped(on_worker, self.mesh, self.axes, (spread, P()), spread)
+        return run(arguments, scalars)
 
     def lookup(self, part: jax.Array, ids: jax.Array) -> jax.Array:
         """Return the rows of a table, inside `shard_map`.
@@ -334,14 +343,17 @@ class OwnedRows(LeafKind):
         rows: str,
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
+        scalars: Mapping[str, Any],
     ) -> Any:
         """Apply a rule to the rows, on the workers that keep them, or to the dense array."""
         if rows == "linear":
-            return self.map(rule)
+            return self.map(partial(rule, **scalars))
         if rows == "dense":
-            return rule(self.dense(), *accumulators, *params)
+            return rule(self.dense(), *accumulators, *params, **scalars)
         run = partial(self._apply_on_owner, rule, len(accumulators))
-        values, *new = self.owners.on_each(run, self.indices, self.values, *accumulators, *params)
+        values, *new = self.owners.on_each(
+            run, self.indices, self.values, *accumulators, *params, **scalars
+        )
         update = dataclasses.replace(self, values=values)
         return (update, *new) if accumulators else update
 
@@ -352,6 +364,7 @@ class OwnedRows(LeafKind):
         indices: jax.Array,
         values: jax.Array,
         *arrays: jax.Array,
+        **scalars: jax.Array,
     ) -> tuple[jax.Array, ...]:
         """Return the update of the rows of one worker, and its accumulators."""
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
@@ -363,7 +376,7 @@ class OwnedRows(LeafKind):
             some = self._local(
                 *(lax.dynamic_slice_in_dim(x, k * chunk, chunk) for x in (indices, values))
             )
-            result = some.apply(rule, "touched", accumulators, params)
+            result = some.apply(rule, "touched", accumulators, params, scalars)
             u, *new = result if accumulators else (result,)
             values = lax.dynamic_update_slice_in_dim(
                 values, u.values.astype(values.dtype), k * chunk, 0
