@@ -27,17 +27,17 @@ from optfn.sparse.tables import Owners
 
 @jax.tree_util.register_pytree_node_class
 class Table:
-    """The form of an embedding leaf inside a loss, which allows lookups and nothing else.
+    """An embedding table as a loss sees it: it can be looked up, and nothing else.
 
-    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …). Ids out of range are
-    treated as in an array.
+    `table[ids]` returns the rows for integer ids of any shape, (*ids.shape, …). Ids out of range
+    are treated as in an array.
 
     Args:
       array: the leaf, (rows, …).
       path: its path, for errors.
 
     Raises:
-      TypeError: any operation but a lookup by integer ids.
+      TypeError: the loss does something else with the table than to look up integer ids.
     """
 
     def __init__(self, array: jax.Array, path: str) -> None:
@@ -71,10 +71,10 @@ class Table:
         if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
             came = f"an array of dtype {ids.dtype}" if hasattr(ids, "dtype") else repr(ids)
             raise TypeError(
-                f"table {self._path!r} is looked up by integer ids, table[ids]; got {came}"
+                f"table {self._path!r} must be looked up by integer ids, table[ids]; got {came}"
             )
-        # As in an array: JAX reads a single id by a slice, whose start it moves into the array, and
-        # its gradient goes to the row that was read. Here it is a gather with that rule.
+        # JAX reads a single id of an array by a slice, and moves its start into the array if it is
+        # out of range. The gradient goes to the row that was read. This gather does the same.
         return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
 
     def __jax_array__(self) -> Any:
@@ -117,8 +117,8 @@ for _name in (
 
 def _dense_use(path: str, use: str) -> str:
     return (
-        f"table {path!r} can only be looked up, table[ids]; the loss uses it otherwise ({use}). "
-        "Take that leaf out of `tables`: its gradient is then dense"
+        f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
+        f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
 
 
@@ -194,7 +194,7 @@ _Lookup = tuple[Equation, jax.Array, jax.Array]
 
 
 def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
-    """Return the shape of the table of which a worker keeps `part`; the array where it has all."""
+    """Return the shape of the table that `part` belongs to; without owners, the array itself."""
     if owners is None:
         return part
     return jax.ShapeDtypeStruct((owners.num_rows(part), *part.shape[1:]), part.dtype)
@@ -203,10 +203,11 @@ def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
 def _from_owners(
     equation: Equation, owners: Owners, part: jax.Array, starts: jax.Array
 ) -> list[jax.Array]:
-    """Return the results of a lookup, from the workers that keep the rows."""
+    """Return the results of a lookup, fetched from the workers that keep the rows."""
     ids, rows = starts[..., 0], part.shape[1:]
     count = owners.num_rows(part)
-    # A gather reads the nearest row where it may not be told that an id is outside.
+    # A gather reads the nearest row for an id that is out of range, unless its mode is
+    # FILL_OR_DROP.
     inside = jnp.clip(ids, 0, count - 1)
     found = owners.lookup(part, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
     if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
@@ -247,8 +248,8 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
                 key in equation.params for key in ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
             ):
                 raise TypeError(
-                    f"table {path!r} is used inside the body of {name}, where a lookup cannot be "
-                    "found: look up before it, and pass the rows in"
+                    f"table {path!r} is used inside the body of {name}, where lookups cannot be "
+                    "found. Look the rows up before it, and pass them in"
                 )
             raise TypeError(_dense_use(path, name))
         found.append(equation)
@@ -259,7 +260,7 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
 
 
 def _is_lookup(equation: Equation, path_of: dict[Any, str]) -> bool:
-    """Tell whether an equation gathers full rows of a table by ids that are not a table."""
+    """Tell whether an equation gathers whole rows of a table, by ids that are not a table."""
     if equation.primitive.name != "gather" or equation.invars[1] in path_of:
         return False
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -280,7 +281,7 @@ def _rows(table: Any, lookups: list[_Lookup]) -> Rows:
       lookups: those of the table.
     """
     num_rows, row = table.shape[0], table.shape[1:]
-    # Without any lookup, one row of padding.
+    # If there is no lookup, return one row of padding.
     indices = [jnp.full(0 if lookups else 1, num_rows, jnp.int32)]
     values = [jnp.zeros((0 if lookups else 1, *row), table.dtype)]
     for equation, ids, gradient in lookups:
