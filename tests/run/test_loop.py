@@ -411,7 +411,9 @@ def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples
 def test_batches_that_are_too_few_are_counted(tmp_path):
     with pytest.raises(ValueError, match=r"batches gave 3 batches, but 5 are needed for steps=5$"):
         run(X[:3], steps=5)
-    with pytest.raises(ValueError, match=r"batches gave 0 batches, but at least 1 are needed$"):
+    with pytest.raises(
+        ValueError, match=r"gave 0 batches, but at least 1 are needed\. .* used up\?$"
+    ):
         run(iter([]))
     state, history = run(X[:10], checkpoint=tmp_path)
     passed = ". The run has already used the first 10$"
@@ -437,7 +439,7 @@ def test_batches_that_are_too_few_are_counted(tmp_path):
         ({"evaluate": lambda w: "x"}, TypeError, "must return a number or a dict.*got 'x'"),
         ({"evaluate": lambda w: {"a": w}}, TypeError, "for 'a'"),
         ({"callback": "print"}, TypeError, r"callback must be a function \(step, state"),
-        ({"log": 3}, TypeError, "log must be a path; got 3"),
+        ({"log": 3}, TypeError, "log must be a path or a SummaryWriter.*; got 3"),
     ],
 )
 def test_bad_arguments(options, error, words):
