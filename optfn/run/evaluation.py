@@ -24,7 +24,7 @@ class Evaluator:
 
     options: the options of the loop.
     history: where results are recorded; it may have those of an earlier part of the run.
-    per_call: how many steps one call of the step makes.
+    per_call: the number of steps that one call of the step takes.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
     """

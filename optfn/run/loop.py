@@ -180,9 +180,9 @@ def fit(
       mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
         accuracy. You get a warning if in all of three or more evaluations it went the other way.
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
-        If you start such a run again from its checkpoint, it takes no further step. If an earlier
-        run was stopped between two multiples of `evaluate_every`, its last evaluation does not
-        count.
+        If you start such a run again from its checkpoint, it takes no further step. An evaluation
+        of the state in which an earlier run was stopped, between two multiples of
+        `evaluate_every`, does not count.
       keep_best: whether to return the state with the best evaluation instead of the last one. It is
         kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
         resumes compares the state kept there, the one that it resumes from, and those that it

@@ -23,8 +23,9 @@ def with_owners(
 ) -> Iterator[tuple[str | None, Any]]:
     """Yield leaves of a state with the path of the parameter that each belongs to.
 
-    The path is the longest of `paths` that the leaf's name ends with, before any numbers (those of a
-    list of arrays for each parameter); None for counters and rates. If the only parameter has no path, all arrays that are not scalars belong to it.
+    The path is the longest of `paths` that the leaf's name ends with, before any numbers (those of
+    a list of arrays for each parameter); None for counters and rates. If the only parameter has no
+    path, all arrays that are not scalars belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
     for name, leaf in parts:
