@@ -99,11 +99,10 @@ class Owners(NamedTuple):
             return lax.dynamic_update_slice(arrived, ids, (0, first))
 
         arrived = rounds.run(send_ids, jnp.full((self.workers, width), per_owner, jnp.int32))
-        indices, place = jnp.unique(
-            arrived, size=arrived.size, fill_value=per_owner, return_inverse=True
-        )
+        room = _room(width, self.workers, per_owner)
+        indices, place = jnp.unique(arrived, size=room, fill_value=per_owner, return_inverse=True)
         # Drop padding.
-        place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), arrived.size)
+        place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), room)
 
         def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
             at = rounds.positions(first, size)
@@ -111,9 +110,9 @@ class Owners(NamedTuple):
             at = lax.dynamic_slice(place, (0, first), (self.workers, size))
             return sums.at[at].add(self._exchange(values), mode="drop")
 
-        zeros = jnp.zeros((arrived.size, *once.values.shape[1:]), once.values.dtype)
+        zeros = jnp.zeros((room, *once.values.shape[1:]), once.values.dtype)
         sums = rounds.run(send_values, zeros)
-        return OwnedRows(indices, sums / self.workers, grads.num_rows, self)
+        return OwnedRows(indices, sums / self.workers, grads.num_rows, self, width)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
         """Send row k of x to worker k, and return the rows received from each worker."""
@@ -201,9 +200,23 @@ def bytes_of_round(ids: int, workers: int, row: int) -> int:
     return 2 * (workers - 1) * _capacity(ids, workers) * (4 + row)
 
 
-def num_arrived(ids: int, workers: int) -> int:
-    """Return how many rows of gradients an owner has room for, if workers look up `ids` each."""
-    return workers * (ids + _sizes(ids, workers)[0])
+def num_arrived(ids: int, workers: int, num_rows: int) -> int:
+    """Return how many rows of gradients an owner of a table has room for.
+
+    Args:
+      ids: how many ids each worker looks up.
+      workers: how many keep the rows.
+      num_rows: the rows of the table.
+    """
+    return _room(ids + _sizes(ids, workers)[0], workers, num_rows // workers)
+
+
+def _room(width: int, workers: int, per_owner: int) -> int:
+    """Return room for `width` ids of each worker, or for all rows of an owner where they are less.
+
+    It is a multiple of `width`.
+    """
+    return width * min(workers, -(-per_owner // width))
 
 
 def _capacity(ids: int, workers: int) -> int:
@@ -219,7 +232,7 @@ def _capacity(ids: int, workers: int) -> int:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["indices", "values"],
-    meta_fields=["num_rows", "owners"],
+    meta_fields=["num_rows", "owners", "at_a_time"],
 )
 @dataclasses.dataclass(frozen=True)
 class OwnedRows(LeafKind):
@@ -233,12 +246,15 @@ class OwnedRows(LeafKind):
     values: the rows, (N·k, …).
     num_rows: R, the number of rows of the table.
     owners: the workers.
+    at_a_time: how many rows a rule updates at a time, a divisor of k: as many as one worker may
+      send, since an owner seldom gets more.
     """
 
     indices: jax.Array
     values: jax.Array
     num_rows: int
     owners: Owners
+    at_a_time: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -337,12 +353,9 @@ class OwnedRows(LeafKind):
         values: jax.Array,
         *arrays: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Return the update of the rows of one worker, and its accumulators.
-
-        It takes as many rows at a time as one worker may send, since an owner seldom gets more.
-        """
+        """Return the update of the rows of one worker, and its accumulators."""
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
-        chunk = indices.size // self.owners.workers
+        chunk = self.at_a_time
         size = self.num_rows // self.owners.workers
 
         def update(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
