@@ -1,7 +1,7 @@
 """Row-sparse gradients of tables: `value_and_grad`, `densify`.
 
-An embedding table may have millions of rows, of which a step looks up thousands. `value_and_grad`
-returns the gradient of such a leaf as the rows that were looked up, without an array of the size of
+An embedding table may have millions of rows, but a step looks up only thousands. `value_and_grad`
+returns the gradient of such a leaf as rows, one for each lookup, without an array of the size of
 the table.
 """
 
@@ -20,7 +20,7 @@ from optfn.sparse.tables import Owners
 
 @core.transform(complex_leaves=True)
 def densify() -> core.Rule:
-    """Make row-sparse gradients dense, for third-party transforms that follow.
+    """Make row-sparse gradients dense, for transforms of other libraries that come after it.
 
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
@@ -36,30 +36,34 @@ def value_and_grad(
     transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     owners: Owners | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes a loss and its gradients, row-sparse for tables.
+    """Return a function that computes a loss and its gradients, which are row-sparse for tables.
 
-    Like `jax.value_and_grad` for the first argument, except for the leaves that `tables` selects:
-    inside `loss_fn` they are `Table`s, and their gradient is `Rows` with an entry for each id that
-    was looked up. No array of the size of a table is made.
+    It is like `jax.value_and_grad` for the first argument, except for the leaves that `tables`
+    selects. Inside `loss_fn` these are `Table`s, and their gradients are `Rows` with an entry for
+    each id that was looked up, so that no array of the size of a table is made. `make_train_step`
+    and `minimize` do this with their argument `tables`.
 
     Args:
-      loss_fn: (params, *args) -> loss, or (loss, aux). It may look up inside jit and vmap; inside
-        the body of a scan, a cond or a checkpoint a lookup is an error: look up before it.
-      tables: a regular expression that matches the whole path of each table, or path -> bool.
+      loss_fn: a function (params, *args) -> loss, or (loss, aux). Lookups may be inside jit and
+        vmap. Inside the body of a scan, a cond or a checkpoint they are an error: look rows up
+        before it, and pass them in.
+      tables: a regular expression that matches the whole path of each table, or a function
+        path -> bool.
       has_aux: whether `loss_fn` returns auxiliary data too.
       transform: a transformation of the rest of the loss, after its lookups, such as a `recompute`
-        of names in it; a segment that is recomputed cannot contain a lookup.
-      owners: the workers that keep the rows of the tables, where it runs inside their `shard_map`
-        on parts of them; gradients of tables are then the parts of the mean. `make_train_step`
-        with `shard_tables=True` passes it.
+        of names in it. A segment that is recomputed cannot contain a lookup.
+      owners: the workers that keep the rows of the tables. `make_train_step` with
+        `shard_tables=True` passes it, inside a `shard_map` over parts of the tables; gradients of
+        tables are then parts of the mean.
 
     Returns:
-      (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients); jit-able.
+      A function (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients), which
+      can be jitted.
 
     Raises:
       ValueError: the pattern matches no leaf.
-      TypeError: a table that is not a floating-point array with rows, ids that are not integers, or
-        any use of a table but a lookup.
+      TypeError: a table is not a floating-point array with rows, ids are not integers, or the loss
+        does something else with a table than to look rows up.
 
     >>> import jax.numpy as jnp
     >>> params = {"table": jnp.ones((1000, 2)), "w": jnp.ones(2)}
@@ -70,7 +74,7 @@ def value_and_grad(
     """
     pattern = tree.check_pattern("tables", tables)
     if pattern is None:
-        raise TypeError("tables must be a pattern of leaf paths; got None")
+        raise TypeError("tables must be a pattern of the paths of leaves; got None")
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         loss = LossOfTables(lambda p: loss_fn(p, *args, **kwargs), params, pattern, owners)

@@ -1,4 +1,4 @@
-"""Lookups of tables in a loss: `Table`, the form of a table there, and the loss as a program."""
+"""Lookups in a loss: `Table`, an embedding table as the loss sees it, and the loss as a program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,17 +27,17 @@ from optfn.sparse.tables import Owners
 
 @jax.tree_util.register_pytree_node_class
 class Table:
-    """The form of an embedding leaf inside a loss, which allows lookups and nothing else.
+    """An embedding table as a loss sees it: it can be looked up, and nothing else.
 
-    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …). Ids out of range are
-    treated as in an array.
+    `table[ids]` returns the rows for integer ids of any shape, (*ids.shape, …). Ids out of range
+    are treated as in an array.
 
     Args:
       array: the leaf, (rows, …).
       path: its path, for errors.
 
     Raises:
-      TypeError: any operation but a lookup by integer ids.
+      TypeError: the loss does something else with the table than to look up integer ids.
     """
 
     def __init__(self, array: jax.Array, path: str) -> None:
@@ -71,10 +71,10 @@ class Table:
         if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
             came = f"an array of dtype {ids.dtype}" if hasattr(ids, "dtype") else repr(ids)
             raise TypeError(
-                f"table {self._path!r} is looked up by integer ids, table[ids]; got {came}"
+                f"table {self._path!r} must be looked up by integer ids, table[ids]; got {came}"
             )
-        # As in an array: JAX reads a single id by a slice, whose start it moves into the array, and
-        # its gradient goes to the row that was read. Here it is a gather with that rule.
+        # JAX reads a single id of an array by a slice, and moves its start into the array if it is
+        # out of range. The gradient goes to the row that was read. This gather does the same.
         return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
 
     def __jax_array__(self) -> Any:
@@ -117,8 +117,8 @@ for _name in (
 
 def _dense_use(path: str, use: str) -> str:
     return (
-        f"table {path!r} can only be looked up, table[ids]; the loss uses it otherwise ({use}). "
-        "Take that leaf out of `tables`: its gradient is then dense"
+        f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
+        f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
 
 
@@ -128,11 +128,12 @@ class LossOfTables:
     Args:
       loss_fn: params -> loss, traced here with a `Table` for each table.
       params: the parameters.
-      pattern: the tables.
-      owners: the workers that keep their rows, of which params has parts; None where it has all.
+      pattern: the pattern of the paths of tables.
+      owners: the workers that keep the rows, if params have parts of tables; None if these are
+        whole.
 
     inputs: the variable of each array of params, in order.
-    tables: those of the tables, with their paths.
+    tables: the path of each table, by its variable.
     lookups: the equations that look up rows.
     """
 
@@ -150,7 +151,7 @@ class LossOfTables:
             if path not in paths:
                 return x
             _check_table(path, x)
-            # With the whole shape, or negative ids would count from the end of a part.
+            # Use the shape of the whole table. In a part, negative ids would count from its end.
             return Table(_whole(x, owners), path)
 
         self._program = Equations(loss_fn, tree.map_named(enter, params))
@@ -161,7 +162,7 @@ class LossOfTables:
         self.lookups = _lookups(self._program, self.tables)
 
     def look_up(self, known: Environment) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the ids and the rows of each lookup: the part of the program that has no gradient.
+        """Return the ids and the rows of each lookup, by the part of the program without gradients.
 
         Args:
           known: the values of the inputs.
@@ -182,19 +183,19 @@ class LossOfTables:
         return self._program.structure.unflatten(read(values, self._program.outputs))
 
     def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[Atom, Rows]:
-        """Return the gradient of each table, of those of the rows of each lookup."""
+        """Return the gradient of each table, from the gradients of the rows of each lookup."""
         found: dict[Atom, list[_Lookup]] = {v: [] for v in self.tables}
         for lookup in zip(self.lookups, ids, row_grads, strict=True):
             found[lookup[0].invars[0]].append(lookup)
         return {v: _rows(type_of(v), lookups) for v, lookups in found.items()}
 
 
-# The equation of a lookup, its ids, and the gradient of the rows that it gives.
+# The equation of a lookup, its ids, and the gradient of the rows that it returns.
 _Lookup = tuple[Equation, jax.Array, jax.Array]
 
 
 def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
-    """Return the shape of the table of which a worker keeps `part`; the array where it has all."""
+    """Return the shape of the table that `part` belongs to; without owners, the array itself."""
     if owners is None:
         return part
     return jax.ShapeDtypeStruct((owners.num_rows(part), *part.shape[1:]), part.dtype)
@@ -203,10 +204,10 @@ def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
 def _from_owners(
     equation: Equation, owners: Owners, part: jax.Array, starts: jax.Array
 ) -> list[jax.Array]:
-    """Return the results of a lookup, from the workers that keep the rows."""
+    """Return the results of a lookup, fetched from the workers that keep the rows."""
     ids, rows = starts[..., 0], part.shape[1:]
     count = owners.num_rows(part)
-    # A gather reads the nearest row where it may not be told that an id is outside.
+    # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
     inside = jnp.clip(ids, 0, count - 1)
     found = owners.lookup(part, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
     if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
@@ -247,8 +248,8 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
                 key in equation.params for key in ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
             ):
                 raise TypeError(
-                    f"table {path!r} is used inside the body of {name}, where a lookup cannot be "
-                    "found: look up before it, and pass the rows in"
+                    f"table {path!r} is used inside the body of {name}, where lookups cannot be "
+                    "found. Look the rows up before it, and pass them in"
                 )
             raise TypeError(_dense_use(path, name))
         found.append(equation)
@@ -259,7 +260,7 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
 
 
 def _is_lookup(equation: Equation, path_of: dict[Any, str]) -> bool:
-    """Tell whether an equation gathers full rows of a table by ids that are not a table."""
+    """Tell whether an equation gathers whole rows of a table, by ids that are not a table."""
     if equation.primitive.name != "gather" or equation.invars[1] in path_of:
         return False
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -276,11 +277,11 @@ def _rows(table: Any, lookups: list[_Lookup]) -> Rows:
     """Return the gradient of a table.
 
     Args:
-      table: its shape and dtype.
-      lookups: those of the table.
+      table: the shape and dtype of the table.
+      lookups: the lookups of this table.
     """
     num_rows, row = table.shape[0], table.shape[1:]
-    # Without any lookup, one row of padding.
+    # If there is no lookup, return one row of padding.
     indices = [jnp.full(0 if lookups else 1, num_rows, jnp.int32)]
     values = [jnp.zeros((0 if lookups else 1, *row), table.dtype)]
     for equation, ids, gradient in lookups:

@@ -141,6 +141,34 @@ def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     assert step.compiled._cache_size() == 1
 
 
+def in_lists(tx):
+    """Keep the state of soap as a list of arrays for each leaf, as Kron of psgd-jax does."""
+
+    def init(params):
+        return {"factors": jax.tree.map(lambda *x: [*x], *tx.init(params))}
+
+    def update(updates, state, params=None):
+        each, four = jax.tree.structure(updates), jax.tree.structure([0] * 4)
+        before = SoapState(*jax.tree.transpose(each, four, state["factors"]))
+        updates, after = tx.update(updates, before, params)
+        return updates, {"factors": jax.tree.map(lambda *x: [*x], *after)}
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_list_of_arrays_for_each_leaf_is_divided_as_the_leaf_is():
+    params, tx = model(), in_lists(soap())
+    alone = run(optfn.make_train_step(scanned, tx), params, BATCHES)
+    step = optfn.make_train_step(
+        scanned, tx, mesh=data_mesh(4), shard=sharded("state", whole=MATRICES)
+    )
+    state = run(step, params, BATCHES)
+    assert away(state.params, alone.params) <= 1e-6 < 1e-2 < away(alone.params, params)
+    factors = state.opt_state["factors"]["layers"]
+    of_matrices = [*factors["in"], *factors["out"]]
+    assert [x.addressable_shards[0].data.shape[0] for x in of_matrices] == [2] * 8
+
+
 PADDED = sharded("state", whole=MATRICES)  # 6 layers on 4 devices are padded to 8
 
 
@@ -303,7 +331,7 @@ OF_LIST = {"layers": [{"in": np.ones((16, 16), np.float32)}] * 4}
     ("params", "pattern", "words"),
     [
         (OF_LIST, "layers/.*", "'layers/0/in' of shape .16, 16., which is not stacked.*Stacked"),
-        (None, "layers/b", "'layers/b' of shape .8, 16., which has 1 axes beside the 1 stacked"),
+        (None, "layers/b", "'layers/b' of shape .8, 16., which has 1 axes besides the 1 stacked"),
         (None, "layer", "whole: the pattern 'layer' matches no leaf"),
         (None, "embed", "'embed' of shape .32, 16., which is not stacked"),
     ],
@@ -317,14 +345,14 @@ def test_leaves_that_are_no_stacks_of_matrices_are_named(params, pattern, words)
 
 
 def test_whole_with_what_it_cannot_be_with():
-    with pytest.raises(ValueError, match=r'whole needs the kind "state" or "params".*got \{'):
+    with pytest.raises(ValueError, match=r'whole= needs the kind "state" or "params".*got \{'):
         sharded({"layers/in": P(None, "data")}, whole=MATRICES)
-    with pytest.raises(ValueError, match=r"whole needs the kind.*got None"):
+    with pytest.raises(ValueError, match=r"whole= needs the kind.*got None"):
         sharded(None, whole=MATRICES)
     with pytest.raises(TypeError, match="sharded: whole must be a regular expression"):
         sharded("state", whole=3)
     options = {"mesh": data_mesh(4), "shard": PADDED}
-    with pytest.raises(ValueError, match=r"whole=\) cannot be with packed=True"):
+    with pytest.raises(ValueError, match=r"whole=\) cannot be combined with packed=True"):
         optfn.make_train_step(scanned, muon(), packed=True, **options)
     step = optfn.make_train_step(scanned, optfn.sgd(0.1), tables="layers/in", **options)
     with pytest.raises(ValueError, match=r"'layers/in' .* a table, whose rows are divided"):

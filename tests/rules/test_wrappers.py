@@ -527,7 +527,7 @@ def test_metrics_are_norms_factor_and_rate():
     assert set(got) == set(want)
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
-    with pytest.raises(ValueError, match="holds 0"):
+    with pytest.raises(ValueError, match="it has 0"):
         optfn.metrics(state.inner_state)
 
 
@@ -573,7 +573,7 @@ def test_metrics_by_patterns_of_paths(packed):
     ("per", "error", "words"),
     [
         ("nothing", ValueError, "per: .*'nothing' matches no leaf|'nothing' matches no leaf"),
-        (("a/.*", 3), TypeError, "per must be patterns of paths"),
+        (("a/.*", 3), TypeError, "per must be a regular expression of paths"),
         ("(", ValueError, "not a regular expression"),
     ],
 )
@@ -693,7 +693,7 @@ def test_norms_are_taken_in_float32():
 
 def test_one_recorder_inside_another_is_several():
     tx = optfn.record_metrics(optfn.skip_nonfinite(optfn.record_metrics(optfn.sgd(0.1))))
-    with pytest.raises(ValueError, match="must hold one record_metrics; it holds 2"):
+    with pytest.raises(ValueError, match="must have one record_metrics; it has 2"):
         optfn.metrics(tx.init(PARAMS))
 
 
