@@ -508,6 +508,20 @@ def elastic_local_steps(directory: Path) -> str:
     return elastic(directory, Stage("abc", "kill c", "step 4 "), Stage("ab"), **options)
 
 
+@fault("kill −9 of one of three workers with divided state: on with two, then with three", ELASTIC)
+def elastic_state(directory: Path) -> str:
+    plan = Stage("abc", "kill b", "step 3 "), Stage("ac", "call", "step 7 "), Stage("abc")
+    return elastic(directory, *plan, shard="state")
+
+
+@fault(
+    "kill −9 of one of three workers with divided params and rows of a table: on with two", ELASTIC
+)
+def elastic_table(directory: Path) -> str:
+    plan = Stage("abc", "kill c", "step 4 "), Stage("ab")
+    return elastic(directory, *plan, shard="params", table=True)
+
+
 @fault(
     "kill −9 of one of three workers: steps made again, by `save_every`; and where all wait 20 s "
     "for its machine",
@@ -610,7 +624,7 @@ OTHER_PARAMS = "an error in all processes that names the leaf"
 
 @fault("a worker with other params", OTHER_PARAMS, quick=True)
 def other_params(directory: Path) -> str:
-    return differs(directory, r"same params; '[bvw]' is another one in process 1", seed=1)
+    return differs(directory, r"same params, but '[bvw]' in process 1 differs", seed=1)
 
 
 @fault("a worker with batches of another shape", "an error in all processes before the first step")
@@ -681,7 +695,7 @@ def two_level_sigterm(directory: Path) -> str:
 @fault("two levels: a worker of four with other params", OTHER_PARAMS)
 def two_level_params(directory: Path) -> str:
     with Processes(directory, each={3: {"seed": 1}}, **TWO) as run:
-        return run.all_fail(r"same params; '[bvw]' is another one in process 3")
+        return run.all_fail(r"same params, but '[bvw]' in process 3 differs")
 
 
 @fault("two levels: kill −9 of one of four workers", BIT_FOR_BIT)

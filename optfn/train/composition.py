@@ -74,7 +74,7 @@ def composed(
 
 
 def _placed(step: StepFn, layout: Layout) -> StepFn:
-    """Return a step whose new state lies as the layout says."""
+    """Return a step whose new state is placed as the layout says."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         old = state._replace(opt_state=layout.in_update(state.opt_state))
@@ -95,7 +95,7 @@ def _objective(
     layout: Layout | None,
     seen: Seen = contextlib.nullcontext,
 ) -> Objective:
-    """Return the objective of one device; of all devices of the part axes where there are some."""
+    """Return the objective of one device, or of all devices of the part axes if there are some."""
     form = Form(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
@@ -130,15 +130,15 @@ def _objective(
 def local_rounds(
     options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
-    """Return how a round goes; None where a call is one step."""
+    """Return the parts of a round; None if a call is one step."""
     if options.local_steps == 1 or layout is None:
         return None
     if not layout.worker_axes:
         raise ValueError(
-            f"local_steps={options.local_steps} cannot be with params or state divided over all of "
-            f"data_axis, {(*layout.part_axes,)}: workers that train apart differ in their params, "
-            "so that none can keep a part for others. Divide over some of the axes: "
-            "shard=sharded(..., axis=)"
+            f"local_steps={options.local_steps} cannot be combined with params or state divided "
+            f"over all of data_axis, {(*layout.part_axes,)}: workers that train apart have "
+            "different params, so none can keep a part for the others. Divide over some of the "
+            "axes, shard=sharded(..., axis=)"
         )
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
     return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer), layout)

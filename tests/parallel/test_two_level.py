@@ -3,6 +3,8 @@
 The reference is the run of as many workers as there are groups, each of one device.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,9 +80,12 @@ DENSE = {
 IN_ROUNDS = [name for name in DENSE if name not in ("average", "masters")]  # these go outside
 
 
-@pytest.mark.parametrize("kind", ["params", "state"])
+RUNS = [(k, 1) for k in DENSE] + [(k, 3) for k in IN_ROUNDS]
+
+
 @pytest.mark.parametrize(
-    ("name", "steps"), thinned([(k, 1) for k in DENSE] + [(k, 3) for k in IN_ROUNDS], every=2)
+    ("name", "steps", "kind"),
+    thinned([(*run, kind) for run in RUNS for kind in ("params", "state")], every=3),
 )
 def test_it_is_the_run_of_undivided_workers(name, steps, kind):
     two, one = meshes()
@@ -124,8 +129,9 @@ EXCHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["params", "state"])
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(
+    ("name", "kind"), thinned(itertools.product(EXCHANGES, ["params", "state"]), every=3)
+)
 def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kind):
     """Chunks divide the parts, so that they are those of whole leaves, and so are the residuals."""
     two, one = meshes()
@@ -150,6 +156,28 @@ def test_the_residual_of_a_divided_leaf_lies_on_its_devices():
     residual = state.opt_state[0].residual["layers"].layers["out"]
     assert residual.size == SLOW * LAYERS * 2 * WIDTH * WIDTH
     assert residual.addressable_data(0).size == residual.size // 8
+
+
+LAZY = {
+    "adam": lambda: optfn.adam(1e-3, lazy=True),
+    "clip": lambda: optfn.momentum(0.1, 0.9, grad_clip=CLIP),
+    "ftrl": lambda: optfn.ftrl(lambda step: 0.1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("kind", ["params", "state"])
+@pytest.mark.parametrize("name", LAZY)
+def test_the_devices_of_a_worker_divide_the_rows_of_a_table(name, kind):
+    """The rate and the factor of a clip, computed for all rows, reach the owners of rows."""
+    two, one = meshes()
+    expected, loss, _ = trained(LAZY[name](), one, calls=3, tables="embedding")
+    options = {"tables": "embedding", "shard_tables": True, "shard": sharded(kind, axis="fast")}
+    state, found, _ = trained(LAZY[name](), two, calls=3, **options)
+    assert found == pytest.approx(loss, rel=1e-4)
+    assert largest_difference(state.params["layers"], expected.params["layers"]) < 2e-4
+    table = np.asarray(state.params["embedding"])
+    np.testing.assert_allclose(table, expected.params["embedding"], atol=2e-4)
+    assert not np.array_equal(table, PARAMS["embedding"])
 
 
 def sent(tx, mesh, **options):
@@ -221,7 +249,7 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.sgd(0.1),
             {"shard": "params", "local_steps": 2},
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
         (
             lambda: optfn.sgd(0.1),
@@ -231,12 +259,12 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.sgd(0.1),
             {"shard": sharded({"embedding": P("slow")}, axis="fast")},
-            "for 'embedding' divides over 'slow', along which devices are workers",
+            "for 'embedding' divides over 'slow', but along that axis devices are workers",
         ),
         (
             lambda: optfn.sgd(0.1),
             {"tables": "embedding", "shard_tables": True, "local_steps": 2},
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
     ],
 )

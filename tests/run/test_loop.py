@@ -85,7 +85,7 @@ def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
     assert seen == [8, 9, 10, 11, 12] and history["loss"].shape == (8,)
     np.testing.assert_array_equal(state.params, run(X[:12], optfn.adam(0.1))[0].params)
     later, _ = fitted(step, state, X[12:20])
-    with pytest.raises(ValueError, match="is of step 12, before step 20 of state"):
+    with pytest.raises(ValueError, match="is from step 12, but state is from a later step, 20"):
         fitted(step, later, X[20:], checkpoint=tmp_path)
 
 
@@ -183,7 +183,7 @@ def test_monitor_names_the_number_that_has_to_fall():
 
     _, history = run(evaluate=evaluate([1, 2]), evaluate_every=1, patience=1, monitor="error")
     assert history["evaluation/error"].tolist() == [1.0, 2.0]
-    with pytest.raises(ValueError, match=r"monitor must be one of .*error, good; got 'loss'"):
+    with pytest.raises(ValueError, match=r"monitor must name one of .*error, good; got 'loss'"):
         run(evaluate=evaluate([1]), monitor="loss")
 
 
@@ -195,7 +195,7 @@ def test_a_dict_of_evaluations_needs_monitor_where_they_are_compared(options):
         seen.append(w)
         return {"good": 0.0, "error": 1.0}
 
-    words = "monitor must be one of the numbers that evaluate gives, error, good; got None"
+    words = "monitor must name one of the numbers that evaluate returns, error, good; got None"
     with pytest.raises(ValueError, match=words):
         run(evaluate=evaluate, evaluate_every=2, **options)
     assert len(seen) == 1
@@ -215,6 +215,14 @@ def test_a_run_that_patience_has_ended_stays_ended(tmp_path):
     assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0, 1.0]
 
 
+def test_an_evaluation_where_a_run_was_stopped_does_not_count_for_patience(tmp_path):
+    options = {"evaluate_every": 2, "patience": 2, "checkpoint": tmp_path}
+    run(evaluate=scripted([3.0, 2.0, 2.5]), callback=lambda n, state, metrics: n == 5, **options)
+    state, history = run(evaluate=scripted([2.4, 1.0, 1.1, 1.2]), **options)
+    assert history["evaluation_step"].tolist() == [2, 4, 5, 6, 8, 10, 12]
+    assert int(state.step) == 12
+
+
 def without_keep_best_and_then_with(values, steps, directory):
     """Return what comes back, after a first run of so many steps that kept no best state."""
     options = {"evaluate": scripted(values), "evaluate_every": 1, "checkpoint": directory}
@@ -223,7 +231,7 @@ def without_keep_best_and_then_with(values, steps, directory):
 
 
 def test_a_better_evaluation_whose_state_was_not_kept_is_said(tmp_path):
-    words = "the state of step 4 comes back. The evaluation of step 1 is better, 1, but its state"
+    words = "the state of step 4. The evaluation of step 1 was better, 1, but its state"
     with pytest.warns(UserWarning, match=words) as caught:
         state, history = without_keep_best_and_then_with([1.0, 5.0, 4.0, 2.0, 3.0], 2, tmp_path)
     assert [entry.filename for entry in caught] == [__file__]
@@ -250,7 +258,7 @@ def test_a_kept_state_that_the_history_does_not_have_is_made_again(tmp_path):
     options = {"evaluate_every": 1, "keep_best": True, "checkpoint": tmp_path, "save_every": 4}
     with pytest.raises(RuntimeError, match="power cut"):
         run(_cut_after(7), evaluate=scripted([3.0, 2.0, 4.0, 4.0, 4.0, 1.0, 5.0]), **options)
-    with pytest.warns(UserWarning, match="step 5 comes back. The evaluation of step 2 is better"):
+    with pytest.warns(UserWarning, match="step 5. The evaluation of step 2 was better"):
         state, _ = run(steps=5, evaluate=scripted([3.5]), **options)
     np.testing.assert_allclose(state.params, params_after(5), rtol=1e-4)
     state, _ = run(steps=7, evaluate=scripted([1.0, 5.0]), **options)
@@ -272,6 +280,17 @@ def test_the_callback_gets_numbers_and_may_stop():
         np.testing.assert_allclose(params, params_after(n), rtol=1e-4)
     assert ["evaluation" in metrics for _, metrics, _ in seen] == [False, True, False]
     assert history["evaluation_step"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("yes", [np.True_, np.array(True), jnp.array(True)])
+def test_a_callback_may_answer_with_a_bool_of_numpy_or_jax(yes):
+    state, _ = run(steps=10, callback=lambda n, state, metrics: yes if n == 3 else ~yes)
+    assert int(state.step) == 3
+
+
+def test_an_answer_of_a_callback_that_is_no_bool_ends_nothing():
+    state, _ = run(steps=3, callback=lambda n, state, metrics: metrics["loss"])
+    assert int(state.step) == 3
 
 
 def lines_of(path):
@@ -390,15 +409,17 @@ def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples
 
 
 def test_batches_that_are_too_few_are_counted(tmp_path):
-    with pytest.raises(ValueError, match=r"batches gave 3 batches; 5 are needed for steps=5$"):
+    with pytest.raises(ValueError, match=r"batches gave 3 batches, but 5 are needed for steps=5$"):
         run(X[:3], steps=5)
-    with pytest.raises(ValueError, match=r"batches gave 0 batches; at least 1 are needed$"):
+    with pytest.raises(
+        ValueError, match=r"gave 0 batches, but at least 1 are needed\. .* used up\?$"
+    ):
         run(iter([]))
     state, history = run(X[:10], checkpoint=tmp_path)
-    passed = "; the run passes over the first 10, used before$"
-    with pytest.raises(ValueError, match="gave 6 batches; 12 are needed for steps=12" + passed):
+    passed = ". The run has already used the first 10$"
+    with pytest.raises(ValueError, match="gave 6 batches, but 12 are needed for steps=12" + passed):
         run(X[:6], steps=12, checkpoint=tmp_path)
-    with pytest.raises(ValueError, match="gave 6 batches; at least 10 are needed" + passed):
+    with pytest.raises(ValueError, match="gave 6 batches, but at least 10 are needed" + passed):
         run(X[:6], checkpoint=tmp_path)
     for finished in ({"batches": X[:10]}, {"batches": X[:6], "steps": 8}):
         again, same = run(**finished, checkpoint=tmp_path)
@@ -417,10 +438,22 @@ def test_batches_that_are_too_few_are_counted(tmp_path):
         ({"evaluate": distance, "patience": 1.5}, TypeError, "patience must be"),
         ({"evaluate": lambda w: "x"}, TypeError, "must return a number or a dict.*got 'x'"),
         ({"evaluate": lambda w: {"a": w}}, TypeError, "for 'a'"),
-        ({"callback": "print"}, TypeError, r"callback must be a function of \(step, state"),
-        ({"log": 3}, TypeError, "log must be a path; got 3"),
+        ({"callback": "print"}, TypeError, r"callback must be a function \(step, state"),
+        ({"log": 3}, TypeError, "log must be a path or a SummaryWriter.*; got 3"),
     ],
 )
 def test_bad_arguments(options, error, words):
     with pytest.raises(error, match=words):
         run(steps=1, **options)
+
+
+def test_fit_says_what_it_takes():
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
+    state = step.init(jnp.zeros(3))
+    with pytest.raises(TypeError, match=r"step must be a TrainStep, as make_train_step.*loss_fn"):
+        fitted(loss_fn, state, X)
+    with pytest.raises(TypeError, match="state must be a TrainState, as init and the step return"):
+        fitted(step, jnp.zeros(3), X)
+    fitted(step, state, X[:2])
+    with pytest.raises(ValueError, match="the state has been used up by an earlier call of the"):
+        fitted(step, state, X[2:])

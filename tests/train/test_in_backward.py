@@ -231,7 +231,9 @@ VALUES = {
 
 @pytest.mark.parametrize("other", [b for a, b, _ in EXCLUDES if a == "update_in_backward"])
 def test_an_option_that_excludes_it_is_named(other):
-    with pytest.raises(ValueError, match=rf"update_in_backward='.*' cannot be with {other}.*: \w"):
+    with pytest.raises(
+        ValueError, match=rf"update_in_backward='.*' cannot be combined with {other}.*: \w"
+    ):
         optfn.make_train_step(
             loss_fn, optfn.sgd(0.1), update_in_backward=PATTERN, mesh=data_mesh(2),
             **{other: VALUES[other]},
