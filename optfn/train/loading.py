@@ -59,6 +59,15 @@ class Changes:
         return "; ".join(f"{what}: {tree.listed(x) or 'nothing'}" for what, x in parts.items())
 
 
+class Misfit(ValueError):
+    """Names, where loading is strict, or arrays, however it is, do not fit a state."""
+
+    def __init__(self, names: Sequence[str], arrays: Sequence[str]) -> None:
+        words = [*names, *([tree.first_of(arrays, 20)] if arrays else [])]
+        super().__init__("the state does not fit: " + "; ".join(words))
+        self.arrays = arrays
+
+
 def load_state_dict(
     opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool = True
 ) -> OptState:
@@ -99,7 +108,7 @@ def load_state_dict(
 def load_named(
     opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool
 ) -> tuple[OptState, Changes]:
-    """Return the result of `load_state_dict`, and how the names differ."""
+    """Return the result of `load_state_dict`, and how the names differ, or raise a `Misfit`."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
@@ -117,7 +126,7 @@ def load_named(
     opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
     named = list(named_leaves(plain))
     changes = _changes(own_names, [name for name, _ in named], mapping)
-    wrong = _refused(plain, changes) if strict else []
+    refused, wrong = _refused(plain, changes) if strict else [], []
     copied = _copied_params(plain, named, mapping) | _begun_sums(plain, named, mapping)
     leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
     for (name, leaf), size in zip(named, sizes, strict=True):
@@ -130,8 +139,8 @@ def load_named(
         if problem:
             wrong.append(f"{name!r} {problem}")
         leaves.append(value)
-    if wrong:
-        raise ValueError("the state does not fit: " + "; ".join(wrong))
+    if refused or wrong:
+        raise Misfit(refused, wrong)
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     if is_converted:
         loaded = _placed(pack_state(bare(opt_state), loaded), bare(opt_state))
