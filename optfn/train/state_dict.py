@@ -147,17 +147,19 @@ def summary(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
     tables: tree.Pattern | None = None,
+    shard_tables: bool = False,
 ) -> str:
     """Return a table of the arrays that an optimizer keeps for each parameter.
 
     Args:
       tx: an optimizer, however wrapped; nothing is allocated and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
-      mesh: with `shard`, the mesh over which params and state are spread.
+      mesh: with `shard` or `shard_tables`, the mesh over which params and state are spread.
       shard: as for `make_train_step`: there are then columns for how the state of each leaf lies,
         and for the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
-      tables: as for `make_train_step`; with `mesh` their rows are spread.
+      tables: as for `make_train_step`.
+      shard_tables: as for `make_train_step`: the rows of `tables` are spread.
 
     Returns:
       Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
@@ -173,7 +175,9 @@ def summary(
     kept = _bytes_by_leaf(state, names)
     treatments = state_names.treated(state, lambda traits: traits.treatment, names)
     lies = []
-    if shard is not None or (tables is not None and mesh is not None):
+    if checks.flag("shard_tables", shard_tables) and tables is None:
+        raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
+    if shard is not None or shard_tables:
         lies = _layout_columns(state, params, mesh, shard, data_axis, tables)
     titles = ["lies", "bytes a device"] if lies else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
@@ -205,7 +209,9 @@ def _layout_columns(
 ) -> list[tuple[str, str]]:
     """Return how each leaf lies and its bytes on a device, and at the end their sum."""
     if mesh is None:
-        raise ValueError("summary: shard needs mesh, over whose devices params and state lie")
+        raise ValueError(
+            "summary: shard and shard_tables need mesh, over whose devices params and state lie"
+        )
     layout = layout_of(shard, mesh, data_axis, tables)
     names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
 
