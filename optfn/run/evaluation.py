@@ -24,12 +24,16 @@ class Evaluator:
 
     options: those of the loop.
     history: where results go; it may hold those of a run before this one.
+    has_model_state: whether `evaluate` gets the model's state too.
     monitored: the number that is compared, of each evaluation, by its step.
     best, best_step: the best of them, and its step.
     """
 
-    def __init__(self, options: LoopOptions, history: History) -> None:
+    def __init__(self, options: LoopOptions, history: History, has_model_state: bool) -> None:
         self.options, self.history = options, history
+        if options.evaluate is not None:
+            arguments = ["params", *["model_state"] * has_model_state]
+            checks.takes("evaluate", options.evaluate, arguments)
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = 1 if options.mode == "min" else -1
@@ -79,7 +83,8 @@ class Evaluator:
         result = self.options.evaluate(natural(unpack(state.params)), *_model_state(state))
         named = result if isinstance(result, Mapping) else {"": result}
         values = {
-            "evaluation" + (f"/{k}" if k else ""): _real(k, value) for k, value in named.items()
+            "evaluation" + (f"/{k}" if k else ""): _real("evaluate", k, value)
+            for k, value in named.items()
         }
         if self.key in values:
             self._compare(n, values[self.key])
@@ -119,13 +124,13 @@ def _model_state(state: TrainState) -> tuple[Any, ...]:
     return () if state.model_state is None else (state.model_state,)
 
 
-def _real(key: str, value: Any) -> float:
+def _real(who: str, key: str, value: Any) -> float:
     if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
         value
     ):
         name = f" for {key!r}" if key else ""
         raise TypeError(
-            f"evaluate must return a number or a dict of numbers; got {value!r}{name} of type "
+            f"{who} must return a number or a dict of numbers; got {value!r}{name} of type "
             f"{type(value).__name__}"
         )
     return float(value)
@@ -195,7 +200,7 @@ def _numbers_by_key(result: object) -> dict[str, float]:
     So at most one batch is under way: CPU devices share their threads, see `TrainStep`.
     """
     named = result if isinstance(result, Mapping) else {"": result}
-    return {str(key): _real(str(key), value) for key, value in named.items()}
+    return {str(key): _real("over_batches: fn", str(key), value) for key, value in named.items()}
 
 
 def _mean_of(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:

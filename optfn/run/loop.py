@@ -260,7 +260,7 @@ class _Run:
         self.saver = Saver(step, options)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
-        self.evaluator = Evaluator(options, self.history)
+        self.evaluator = Evaluator(options, self.history, state.model_state is not None)
         self.best = Best(self.evaluator, self.saver)
         self.best.restore(self.state)
         self.remaining = Remaining(

@@ -392,8 +392,13 @@ def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples
 def test_batches_that_are_too_few_are_counted(tmp_path):
     with pytest.raises(ValueError, match=r"batches gave 3 batches; 5 are needed for steps=5$"):
         run(X[:3], steps=5)
-    with pytest.raises(ValueError, match=r"batches gave 0 batches; at least 1 are needed$"):
-        run(iter([]))
+    for none in ([], np.ones((0, 8, 3))):
+        with pytest.raises(ValueError, match=r"batches must hold at least one batch; got"):
+            run(none)
+    with pytest.raises(ValueError, match=r"at least one batch; got \[\] of type list$"):
+        run([], epochs=2)
+    with pytest.raises(ValueError, match="list_iterator, which gives its batches only once"):
+        run(iter([]), steps=3)
     state, history = run(X[:10], checkpoint=tmp_path)
     passed = "; the run passes over the first 10, used before$"
     with pytest.raises(ValueError, match="gave 6 batches; 12 are needed for steps=12" + passed):
