@@ -181,10 +181,12 @@ class _Rounds(NamedTuple):
 def _sizes(ids: int, workers: int) -> tuple[int, ...]:
     """Return how many ids an owner may get in a round: eighths of its capacity, rising.
 
-    Where a batch repeats ids, fewer go over the link than the capacity is made for.
+    Where a batch repeats ids, fewer go over the link than the capacity is made for. Each size is a
+    program of its own, which eight ids or more are worth.
     """
     most = _capacity(ids, workers)
-    return tuple(sorted({-(-most * k // 8) for k in range(1, 9)}))
+    parts = min(8, -(-most // 8))
+    return tuple(-(-most * k // parts) for k in range(1, parts + 1))
 
 
 def bytes_of_round(ids: int, workers: int, row: int) -> int:

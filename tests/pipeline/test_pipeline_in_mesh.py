@@ -3,11 +3,13 @@
 The reference is the run of as many workers of one device each, on the model without a pipeline.
 """
 
+import itertools
 import re
 
 import jax
 import numpy as np
 import pytest
+from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from problems import STAGES, batch, block, blocks, mean_square, mesh_of, whole
@@ -64,9 +66,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("local_steps", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "local_steps", "explicit"),
+    thinned(itertools.product(KINDS, [1, 2], [False, True]), every=5),
+)
 def test_it_trains_as_the_whole_model_on_each_worker(kind, local_steps, explicit):
     virtual, stages, options = KINDS[kind]
     mesh = mesh_of(explicit)
