@@ -40,7 +40,7 @@ def newest_of(
 
 
 def told(newest: T | None, problems: list[str]) -> T:
-    """Return what was loaded, with a warning of each checkpoint that was passed over for it."""
+    """Return the checkpoint that was loaded; warn of each that was passed over for it."""
     if newest is None:
         raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
     for problem in problems:

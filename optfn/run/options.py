@@ -75,7 +75,7 @@ class LoopOptions:
                 f"stop between rounds; got {self.steps}"
             )
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-            hint = ": call it, to pass what it returns" if callable(batches) else ""
+            hint = ": call it, to pass its result" if callable(batches) else ""
             raise TypeError(f"batches must be an iterable; got {checks.shown(batches)}{hint}")
         if isinstance(batches, Mapping):
             raise TypeError(

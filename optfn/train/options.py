@@ -108,7 +108,7 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
 
 
 def check_loss(loss_fn: object, value_and_grad: object, options: StepOptions) -> None:
-    """Raise a TypeError unless the one that is called is a function of what it is called with."""
+    """Raise a TypeError unless the one that is called takes the arguments of a step."""
     if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
     if value_and_grad is not None and not callable(value_and_grad):
