@@ -89,6 +89,11 @@ class Evaluator:
         if self.key in values:
             self._compare(n, values[self.key])
         elif self._compares or self.options.monitor is not None:
+            if named is not result:
+                raise ValueError(
+                    f"monitor={self.options.monitor!r} names a number of a dict; evaluate gives "
+                    "a number alone: leave monitor out"
+                )
             keys = ", ".join(sorted(named))
             raise ValueError(
                 f"monitor must be one of the numbers that evaluate gives, {keys}; "

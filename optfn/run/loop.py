@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from optfn import checks
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import AxisName
@@ -254,6 +255,11 @@ class _Run:
     def __init__(
         self, step: TrainStep, state: TrainState, batches: Iterable[Batch], options: LoopOptions
     ) -> None:
+        if not isinstance(step, TrainStep):
+            raise TypeError(
+                f"step must be a TrainStep, as make_train_step gives it; got {checks.shown(step)}"
+            )
+        step.check_state(state)
         options.check_batches(batches, step.local_steps)
         begin = int(state.step)
         self.step, self.options = step, options
@@ -317,8 +323,12 @@ class _Run:
         return numbers
 
     def _callback_stops(self, metrics: dict[str, Any]) -> bool:
-        callback = self.options.callback
-        return callback is not None and callback(self.n, self.state, as_numbers(metrics)) is True
+        if self.options.callback is None:
+            return False
+        result = self.options.callback(self.n, self.state, as_numbers(metrics))
+        if isinstance(result, jax.Array):  # a comparison of params, say
+            result = np.asarray(result)[()]
+        return isinstance(result, bool | np.bool_) and bool(result)
 
     def _end(self, lines: RunLog) -> None:
         """Check, evaluate and save the last state."""

@@ -155,7 +155,7 @@ class TrainStep:
             or it was made without local steps where the step makes some; or the batch holds text,
             or arrays of another library that NumPy does not take without a copy.
         """
-        self._check_state(state)
+        self.check_state(state)
         self.check(state)
         batch = as_arrays(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
@@ -202,7 +202,13 @@ class TrainStep:
                 "begin with the same params and get the same updates"
             )
 
-    def _check_state(self, state: object) -> None:
+    def check_state(self, state: object) -> None:
+        """Raise unless the step can be called with this state: it is of this step, and not used up.
+
+        Raises:
+          TypeError: it is no TrainState, or that of a step with other arguments.
+          ValueError: an earlier call has overwritten it.
+        """
         if not isinstance(state, TrainState):
             raise TypeError(
                 "state must be a TrainState, as init and the step return it; "

@@ -28,7 +28,11 @@ def test_the_training_step(rule):
             rng_streams=kd.train.RngStreams(seed=0),
             sharding=kd.sharding.ShardingStrategy(),
             init_transform=kd.ckpts.NoopTransform(),
-            aux=kd.train.Auxiliaries(losses={"l2": kd.losses.L2(preds="preds", targets="batch.y")}),
+            aux=kd.train.Auxiliaries(
+                losses={"l2": kd.losses.L2(preds="preds", targets="batch.y")},
+                metrics={},
+                summaries={},
+            ),
         )
         batches = [{"x": jnp.asarray(x), "y": jnp.tanh(x[:, :1])} for x in xs]
         state = step.init(jax.eval_shape(lambda: batches[0]))

@@ -185,6 +185,10 @@ def test_monitor_names_the_number_that_has_to_fall():
     assert history["evaluation/error"].tolist() == [1.0, 2.0]
     with pytest.raises(ValueError, match=r"monitor must be one of .*error, good; got 'loss'"):
         run(evaluate=evaluate([1]), monitor="loss")
+    with pytest.raises(
+        ValueError, match="monitor='loss' names a number of a dict; evaluate gives a"
+    ):
+        run(evaluate=distance, monitor="loss")
 
 
 @pytest.mark.parametrize("options", [{"keep_best": True}, {"patience": 1}])
@@ -272,6 +276,26 @@ def test_the_callback_gets_numbers_and_may_stop():
         np.testing.assert_allclose(params, params_after(n), rtol=1e-4)
     assert ["evaluation" in metrics for _, metrics, _ in seen] == [False, True, False]
     assert history["evaluation_step"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("true", [True, np.True_, jnp.array(True)], ids=["bool", "numpy", "jax"])
+def test_each_kind_of_true_from_a_callback_ends_the_run(true):
+    for result, steps in ((true, 1), (true != True, 4), (None, 4), (1, 4)):  # noqa: E712
+        state, _ = run(steps=4, callback=lambda n, state, metrics, result=result: result)
+        assert int(state.step) == steps
+
+
+def test_fit_names_what_is_no_step_and_no_state_of_it():
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
+    state = step.init(jnp.zeros(3))
+    for other in (optfn.sgd(0.1), loss_fn):
+        with pytest.raises(TypeError, match="step must be a TrainStep, as make_train_step gives"):
+            optfn.fit(other, state, X)
+    with pytest.raises(TypeError, match=r"state must be a TrainState.*got Array"):
+        optfn.fit(step, jnp.zeros(3), X)
+    fitted(step, state, X[:1])
+    with pytest.raises(ValueError, match="the state has been used up by an earlier call"):
+        fitted(step, state, X[:1])
 
 
 def lines_of(path):
