@@ -34,8 +34,9 @@ def as_arrays(batch: Batch) -> Batch:
             )
         if _would_be_cut(x):
             path = tree.array_paths(batch)[i]
+            where = f"leaf {path!r} of the batch" if path else "the batch"
             raise ValueError(
-                f"leaf {path!r} of the batch has integers from {np.min(x)} to {np.max(x)}, which "
+                f"{where} has integers from {np.min(x)} to {np.max(x)}, which "
                 "JAX would cut to 32 bits without an error: map them to smaller ones, such as "
                 "rows of a table by optfn.sparse.hash_ids, or set jax_enable_x64"
             )
