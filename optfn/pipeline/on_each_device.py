@@ -1,4 +1,4 @@
-"""An optimizer that exchanges gradients by itself, on those that a pipeline leaves each worker."""
+"""A wrapper for optimizers that exchange gradients themselves, beside a pipeline."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from optfn.state.placement import map_state, num_workers
 
 @traits(workers_in_front=True)
 class OnEachDeviceState(NamedTuple):
-    """State of `on_each_device`: that of the optimizer, of all devices; indexed as that is."""
+    """State of `on_each_device`: the optimizer's state, of all devices; indexing passes through."""
 
     inner_state: OptState
 
@@ -38,40 +38,42 @@ def on_each_device(
     spec: P,
     data_axis: str = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on each device, on its part of params and on its worker's gradients.
+    """Run an optimizer on each device of a pipeline, on the device's part of params and gradients.
 
         f = pipeline_value_and_grad(stage_fn, loss_fn, mesh=mesh, num_microbatches=m,
                                     data_axis="data", grad_reduce=None)
         tx = on_each_device(dgc_momentum(...), mesh, spec=PartitionSpec("stage"))
         step = make_train_step(loss_fn, tx, value_and_grad=f)
 
-    It is for steps of your own; `make_train_step(None, tx, value_and_grad=f, mesh=mesh,
-    shard={".*": PartitionSpec("stage")})` needs it not, with a pipeline that has no `data_axis`.
+    You need it only for steps of your own, with optimizers such as `dgc_momentum` that exchange
+    gradients themselves. With a pipeline that has no `data_axis`, `make_train_step(None, tx,
+    value_and_grad=f, mesh=mesh, shard={".*": PartitionSpec("stage")})` does the same without it.
 
-    Each device of a stage exchanges with the same stage of the other workers only. `tx` sees the
-    device's part of each leaf, so that sizes, selections and norms are those of a stage: as for the
-    whole model on each worker, with the stages' params as leaves of their own.
+    Each device exchanges only with the devices of the same stage of other workers. `tx` sees the
+    device's part of each leaf, so sizes, selections and norms are those of a stage. The result is
+    that of the whole model on each worker, if the params of each stage were leaves of their own.
 
     Args:
-      tx: such as `dgc_momentum`, element by element or leaf by leaf: a norm over all params would
-        be that of one stage.
-      mesh: as the pipeline's.
-      spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
-        PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for heterogeneous
-        ones, which lie on every device. The shared params of `PipelineParams` and their optimizer
-        state lie on every device in any case.
-      data_axis: the axis of the workers, `axis_name` of `tx`.
+      tx: an optimizer that works element by element or leaf by leaf, such as `dgc_momentum`. A norm
+        over all params would be that of one stage.
+      mesh: the mesh of the pipeline.
+      spec: the PartitionSpec of every leaf of params: PartitionSpec("stage") for stacked stages,
+        PartitionSpec(None, "stage") for folded virtual stages, PartitionSpec() for heterogeneous
+        stages, whose params are on every device. The shared params of `PipelineParams` and their
+        optimizer state are on every device in any case.
+      data_axis: the axis of the workers, which is also the `axis_name` of `tx`.
 
-    State: that of `tx`. Per-worker parts are flat arrays over the data axis and those of `spec`;
-    arrays like params lie as these do, scalars everywhere. Integer leaves are frozen: no gradient,
-    no update, no state. Leaves whose gradients no transform in `tx` exchanges (in a partition,
-    behind a mask) are averaged over the workers first.
+    State: that of `tx`. Per-worker parts are flat arrays over the data axis and the axes of `spec`;
+    arrays like params have their PartitionSpec, and scalars are on every device. Integer leaves are
+    frozen: they have no gradient, no update and no state. Leaves that no transform in `tx`
+    exchanges (in a partition, behind a mask) are first averaged over the workers.
 
-    Where a gradient is not finite in one stage, all stages of all workers see it.
+    If a gradient is not finite in one stage, it is made NaN in all stages, so that all of them skip
+    it together.
 
     Raises:
-      ValueError: the mesh has not the axes, gradients come without the workers in front, or `tx`
-        has a wrapper that may not stand around a transform that exchanges gradients by itself.
+      ValueError: the mesh does not have the axes, gradients do not have the workers in front, or
+        `tx` has a wrapper that must not enclose a transform that exchanges gradients itself.
     """
     inner = optax.with_extra_args_support(core.check_transform("on_each_device: tx", tx))
     stage_axes = tuple(axis for entry in spec for axis in meshes.axes(entry))
@@ -108,8 +110,8 @@ def on_each_device(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        # Updates leave the devices as arrays, laid out like params. Of the training step's extra
-        # arguments, only numbers are the same on all devices.
+        # Updates are returned as arrays with the sharding of params. Of the extra arguments of a
+        # training step, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
         _check_workers(updates, workers, data_axis)
         specs = placement.of_state(state.inner_state)
@@ -136,9 +138,9 @@ def on_each_device(
 
 
 class _Placement(NamedTuple):
-    """How params and state lie on the mesh.
+    """The PartitionSpecs of params and state.
 
-    spec: of every leaf of the stages' params.
+    spec: that of every leaf of the stages' params.
     data_axis: the axis of the workers.
     stage_axes: the axes in `spec`.
     """
@@ -187,7 +189,7 @@ def _with_gradient(x: Leaf, g: Leaf) -> Leaf:
 
 
 def _with_frozen(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return an update; without a gradient an integer zero, masked where `g` is."""
+    """Return an update; for a leaf without a gradient an integer zero, masked if `g` is."""
     if tree.is_masked(g):
         return g
     if _has_gradient(g):
@@ -196,7 +198,7 @@ def _with_frozen(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
 
 
 def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates:
-    """Return the gradients, or NaN in all stages where those of one are not finite."""
+    """Return the gradients, or NaN in all stages if those of one stage are not finite."""
     if not stage_axes:
         return updates
     bad = lax.pmax((~leafwise.all_finite(updates)).astype(jnp.int32), stage_axes) > 0
@@ -204,12 +206,12 @@ def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates
 
 
 def _check_axes_of_exchange(state: OptState, data_axis: str) -> None:
-    """Raise a ValueError if a transform exchanges over other axes than that of the workers."""
+    """Raise a ValueError if a transform exchanges over another axis than that of the workers."""
     for node in nodes_of(Exchanged, state):
         if node.axes != meshes.axes(data_axis):
             raise ValueError(
-                f"on_each_device: tx exchanges over {tuple(node.axes)}; it must be over the axis "
-                f"of the workers, {data_axis!r}: other devices hold other stages"
+                f"on_each_device: tx must exchange over the axis of the workers, {data_axis!r}; it "
+                f"exchanges over {tuple(node.axes)}, along which devices have other stages"
             )
 
 
@@ -217,6 +219,7 @@ def _check_workers(updates: Updates, workers: int, data_axis: str) -> None:
     for name, g in zip(tree.paths(updates), tree.flatten(updates)[0], strict=True):
         if not tree.is_masked(g) and jnp.shape(g)[:1] != (workers,):
             raise ValueError(
-                f"on_each_device: the gradient of {name!r} of shape {jnp.shape(g)} must have the "
-                f"{workers} workers of {data_axis!r} in front; grad_reduce=None leaves them"
+                f"on_each_device: the gradient of {name!r} must have the {workers} workers of "
+                f"{data_axis!r} as its leading axis; got shape {jnp.shape(g)}. Make the pipeline "
+                "with grad_reduce=None"
             )

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class OtherRun(ValueError):
-    """A checkpoint is whole, but of another run."""
+    """A checkpoint is intact, but from another run."""
 
 
 def step_of(path: Path) -> int:
@@ -27,7 +27,7 @@ def newest_of(
 ) -> tuple[Path, T] | None:
     """Return the last path that is intact, read; `problems` gets the faults of those after it.
 
-    One that is whole but of another run ends the search: those before it are of that run too.
+    One that is intact, but from another run, ends the search: those before it are of that run too.
     """
     for path in reversed(paths):
         try:
@@ -62,12 +62,12 @@ def newest_of_all(
     content = processes.send(source, path.read_bytes() if is_file else b"")
     if not content:
         raise ValueError(
-            f"process {source} has a checkpoint of step {last} that is a directory, which other "
-            "processes do not see: all must name the same one, which they share"
+            f"process {source} has a checkpoint of step {last} that is a directory, but other "
+            "processes cannot see it: all processes must name the same, shared directory"
         )
     if own == last:
         return newest
-    checks.warn(f"{path} is a copy of the file of process {source}")
+    checks.warn(f"{path} was missing here, and is now a copy of the file of process {source}")
     directory.mkdir(parents=True, exist_ok=True)
     write_file(path, lambda file: file.write(content))
     return path, read(path)

@@ -1,7 +1,7 @@
 """Row-sparse gradients of tables: `Rows`, `Table`, `value_and_grad`, `densify`.
 
-An embedding table may have millions of rows, of which a step looks up thousands. `value_and_grad`
-returns the gradient of such a leaf as the rows that were looked up, without an array of the size of
+An embedding table may have millions of rows, but a step looks up only thousands. `value_and_grad`
+returns the gradient of such a leaf as rows, one for each lookup, without an array of the size of
 the table.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["Rows", "Table", "densify", "value_and_grad"]
 
 @core.transform(complex_leaves=True)
 def densify() -> core.Rule:
-    """Make row-sparse gradients dense, for third-party transforms that follow.
+    """Make row-sparse gradients dense, for transforms of other libraries that come after it.
 
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
@@ -37,17 +37,17 @@ def densify() -> core.Rule:
 
 @jax.tree_util.register_pytree_node_class
 class Table:
-    """The form of an embedding leaf inside a loss, which allows lookups and nothing else.
+    """An embedding table as a loss sees it: it can be looked up, and nothing else.
 
-    `table[ids]` returns the rows of integer ids of any shape, (*ids.shape, …). Ids out of range are
-    treated as in an array.
+    `table[ids]` returns the rows for integer ids of any shape, (*ids.shape, …). Ids out of range
+    are treated as in an array.
 
     Args:
       array: the leaf, (rows, …).
       path: its path, for errors.
 
     Raises:
-      TypeError: any operation but a lookup by integer ids.
+      TypeError: the loss does something else with the table than to look up integer ids.
     """
 
     def __init__(self, array: jax.Array, path: str) -> None:
@@ -81,10 +81,10 @@ class Table:
         if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
             came = f"an array of dtype {ids.dtype}" if hasattr(ids, "dtype") else repr(ids)
             raise TypeError(
-                f"table {self._path!r} is looked up by integer ids, table[ids]; got {came}"
+                f"table {self._path!r} must be looked up by integer ids, table[ids]; got {came}"
             )
-        # As in an array: JAX reads a single id by a slice, whose start it moves into the array, and
-        # its gradient goes to the row that was read. Here it is a gather with that rule.
+        # JAX reads a single id of an array by a slice, and moves its start into the array if it is
+        # out of range. The gradient goes to the row that was read. This gather does the same.
         return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
 
     def __jax_array__(self) -> Any:
@@ -127,8 +127,8 @@ for _name in (
 
 def _dense_use(path: str, use: str) -> str:
     return (
-        f"table {path!r} can only be looked up, table[ids]; the loss uses it otherwise ({use}). "
-        "Take that leaf out of `tables`: its gradient is then dense"
+        f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
+        f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
 
 
@@ -140,30 +140,34 @@ def value_and_grad(
     transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     owners: Owners | None = None,
 ) -> Callable[..., Any]:
-    """Return a function that computes a loss and its gradients, row-sparse for tables.
+    """Return a function that computes a loss and its gradients, which are row-sparse for tables.
 
-    Like `jax.value_and_grad` for the first argument, except for the leaves that `tables` selects:
-    inside `loss_fn` they are `Table`s, and their gradient is `Rows` with an entry for each id that
-    was looked up. No array of the size of a table is made.
+    It is like `jax.value_and_grad` for the first argument, except for the leaves that `tables`
+    selects. Inside `loss_fn` these are `Table`s, and their gradients are `Rows` with an entry for
+    each id that was looked up, so that no array of the size of a table is made. `make_train_step`
+    and `minimize` do this with their argument `tables`.
 
     Args:
-      loss_fn: (params, *args) -> loss, or (loss, aux). It may look up inside jit and vmap; inside
-        the body of a scan, a cond or a checkpoint a lookup is an error: look up before it.
-      tables: a regular expression that matches the whole path of each table, or path -> bool.
+      loss_fn: a function (params, *args) -> loss, or (loss, aux). Lookups may be inside jit and
+        vmap. Inside the body of a scan, a cond or a checkpoint they are an error: look rows up
+        before it, and pass them in.
+      tables: a regular expression that matches the whole path of each table, or a function
+        path -> bool.
       has_aux: whether `loss_fn` returns auxiliary data too.
       transform: a transformation of the rest of the loss, after its lookups, such as a `recompute`
-        of names in it; a segment that is recomputed cannot contain a lookup.
-      owners: the workers that keep the rows of the tables, where it runs inside their `shard_map`
-        on parts of them; gradients of tables are then the parts of the mean. `make_train_step`
-        with `shard_tables=True` passes it.
+        of names in it. A segment that is recomputed cannot contain a lookup.
+      owners: the workers that keep the rows of the tables. `make_train_step` with
+        `shard_tables=True` passes it, inside a `shard_map` over parts of the tables; gradients of
+        tables are then parts of the mean.
 
     Returns:
-      (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients); jit-able.
+      A function (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients), which
+      can be jitted.
 
     Raises:
       ValueError: the pattern matches no leaf.
-      TypeError: a table that is not a floating-point array with rows, ids that are not integers, or
-        any use of a table but a lookup.
+      TypeError: a table is not a floating-point array with rows, ids are not integers, or the loss
+        does something else with a table than to look rows up.
 
     >>> import jax.numpy as jnp
     >>> params = {"table": jnp.ones((1000, 2)), "w": jnp.ones(2)}
@@ -174,7 +178,7 @@ def value_and_grad(
     """
     pattern = tree.check_pattern("tables", tables)
     if pattern is None:
-        raise TypeError("tables must be a pattern of leaf paths; got None")
+        raise TypeError("tables must be a pattern of the paths of leaves; got None")
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         leaves, structure = tree.flatten(params)
@@ -183,7 +187,7 @@ def value_and_grad(
         for path, leaf, is_table in zip(paths, leaves, chosen, strict=True):
             if is_table:
                 _check_table(path, leaf)
-        # Trace the loss with whole tables, or negative ids would count from the end of their parts.
+        # Trace the loss with whole tables. With parts, negative ids would count from their ends.
         seen = [
             _whole(x, owners) if is_table else x for x, is_table in zip(leaves, chosen, strict=True)
         ]
@@ -204,7 +208,7 @@ def value_and_grad(
 
         arrays = {v: x for v, x in zip(var_of, leaves, strict=True) if v is not None}
         outputs = [e.outvars[0] for e in lookups]
-        # The part of the program that computes the ids and looks them up, run without derivative.
+        # Run the part of the program that computes ids and looks them up, without a derivative.
         instead = (
             {} if owners is None else {id(e): partial(_from_owners, e, owners) for e in lookups}
         )
@@ -243,7 +247,7 @@ def value_and_grad(
 
 
 def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
-    """Return the shape of the table of which a worker keeps `part`; the array where it has all."""
+    """Return the shape of the table that `part` belongs to; without owners, the array itself."""
     if owners is None:
         return part
     return jax.ShapeDtypeStruct((owners.num_rows(part), *part.shape[1:]), part.dtype)
@@ -252,10 +256,11 @@ def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
 def _from_owners(
     equation: Equation, owners: Owners, part: jax.Array, starts: jax.Array
 ) -> list[jax.Array]:
-    """Return the results of a lookup, from the workers that keep the rows."""
+    """Return the results of a lookup, fetched from the workers that keep the rows."""
     ids, rows = starts[..., 0], part.shape[1:]
     count = owners.num_rows(part)
-    # A gather reads the nearest row where it may not be told that an id is outside.
+    # A gather reads the nearest row for an id that is out of range, unless its mode is
+    # FILL_OR_DROP.
     inside = jnp.clip(ids, 0, count - 1)
     found = owners.lookup(part, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
     if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
@@ -296,8 +301,8 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
                 key in equation.params for key in ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
             ):
                 raise TypeError(
-                    f"table {path!r} is used inside the body of {name}, where a lookup cannot be "
-                    "found: look up before it, and pass the rows in"
+                    f"table {path!r} is used inside the body of {name}, where lookups cannot be "
+                    "found. Look the rows up before it, and pass them in"
                 )
             raise TypeError(_dense_use(path, name))
         found.append(equation)
@@ -308,7 +313,7 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
 
 
 def _is_lookup(equation: Equation, path_of: dict[Any, str]) -> bool:
-    """Tell whether an equation gathers full rows of a table by ids that are not a table."""
+    """Tell whether an equation gathers whole rows of a table, by ids that are not a table."""
     if equation.primitive.name != "gather" or equation.invars[1] in path_of:
         return False
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -329,7 +334,7 @@ def _rows(table: jax.Array, lookups: list[tuple[Equation, jax.Array, jax.Array]]
       lookups: for each lookup its equation, its ids and the gradient of the rows looked up.
     """
     num_rows, row = table.shape[0], table.shape[1:]
-    # Without any lookup, one row of padding.
+    # If there is no lookup, return one row of padding.
     indices = [jnp.full(0 if lookups else 1, num_rows, jnp.int32)]
     values = [jnp.zeros((0 if lookups else 1, *row), table.dtype)]
     for equation, ids, gradient in lookups:

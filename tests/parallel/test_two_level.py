@@ -227,7 +227,7 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.sgd(0.1),
             {"shard": "params", "local_steps": 2},
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
         (
             lambda: optfn.sgd(0.1),
@@ -237,12 +237,12 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.sgd(0.1),
             {"shard": sharded({"embedding": P("slow")}, axis="fast")},
-            "for 'embedding' divides over 'slow', along which devices are workers",
+            "for 'embedding' divides over 'slow', but along that axis devices are workers",
         ),
         (
             lambda: optfn.sgd(0.1),
             {"tables": "embedding", "shard_tables": True, "local_steps": 2},
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
     ],
 )

@@ -678,7 +678,7 @@ def make(stage_fn=block, loss_fn=mean_square, *, p=2, **options):
     [
         ({"axis_name": "model"}, ValueError, "axis_name must be an axis of the mesh.*'stage'"),
         ({"data_axis": "data"}, ValueError, "data_axis must be an axis of the mesh"),
-        ({"data_axis": "stage"}, ValueError, "data_axis must be another axis"),
+        ({"data_axis": "stage"}, ValueError, "data_axis and axis_name must be different"),
         ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
         (
             {"schedule": "2f2b"},
@@ -715,7 +715,7 @@ def test_wrong_arguments(options, error, words):
         ({"loss_fn": lambda y, t: (y - t) ** 2}, 2, 24, ValueError, "loss_fn must return a scalar"),
         ({"loss_fn": lambda y, t: (0.0, y)}, 2, 24, ValueError, "loss_fn must return a scalar"),
         ({"loss_fn": lambda y, t: jnp.int32(1)}, 2, 24, TypeError, "loss_fn must return a real"),
-        ({"stage_fn": [block, block]}, 2, 24, TypeError, "params must be the list"),
+        ({"stage_fn": [block, block]}, 2, 24, TypeError, "params must be a list"),
     ],
 )
 def test_wrong_data(options, stages, size, error, words):
@@ -727,7 +727,7 @@ def test_wrong_calls():
     params, (x, target) = stack_stages(blocks(2)), batch()
     with pytest.raises(ValueError, match="targets: every array must have the batch"):
         make()(params, x, target[:5])
-    with pytest.raises(ValueError, match="inputs must hold"):
+    with pytest.raises(ValueError, match="inputs must contain"):
         make()(params, {}, target)
     with pytest.raises(ValueError, match="rng was given"):
         make()(params, x, target, rng=jax.random.key(0))

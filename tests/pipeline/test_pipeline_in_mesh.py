@@ -163,7 +163,7 @@ def test_the_step_alone_splits_the_batch():
         param_specs={"in": P(), "bias": P(), "out": P(None, "data")},
     )  # fmt: skip
     params = stack_stages(blocks())
-    for f, words in ((twice, "leave data_axis out"), (specs, "param_specs: .*shard={")):
+    for f, words in ((twice, "without data_axis"), (specs, "param_specs: .*shard={")):
         step = optfn.make_train_step(
             None, adam(), value_and_grad=f, mesh=mesh, shard={".*": P("stage")}
         )

@@ -68,7 +68,7 @@ def test_another_chain_loads_what_it_has_in_common_and_says_the_rest(sharded, tm
         warnings.simplefilter("error")
         with pytest.raises(
             ValueError,
-            match=r"missing 'scale_by_adam/step'.*restore_checkpoint with strict=False loads what",
+            match=r"missing 'scale_by_adam/step'.*restore_checkpoint with strict=False loads all",
         ):
             optfn.restore_checkpoint(tmp_path, template)
 
