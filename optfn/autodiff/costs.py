@@ -39,23 +39,9 @@ def costs_of(
 
     The arguments are arrays or shapes; nothing is computed.
     """
-    structure: Any = None
-
-    def run(params: Params, x: PyTree) -> tuple[PyTree, list[Leaf]]:
-        nonlocal structure
-        y, pull = pullback(lambda params, x, _: fn(params, x), params, x, None)
-        leaves, structure = jax.tree.flatten(pull)
-        return y, leaves
-
-    def pull(leaves: list[Leaf], cotangent: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        return jax.tree.unflatten(structure, leaves)(cotangent)
-
-    forward = Equations(run, params, x)
+    forward, backward, y = _programs(fn, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
     y_leaves = jax.tree.leaves(y_atoms)
-    # The shapes from eval_shape also have the mesh axes over which the values vary.
-    y, leaves = jax.eval_shape(run, params, x)
-    backward = Equations(pull, leaves, inexact_leaves(y))
     arguments = {*forward.inputs, *forward.constants}
     # Backward reads some of the residuals from memory, and computes the others within fusions.
     in_memory = _written(backward.equations, ())
@@ -83,6 +69,31 @@ def costs_of(
         ),
     )
     return costs, y
+
+
+def _programs(
+    fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
+) -> tuple[Equations, Equations, PyTree]:
+    """Return the forward and the backward pass of `fn(params, x)`, and the shapes of its result.
+
+    The forward pass gives (result, residuals); the backward pass takes the residuals, and then the
+    cotangents of the result.
+    """
+    structure: Any = None
+
+    def run(params: Params, x: PyTree) -> tuple[PyTree, list[Leaf]]:
+        nonlocal structure
+        y, pull = pullback(lambda params, x, _: fn(params, x), params, x, None)
+        leaves, structure = jax.tree.flatten(pull)
+        return y, leaves
+
+    def pull(leaves: list[Leaf], cotangent: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        return jax.tree.unflatten(structure, leaves)(cotangent)
+
+    forward = Equations(run, params, x)
+    # The shapes from eval_shape also have the mesh axes over which the values vary.
+    y, leaves = jax.eval_shape(run, params, x)
+    return forward, Equations(pull, leaves, inexact_leaves(y)), y
 
 
 def num_bytes(atoms: Iterable[Atom]) -> int:

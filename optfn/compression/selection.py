@@ -361,9 +361,10 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
         indices = the k with largest |x|, the first among equals;  values = x[indices]
 
-    It selects what `lax.top_k` of |x| selects, for any k and any data: ties, zeros, infinities, and
-    NaN, which counts as larger than infinity. The result is ordered by index. Since it does not
-    sort, it is several times faster at n = 10⁷, k = n/1000 on CPU (`benchmarks/selection.py`).
+    It selects the same entries as `lax.top_k` of |x|, for any k and any data: ties, zeros,
+    infinities, and NaN, which counts as larger than infinity. The result is ordered by index. Since
+    it does not sort, it is several times faster at n = 10⁷, k = n/1000 on CPU
+    (`benchmarks/selection.py`).
 
     Args:
       x: shape (n,), float32, float16 or bfloat16.

@@ -1,7 +1,7 @@
 """Names for the kinds of values that functions here take and return, and of leaves."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -20,9 +20,9 @@ LossFn: TypeAlias = Callable[..., Any]
 
 
 class LeafKind(abc.ABC):
-    """A leaf that is no dense array, such as `Rows`: it defines how a rule on arrays applies to it.
+    """A leaf that is not a dense array, such as `Rows`, and defines how rules apply to it.
 
-    A pytree node whose numbers are `values`; it represents an array of `shape`.
+    It is a pytree node whose numbers are `values`, and represents an array of `shape`.
     """
 
     values: jax.Array
@@ -87,5 +87,6 @@ class LeafKind(abc.ABC):
         rows: str,
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
+        scalars: Mapping[str, Any],
     ) -> Any:
-        """Return the result of a rule for this gradient; see `leafwise.apply` for `rows`."""
+        """Return rule(g, *accumulators, *params, **scalars); see `leafwise.apply` for `rows`."""

@@ -1,5 +1,6 @@
 """A wrapper for optimizers that exchange gradients themselves, beside a pipeline."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,62 +80,75 @@ def on_each_device(
     stage_axes = tuple(axis for entry in spec for axis in meshes.axes(entry))
     workers = num_workers(mesh, data_axis)
     num_workers(mesh, stage_axes)
+    on_devices = _OnEachDevice(inner, mesh, workers, _Placement(spec, data_axis, stage_axes))
+    return optax.GradientTransformationExtraArgs(on_devices.init, on_devices.update)
 
-    placement = _Placement(spec, data_axis, stage_axes)
 
-    def init_on_device(params: Params) -> OptState:
-        state = inner.init(params)
-        return map_state(
-            lambda x, own: x, lambda x: x, state, lambda x, own: jnp.full_like(x, workers)
-        )
+class _OnEachDevice(NamedTuple):
+    """The functions of `on_each_device`.
 
-    def init(params: Params) -> OnEachDeviceState:
+    inner: the optimizer that runs on each device.
+    mesh: the devices.
+    workers: the number of workers.
+    placement: the PartitionSpecs of params and state.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    mesh: Mesh
+    workers: int
+    placement: "_Placement"
+
+    def init(self, params: Params) -> OnEachDeviceState:
+        """Return the states of all devices."""
+
         def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
-            shape = NamedSharding(mesh, spec).shard_shape(jnp.shape(x))
+            shape = NamedSharding(self.mesh, spec).shard_shape(jnp.shape(x))
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         # The choice of leaves to compress depends on the size of a device's part.
-        specs = placement.of_params(params)
-        shapes = jax.eval_shape(init_on_device, jax.tree.map(part, params, specs))
+        specs = self.placement.of_params(params)
+        shapes = jax.eval_shape(self._init_on_device, jax.tree.map(part, params, specs))
         check_wrappers("on_each_device", shapes)
-        _check_axes_of_exchange(shapes, data_axis)
-        run = jax.shard_map(
-            init_on_device,
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=placement.of_state(shapes),
-            check_vma=False,
-        )
+        _check_axes_of_exchange(shapes, self.placement.data_axis)
+        run = self._mapped(self._init_on_device, (specs,), self.placement.of_state(shapes))
         return OnEachDeviceState(jax.jit(run)(params))
 
     def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+        self, updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        # Updates are returned as arrays with the sharding of params. Of the extra arguments of a
-        # training step, only numbers are the same on all devices.
+        """Return the updates, with the sharding of params, and the states of all devices."""
+        # Of the extra arguments of a training step, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
-        _check_workers(updates, workers, data_axis)
-        specs = placement.of_state(state.inner_state)
+        _check_workers(updates, self.workers, self.placement.data_axis)
         given = tree.map(_with_gradient, updates, updates)
         kept = None if params is None else tree.map(_with_gradient, params, updates)
-
-        def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
-            local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
-            local, _, known = for_optimizer(local, state, meshes.axes(data_axis))
-            return inner.update(local, state, params, **known, **extra)
-
-        run = jax.shard_map(
-            update_on_device,
-            mesh=mesh,
-            in_specs=(placement.of_params(given, data_axis), specs, placement.of_params(kept), P()),
-            out_specs=(placement.of_params(given), specs),
-            check_vma=False,
+        of_params, of_state = self.placement.of_params, self.placement.of_state(state.inner_state)
+        run = self._mapped(
+            self._update_on_device,
+            (of_params(given, self.placement.data_axis), of_state, of_params(kept), P()),
+            (of_params(given), of_state),
         )
         new, inner_state = run(given, state.inner_state, kept, extra)
         whole = tree.map(_with_frozen, new, updates, updates if params is None else params)
         return whole, OnEachDeviceState(inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _init_on_device(self, params: Params) -> OptState:
+        state = self.inner.init(params)
+        return map_state(
+            lambda x, own: x, lambda x: x, state, lambda x, own: jnp.full_like(x, self.workers)
+        )
+
+    def _update_on_device(
+        self, given: Updates, state: OptState, params: Params | None, extra: dict[str, Any]
+    ) -> tuple[Updates, OptState]:
+        local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), self.placement.stage_axes)
+        local, _, known = for_optimizer(local, state, meshes.axes(self.placement.data_axis))
+        return self.inner.update(local, state, params, **known, **extra)
+
+    def _mapped(self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree) -> Any:
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
 class _Placement(NamedTuple):
@@ -216,7 +230,7 @@ def _check_axes_of_exchange(state: OptState, data_axis: str) -> None:
 
 
 def _check_workers(updates: Updates, workers: int, data_axis: str) -> None:
-    for name, g in zip(tree.paths(updates), tree.flatten(updates)[0], strict=True):
+    for name, g in tree.items(updates):
         if not tree.is_masked(g) and jnp.shape(g)[:1] != (workers,):
             raise ValueError(
                 f"on_each_device: the gradient of {name!r} must have the {workers} workers of "

@@ -297,8 +297,8 @@ def plan(
     checks.choice("schedule", schedule, SCHEDULES)
     if v > 1 and m % p:
         raise ValueError(
-            f"with virtual_stages={v}, num_microbatches must be a multiple of the {p} stages; "
-            f"got {m}"
+            f"num_microbatches must be a multiple of the {p} stages, because virtual_stages={v} is "
+            f"above 1; got {m}"
         )
     if activation_bytes is not None:
         checks.count("activation_bytes", activation_bytes, low=0)

@@ -29,7 +29,7 @@ from optfn.leaves.types import Params, PyTree
 
 # A gradient or a cotangent: one array for each inexact leaf.
 Leaves: TypeAlias = list[jax.Array]
-# What forward saves for backward, and (context) backward for the gradient of the weights.
+# Values that forward saves for backward, and (the context) backward for the weight gradient.
 Stash: TypeAlias = PyTree
 Context: TypeAlias = PyTree
 # The function that starts the backward of a stage: y -> (an auxiliary result, cotangent of y).

@@ -186,7 +186,7 @@ def pipeline_value_and_grad(
             if not isinstance(inputs, list | tuple) or len(inputs) != 2:
                 raise TypeError(
                     "targets are missing: pass inputs and targets as two arguments, or as a pair "
-                    f"(inputs, targets); got only a {type(inputs).__name__}"
+                    f"(inputs, targets); got a single argument of type {type(inputs).__name__}"
                 )
             inputs, targets = inputs
         return compiled(params, inputs, targets, rng)

@@ -26,8 +26,9 @@ from optfn.run.checkpoint_file import load_file
 from optfn.run.newest import OtherRun, newest_of, newest_of_all, step_of, told
 from optfn.run.storage import directory_of, is_remote, remove_directory, write_file
 from optfn.state.per_worker import has_own_state
-from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
-from optfn.train.loading import ABOUT, Changes, Misfit, load_named, on_host
+from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
+from optfn.train.changes import Changes, Misfit
+from optfn.train.loading import ABOUT, load_named, on_host
 from optfn.train.state import TrainState
 from optfn.train.state_dict import named_arrays, named_leaves
 
@@ -252,8 +253,8 @@ def _remedy(error: ValueError) -> str:
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:
-        return ". restore_checkpoint with only=, a pattern of names, loads a part"
-    return ". restore_checkpoint with strict=False loads all that fits"
+        return ". To load some of the names, call restore_checkpoint with only="
+    return ". To load the names that are in both, call restore_checkpoint with strict=False"
 
 
 def load_params(path: str | os.PathLike[str], params: Params) -> Params:
@@ -299,10 +300,8 @@ def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
     if PER_WORKER_KEY not in mapping or not has_own_state(state):
         return mapping
     own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    now, before = (
-        {int(on_host(x)) for name, x in arrays if f"/{name}".endswith("/num_workers")}
-        for arrays in (named_leaves(state), mapping.items())
-    )
+    both = dict(named_leaves(state)), mapping
+    now, before = ({int(on_host(x[name])) for name in count_names(x, own)} for x in both)
     if now == before or len(now) != 1 or not own:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(own)}, now.pop())

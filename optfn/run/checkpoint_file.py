@@ -84,5 +84,5 @@ def _check_entry(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
         if dtype.hasobject or size != entry.file_size - stream.tell():
             raise ValueError(
                 f"entry {entry.filename!r} has {entry.file_size - stream.tell()} bytes of data, "
-                f"which cannot be a {dtype} array of shape {shape}"
+                f"which cannot be an array of dtype {dtype} and shape {shape}"
             )

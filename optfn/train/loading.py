@@ -5,7 +5,6 @@ can continue with another chain, other frozen parameters or another model, and k
 have in common.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from optfn.state import names as state_names
 from optfn.state.names import is_within
 from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
 from optfn.train import masters
+from optfn.train.changes import Changes, Misfit
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
@@ -32,41 +32,6 @@ from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
 
 # Keys of a mapping that do not name arrays of the state.
 ABOUT = ("version", PER_WORKER_KEY)
-
-
-@dataclasses.dataclass(frozen=True)
-class Changes:
-    """How the names of a mapping differ from those of the state that it was loaded into.
-
-    carried: the names that were loaded.
-    new: names that the mapping lacks; their arrays are those of the template.
-    dropped: names that the state lacks.
-    """
-
-    carried: Sequence[str]
-    new: Sequence[str]
-    dropped: Sequence[str]
-
-    def __bool__(self) -> bool:
-        """Tell whether there is a difference."""
-        return bool(self.new or self.dropped)
-
-    def __str__(self) -> str:
-        parts = {
-            "carried over": self.carried,
-            "new, as in the template": self.new,
-            "dropped": self.dropped,
-        }
-        return "; ".join(f"{what}: {tree.listed(x) or 'nothing'}" for what, x in parts.items())
-
-
-class Misfit(ValueError):
-    """Names, where loading is strict, or arrays, however it is, do not fit a state."""
-
-    def __init__(self, names: Sequence[str], arrays: Sequence[str]) -> None:
-        words = [*names, *([tree.first_of(arrays, 20)] if arrays else [])]
-        super().__init__("the state does not fit: " + "; ".join(words))
-        self.arrays = arrays
 
 
 def load_state_dict(

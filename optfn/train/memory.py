@@ -1,4 +1,4 @@
-"""What each way of sharding a model costs: bytes on a device, and bytes sent per step."""
+"""The costs of each way of sharding a model: bytes on a device, and bytes sent per step."""
 
 import math
 from collections.abc import Callable, Collection
@@ -38,7 +38,7 @@ class MemoryPlan(NamedTuple):
     sent: bytes that each device sends in a call (a step, or a round of local steps), in a ring. It
       counts means, rows of tables, and the packets of a transform that exchanges gradients itself:
       those of its last phase if it says how many bytes they have (`optfn.parallel.traffic`), else
-      those of a mean. It does not count what is sent between the stages of a pipeline, nor in the
+      those of a mean. It does not count bytes sent between the stages of a pipeline, nor in the
       update of the following leaves:
     gathered_in_update: the paths of divided matrices that the optimizer treats whole, as `muon`
       does. The update sends several times the bytes of each such leaf, and nothing if
@@ -209,7 +209,7 @@ class _Rows(NamedTuple):
         over_parts, arrived = 0, ids
         if self.layout.tables is not None and ids:
             over_parts = self.microbatches * bytes_of_round(ids, parts, row)
-            arrived = num_arrived(ids, parts)
+            arrived = num_arrived(ids, parts, num_rows)
         if self.local_steps > 1:  # the drift of a table is a dense array
             drift = all_reduce_bytes(whole / parts, workers)
             return float(self.local_steps * over_parts + drift)

@@ -56,7 +56,7 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a loss function takes and returns besides params, batch and loss."""
+    """The arguments and results of a loss function besides params, batch and loss."""
 
     has_model_state: bool
     has_aux: bool
@@ -173,7 +173,7 @@ def of_loss(
 
     Args:
       loss_fn: (params, batch) -> loss, or another form.
-      form: what it takes and returns besides params, batch and loss.
+      form: its arguments and results besides params, batch and loss.
       seen: a context manager from the stored params to those that the loss sees; gradients are
         with respect to the stored ones.
       tables: leaves that are only looked up; see `sparse.value_and_grad`.

@@ -1,4 +1,4 @@
-"""What users read from an optimizer state: a dict for checkpoints, averages, a summary.
+"""The readers of an optimizer state: a dict for checkpoints, averages, a summary.
 
 `optfn.train.loading` makes a state from a dict again.
 

@@ -199,17 +199,12 @@ class TrainStep:
         if step // every > before and _replicas_differ(state.params, self.layout):
             since = f"since a step after {before * every}" if before else "perhaps from the start"
             raise RuntimeError(
-                f"the params differ between devices after step {step}, {since}. They stay equal "
-                "only if all devices begin with the same params and get the same updates"
+                f"the params differ between devices after step {step}, {since}: all devices "
+                "must begin with the same params and get the same updates"
             )
 
     def check_state(self, state: object) -> None:
-        """Raise unless the step can be called with this state: it is of this step, and not used up.
-
-        Raises:
-          TypeError: it is no TrainState, or that of a step with other arguments.
-          ValueError: an earlier call has overwritten it.
-        """
+        """Raise the errors of a call with a state that this step does not take."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"state must be a TrainState, such as step.init(params); got {checks.shown(state)}"

@@ -93,10 +93,7 @@ def accumulate(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
-        shared = tree.map(_without, state.own_total.value, totals)
-        owned = tree.map(_without, state.total, totals)
-        own_total = state.own_total._replace(value=owned)
-        return updated, AccumulateState(micro_step, shared, own_total, inner_state)
+        return updated, AccumulateState(micro_step, *_by_owner(totals, state), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -111,6 +108,13 @@ def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
 
     shared, owned = tree.map_to(2, by_owner, leafwise.zeros_like(leafwise.inexact(params)))
     return shared, PerWorker(owned, joined(*own_axes))
+
+
+def _by_owner(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
+    """Return the totals that all workers share, and each worker's, as `state` has them."""
+    shared = tree.map(_without, state.own_total.value, totals)
+    owned = tree.map(_without, state.total, totals)
+    return shared, state.own_total._replace(value=owned)
 
 
 def _without(other: Leaf, total: Leaf) -> Leaf:

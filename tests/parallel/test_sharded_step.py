@@ -417,7 +417,11 @@ def test_bad_arguments(options, error, words):
             "shard: tx exchanges gradients",
         ),
         (lambda: optfn.sgd(0.1), {"nothing": P("data")}, "'nothing' matches no leaf"),
-        (lambda: optfn.sgd(0.1), {"odd": P("data")}, r"dimension 0 of leaf 'odd', of shape \(3,\)"),
+        (
+            lambda: optfn.sgd(0.1),
+            {"odd": P("data")},
+            r"dimension 0 of leaf 'odd', which has shape \(3,\)",
+        ),
         (lambda: optfn.sgd(0.1), {"b": P(None, "data")}, "more entries than leaf 'b'"),
     ],
 )

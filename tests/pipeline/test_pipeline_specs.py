@@ -154,7 +154,9 @@ def test_specs_that_do_not_fit_params():
             with pytest.raises(ValueError, match=words):
                 make(mesh_of(), specs)(params, X, Y)
     narrow = {"in": params["in"][..., :3], "out": params["out"][:, :3], "scale": params["scale"]}
-    with pytest.raises(ValueError, match=r"divides 3 of a stage's shape \(8, 3\) over 2 devices"):
+    with pytest.raises(
+        ValueError, match=r"cannot divide 3, of a stage's shape \(8, 3\), over 2 devices"
+    ):
         make(mesh_of())(narrow, X, Y)
 
 

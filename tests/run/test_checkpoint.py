@@ -122,11 +122,11 @@ CHANGES = {
     ),
     "a header that lies": (
         lambda a, path: a | {"train/params": header((1 << 40,))},
-        "has 12 bytes of data, which cannot be a float32 array of shape",
+        "has 12 bytes of data, which cannot be an array of dtype float32",
     ),
     "a pickle": (
         lambda a, path: a | {"train/params": np.array([Run(path)], object)},
-        "which are no object array",
+        "which cannot be an array of dtype object",
     ),
     "no version": (
         lambda a, path: {k: v for k, v in a.items() if k != "version"},

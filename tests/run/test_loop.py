@@ -85,7 +85,7 @@ def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
     assert seen == [8, 9, 10, 11, 12] and history["loss"].shape == (8,)
     np.testing.assert_array_equal(state.params, run(X[:12], optfn.adam(0.1))[0].params)
     later, _ = fitted(step, state, X[12:20])
-    with pytest.raises(ValueError, match="is of step 12, before step 20 of state"):
+    with pytest.raises(ValueError, match="is from step 12, but state is from a later step, 20"):
         fitted(step, later, X[20:], checkpoint=tmp_path)
 
 
@@ -219,6 +219,14 @@ def test_a_run_that_patience_has_ended_stays_ended(tmp_path):
     assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0, 1.0]
 
 
+def test_an_evaluation_where_a_run_was_stopped_does_not_count_for_patience(tmp_path):
+    options = {"evaluate_every": 2, "patience": 2, "checkpoint": tmp_path}
+    run(evaluate=scripted([3.0, 2.0, 2.5]), callback=lambda n, state, metrics: n == 5, **options)
+    state, history = run(evaluate=scripted([2.4, 1.0, 1.1, 1.2]), **options)
+    assert history["evaluation_step"].tolist() == [2, 4, 5, 6, 8, 10, 12]
+    assert int(state.step) == 12
+
+
 def without_keep_best_and_then_with(values, steps, directory):
     """Return what comes back, after a first run of so many steps that kept no best state."""
     options = {"evaluate": scripted(values), "evaluate_every": 1, "checkpoint": directory}
@@ -278,24 +286,28 @@ def test_the_callback_gets_numbers_and_may_stop():
     assert history["evaluation_step"].tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("true", [True, np.True_, jnp.array(True)], ids=["bool", "numpy", "jax"])
-def test_each_kind_of_true_from_a_callback_ends_the_run(true):
-    for result, steps in ((true, 1), (true != True, 4), (None, 4), (1, 4)):  # noqa: E712
-        state, _ = run(steps=4, callback=lambda n, state, metrics, result=result: result)
-        assert int(state.step) == steps
-
-
 def test_fit_names_what_is_no_step_and_no_state_of_it():
     step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
     state = step.init(jnp.zeros(3))
     for other in (optfn.sgd(0.1), loss_fn):
-        with pytest.raises(TypeError, match="step must be a TrainStep, as make_train_step gives"):
+        with pytest.raises(TypeError, match="step must be a TrainStep, as make_train_step returns"):
             optfn.fit(other, state, X)
     with pytest.raises(TypeError, match=r"state must be a TrainState.*got Array"):
         optfn.fit(step, jnp.zeros(3), X)
     fitted(step, state, X[:1])
-    with pytest.raises(ValueError, match="the state has been used up by an earlier call"):
+    with pytest.raises(ValueError, match="the state has been used up"):
         fitted(step, state, X[:1])
+
+
+@pytest.mark.parametrize("yes", [np.True_, np.array(True), jnp.array(True)])
+def test_a_callback_may_answer_with_a_bool_of_numpy_or_jax(yes):
+    state, _ = run(steps=10, callback=lambda n, state, metrics: yes if n == 3 else ~yes)
+    assert int(state.step) == 3
+
+
+def test_an_answer_of_a_callback_that_is_no_bool_ends_nothing():
+    state, _ = run(steps=3, callback=lambda n, state, metrics: metrics["loss"])
+    assert int(state.step) == 3
 
 
 def lines_of(path):
@@ -447,9 +459,21 @@ def test_batches_that_are_too_few_are_counted(tmp_path):
         ({"evaluate": lambda w: "x"}, TypeError, "must return a number or a dict.*got 'x'"),
         ({"evaluate": lambda w: {"a": w}}, TypeError, "for 'a'"),
         ({"callback": "print"}, TypeError, r"callback must be a function \(step, state"),
-        ({"log": 3}, TypeError, "log must be a path; got 3"),
+        ({"log": 3}, TypeError, "log must be a path or a SummaryWriter.*; got 3"),
     ],
 )
 def test_bad_arguments(options, error, words):
     with pytest.raises(error, match=words):
         run(steps=1, **options)
+
+
+def test_fit_says_what_it_takes():
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
+    state = step.init(jnp.zeros(3))
+    with pytest.raises(TypeError, match=r"step must be a TrainStep, as make_train_step.*loss_fn"):
+        fitted(loss_fn, state, X)
+    with pytest.raises(TypeError, match="state must be a TrainState, as init and the step return"):
+        fitted(step, jnp.zeros(3), X)
+    fitted(step, state, X[:2])
+    with pytest.raises(ValueError, match="the state has been used up by an earlier call of the"):
+        fitted(step, state, X[2:])
