@@ -472,7 +472,7 @@ def test_fit_says_what_it_takes():
     state = step.init(jnp.zeros(3))
     with pytest.raises(TypeError, match=r"step must be a TrainStep, as make_train_step.*loss_fn"):
         fitted(loss_fn, state, X)
-    with pytest.raises(TypeError, match="state must be a TrainState, as init and the step return"):
+    with pytest.raises(TypeError, match="state must be a TrainState, such as step.init"):
         fitted(step, jnp.zeros(3), X)
     fitted(step, state, X[:2])
     with pytest.raises(ValueError, match="the state has been used up by an earlier call of the"):
