@@ -262,10 +262,6 @@ class _Run:
     def __init__(
         self, step: TrainStep, state: TrainState, batches: Iterable[Batch], options: LoopOptions
     ) -> None:
-        if not isinstance(step, TrainStep):
-            raise TypeError(
-                f"step must be a TrainStep, as make_train_step returns; got {checks.shown(step)}"
-            )
         step.check_state(state)
         options.check_batches(batches, step.local_steps)
         begin = int(state.step)

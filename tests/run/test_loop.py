@@ -286,19 +286,6 @@ def test_the_callback_gets_numbers_and_may_stop():
     assert history["evaluation_step"].tolist() == [2, 3]
 
 
-def test_fit_names_what_is_no_step_and_no_state_of_it():
-    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
-    state = step.init(jnp.zeros(3))
-    for other in (optfn.sgd(0.1), loss_fn):
-        with pytest.raises(TypeError, match="step must be a TrainStep, as make_train_step returns"):
-            optfn.fit(other, state, X)
-    with pytest.raises(TypeError, match=r"state must be a TrainState.*got Array"):
-        optfn.fit(step, jnp.zeros(3), X)
-    fitted(step, state, X[:1])
-    with pytest.raises(ValueError, match="the state has been used up"):
-        fitted(step, state, X[:1])
-
-
 @pytest.mark.parametrize("yes", [np.True_, np.array(True), jnp.array(True)])
 def test_a_callback_may_answer_with_a_bool_of_numpy_or_jax(yes):
     state, _ = run(steps=10, callback=lambda n, state, metrics: yes if n == 3 else ~yes)
@@ -472,8 +459,8 @@ def test_fit_says_what_it_takes():
     state = step.init(jnp.zeros(3))
     with pytest.raises(TypeError, match=r"step must be a TrainStep, as make_train_step.*loss_fn"):
         fitted(loss_fn, state, X)
-    with pytest.raises(TypeError, match="state must be a TrainState, such as step.init"):
+    with pytest.raises(TypeError, match=r"state must be a TrainState, such as step\.init"):
         fitted(step, jnp.zeros(3), X)
     fitted(step, state, X[:2])
-    with pytest.raises(ValueError, match="the state has been used up by an earlier call of the"):
+    with pytest.raises(ValueError, match="the state has been used up: an earlier call of the"):
         fitted(step, state, X[2:])
