@@ -185,14 +185,15 @@ def draw_bytes(found: Sequence[Scheme]) -> Any:
         panel.plot(
             [s.packet for s in best], [np.mean(s.percent) for s in best], "-", label="best",
         )  # fmt: skip
-        for number, s in enumerate(best, 1):
+        top = min(25.0, max(np.mean(s.percent) for s in of_inner) + 1)
+        seen = [s for s in best if np.mean(s.percent) <= top]  # the others are above the picture
+        for number, s in enumerate(seen, 1):
             panel.plot(s.packet, np.mean(s.percent), marker=f"${number}$", markersize=7, zorder=4,
                        color="black", linestyle="none", label=s.label)  # fmt: skip
             panel.plot(s.packet, np.mean(s.percent), "o", markersize=13, zorder=3,
                        color="white", markeredgecolor="C0")  # fmt: skip
         panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
         panel.axhline(0, color="black", linewidth=0.8, linestyle=":")
-        top = min(25.0, max(np.mean(s.percent) for s in of_inner) + 1)
         panel.set(title=inner, ylabel="held-out loss above dense, %", xscale="log",
                   ylim=(-0.1 * top, top))  # fmt: skip
         _plain(panel)

@@ -5,6 +5,7 @@ shape and dtype are checked; its value never decides a branch.
 """
 
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -139,6 +140,22 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False; got {shown(value)}")
     return bool(value)
+
+
+def takes(name: str, function: object, arguments: Sequence[str]) -> None:
+    """Raise a TypeError unless `function` can be called with so many arguments."""
+    if not callable(function):
+        raise TypeError(f"{name} must be a function of ({', '.join(arguments)}); got {function!r}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one of C, which does not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is called with ({', '.join(arguments)}); it takes {signature}: {error}"
+        ) from None
 
 
 def choice(name: str, value: T, options: Sequence[T]) -> T:

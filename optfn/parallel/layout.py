@@ -112,15 +112,22 @@ class Layout:
         if self.tables is None:
             return specs
         paths = tree.matching(self.tables, params, "tables")
-        return self._with_spec(P(self.part_axes), paths, specs, params)
+        return self._with_spec(P(self.part_axes), paths, specs, params, "tables")
 
-    def _with_spec(self, spec: P, paths: Collection[str], specs: PyTree, params: Params) -> PyTree:
+    def _with_spec(
+        self,
+        spec: P,
+        paths: Collection[str],
+        specs: PyTree,
+        params: Params,
+        argument: str = "shard",
+    ) -> PyTree:
         """Return `specs`, with `spec` for the leaves at these paths."""
 
         def chosen(place: tree.Place, x: Leaf, old: P) -> P:
             if tree.is_masked(x) or str(place) not in paths:
                 return old
-            _check_fit(str(place), jnp.shape(x), spec, self.mesh)
+            _check_fit(str(place), jnp.shape(x), spec, self.mesh, argument)
             return spec
 
         return tree.map_named(chosen, params, specs)
@@ -351,15 +358,16 @@ def _over_both(own: P, part: P) -> P:
     return P(joined(own[0], first), *rest)
 
 
-def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
+def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
     if len(spec) > len(shape):
         raise ValueError(
-            f"shard: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
+            f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
         )
     for dimension, entry in enumerate(spec):
         count = num_workers(mesh, axes(entry))
         if shape[dimension] % count:
             raise ValueError(
-                f"shard: dimension {dimension} of leaf {path!r}, which has shape {shape}, must be "
-                f"divisible by the {count} devices along {entry!r}"
+                f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "
+                f"must be divisible by the {count} devices along {entry!r}"
+                + (". Add rows that are never looked up" if argument == "tables" else "")
             )

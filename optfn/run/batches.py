@@ -88,7 +88,9 @@ class Remaining:
             for batch in self._iterator:
                 is_empty = False
                 yield epoch, batch
-            if epoch > 1 and is_empty:
+            if is_empty and epoch == 1:
+                return
+            if is_empty:
                 raise ValueError(
                     f"batches gave no batch in epoch {epoch} of {self.epochs}; with epochs it must "
                     "be something that can be iterated again, such as a list or a DataLoader"
@@ -115,11 +117,15 @@ class Remaining:
         needed = max(self.used, 1) if self.most is None else self.most
         if self.is_finished or self.given >= needed:
             return
+        if not self.given:
+            once = isinstance(self.batches, Iterator)
+            why = ", which gives its batches only once: has it been used before?" if once else ""
+            raise ValueError(
+                f"batches must hold at least one batch; got {checks.shown(self.batches)}{why}"
+            )
         words = "at least " if self.most is None else ""
         words += f"{needed} are needed"
         words += "" if self.steps is None else f" for steps={self.steps}"
         words += f" with local_steps={self.local_steps}" if self.local_steps > 1 else ""
         words += f". The run has already used the first {self.used}" if self.used else ""
-        once = not self.given and isinstance(self.batches, Iterator)
-        words += ". An iterator gives its batches only once: is it used up?" if once else ""
         raise ValueError(f"batches gave {self.given} batches, but {words}")

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ from optfn.parallel import processes
 from optfn.run import sharded_checkpoint as parts
 from optfn.run.background import copied, start, wait
 from optfn.run.checkpoint_file import load_file
+from optfn.run.newest import OtherRun, newest_of, newest_of_all, step_of, told
 from optfn.run.storage import directory_of, is_remote, remove_directory, write_file
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
-from optfn.train.loading import ABOUT, Changes, load_named, on_host
+from optfn.train.changes import Changes, Misfit
+from optfn.train.loading import ABOUT, load_named, on_host
 from optfn.train.state import TrainState
 from optfn.train.state_dict import named_arrays, named_leaves
-
-T = TypeVar("T")
 
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
 _UNFINISHED = ("step_*.unfinished", "step_*.orbax-checkpoint-tmp*")
@@ -161,11 +161,7 @@ def _gathered(x: Leaf) -> Leaf:
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints in `directory`, the newest last."""
     found = [path for path in directory_of(directory).glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step_"))
+    return sorted(found, key=step_of)
 
 
 def load_checkpoint(
@@ -196,10 +192,6 @@ def load_checkpoint(
     if changes and (not strict or only is not None):
         checks.warn(f"{path}: {changes}")
     return loaded, history
-
-
-class _Misfit(ValueError):
-    """A checkpoint is intact, but from another run."""
 
 
 class _Choice(NamedTuple):
@@ -242,7 +234,7 @@ def _load(
         mapping = _rescaled(state, arrays)
     others = [name for name in names if not choice.has(name)]
     if len(others) == len(names):
-        raise _Misfit(
+        raise OtherRun(
             f"only={choice.only!r} matches no name in {path}; it has "
             f"{listed([_public_name(name) for name in names])}"
         )
@@ -250,13 +242,19 @@ def _load(
     try:
         loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
     except ValueError as error:
-        words = f"{path} is from another run: {error}"
-        if choice.only is None:
-            words += ". To load the names that are in both, pass strict=False; to load some, only="
-        raise _Misfit(words) from error
+        raise OtherRun(f"{path} is from another run: {error}{_remedy(error)}") from error
     dropped = [*changes.dropped, *others]
     lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
     return loaded, history, Changes(*lists)
+
+
+def _remedy(error: ValueError) -> str:
+    """Return which argument loads a part of a checkpoint that does not fit, for its error."""
+    if not isinstance(error, Misfit):
+        return ""
+    if error.arrays:
+        return ". To load some of the names, call restore_checkpoint with only="
+    return ". To load the names that are in both, call restore_checkpoint with strict=False"
 
 
 def load_params(path: str | os.PathLike[str], params: Params) -> Params:
@@ -284,19 +282,17 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
         wrong = [f"missing {listed(missing)}"] if missing else []
         wrong += [f"not expected {listed(extra)}"] if extra else []
         if wrong:
-            raise _Misfit(f"{path} has the params of another model: {'; '.join(wrong)}")
+            raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}")
         return loaded.params
 
     found = checkpoints(path)
     if not found:
-        if not directory_of(path).exists():
+        place = directory_of(path)
+        if not place.exists() or (place.is_dir() and not any(place.iterdir())):
             raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
-        return read(directory_of(path))
+        return read(place)
     problems: list[str] = []
-    newest = _newest(found, read, problems)
-    if newest is None:
-        raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
-    return newest[1]
+    return told(newest_of(found, read, problems), problems)[1]
 
 
 def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
@@ -347,60 +343,20 @@ def restore_checkpoint(
     """
     wait()
     found, choice = checkpoints(directory), _choice(strict, only)
+    if not isinstance(template, TrainState):
+        raise TypeError(
+            "template must be a TrainState, such as step.init(params); got "
+            f"{checks.shown(template)}. load_params loads the parameters alone"
+        )
     problems: list[str] = []
-    newest = _newest(found, lambda path: _load(path, template, choice), problems)
+    newest = newest_of(found, lambda path: _load(path, template, choice), problems)
     if processes.share_state(template):
-        newest = _newest_of_all(
+        newest = newest_of_all(
             directory_of(directory), newest, lambda path: _load(path, template, choice)
         )
-    if newest is None:
-        if found:
-            raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
+    if newest is None and not found:
         return None
-    path, (loaded, history, changes) = newest
+    path, (loaded, history, changes) = told(newest, problems)
     if changes and (not strict or only is not None):
         checks.warn(f"{path}: {changes}")
     return loaded, history
-
-
-def _newest(
-    paths: list[Path], read: Callable[[Path], T], problems: list[str]
-) -> tuple[Path, T] | None:
-    """Return the last intact checkpoint and its contents; `problems` gets the faults of later ones.
-
-    An intact checkpoint of another run ends the search, since those before it are of that run too.
-    """
-    for path in reversed(paths):
-        try:
-            return path, read(path)
-        except ValueError as error:
-            problems.append(str(error))
-            checks.warn(f"skipped: {error}")
-            if isinstance(error, _Misfit):
-                break
-    return None
-
-
-def _newest_of_all(
-    directory: Path, newest: tuple[Path, T] | None, read: Callable[[Path], T]
-) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that any process has; the others get a copy of its file."""
-    own = -1 if newest is None else _step_of(newest[0])
-    steps = processes.gather_values([own])[:, 0]
-    if np.all(steps == own):
-        return newest
-    source, last = int(np.argmax(steps)), int(np.max(steps))
-    path = directory / f"step_{last:09d}.npz"
-    is_file = own == last and path.is_file()
-    content = processes.send(source, path.read_bytes() if is_file else b"")
-    if not content:
-        raise ValueError(
-            f"process {source} has a checkpoint of step {last} that is a directory, but other "
-            "processes cannot see it: all processes must name the same, shared directory"
-        )
-    if own == last:
-        return newest
-    checks.warn(f"{path} was missing here, and is now a copy of the file of process {source}")
-    directory.mkdir(parents=True, exist_ok=True)
-    write_file(path, lambda file: file.write(content))
-    return path, read(path)

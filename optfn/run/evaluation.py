@@ -25,12 +25,18 @@ class Evaluator:
     options: the options of the loop.
     history: where results are recorded; it may have those of an earlier part of the run.
     per_call: the number of steps that one call of the step takes.
+    has_model_state: whether `evaluate` gets the model state too.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
     """
 
-    def __init__(self, options: LoopOptions, history: History, per_call: int) -> None:
+    def __init__(
+        self, options: LoopOptions, history: History, per_call: int, has_model_state: bool
+    ) -> None:
         self.options, self.history, self.per_call = options, history, per_call
+        if options.evaluate is not None:
+            arguments = ["params", *["model_state"] * has_model_state]
+            checks.takes("evaluate", options.evaluate, arguments)
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = 1 if options.mode == "min" else -1
@@ -84,11 +90,17 @@ class Evaluator:
         result = self.options.evaluate(natural(unpack(state.params)), *_model_state(state))
         named = result if isinstance(result, Mapping) else {"": result}
         values = {
-            "evaluation" + (f"/{k}" if k else ""): _real(k, value) for k, value in named.items()
+            "evaluation" + (f"/{k}" if k else ""): _real("evaluate", k, value)
+            for k, value in named.items()
         }
         if self.key in values:
             self._compare(n, values[self.key])
         elif self._compares or self.options.monitor is not None:
+            if named is not result:
+                raise ValueError(
+                    f"monitor={self.options.monitor!r} names a number of a dict; evaluate gives "
+                    "a number alone: leave monitor out"
+                )
             keys = ", ".join(sorted(named))
             raise ValueError(
                 f"monitor must name one of the numbers that evaluate returns, {keys}; "
@@ -124,13 +136,13 @@ def _model_state(state: TrainState) -> tuple[Any, ...]:
     return () if state.model_state is None else (state.model_state,)
 
 
-def _real(key: str, value: Any) -> float:
+def _real(who: str, key: str, value: Any) -> float:
     if not (checks.is_host_number(value) or isinstance(value, jax.Array | np.ndarray)) or np.shape(
         value
     ):
         name = f" for {key!r}" if key else ""
         raise TypeError(
-            f"evaluate must return a number or a dict of numbers; got {value!r}{name} of type "
+            f"{who} must return a number or a dict of numbers; got {value!r}{name} of type "
             f"{type(value).__name__}"
         )
     return float(value)
@@ -200,7 +212,7 @@ def _numbers_by_key(result: object) -> dict[str, float]:
     since they share their threads; see `TrainStep`.
     """
     named = result if isinstance(result, Mapping) else {"": result}
-    return {str(key): _real(str(key), value) for key, value in named.items()}
+    return {str(key): _real("over_batches: fn", str(key), value) for key, value in named.items()}
 
 
 def _mean_of(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:

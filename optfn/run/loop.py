@@ -259,7 +259,8 @@ class _Run:
         self.saver = Saver(step, options)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
-        self.evaluator = Evaluator(options, self.history, step.local_steps)
+        has_model_state = state.model_state is not None
+        self.evaluator = Evaluator(options, self.history, step.local_steps, has_model_state)
         self.best = Best(self.evaluator, self.saver)
         self.best.restore(self.state)
         self.remaining = Remaining(

@@ -3,7 +3,7 @@
 import dataclasses
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -54,10 +54,8 @@ class LoopOptions:
         for name in ("steps", "epochs", "patience"):
             if getattr(self, name) is not None:
                 checks.count(name, getattr(self, name))
-        if self.callback is not None and not callable(self.callback):
-            raise TypeError(
-                f"callback must be a function (step, state, metrics); got {self.callback!r}"
-            )
+        if self.callback is not None:
+            checks.takes("callback", self.callback, ("step", "state", "metrics"))
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
@@ -83,7 +81,13 @@ class LoopOptions:
                 f"only between rounds; got {self.steps}"
             )
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-            raise TypeError(f"batches must be an iterable; got {checks.shown(batches)}")
+            hint = ": call it, to pass its result" if callable(batches) else ""
+            raise TypeError(f"batches must be an iterable; got {checks.shown(batches)}{hint}")
+        if isinstance(batches, Mapping):
+            raise TypeError(
+                f"batches must be an iterable of batches; got {checks.shown(batches)}, which is "
+                "one batch: put it into a list"
+            )
         if self.epochs is not None and isinstance(batches, Iterator):
             raise ValueError(
                 f"epochs={self.epochs} needs batches that can be iterated again, such as a list or "

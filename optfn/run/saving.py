@@ -57,6 +57,8 @@ class Saver:
         history, begin = History(), int(state.step)
         if self.directory is None:
             return state, history
+        if directory_of(self.directory).is_file():
+            raise NotADirectoryError(f"checkpoint must be a directory; {self.directory} is a file")
         if not self.options.resume:
             self._check_empty(state)
             return state, history

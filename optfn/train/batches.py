@@ -20,6 +20,7 @@ def as_arrays(batch: Batch) -> Batch:
 
     Raises:
       TypeError: a leaf is text, which cannot be put on a device, or `np.asarray` cannot convert it.
+      ValueError: a leaf has integers beyond 32 bits, which JAX would cut.
     """
     leaves = jax.tree.leaves(batch)
     if any(map(_is_tensor, leaves)):
@@ -31,7 +32,25 @@ def as_arrays(batch: Batch) -> Batch:
             raise TypeError(
                 f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.shown(x)}"
             )
+        if _would_be_cut(x):
+            path = tree.array_paths(batch)[i]
+            where = f"leaf {path!r} of the batch" if path else "the batch"
+            raise ValueError(
+                f"{where} has integers from {np.min(x)} to {np.max(x)}, which "
+                "JAX would cut to 32 bits without an error: map them to smaller ones, such as "
+                "rows of a table by optfn.sparse.hash_ids, or set jax_enable_x64"
+            )
     return batch
+
+
+def _would_be_cut(x: Leaf) -> bool:
+    """Tell whether an array has integers that do not fit into the 32 bits that JAX keeps."""
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or not x.size:
+        return False
+    kept = jax.dtypes.canonicalize_dtype(x.dtype)
+    if kept == x.dtype:
+        return False
+    return int(np.min(x)) < np.iinfo(kept).min or int(np.max(x)) > np.iinfo(kept).max
 
 
 @runtime_checkable

@@ -5,7 +5,6 @@ can continue with another chain, other frozen parameters or another model, and k
 have in common.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from optfn.state import names as state_names
 from optfn.state.names import is_within
 from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
 from optfn.train import masters
+from optfn.train.changes import Changes, Misfit
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
@@ -32,32 +32,6 @@ from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
 
 # Keys of a mapping that do not name arrays of the state.
 ABOUT = ("version", PER_WORKER_KEY)
-
-
-@dataclasses.dataclass(frozen=True)
-class Changes:
-    """How the names of a mapping differ from those of the state that it was loaded into.
-
-    carried: the names that were loaded.
-    new: names that the mapping lacks; their arrays are those of the template.
-    dropped: names that the state lacks.
-    """
-
-    carried: Sequence[str]
-    new: Sequence[str]
-    dropped: Sequence[str]
-
-    def __bool__(self) -> bool:
-        """Tell whether there is a difference."""
-        return bool(self.new or self.dropped)
-
-    def __str__(self) -> str:
-        parts = {
-            "carried over": self.carried,
-            "new, as in the template": self.new,
-            "dropped": self.dropped,
-        }
-        return "; ".join(f"{what}: {tree.listed(x) or 'nothing'}" for what, x in parts.items())
 
 
 def load_state_dict(
@@ -101,7 +75,7 @@ def load_state_dict(
 def load_named(
     opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool
 ) -> tuple[OptState, Changes]:
-    """Return the result of `load_state_dict`, and how the names differ."""
+    """Return the result of `load_state_dict`, and how the names differ, or raise a `Misfit`."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
@@ -122,7 +96,7 @@ def load_named(
     opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
     named = list(named_leaves(plain))
     changes = _changes(own_names, [name for name, _ in named], mapping)
-    wrong = _refused(plain, changes) if strict else []
+    refused, wrong = _refused(plain, changes) if strict else [], []
     copied = _copied_params(plain, named, mapping) | _begun_sums(plain, named, mapping)
     leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
     for (name, leaf), size in zip(named, sizes, strict=True):
@@ -135,8 +109,8 @@ def load_named(
         if problem:
             wrong.append(f"{name!r} {problem}")
         leaves.append(value)
-    if wrong:
-        raise ValueError("the state does not fit: " + "; ".join(wrong))
+    if refused or wrong:
+        raise Misfit(refused, wrong)
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     if is_converted:
         loaded = _placed(pack_state(bare(opt_state), loaded), bare(opt_state))

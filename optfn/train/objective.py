@@ -110,9 +110,15 @@ class Form:
         flags = {"model_state": self.has_model_state, "has_aux": self.has_aux}
         given = " and ".join(f"{name}=True" for name, flag in flags.items() if flag)
         raise TypeError(
-            f"with {given}, {who} must return {self.result}; got a value of type "
-            f"{type(returned).__name__}"
+            f"with {given}, {who} must return {self.result}; got {_described(returned)}"
         )
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, jax.Array):
+        return f"an array of shape {returned.shape}"
+    size = f" of length {len(returned)}" if isinstance(returned, tuple) else ""
+    return f"a value of type {type(returned).__name__}{size}"
 
 
 def _loss(who: str, loss: Any) -> jax.Array:

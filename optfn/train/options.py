@@ -115,8 +115,8 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
         num_workers(mesh, data_axis)
 
 
-def check_loss(loss_fn: object, value_and_grad: object) -> None:
-    """Raise a TypeError unless each is a function, and one of them is given."""
+def check_loss(loss_fn: object, value_and_grad: object, options: StepOptions) -> None:
+    """Raise a TypeError unless the one that is called takes the arguments of a step."""
     if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
         raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
     if value_and_grad is not None and not callable(value_and_grad):
@@ -124,3 +124,8 @@ def check_loss(loss_fn: object, value_and_grad: object) -> None:
             "value_and_grad must be a function (params, batch) -> (loss, gradients); "
             f"got {value_and_grad!r}"
         )
+    arguments = ["params", *["model_state"] * options.model_state, "batch"]
+    if value_and_grad is not None:
+        checks.takes("value_and_grad", value_and_grad, arguments)
+    else:
+        checks.takes("loss_fn", loss_fn, arguments + ["key"] * (options.rng is not False))

@@ -148,6 +148,7 @@ def summary(
     shard: Kind | None = None,
     data_axis: AxisName = "data",
     tables: tree.Pattern | None = None,
+    shard_tables: bool = False,
 ) -> str:
     """Return a table of the parameters: their attributes, and the bytes of optimizer state of each.
 
@@ -157,11 +158,12 @@ def summary(
     Args:
       tx: an optimizer, however wrapped. Nothing is allocated, and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
-      mesh: with `shard`, the mesh over which params and state are divided.
+      mesh: with `shard` or `shard_tables`, the mesh over which params and state are divided.
       shard: as for `make_train_step`. There are then two more columns: the mesh axes that divide
         the state of each leaf, and the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
-      tables: as for `make_train_step`; with `mesh` their rows are divided.
+      tables: as for `make_train_step`.
+      shard_tables: as for `make_train_step`: the rows of `tables` are divided.
 
     Returns:
       The text of the table: a line for each leaf with shape, dtype, attributes and bytes of state,
@@ -178,7 +180,9 @@ def summary(
     kept = _bytes_by_leaf(state, names)
     treatments = state_names.treated(state, lambda traits: traits.treatment, names)
     lies = []
-    if shard is not None or (tables is not None and mesh is not None):
+    if checks.flag("shard_tables", shard_tables) and tables is None:
+        raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
+    if shard is not None or shard_tables:
         lies = _layout_columns(state, params, mesh, shard, data_axis, tables)
     titles = ["lies", "bytes a device"] if lies else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
@@ -211,7 +215,8 @@ def _layout_columns(
     """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
     if mesh is None:
         raise ValueError(
-            "summary: shard needs mesh, the devices over which params and state are divided"
+            "summary: shard and shard_tables need mesh, the devices over which params and state "
+            "are divided"
         )
     layout = layout_of(shard, mesh, data_axis, tables)
     names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]

@@ -358,7 +358,6 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    check_loss(loss_fn, value_and_grad)
     extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
     options = StepOptions(
         has_aux=has_aux,
@@ -379,6 +378,7 @@ def make_train_step(
         compare_replicas_every=compare_replicas_every,
         donate=donate,
     )
+    check_loss(loss_fn, value_and_grad, options)
     layout = None
     if mesh is not None:
         layout = layout_of(shard, mesh, data_axis, tables if shard_tables or shard else None)

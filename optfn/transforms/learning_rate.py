@@ -96,7 +96,14 @@ def at_step(
     argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
 ) -> jax.Array:
     """Return the value of a schedule at `step`, or of an array; errors name `argument`."""
-    number = value(step) if callable(value) else value
+    try:
+        number = value(step) if callable(value) else value
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        error.add_note(
+            f"{argument} is a schedule of the step, which JAX traces: write a condition on the "
+            "step as jnp.where(step < 10, a, b), and not as `a if step < 10 else b`"
+        )
+        raise
     if not (checks.is_host_number(number) or isinstance(number, complex | jax.Array | np.ndarray)):
         raise TypeError(
             f"{argument}: the schedule must return a number; got {checks.shown(number)}"

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optfn
@@ -159,6 +160,44 @@ CASES = [
     (lambda: optfn.save_checkpoint("", step().init(W)), TypeError, "must be a path; got ''"),
     (lambda: optfn.restore_checkpoint(3, W), TypeError, "must be a path; got 3"),
     (lambda: optfn.minimize(loss, optfn.sgd(1), W, 3), TypeError, "batches must be an iterable"),
+    (lambda: optfn.minimize(loss, optfn.sgd(1), W, {"x": 1}), TypeError, "one batch: put it into"),
+    (
+        lambda: optfn.minimize(loss, optfn.sgd(1), W, iter),
+        TypeError,
+        "iterable.*: call it",
+    ),
+    (lambda: step(rng=0), TypeError, r"loss_fn is called with \(params, batch, key\).*\(params, b"),
+    (lambda: step(model_state=True), TypeError, r"called with \(params, model_state, batch\)"),
+    (
+        lambda: optfn.make_train_step(lambda w, x, key: 0.0, optfn.sgd(1)),
+        TypeError,
+        r"loss_fn is called with \(params, batch\); it takes \(w, x, key\): missing.*'key'",
+    ),
+    (
+        lambda: step(value_and_grad=lambda params: params),
+        TypeError,
+        r"value_and_grad is called with \(params, batch\); it takes \(params\)",
+    ),
+    (
+        lambda: optfn.minimize(loss, optfn.sgd(1), W, [1.0], callback=lambda n, metrics: None),
+        TypeError,
+        r"callback is called with \(step, state, metrics\); it takes \(n, metrics\)",
+    ),
+    (
+        lambda: optfn.minimize(loss, optfn.sgd(1), W, [1.0], evaluate=loss),
+        TypeError,
+        r"evaluate is called with \(params\); it takes \(params, batch\)",
+    ),
+    (
+        lambda: optfn.minimize(loss, optfn.sgd(1), W, [1.0], checkpoint=__file__),
+        NotADirectoryError,
+        "checkpoint must be a directory; .*test_arguments.py is a file",
+    ),
+    (
+        lambda: optfn.over_batches(lambda w, x: x, [jnp.ones(3)])(W),
+        TypeError,
+        "over_batches: fn must return a number or a dict of numbers",
+    ),
     (lambda: optfn.make_train_step(3, optfn.sgd(0.1)), TypeError, "loss_fn must be a function"),
     (lambda: optfn.make_train_step(abs, 0.1), TypeError, "tx must be a gradient transformation"),
     (lambda: optfn.make_train_step(abs, [W] * 99), TypeError, "got .{,101} of type list$"),
@@ -304,3 +343,35 @@ def test_float64_masters_need_x64():
     tx = optfn.master_weights(optfn.sgd(0.1), jnp.float64)
     with pytest.raises(ValueError, match="dtype float64 needs jax_enable_x64"):
         tx.init({"w": jnp.ones(2)})
+
+
+def test_a_schedule_with_a_python_condition_is_told_how_to_write_it():
+    tx = optfn.sgd(lambda i: 0.1 if i < 5 else 0.01)
+    made = optfn.make_train_step(loss, tx)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        made(made.init(W), 1.0)
+    (note,) = [x for x in raised.value.__notes__ if "schedule" in x]
+    assert note.startswith("learning_rate is a schedule of the step, which JAX traces")
+    assert "jnp.where(step < 10, a, b)" in note
+
+
+@pytest.mark.parametrize("big", [2**31, -(2**31) - 1, 2**40])
+def test_integers_that_jax_would_cut_are_refused(big):
+    """2**40 would become 0 on the device, and row 0 of a table would be trained in its place."""
+    made = step()
+    ids = np.array([[1, big]])
+    with pytest.raises(ValueError, match=f"leaf 'ids' of the batch has integers from .*{big}"):
+        made(made.init(W), {"ids": ids})
+    with pytest.raises(ValueError, match=r"^the batch has integers"):
+        made(made.init(W), ids)
+    with pytest.raises(ValueError, match="hash_ids"):
+        optfn.over_batches(lambda w, x: 1.0, [{"ids": ids}])(W)
+    fitting = np.array([2**31 - 1, -(2**31)])  # these and all smaller ones arrive as they are
+    assert optfn.over_batches(lambda w, x: x.max(), [fitting])(W) == np.float32(2**31 - 1)
+    assert fitting.dtype == np.int64
+
+
+def test_a_result_that_lacks_aux_is_described_by_its_shape():
+    made = step(has_aux=True)
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\); got an array of shape \(\)"):
+        made(made.init(W), 1.0)

@@ -76,7 +76,11 @@ def test_the_plan_is_that_of_the_compiled_step(pair):
 
 def test_a_summary_says_how_tables_lie():
     params = {"t": np.zeros((64, 4), np.float32), "w": np.zeros(3, np.float32)}
-    text = optfn.summary(optfn.adam(0.1, lazy=True), params, mesh=data_mesh(8), tables="t")
+    tx, options = optfn.adam(0.1, lazy=True), {"mesh": data_mesh(8), "tables": "t"}
+    assert "lies" not in optfn.summary(tx, params, **options)  # whole, as in a step made so
+    with pytest.raises(ValueError, match="shard_tables=True needs tables"):
+        optfn.summary(tx, params, mesh=data_mesh(8), shard_tables=True)
+    text = optfn.summary(tx, params, **options, shard_tables=True)
     table, rest = text.splitlines()[2:4]
     assert "(data,)" in table and table.endswith(str(3 * 64 * 4 * 4 // 8))
     assert "whole" in rest and rest.endswith(str(3 * 3 * 4))

@@ -417,6 +417,9 @@ def test_the_front():
     assert len(panel.lines[1].get_xdata()) == 3  # the front
     numbers = [line.get_marker() for line in panel.lines if line.get_marker().startswith("$")]
     assert numbers == ["$1$", "$2$", "$3$"]
+    (panel,) = front.draw_bytes([*found, four._replace(packet=0.01, percent=[60.0])]).axes
+    named = [x.get_text() for x in panel.get_legend().get_texts()]
+    assert named[2:] == ["quantize(2)", "top_k(0.1)", "dense"]  # not the one above the picture
     (of_ten,) = front.draw_seconds(rows).axes
     names = [line.get_label() for line in of_ten.get_lines()]
     assert names == ["dense"]  # the others are never at its loss

@@ -174,7 +174,7 @@ def test_the_report_of_a_run_that_goes_on_and_then_fails(tmp_path, monkeypatch):
 
 
 def test_a_run_without_a_step_has_no_report(tmp_path):
-    with pytest.raises(ValueError, match="batches gave 0"):
+    with pytest.raises(ValueError, match="batches must hold at least one batch"):
         run([], report=tmp_path / "run.html")
     assert not (tmp_path / "run.html").exists()
 

@@ -172,7 +172,7 @@ def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
     run(tmp_path, steps=2)
     other = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(jnp.zeros(3, jnp.bfloat16))
     words = r"no checkpoint can be loaded: .*step_000000002\.npz is from another run: the state"
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words):
         optfn.restore_checkpoint(tmp_path, other)
 
 

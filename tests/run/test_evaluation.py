@@ -99,7 +99,7 @@ def test_epochs_need_batches_that_can_be_iterated_again():
 
     with pytest.raises(ValueError, match="batches gave no batch in epoch 2 of 2"):
         run(Once(), epochs=2)
-    with pytest.raises(ValueError, match="An iterator gives its batches only once"):
+    with pytest.raises(ValueError, match="of type iterator, which gives its batches only once: "):
         run(source)
     with pytest.raises(ValueError, match='evaluate_every="epoch" needs epochs'):
         run(evaluate=lambda w: 0.0, evaluate_every="epoch")

@@ -64,14 +64,13 @@ def test_another_chain_loads_what_it_has_in_common_and_says_the_rest(sharded, tm
     assert int(state.step) == 3
     assert optfn.get_learning_rate(state.opt_state) == np.float32(0.1)
     np.testing.assert_array_equal(history["loss"], np.ones(3))
-    with (
-        pytest.warns(UserWarning, match="skipped"),
-        pytest.raises(
+    with warnings.catch_warnings():  # the error says it, and no warning before it
+        warnings.simplefilter("error")
+        with pytest.raises(
             ValueError,
-            match=r"missing 'scale_by_adam/step'.*the names that are in both, pass strict=False",
-        ),
-    ):
-        optfn.restore_checkpoint(tmp_path, template)
+            match=r"missing 'scale_by_adam/step'.*in both, call restore_checkpoint with strict=Fal",
+        ):
+            optfn.restore_checkpoint(tmp_path, template)
 
 
 @BOTH_KINDS
@@ -99,11 +98,52 @@ def test_only_the_names_of_a_pattern_are_loaded(sharded, tmp_path):
         equal(state.params["body"], saved.params["body"])
         want = template._replace(params=template.params | {"body": saved.params["body"]})
         equal(state, want)
-    with (
-        pytest.warns(UserWarning, match="skipped"),
-        pytest.raises(ValueError, match=r"only='train/params/.\*' matches no name .*'params/head'"),
+    with pytest.raises(
+        ValueError, match=r"only='train/params/.\*' matches no name .*'params/head'"
     ):
         optfn.restore_checkpoint(tmp_path, template, only="train/params/.*")
+
+
+@BOTH_KINDS
+def test_an_error_of_shapes_names_the_argument_that_loads_the_rest(sharded, tmp_path):
+    """strict=False takes names that differ, and no other shapes; only= leaves them out."""
+    tx = optfn.adam(0.1)
+    saved = trained(tx, tmp_path, sharded=sharded)
+    template = fresh(tx, {"body": PARAMS["body"], "head": jnp.zeros((2, 4))})
+    for strict in (True, False):
+        with pytest.raises(
+            ValueError, match=r"has shape \(2,\).*call restore_checkpoint with only="
+        ):
+            optfn.restore_checkpoint(tmp_path, template, strict=strict)
+    with pytest.raises(ValueError, match=r"has shape \(2,\).*call restore_checkpoint with only="):
+        optfn.load_params(tmp_path, template.params)
+    with pytest.warns(UserWarning, match="carried over: 'params/body/w'"):
+        state, _ = optfn.restore_checkpoint(tmp_path, template, only="params/body/.*")
+    equal(state.params["body"], saved.params["body"])
+    equal(state.params["head"], template.params["head"])
+
+
+def test_the_error_of_another_model_lists_twenty_arrays_and_how_many_there_are(tmp_path):
+    params = {f"w{i:02}": jnp.ones(2) for i in range(30)}
+    step = optfn.make_train_step(lambda p, x: p["w00"].sum(), optfn.sgd(0.1))
+    optfn.save_checkpoint(tmp_path, step.init(params))
+    with pytest.raises(ValueError, match="has shape") as raised:
+        optfn.restore_checkpoint(tmp_path, step.init({k: jnp.ones(3) for k in params}))
+    text = str(raised.value)
+    assert text.count("has shape") == 20 and "… (30 in all)" in text
+
+
+def test_a_directory_without_a_checkpoint_has_no_params(tmp_path):
+    for place in (tmp_path, tmp_path / "none"):
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+            optfn.load_params(place, PARAMS)
+
+
+def test_params_are_no_template_of_a_run(tmp_path):
+    saved = trained(optfn.adam(0.1), tmp_path)
+    for template in (saved.params, saved.opt_state):
+        with pytest.raises(TypeError, match=r"template must be a TrainState.*load_params"):
+            optfn.restore_checkpoint(tmp_path, template)
 
 
 def test_a_pattern_that_names_everything_says_nothing(tmp_path):

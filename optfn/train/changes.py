@@ -1,0 +1,41 @@
+"""How the names and arrays of a checkpoint differ from those of the state that they load into."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from optfn.leaves import tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """How the names of a mapping differ from those of the state that it was loaded into.
+
+    carried: the names that were loaded.
+    new: names that the mapping lacks; their arrays are those of the template.
+    dropped: names that the state lacks.
+    """
+
+    carried: Sequence[str]
+    new: Sequence[str]
+    dropped: Sequence[str]
+
+    def __bool__(self) -> bool:
+        """Tell whether there is a difference."""
+        return bool(self.new or self.dropped)
+
+    def __str__(self) -> str:
+        parts = {
+            "carried over": self.carried,
+            "new, as in the template": self.new,
+            "dropped": self.dropped,
+        }
+        return "; ".join(f"{what}: {tree.listed(x) or 'nothing'}" for what, x in parts.items())
+
+
+class Misfit(ValueError):
+    """Names, where loading is strict, or arrays, however it is, do not fit a state."""
+
+    def __init__(self, names: Sequence[str], arrays: Sequence[str]) -> None:
+        words = [*names, *([tree.first_of(arrays, 20)] if arrays else [])]
+        super().__init__("the state does not fit: " + "; ".join(words))
+        self.arrays = arrays
