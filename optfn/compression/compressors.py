@@ -28,6 +28,7 @@ import jax
 
 from optfn import checks, core
 from optfn.leaves import tree
+from optfn.leaves.rows import Rows
 from optfn.leaves.types import Params, PyTree
 from optfn.mesh import Axes
 
@@ -59,14 +60,15 @@ class Compressor(Protocol):
 class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
-    direction: zeros, to which the mean may be added in place; then the mean over workers.
+    direction: zeros, to which the mean may be added in place; then the mean over workers. Rows
+      where that is wanted as rows.
     residual: flat float32, the accumulated updates of a worker; then the part not sent.
     state: of the compressor.
     published: flat float32, the part of the mean that a worker, as an owner, has not sent yet, see
       `by_parts`; None where packets go to all.
     """
 
-    direction: jax.Array
+    direction: jax.Array | Rows
     residual: jax.Array
     state: PyTree
     published: jax.Array | None = None
@@ -114,6 +116,15 @@ class BaseCompressor(Compressor):
     def add_to(self, total: jax.Array, packet: PyTree, scale: float | jax.Array) -> jax.Array:
         """Return total + scale·decode(packet)."""
         return total + scale * self.decode(packet, total.shape).reshape(total.shape)
+
+    def num_entries(self, size: int) -> int | None:
+        """Return how many entries of a leaf a packet has, with their indices; None for all."""
+        del size
+        return None
+
+    def entries(self, packet: PyTree, size: int) -> tuple[jax.Array, jax.Array]:
+        """Return the rising indices and the values of the entries, if `num_entries` tells some."""
+        raise NotImplementedError
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
