@@ -122,7 +122,7 @@ def tables() -> list[tuple[str, str, dict[str, str]]]:
         ("README.md", "| optimizer | fluid class |", classes),
         ("docs/catalogue.md", "| optimizer | equation |", equations),
         ("docs/catalogue.md", "| schedule | value |", values),
-        ("docs/distributed.md", "| you ask for | cannot be with |", together()),
+        ("docs/distributed.md", "| you ask for | cannot be combined with |", together()),
     ]
 
 

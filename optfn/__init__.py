@@ -1,6 +1,7 @@
-"""Functional gradient transformations for JAX: the optimizer catalogue of PaddlePaddle's fluid.
+"""Training of JAX models: composable optimizers, a training loop, and many devices.
 
-Every optimizer is an `(init, update)` pair of pure functions, a chain of transforms:
+Every optimizer is an `(init, update)` pair of pure functions, as in optax, and a chain of
+transforms. `minimize` runs the whole training:
 
 >>> import jax.numpy as jnp
 >>> import optfn
@@ -15,21 +16,21 @@ Every optimizer is an `(init, update)` pair of pure functions, a chain of transf
 >>> bool(history["loss"][-1] < 0.1 * history["loss"][0])
 True
 
-From the ground up:
+The package, from the ground up:
 
-* `optfn.checks` looks at arguments; `optfn.leaves` has the kinds of leaves (dense, row-sparse,
-  packed, stacked, masked), arithmetic on arrays, and how a rule is applied to a tree;
-  `optfn.mesh` has the axes of a mesh and means over them; `optfn.core` is the protocol of a
+* `optfn.checks` checks arguments. `optfn.leaves` has the kinds of leaves (dense, row-sparse,
+  packed, stacked, masked), arithmetic on arrays, and the application of a rule to a tree.
+  `optfn.mesh` has the axes of a mesh and means over them. `optfn.core` is the protocol of a
   transformation.
-* `optfn.state` names the parts of an optimizer's state and declares which are per-worker.
-* `optfn.transforms` are the parts of a chain, `optfn.wrappers` go around a chain,
-  `optfn.optimizers` are the chains; `optfn.schedules` are learning rates as functions of the
+* `optfn.state` names the parts of an optimizer's state, and declares which of them are per-worker.
+* `optfn.transforms` are the parts of a chain, `optfn.wrappers` enclose a chain, and
+  `optfn.optimizers` are whole chains. `optfn.schedules` are learning rates as functions of the
   step.
-* `optfn.jaxprs` interprets functions as equations; `optfn.autodiff` recomputes in the backward
-  pass; `optfn.sparse` differentiates embedding tables by rows.
+* `optfn.jaxprs` interprets functions as equations. `optfn.autodiff` recomputes in the backward
+  pass. `optfn.sparse` differentiates embedding tables by rows.
 * `optfn.parallel`, `optfn.compression` and `optfn.pipeline` train on several devices;
   `optfn.distributed` has their public names.
-* `optfn.train` is the training step, `optfn.run` the loop around it, `optfn.plot` draws.
+* `optfn.train` is the training step, `optfn.run` the loop around it, and `optfn.plot` draws.
 """
 
 from optfn import distributed, plot, schedules, sparse

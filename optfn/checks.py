@@ -1,7 +1,7 @@
-"""Checks of the arguments of the factories of optimizers and transforms.
+"""Checks of arguments.
 
-The values of Python and NumPy numbers are checked when the optimizer is made. A JAX array may be
-traced, so only its shape and dtype are checked; its value never decides a branch.
+The values of Python and NumPy numbers are checked at once. A JAX array may be traced, so only its
+shape and dtype are checked; its value never decides a branch.
 """
 
 import importlib
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 # A hyper-parameter as users pass it: a Python or NumPy number, or a 0-d JAX array, traced or not.
 Number: TypeAlias = float | int | np.number | np.ndarray | jax.Array
-# A hyper-parameter as rules take it, after its check: a Python float, or a real 0-d array.
+# A checked hyper-parameter, as rules take it: a Python float, or a real 0-d array.
 Scalar: TypeAlias = float | jax.Array
 # A function of the 0-based step (int32) that returns a rate.
 Schedule: TypeAlias = Callable[[Any], Any]
@@ -78,8 +78,8 @@ def number(
     and is returned unchanged.
 
     Raises:
-      TypeError: not a real number.
-      ValueError: NaN, infinite, out of the range, or an array that is not 0-d.
+      TypeError: it is not a real number.
+      ValueError: it is NaN, infinite or out of range, or an array that is not 0-d.
     """
     if is_host_number(value):
         value = float(value)
@@ -157,10 +157,10 @@ def path(name: str, value: object) -> Path:
 
 
 def optional_module(name: str, extra: str) -> Any:
-    """Return a module of a package that `extra` of optfn brings, if it is installed.
+    """Return a module of an optional package, which `optfn[extra]` installs.
 
     Raises:
-      ImportError: it is not; the error names the extra.
+      ImportError: the package is not installed; the error names the extra.
     """
     try:
         return importlib.import_module(name)

@@ -2,8 +2,9 @@
 
 A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). A `Rule` is
 such a pair that may assume checked inputs: gradients match params leaf by leaf, in float32 or
-wider; other leaves are masked. The edge around the rule checks, casts, and restores the updates.
-Rules chain without an edge between them, so that a gradient meets one edge per optimizer:
+wider; other leaves are masked. The edge around the rule checks and casts gradients, and gives
+updates the dtypes of the params. Rules in a chain have no edge between them, so a gradient passes
+one edge per optimizer:
 
     @transform(complex_leaves=True)
     def scale(factor):
@@ -40,7 +41,8 @@ class Rule(NamedTuple):
     real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
     reads_state: whether update reads its state, see `transform`.
     links: the rules of a chain.
-    decays: whether it has a weight decay, which the extra argument `decay_factors` scales by path.
+    decays: whether there is a weight decay, which the extra argument `decay_factors` scales by
+      path.
     """
 
     init: Callable[[Params], OptState]
@@ -58,13 +60,13 @@ rule = Rule  # the name by which docs/own-transform.md makes one
 class Transform(optax.GradientTransformationExtraArgs):
     """A gradient transformation that knows the call that made it, and the rule behind its edge.
 
-    JAX and equinox flatten a transformation that is passed as an argument and rebuild it; rebuilt
-    from the same two functions it is the same object.
+    JAX and equinox flatten a transformation that is passed as an argument, and rebuild it. If it is
+    rebuilt from the same two functions, it is the same object.
 
-    rule: the rule behind the edge, None for a wrapper of other transformations.
+    rule: the rule behind the edge; None for a wrapper of other transformations.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
-    origin: the transformation that JAX has flattened, where its functions are replaced.
+    origin: the transformation that JAX has flattened, if its functions are replaced.
     """
 
     rule: Rule | None = None
@@ -97,7 +99,7 @@ class Transform(optax.GradientTransformationExtraArgs):
 
 
 def _rebuilt(origin: Transform, functions: Iterable[Any]) -> Transform:
-    """Return `origin` if the functions are its own, else a transformation without its rule."""
+    """Return `origin` if these are its functions, or else a transformation without its rule."""
     init, update = functions
     if init is origin.init and update is origin.update:
         return origin
@@ -126,7 +128,7 @@ def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def named(
     factory: Callable[P, optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory so that its transformations show their call."""
+    """Decorate a factory, so that the `repr` of its transformations is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
@@ -142,14 +144,14 @@ def named(
 def transform(
     *, needs_params: bool = False, complex_leaves: bool = False, reads_state: bool = True
 ) -> Callable[[Callable[P, Rule]], Callable[P, optax.GradientTransformationExtraArgs]]:
-    """Decorate a factory of rules: it then makes gradient transformations, by an edge around each.
+    """Decorate a factory of rules so that it returns gradient transformations, with an edge each.
 
     Args:
-      needs_params: whether the rule reads params; without them it is an error.
-      complex_leaves: whether the rule is defined for complex leaves; else they are an error. A rule
-        of which an argument excludes them says so in its `real_only`.
-      reads_state: whether update reads its state; if not, or if the state is empty, it also takes
-        None, () and `optax.EmptyState()`.
+      needs_params: whether the rule reads params, so that an update without them is an error.
+      complex_leaves: whether the rule is defined for complex leaves; otherwise they are an error.
+        If only some argument excludes them, the rule says so in its `real_only`.
+      reads_state: whether update reads its state. If not, or if the state is empty, update also
+        takes None, () and `optax.EmptyState()` as the state.
     """
 
     def decorate(factory: Callable[P, Rule]) -> Callable[P, optax.GradientTransformationExtraArgs]:
@@ -168,7 +170,7 @@ def transform(
 
 @named
 def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Apply gradient transformations one after the other: `optax.chain`, with a repr.
+    """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 
     Args:
       *parts: transformations of optfn or optax, at least one.
@@ -236,7 +238,7 @@ def _is_empty(state: OptState) -> bool:
 
 
 def check_length(name: str, state: OptState, length: int) -> None:
-    """Raise a TypeError unless `state` is a tuple of the states of so many links."""
+    """Raise a TypeError unless `state` is a tuple of the states of `length` transformations."""
     if not isinstance(state, tuple | list) or len(state) != length:
         raise _of_another(name, f"a tuple of {length}", state)
 
@@ -245,13 +247,13 @@ def _of_another(name: str, expected: str, state: OptState) -> TypeError:
     kind = type(state).__name__
     came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else kind
     return TypeError(
-        f"{name}: the state must be {expected}, as its init returns; got {came}: it was made by "
-        "another optimizer"
+        f"{name}: the state must be {expected}, which its init returns; got {came}, which was "
+        "made by another optimizer"
     )
 
 
 def rule_of(tx: optax.GradientTransformation) -> Rule:
-    """Return the rule behind the edge of `tx`; where it has none, its own init and update."""
+    """Return the rule behind the edge of `tx`, or its own init and update if it has none."""
     known = tx.rule if isinstance(tx, Transform) else None
     return known or Rule(*optax.with_extra_args_support(tx))
 
@@ -259,16 +261,17 @@ def rule_of(tx: optax.GradientTransformation) -> Rule:
 def behind_edge(name: str, rule: Rule) -> Transform:
     """Return the gradient transformation of a rule.
 
-    Leaves that are not floating point are masked to the rule: they get no state, and the update
-    zero. Updates come back in the dtype of the parameter, or of the gradient without params.
+    Leaves that are not floating point are masked from the rule: they have no state, and their
+    update is zero. Updates have the dtype of the parameter, or without params that of the gradient.
 
     Args:
-      name: how the transformation is called in errors.
-      rule: init and update on clean trees.
+      name: the name of the transformation in errors.
+      rule: init and update on checked trees.
 
-    Raises, at init and update, naming the leaf:
-      ValueError: structures or shapes that differ, params that are missing.
-      TypeError: leaves that are not numbers, gradients of the wrong kind, another rule's state.
+    Raises, at init and update, with the name of the leaf:
+      ValueError: structures or shapes differ, or params are missing.
+      TypeError: leaves are not numbers, gradients are of the wrong kind, or the state is that of
+        another rule.
     """
 
     def init(params: Params) -> OptState:
@@ -300,15 +303,15 @@ def behind_edge(name: str, rule: Rule) -> Transform:
 
 
 def _state_of_no_params(rule: Rule) -> OptState:
-    """Return the state for an empty tree, whose types are those for any; None if there is none."""
+    """Return the state for an empty tree, which has the types of any state; None if it fails."""
     try:
         return jax.eval_shape(rule.init, ())
-    except Exception:  # a user's rule that needs leaves: its state is not checked
+    except Exception:  # a user's rule may need leaves; then its state is not checked
         return None
 
 
 def _as_arrays(values: PyTree) -> PyTree:
-    """Return a tree with JAX arrays in the place of numbers and floating-point NumPy arrays."""
+    """Return a tree with numbers and floating-point NumPy arrays converted to JAX arrays."""
 
     def convert(x: Leaf) -> Leaf:
         is_array = isinstance(x, np.ndarray) and tree.is_inexact(x)
@@ -328,7 +331,7 @@ def _widened(values: PyTree, like: PyTree) -> PyTree:
 
 
 def _restored(new: Updates, updates: Updates, like: PyTree) -> Updates:
-    """Return updates in the dtypes of `like`, and those of the leaves that the rule did not see."""
+    """Return updates in the dtypes of `like`, and with those of leaves masked from the rule."""
 
     def restore(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
         return leafwise.frozen_update(g, p) if tree.is_masked(u) else leafwise.cast(u, p.dtype)
@@ -399,7 +402,7 @@ def check_transform(
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` if it is a gradient transformation; raise an error that names `argument`.
 
-    An object that makes one on request, such as `optax.MultiSteps`, is asked for it.
+    An object that can make one, such as `optax.MultiSteps`, is converted.
 
     Args:
       argument: the name of the argument.

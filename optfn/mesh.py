@@ -75,8 +75,8 @@ def mapped(
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function over these axes of a mesh, which it then has bound.
 
-    The other axes are left to the compiler. Where a `shard_map` over other axes encloses it, the
-    mesh is that of the context.
+    The other axes are left to the compiler. If a `shard_map` over other axes encloses it, the mesh
+    is that of the context.
     """
     bound = bound_axes()
     return jax.shard_map(
@@ -91,7 +91,7 @@ def mapped(
 
 
 def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Return an array that the compiler is told to lay out by this PartitionSpec."""
+    """Return an array with a sharding constraint, by a PartitionSpec."""
     # Inside a shard_map the mesh is that of the context.
     placement = spec if bound_axes() else NamedSharding(mesh, spec)
     laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
@@ -136,10 +136,10 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def reducible(x: jax.Array) -> jax.Array:
-    """Return x in a dtype that an all-reduce supports: bfloat16 as float32, where XLA would crash.
+    """Return x in a dtype that an all-reduce supports: bfloat16 as float32, if XLA would crash.
 
-    On CPU an all-reduce of bfloat16 in a `shard_map` over some of the axes of a mesh ends the
-    process ("Invalid binary instruction opcode copy"), with jaxlib 0.10 to 0.12.
+    With jaxlib 0.10 to 0.12, an all-reduce of bfloat16 on CPU ends the process ("Invalid binary
+    instruction opcode copy") inside a `shard_map` over some of the axes of a mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     is_partial = bool(mesh.manual_axes) and set(mesh.manual_axes) != set(mesh.axis_names)
@@ -156,7 +156,7 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
 def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     """Return the means over workers, with one all-reduce for all arrays of one dtype.
 
-    Where JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
+    If JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
     """
     means: dict[int, jax.Array] = {}
     kinds = [(str(x.dtype), *sorted(map(str, varying_axes(x)))) for x in g]
@@ -174,17 +174,17 @@ def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
 
 
 def gather_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
-    """Return the arrays of every worker, (N, *shape) each, with one all-gather for each dtype.
+    """Return the arrays of all workers, (N, *shape) each, by one all-gather per dtype.
 
-    Arrays of 32 bits an entry share one.
+    All dtypes of 32 bits share one all-gather.
     """
     return _in_one([x[None] for x in g], lambda bucket: all_gather(bucket[0], names))
 
 
 def all_to_all_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
-    """Return from every worker its row for this one, (N, …), with one all-to-all for each dtype.
+    """Return the rows that all workers have for this one, (N, …), by one all-to-all per dtype.
 
-    Arrays of 32 bits an entry share one.
+    All dtypes of 32 bits share one all-to-all.
 
     Args:
       g: arrays (N, …), with a row for each worker.
@@ -227,12 +227,12 @@ def data_mesh(
     axis_name: str = "data",
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """Return a mesh of one axis, over which batches are split.
+    """Return a mesh with one axis, for data-parallel training.
 
     Args:
-      num_workers: the number of devices; None takes all devices of all processes.
+      num_workers: the number of devices; None: all devices of all processes.
       axis_name: the name of the axis.
-      devices: the devices to choose from; None means `jax.devices()`.
+      devices: the devices to choose from; None: `jax.devices()`.
 
     Raises:
       ValueError: there are fewer than `num_workers` devices.
@@ -258,7 +258,7 @@ def check_axis(name: str, names: Axes) -> None:
             lax.axis_size(axis)
         except NameError:
             raise ValueError(
-                f"{name}: the axis {axis!r} is not bound; run it inside shard_map, pmap or vmap "
-                f"with the axis name {axis!r}, or give make_train_step a mesh with it as "
-                "data_axis; for an axis of another name pass that as axis_name"
+                f"{name}: the axis {axis!r} is not bound. Run it inside shard_map, pmap or vmap "
+                f"with the axis name {axis!r}, or pass make_train_step a mesh with this axis as "
+                "data_axis. If your axis has another name, pass that as axis_name"
             ) from None

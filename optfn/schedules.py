@@ -1,12 +1,12 @@
 """Learning-rate schedules: functions of the step.
 
-Each function here checks its arguments and returns a schedule `step -> rate`, float32, or float64
-with `jax_enable_x64`. `step`, i in the equations, is the 0-based number of the update: an int32
-array when an optimizer calls the schedule, or a Python number. Optimizers also take optax's
-schedules and any other callable from step to rate. `reduce_on_plateau` depends on a metric instead
-of the step, so it is a transform.
+Each function here returns a schedule `step -> rate`, float32, or float64 with `jax_enable_x64`. The
+step, i in the equations, is the 0-based number of the update: an int32 array when an optimizer
+calls the schedule, or a Python number. Optimizers also take optax's schedules, and any other
+callable from step to rate. `reduce_on_plateau` depends on a metric instead of the step, so it is a
+transform.
 
-Source: the fluid documentation, "learning rate scheduler"; optax's schedules where the rule is the
+Source: the fluid documentation, "learning rate scheduler"; optax's schedules if the rule is the
 same.
 """
 
@@ -47,7 +47,7 @@ P = ParamSpec("P")
 
 
 class _Schedule:
-    """A function of the step that shows the call that made it."""
+    """A function of the step, whose `repr` is the call that made it."""
 
     def __init__(self, rule: Schedule, call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
         self.rule, self.call = rule, call
@@ -55,7 +55,7 @@ class _Schedule:
     def __call__(self, step: int | jax.Array) -> jax.Array:
         if isinstance(step, int | np.integer) and abs(int(step)) >= 2**31:
             dtype = numerics.scalar_dtype()
-            with jax.enable_x64(True):  # the step of an optimizer stops at the largest int32
+            with jax.enable_x64(True):  # steps beyond the largest int32 must not overflow
                 return jnp.asarray(self.rule(step)).astype(dtype)
         rate: jax.Array = self.rule(step)
         return rate
@@ -65,7 +65,7 @@ class _Schedule:
 
 
 def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
-    """Decorate a factory so that its schedules show the call that made them."""
+    """Decorate a factory, so that the `repr` of its schedules is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
@@ -75,20 +75,20 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
 
 def _of_array(rule: Callable[[jax.Array], Any]) -> Schedule:
-    """Return the schedule of a function of an array: it takes numbers too and returns an array."""
+    """Return a schedule that takes numbers and arrays, from a function of an array."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
 
 def _float(step: jax.Array) -> jax.Array:
-    # With strict dtype promotion, an int32 step times a float is an error.
+    # Convert, because with strict dtype promotion an int32 step times a float is an error.
     return step.astype(numerics.scalar_dtype())
 
 
 def _periods(step: jax.Array, length: int, staircase: bool) -> jax.Array:
     """Return step/length, rounded down if `staircase`.
 
-    The quotient is rounded down in integers: a compiler may replace a float division by length with
-    a product with 1/length, and ⌊41·(1/41)⌋ is 0 in float32.
+    It is rounded down in integers, because a compiler may replace a float division by length with a
+    product with 1/length, and ⌊41·(1/41)⌋ is 0 in float32.
     """
     return _float(step // length) if staircase else _float(step) / length
 
@@ -201,7 +201,7 @@ def polynomial(
 
     def rule(i: jax.Array) -> jax.Array:
         length = steps * jnp.maximum(1, -(-i // steps)) if cycle else jnp.asarray(steps)
-        # In this order the last value is exact: 1 − D/D may be compiled to 1 − D·(1/D), which is
+        # In this order the last value is exact. 1 − D/D may be compiled to 1 − D·(1/D), which is
         # not always 0.
         left = _float(length - jnp.minimum(i, length)) / _float(length)
         return (lr - end) * numerics.power(left, exponent) + end
@@ -211,10 +211,10 @@ def polynomial(
 
 @_named
 def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
-    """Return the first value whose boundary is > i, else the last, by `optax.join_schedules`.
+    """Return values[j] for the first j with i < boundaries[j], or the last value if there is none.
 
     Args:
-      boundaries: increasing steps ≥ 1.
+      boundaries: increasing steps ≥ 1, at which the rate changes.
       values: rates ≥ 0, one more than boundaries.
     """
     if len(values) != len(boundaries) + 1:
@@ -240,13 +240,13 @@ def _increasing(name: str, steps: Sequence[int]) -> list[int]:
 def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule:
     """Return lr/2·(cos(π·⌊i/step_each_epoch⌋/epochs) + 1).
 
-    After the last epoch the cosine continues and the rate rises again, as in fluid;
-    `optax.cosine_decay_schedule` stays at its last value.
+    After the last epoch the cosine continues, and the rate rises again, as in fluid. Use
+    `warmup_cosine` or `optax.cosine_decay_schedule` if it should stay at its last value.
 
     Args:
       learning_rate: lr, ≥ 0.
       step_each_epoch: the number of steps in an epoch, ≥ 1.
-      epochs: the number of epochs in which the rate falls from lr to 0, ≥ 1.
+      epochs: the number of epochs after which the rate has fallen from lr to 0, ≥ 1.
     """
     lr = checks.nonnegative("learning_rate", learning_rate)
     length = checks.count("step_each_epoch", step_each_epoch)
@@ -258,9 +258,10 @@ def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule
 def linear_warmup(
     learning_rate: Number | Schedule, warmup_steps: int, start_lr: Number, end_lr: Number
 ) -> Schedule:
-    """Return start + (end − start)·i/w for i < w, then `learning_rate` at i.
+    """Return start + (end − start)·i/w for i < w, and then `learning_rate` at i.
 
-    A schedule is called with the global step, not with the steps since the warm-up.
+    If `learning_rate` is a schedule, it is called with i, not with the number of steps since the
+    warm-up, so the rate may jump at w; see `warmup_cosine`.
 
     Args:
       learning_rate: the rate after the warm-up, a number ≥ 0 or a schedule.
@@ -286,7 +287,7 @@ def linear_warmup(
 def warmup_cosine(
     peak: Number, warmup_steps: int, total_steps: int, *, start: Number = 0.0, end: Number = 0.0
 ) -> Schedule:
-    """Return a linear rise to peak at step w, then half a cosine to end at step T.
+    """Return a rate that rises linearly to peak at step w, then falls as a cosine to end at step T.
 
         start + (peak − start)·i/w                             i < w
         end + (peak − end)·(1 + cos(π·(i − w)/(T − w)))/2      w ≤ i < T
@@ -296,7 +297,7 @@ def warmup_cosine(
       peak: the highest rate, ≥ 0.
       warmup_steps: w, ≥ 0.
       total_steps: T, the steps of warm-up and cosine together, > w.
-      start: the rate of step 0, ≥ 0; without warm-up it is not used.
+      start: the rate of step 0, ≥ 0; not used if w is 0.
       end: the rate from step T on, ≥ 0.
 
     Source: Loshchilov & Hutter 2017, arXiv 1608.03983, without restarts; `optax.schedules`'
@@ -319,8 +320,8 @@ def _after(warmup_steps: int, total_steps: int) -> int:
     total = checks.count("total_steps", total_steps)
     if total <= warmup_steps:
         raise ValueError(
-            f"total_steps must be more than warmup_steps, {warmup_steps}, which it includes; "
-            f"got {total}"
+            f"total_steps includes the warm-up, so it must be more than warmup_steps, "
+            f"{warmup_steps}; got {total}"
         )
     return total
 
@@ -340,21 +341,21 @@ def warmup_stable_decay(
     start: Number = 0.0,
     end: Number = 0.0,
 ) -> Schedule:
-    """Return a linear rise to peak, a constant rate, and a linear fall to end.
+    """Return a rate that rises linearly to peak, stays constant, and falls linearly to end.
 
         start + (peak − start)·i/w              i < w
         peak                                    w ≤ i < w + s
         end + (peak − end)·(w + s + d − i)/d    w + s ≤ i < w + s + d
         end                                     from then on
 
-    A run can be prolonged while the rate is constant, which a cosine does not allow.
+    While the rate is constant, you can decide to train for longer, which a cosine does not allow.
 
     Args:
       peak: the highest rate, ≥ 0.
       warmup_steps: w, ≥ 0.
       stable_steps: s, ≥ 0.
       decay_steps: d, ≥ 1.
-      start: the rate of step 0, ≥ 0; without warm-up it is not used.
+      start: the rate of step 0, ≥ 0; not used if w is 0.
       end: the rate after the decay, ≥ 0.
 
     Source: Hu et al. 2024, arXiv 2404.06395, §4 (there with an exponential decay).

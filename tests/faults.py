@@ -610,7 +610,7 @@ OTHER_PARAMS = "an error in all processes that names the leaf"
 
 @fault("a worker with other params", OTHER_PARAMS, quick=True)
 def other_params(directory: Path) -> str:
-    return differs(directory, r"same params; '[bvw]' is another one in process 1", seed=1)
+    return differs(directory, r"same params, but '[bvw]' in process 1 differs", seed=1)
 
 
 @fault("a worker with batches of another shape", "an error in all processes before the first step")
@@ -681,7 +681,7 @@ def two_level_sigterm(directory: Path) -> str:
 @fault("two levels: a worker of four with other params", OTHER_PARAMS)
 def two_level_params(directory: Path) -> str:
     with Processes(directory, each={3: {"seed": 1}}, **TWO) as run:
-        return run.all_fail(r"same params; '[bvw]' is another one in process 3")
+        return run.all_fail(r"same params, but '[bvw]' in process 3 differs")
 
 
 @fault("two levels: kill −9 of one of four workers", BIT_FOR_BIT)

@@ -168,7 +168,7 @@ class Impossible:
 _OF_LOSS = Impossible("it concerns loss_fn", "it concerns `loss_fn`, which is replaced")
 IMPOSSIBLE = {
     frozenset({"dgc", "local_steps"}): Impossible(
-        "tx that exchanges gradients", "workers train apart, and exchange through `outer`"
+        "tx must not exchange gradients", "workers train apart, and exchange through `outer`"
     ),
     frozenset({"tables", "packed"}): Impossible("has no rows", "a buffer of leaves has no rows"),
 }

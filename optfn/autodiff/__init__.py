@@ -1,1 +1,1 @@
-"""Recomputation in the backward pass: named values, chains of functions, budgets of memory."""
+"""Recomputation in the backward pass: named values, chains of functions, memory budgets."""

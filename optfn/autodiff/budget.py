@@ -1,4 +1,4 @@
-"""The segmentation of a chain within a memory budget: proposed by a table, checked by compiling."""
+"""The choice of segments within a memory budget: proposed by a table, checked by compiling."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ MAX_TRIALS = 6  # the most segmentations that are compiled to find one within a 
 
 
 class _MemoryUse(NamedTuple):
-    """The memory that a gradient takes."""
+    """The memory that a gradient takes, in bytes."""
 
     num_bytes: int
-    measured: bool  # the temporaries of the compiled gradient; otherwise its residuals only
+    measured: bool  # whether these are the temporaries of the compiled gradient, or only residuals
 
 
 def segmentation_by_budget(
@@ -51,7 +51,7 @@ def _best_segmentation(
 ) -> Segmentation:
     """Return the cheapest segmentation found that takes at most `budget` bytes."""
     best, needed = _bisect_with_feedback(rotor, budget, measure)
-    # Near the minimum the errors of the table matter, and a cut after each function may be better.
+    # Near the minimum the errors of the table matter, and a cut after each function may be best.
     *before, last = range(len(rotor.costs))
     each = [*([i] for i in before), last]
     if best is None or rotor.extra_flops(best) > rotor.extra_flops(each):
@@ -71,16 +71,17 @@ def _bisect_with_feedback(
 ) -> tuple[Segmentation | None, int]:
     """Return the first segmentation that measures at most `budget` bytes, or None; and its bytes.
 
-    A heuristic, for the table's prediction of the peak has an unknown error: it predicts well how
-    much two segmentations differ, and less well how much each takes. Each trial requests a budget
-    of the table and measures the segmentation that it proposes. If that exceeds the budget, the
-    next request is the larger of
-      * the budget, corrected by the error of this prediction (predicted − measured), and
-      * the midpoint of this prediction and the table's minimum: a correction that overshoots would
-        land at the minimum, where segmentations can cost many more FLOPs than just above it;
-    but always less than this prediction. Where nothing can be measured and the prediction exceeds
-    the budget, the next request is the budget itself. The last trial requests the minimum. If all
-    trials fail, the bytes are those measured last, a budget that could be met.
+    This is a heuristic, since the table's prediction of the peak has an unknown error. The table
+    predicts well by how much two segmentations differ, and less well how much each takes. Each
+    trial asks the table for a segmentation within some budget, and measures it. If it exceeds the
+    user's budget, the next trial asks for the larger of
+      * the user's budget, corrected by the error of this prediction (predicted − measured), and
+      * the midpoint of this prediction and the table's minimum. Otherwise a correction that
+        overshoots would land at the minimum, where segmentations can cost many more FLOPs than just
+        above it;
+    but always for less than this prediction. If nothing can be measured and the prediction exceeds
+    the budget, the next trial asks for the budget itself. The last trial asks for the minimum. If
+    all trials fail, the returned bytes are those measured last, a budget that could be met.
     """
     needed, request = rotor.min_bytes, max(budget, 1.5 * rotor.min_bytes)
     for trial in range(MAX_TRIALS):
@@ -106,8 +107,8 @@ def _memory_use(
 ) -> _MemoryUse:
     """Return the memory that the gradient takes with this segmentation.
 
-    The gradient is compiled and its temporaries are measured, unless the compiler undoes
-    recomputation or the functions cannot be compiled outside of their context: then only the
+    The gradient is compiled, and its temporaries are measured. If the compiler undoes
+    recomputation, or if the functions cannot be compiled outside of their context, only the
     residuals are counted.
     """
 
@@ -125,12 +126,13 @@ def _memory_use(
     shapes = jax.eval_shape(lambda *args: args, params, x)
     y = inexact_leaves(jax.eval_shape(partial(run_chain, segmentation, fns), *shapes))
     traced = jax.jit(gradient).trace(*shapes, y)
-    # A collective is an effect, and has a meaning only where its axis is bound.
+    # Collectives have a meaning only where their axis is bound, so effects rule out compiling.
     if traced.jaxpr.effects or jax.sharding.get_abstract_mesh().manual_axes or not is_effective():
         program = Equations(residuals, *shapes)
         saved = set(variables(program.outputs)) - {*program.inputs}
         return _MemoryUse(num_bytes(saved), measured=False)
-    # y and its cotangent are arguments and results here, but temporaries of the whole gradient.
+    # Here y and its cotangent are arguments and results. In the whole gradient they are
+    # temporaries.
     boundary = sum(2 * a.size * a.dtype.itemsize for a in y if a.size > 1)
     return _MemoryUse(_temp_size(traced.lower().compile()) + boundary, measured=True)
 

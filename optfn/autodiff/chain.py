@@ -26,7 +26,9 @@ def recompute_chain(
     def recomputed(params: Sequence[Params], x: PyTree) -> PyTree:
         if not isinstance(params, list | tuple) or len(params) != len(fns):
             got = f"{len(params)}" if isinstance(params, list | tuple) else repr(params)
-            raise ValueError(f"params must be a list of {len(fns)}, one per function; got {got}")
+            raise ValueError(
+                f"params must be a list of length {len(fns)}, one per function; got {got}"
+            )
         segmentation = segmentation_of(params, x)
         if isinstance(segmentation[-1], list) and _ends_in_loss(fns, params, x):
             segmentation = [*segmentation[:-1], *segmentation[-1]]
@@ -60,7 +62,7 @@ def _ends_in_loss(fns: Sequence[LayerFn], params: Sequence[Params], x: PyTree) -
 
 
 def equal_segments(n: int, segments: str | int) -> Segmentation:
-    """Return n functions in equal segments, of which the first may be longer by one."""
+    """Return n functions in equal segments; the first ones may be longer by one."""
     if isinstance(segments, str):
         if segments not in ("sqrt", "each"):
             raise ValueError(f"segments must be 'sqrt', 'each' or a number; got {segments!r}")

@@ -1,7 +1,7 @@
 """The cost of differentiating a function, estimated from its equations: FLOPs and bytes.
 
-Bytes are those that a fusing compiler writes to memory. A value that a cheap elementwise equation
-passes to another one is not written: it is computed where it is read.
+The bytes are those that a fusing compiler writes to memory. A value that a cheap elementwise
+equation passes to another one is not written, but computed where it is read.
 """
 
 import math
@@ -15,7 +15,8 @@ from optfn.jaxprs.equations import Atom, Equation, Equations, Variable, type_of,
 from optfn.jaxprs.pullback import inexact_leaves, pullback
 from optfn.leaves.types import Leaf, Params, PyTree
 
-# XLA computes these again in each fusion that reads them, rather than write them to memory.
+# XLA does not write the results of these to memory, but computes them in each fusion that reads
+# them.
 CHEAP = frozenset(
     {"abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type"}
     | {"copy", "copy_p", "eq", "expand_dims", "floor", "ge", "gt", "integer_pow", "iota"}
@@ -23,7 +24,7 @@ CHEAP = frozenset(
     | {"one_minus_square", "or", "pad", "real", "reshape", "rev", "select_n", "sign", "slice"}
     | {"square", "squeeze", "stop_gradient", "sub", "transpose", "xor"}
 )
-# The results of these are written to memory, but their operands need not be there.
+# XLA writes the results of these to memory, but their operands need not be there.
 FUSED = CHEAP | frozenset(
     {"argmax", "argmin", "atan2", "cbrt", "cos", "cumsum", "div", "erf", "erf_inv", "exp", "exp2"}
     | {"expm1", "log", "log1p", "logistic", "pow", "reduce_and", "reduce_max", "reduce_min"}
@@ -38,25 +39,11 @@ def costs_of(
 
     The arguments are arrays or shapes; nothing is computed.
     """
-    structure: Any = None
-
-    def run(params: Params, x: PyTree) -> tuple[PyTree, list[Leaf]]:
-        nonlocal structure
-        y, pull = pullback(lambda params, x, _: fn(params, x), params, x, None)
-        leaves, structure = jax.tree.flatten(pull)
-        return y, leaves
-
-    def pull(leaves: list[Leaf], cotangent: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-        return jax.tree.unflatten(structure, leaves)(cotangent)
-
-    forward = Equations(run, params, x)
+    forward, backward, y = _programs(fn, params, x)
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
     y_leaves = jax.tree.leaves(y_atoms)
-    # The shapes from eval_shape also have the mesh axes over which the values vary.
-    y, leaves = jax.eval_shape(run, params, x)
-    backward = Equations(pull, leaves, inexact_leaves(y))
     arguments = {*forward.inputs, *forward.constants}
-    # Of the residuals, backward reads some from memory; the others it computes within fusions.
+    # Backward reads some of the residuals from memory, and computes the others within fusions.
     in_memory = _written(backward.equations, ())
     pairs = zip(residuals, backward.inputs, strict=False)
     read_from_memory = [a for a, in_backward in pairs if in_backward in in_memory]
@@ -73,7 +60,7 @@ def costs_of(
         output_is_residual=bool(outputs & saved),
         forward_peak=_peak(for_y, y_leaves),
         forward_peak_with_residuals=_peak(forward.equations, [*y_leaves, *saved]),
-        # The gradients of the weights are results of the gradient, not temporaries.
+        # The gradients of the weights are results, not temporaries.
         backward_peak=_peak(
             backward.equations,
             backward.outputs,
@@ -82,6 +69,31 @@ def costs_of(
         ),
     )
     return costs, y
+
+
+def _programs(
+    fn: Callable[[Params, PyTree], PyTree], params: Params, x: PyTree
+) -> tuple[Equations, Equations, PyTree]:
+    """Return the forward and the backward pass of `fn(params, x)`, and the shapes of its result.
+
+    The forward pass gives (result, residuals); the backward pass takes the residuals, and then the
+    cotangents of the result.
+    """
+    structure: Any = None
+
+    def run(params: Params, x: PyTree) -> tuple[PyTree, list[Leaf]]:
+        nonlocal structure
+        y, pull = pullback(lambda params, x, _: fn(params, x), params, x, None)
+        leaves, structure = jax.tree.flatten(pull)
+        return y, leaves
+
+    def pull(leaves: list[Leaf], cotangent: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
+        return jax.tree.unflatten(structure, leaves)(cotangent)
+
+    forward = Equations(run, params, x)
+    # The shapes from eval_shape also have the mesh axes over which the values vary.
+    y, leaves = jax.eval_shape(run, params, x)
+    return forward, Equations(pull, leaves, inexact_leaves(y)), y
 
 
 def num_bytes(atoms: Iterable[Atom]) -> int:
@@ -129,10 +141,10 @@ def _peak(
     """Return the most bytes that are alive at any of `equations`.
 
     Args:
-      equations: run in this order.
-      outputs: alive until the end.
+      equations: the equations, in the order in which they run.
+      outputs: variables that are alive until the end.
       inputs: variables that are alive from the start until they are last read.
-      ignored: variables that take no memory here. Nor do those that no equation computes.
+      ignored: variables that take no memory here, like those that no equation computes.
     """
     written = _written(equations, outputs)
     last_read = dict.fromkeys(variables(outputs), len(equations))
@@ -150,7 +162,7 @@ def _peak(
         ]
         freed = {a for a in alive if last_read[a] <= i}
         current += num_bytes(results)
-        # An elementwise result takes the place of an operand that is not read again.
+        # An elementwise result overwrites an operand that is not read again.
         elementwise = _consists_of(FUSED, equation)
         in_place = elementwise and num_bytes(results) in {num_bytes([a]) for a in freed}
         peak = max(peak, current - in_place * num_bytes(results))

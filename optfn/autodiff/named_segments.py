@@ -1,4 +1,4 @@
-"""One function, cut at values that it names into segments that are recomputed."""
+"""One function, cut at the values that it names into segments that are recomputed."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ def recompute_function(
     Args:
       fn: the function.
       names: names of values in it.
-      argument: how the user's argument for the names is called in errors.
+      argument: the name of the user's argument, for errors.
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function with {argument}; got {fn!r}")
@@ -112,9 +112,10 @@ def _check_names(program: Equations, names: Sequence[str], argument: str) -> Non
     for name in names:
         if name not in known:
             raise ValueError(
-                f"{argument}: the function names no value {name!r} (by "
-                f"jax.ad_checkpoint.checkpoint_name, outside of loops, branches and custom "
-                f"derivatives); it names {tree.listed(list(known)) or 'none'}"
+                f"{argument}: no value of the function has the name {name!r}; names in it are "
+                f"{tree.listed(list(known)) or 'none'}. Name a value by "
+                "jax.ad_checkpoint.checkpoint_name(x, name), outside of loops, branches and custom "
+                "derivatives"
             )
 
 

@@ -1,7 +1,7 @@
 """Functions that save fewer residuals for their backward, and compute the others again.
 
-fluid's RecomputeOptimizer, as a transformation of the function: values and gradients are the same,
-so any optimizer and any training loop can use the result.
+This is RecomputeOptimizer of fluid, but as a transformation of the function. Values and gradients
+are the same, so any optimizer and any training loop can use the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,10 @@ def recompute(
     segments: str | int | None = None,
     memory_budget: int | None = None,
 ) -> Callable[..., Any]:
-    """Return a function with the values and gradients of `fn` that saves fewer residuals.
+    """Return a function with the values and gradients of `fn` that takes less memory and more time.
 
-    There are two forms, and the functions that they return have different signatures:
+    Use it if the activations of a model do not fit in memory. There are two forms, and the
+    functions that they return have different signatures:
 
         f = recompute(fn, checkpoints=names)                    # one function
         f(*args, **kwargs)                                      # as fn itself is called
@@ -39,35 +40,35 @@ def recompute(
 
         recompute(model, checkpoints=("block",))(params, x)
 
-    A chain is cut between its functions, into a number of segments or so that it fits into memory:
+    A chain is cut between its functions, into a number of segments, or so that it fits in memory:
 
         recompute([block] * len(params), segments="sqrt")(params, x)
 
-    The residuals of a segment are not saved: in backward each segment runs again from its inputs
-    (`jax.checkpoint`), which are saved. Where the result is a single scalar, a loss, the part
-    after the last cut does not run again, as its backward follows at once.
+    Only the inputs of a segment are saved, not its residuals: in backward, each segment runs again
+    from its inputs (`jax.checkpoint`). If the result is a scalar, the loss, the part after the last
+    cut does not run again, because its backward follows at once.
 
     Args:
-      fn: with `checkpoints`, any function, traced as under jit; with `segments` or
+      fn: with `checkpoints`, any function, traced as under jit. With `segments` or
         `memory_budget`, a list of functions (params, x) -> x.
-      checkpoints: names of values, each of which is saved wherever it occurs.
-      segments: "sqrt", √n segments of nearly equal numbers of functions; "each", one per function;
-        or their number, 1 to n.
+      checkpoints: names of values; each value is saved wherever it occurs.
+      segments: "sqrt", √n segments with nearly equal numbers of functions; "each", one per
+        function; or their number, 1 to n.
       memory_budget: bytes for the temporaries of the gradient, as
-        `compiled.memory_analysis().temp_size_in_bytes` counts them. When it is traced, dynamic
-        programming over the sizes of the residuals and the FLOPs of each function finds the
-        segmentation with the fewest FLOPs, possibly nested, which is checked by compiling the
-        gradient. Let the last function be the loss, so that it is counted.
+        `compiled.memory_analysis().temp_size_in_bytes` counts them. When the function is traced,
+        dynamic programming over the sizes of the residuals and the FLOPs of each function finds the
+        segments, possibly nested, with the fewest FLOPs, and compiling the gradient checks them.
+        The last function should be the loss, so that it is counted.
 
     Returns:
-      With `checkpoints` a function with the signature of `fn`; else the function
+      With `checkpoints`, a function with the signature of `fn`; otherwise a function
       ([params1, …, paramsn], x) -> x.
 
     Raises:
-      ValueError: not exactly one of the three options; more segments than functions; when the
-        result is called, a name that `fn` does not use (the message lists those that it uses) or a
-        budget that cannot be met (the message says the minimum).
-      TypeError: arguments of the wrong kind.
+      ValueError: not exactly one of the three options is given; or there are more segments than
+        functions. When the result is called: `fn` does not use a name (the message lists those that
+        it uses), or the budget cannot be met (the message has the minimum).
+      TypeError: an argument is of the wrong kind.
 
     Source: Chen, Xu, Zhang and Guestrin 2016, arXiv 1604.06174 (√n segments); Beaumont et al.
     2019, arXiv 1911.13214 (the budget: `optfn.autodiff.rotor`).
@@ -86,7 +87,7 @@ def recompute(
     chosen = [name for name, value in options.items() if value is not None]
     if len(chosen) != 1:
         raise ValueError(
-            f"give one of checkpoints, segments and memory_budget; got "
+            f"pass exactly one of checkpoints, segments and memory_budget; got "
             f"{' and '.join(chosen) or 'none'}"
         )
     if checkpoints is not None:

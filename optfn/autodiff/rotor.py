@@ -1,9 +1,9 @@
 """The segmentation of a chain that is cheapest within a memory budget, by dynamic programming.
 
-A segmentation is a nested list of the chain's functions, by their numbers, in order. A number is a
-function whose residuals are saved. A list is a segment of which only the input is saved: before its
-backward, it runs again with the segmentation of the list. [[0, 1], [2, 3], 4] is Chen's √n
-segments, with the last segment not recomputed.
+A segmentation is a nested list of the numbers of the chain's functions, in order. A number stands
+for a function whose residuals are saved. A list stands for a segment of which only the input is
+saved; before its backward, it runs again with the segmentation of the list. For example,
+[[0, 1], [2, 3], 4] has Chen's √n segments, with the last segment not recomputed.
 """
 
 import math
@@ -19,14 +19,14 @@ UNITS = 2000  # the resolution of the table: units into which the memory of the 
 class FunctionCosts(NamedTuple):
     """The costs of one function of a chain, in FLOPs and bytes.
 
-    forward_flops: to compute its output.
-    recompute_flops: to compute its residuals alone, when it runs again.
-    output_bytes: of its output, and of the cotangent of that.
-    residual_bytes: of its residuals other than its input and its output.
+    forward_flops: FLOPs to compute its output.
+    recompute_flops: FLOPs to compute only its residuals, when it runs again.
+    output_bytes: bytes of its output, and of the cotangent of that.
+    residual_bytes: bytes of its residuals other than its input and its output.
     output_is_residual: whether its output is a residual.
-    forward_peak: bytes alive in its forward, the output included, the input excluded.
-    forward_peak_with_residuals: the same, where the residuals are saved.
-    backward_peak: bytes alive in its backward, both cotangents included, the residuals excluded.
+    forward_peak: the most bytes alive in its forward, with the output, without the input.
+    forward_peak_with_residuals: the same, if the residuals are saved.
+    backward_peak: the most bytes alive in its backward, with both cotangents, without residuals.
     """
 
     forward_flops: float
@@ -40,7 +40,7 @@ class FunctionCosts(NamedTuple):
 
     @property
     def backward_peak_with_residuals(self) -> int:
-        """Bytes alive in its backward, the residuals included."""
+        """The most bytes alive in its backward, with the residuals."""
         residuals = self.residual_bytes + self.output_is_residual * self.output_bytes
         return residuals + self.backward_peak
 
@@ -54,20 +54,20 @@ def functions_in(segmentation: Segmentation) -> list[int]:
 class Rotor:
     """The segmentations of a chain with the fewest extra FLOPs, for every memory budget.
 
-    With m bytes for the functions s to t, beside the input of s, the extra FLOPs C(s, t, m) are
-    the minimum of
+    With m bytes for the functions s to t, not counting the input of s, the extra FLOPs C(s, t, m)
+    are the minimum of
 
         save the residuals of s:  C(s + 1, t, m − residuals_s − output_s)
         recompute s … c − 1:      ∑ forward_s … forward_{c−2} + recompute_{c−1}
                                   + C(c, t, m − output_{c−1}) + C(s, c − 1, m),    s < c ≤ t
 
-    over the choices whose own peak fits into m. Memory is counted in units, 1/2000 of the
-    memory that the chain takes with all residuals saved, rounded up.
+    over the choices whose own peak fits into m. Memory is counted in units of 1/2000 of the memory
+    that the chain takes if all residuals are saved, rounded up.
 
     Args:
       costs: the costs of the n ≥ 1 functions of the chain.
 
-    Time O(n³), memory O(n²), with arrays of 2000.
+    This takes time O(n³) and memory O(n²), with arrays of length 2000.
 
     Source: Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for
     heterogeneous chains", arXiv 1911.13214 (whose tool is named Rotor). Here an operation is
@@ -100,7 +100,7 @@ class Rotor:
         return self._best(0, len(self.costs) - 1, self._whole_units(budget))
 
     def predicted_bytes(self, budget: float) -> float:
-        """Return how many bytes of `budget` the best segmentation needs."""
+        """Return how many bytes the best segmentation within `budget` needs."""
         flops = self.flops_by_memory[self._whole_units(budget)]
         return int((self.flops_by_memory <= flops).argmax()) * self.unit
 
@@ -118,14 +118,14 @@ class Rotor:
         return max(0, min(UNITS, math.floor(size / self.unit * (1 + 1e-12))))
 
     def _restrict(self, flops: np.ndarray, occupied: float, peak: float) -> np.ndarray:
-        """Return `flops` by memory of which `occupied` bytes are not free, ∞ below `peak` bytes."""
+        """Return `flops` by memory if `occupied` bytes are not free; ∞ below `peak` bytes."""
         shift = min(UNITS + 1, math.ceil(occupied / self.unit))
         shifted = np.concatenate([np.full(shift, np.inf), flops[: UNITS + 1 - shift]])
         shifted[: min(UNITS + 1, math.ceil(peak / self.unit))] = np.inf
         return shifted
 
     def _choices(self, s: int, t: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first choices for the functions s to t, with their FLOPs by memory.
+        """Yield the choices for the beginning of the functions s to t, with their FLOPs by memory.
 
         The choice s saves the residuals of s; a choice c > s recomputes s to c − 1.
         """

@@ -1,8 +1,8 @@
-"""Integers of a few bits each, and masks, without gaps in 32-bit words.
+"""Packing of small integers and masks into 32-bit words, without gaps.
 
-All fields of a packet form one stream of bits, the lowest bit of a word first. It is built of
-digits: the widest groups of bits of which every field and a word consist of a whole number. 12-bit
-indices and 2-bit values have digits of 2 bits, of which a word holds 16.
+All fields of a packet form one stream of bits, the lowest bit of a word first. The stream consists
+of digits, the widest groups of bits that divide every field and a word evenly. For 12-bit indices
+and 2-bit values, a digit has 2 bits, and a word has 16 digits.
 """
 
 import math
@@ -20,7 +20,7 @@ _LANES = np.arange(32, dtype=np.uint32)
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
-    """Return the number of words that fields of so many entries of so many bits take."""
+    """Return the number of words of fields with these bits per entry and numbers of entries."""
     return -(-sum(w * n for w, n in zip(widths, counts, strict=True)) // 32)
 
 
@@ -28,8 +28,8 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
     """Return the words of several fields, one after the other.
 
     Args:
-      fields: flat uint32 arrays, each entry below 2^width.
-      widths: for each field the bits of an entry, 0 to 32; a field of width 0 takes no space.
+      fields: flat uint32 arrays; entries are below 2^width.
+      widths: the bits of an entry of each field, 0 to 32; a field of width 0 takes no space.
     """
     digit = math.gcd(32, *widths)
     digits = [_digits(x, width, digit) for x, width in zip(fields, widths, strict=True) if width]
@@ -43,7 +43,7 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
 def unpack_fields(
     words: jax.Array, widths: Sequence[int], counts: Sequence[int]
 ) -> list[jax.Array]:
-    """Return the fields that were packed, in so many entries each."""
+    """Return the fields that `pack_fields` packed; counts are their numbers of entries."""
     digit = math.gcd(32, *widths)
     lengths = [n * width // digit for n, width in zip(counts, widths, strict=True)]
     stream = _digits(words, 32, digit)
@@ -59,7 +59,7 @@ def _shifts(width: int, digit: int) -> np.ndarray:
 
 
 def _digits(x: jax.Array, width: int, digit: int) -> jax.Array:
-    """Return the digits of integers of so many bits, the lowest first."""
+    """Return the digits of integers of `width` bits, the lowest digit first."""
     if width == digit:
         return x
     mask = np.uint32((1 << digit) - 1)
@@ -67,7 +67,7 @@ def _digits(x: jax.Array, width: int, digit: int) -> jax.Array:
 
 
 def _of_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
-    """Return the integers of so many bits that are made of digits."""
+    """Return the integers of `width` bits that consist of these digits."""
     if width == digit:
         return digits
     groups = digits.reshape(-1, width // digit) << _shifts(width, digit)
@@ -78,7 +78,7 @@ def pack_mask(mask: jax.Array) -> jax.Array:
     """Return a mask as words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32."""
     whole = mask.shape[-1] // 32 * 32
     if missing := -mask.shape[-1] % 32:
-        # The tail separately: XLA does not vectorize a reduction that it has fused with a padding.
+        # Pad only the tail, because XLA does not vectorize a reduction fused with a padding.
         tail = jnp.pad(mask[..., whole:], [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
         return jnp.concatenate([pack_mask(mask[..., :whole]), pack_mask(tail)], axis=-1)
     lanes = mask.reshape(-1, 32).astype(jnp.uint32) << _LANES
@@ -91,7 +91,7 @@ def num_ones(words: jax.Array) -> jax.Array:
 
 
 def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
-    """Return the position of the n-th set bit of each word, n from 0, by five halvings."""
+    """Return the position of the n-th set bit of each word, counted from 0, by five bisections."""
     at = jnp.zeros_like(n)
     for width in (16, 8, 4, 2, 1):
         low = num_ones(word & np.uint32((1 << width) - 1))
@@ -103,7 +103,7 @@ def nth_bit(word: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
-    """Return each word with only its first n set bits, or all of them where it has fewer."""
+    """Return each word with only its first n set bits, or all of them if it has fewer."""
     below = (np.uint32(1) << nth_bit(words, n).astype(jnp.uint32)) - np.uint32(1)
     return jnp.where(n < num_ones(words), words & below, words)
 
@@ -115,16 +115,16 @@ def positions(
     first: jax.Array | np.ndarray,
     most: int,
 ) -> jax.Array:
-    """Return the positions of set bits of flat words, each given by its number from 0.
+    """Return the positions of set bits in flat words, given their numbers, counted from 0.
 
-    Where there is no such bit the position has no meaning, but lies within the words.
+    If there is no such bit, the position is meaningless, but within the words.
 
     Args:
       words: uint32, flat.
       ends: the number of set bits up to the end of each word.
-      number: int32, flat.
-      first: for each bit a word before which it does not lie.
-      most: in how many words from `first` on it may lie; static.
+      number: the numbers of the bits, int32, flat.
+      first: for each bit, the first word in which it may be.
+      most: the number of words, from `first` on, in which it may be; static.
     """
     steps, last = most.bit_length(), words.size - 1
 

@@ -1,7 +1,7 @@
-"""The mean over workers of decoded packets, by parts: each worker takes the mean of one slice.
+"""The mean over workers of decoded packets, by parts: each worker averages one slice.
 
-An owner keeps the rest of the mean that its own packets leave out, and sends it later, as each
-worker does with its residual.
+A worker owns a slice of each leaf. It keeps the part of the mean that its packets do not send, and
+sends that later, as every worker does with its residual.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ def mean_by_parts(
     axis_name: Axes,
     error_feedback: Number,
 ) -> list[LeafInExchange]:
-    """Send slices of the leaves to their owners, and the means of them back, in packets.
+    """Send packets of slices to their owners, and packets of the means back.
 
     Args:
-      compressors: of each leaf.
-      leaves: the leaves of one worker, with the rest that it keeps as the owner of a slice of each,
-        or an array of all slices.
+      compressors: the compressor of each leaf.
+      leaves: the leaves of one worker. `published` is the rest that it keeps of the slice that it
+        owns, or an array of all slices.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
       error_feedback: the factor of that rest.
     """
@@ -79,7 +79,7 @@ def _unzipped(encoded: list[tuple[PyTree, PyTree]]) -> tuple[list[PyTree], list[
 
 
 def _slices(x: jax.Array, count: int) -> jax.Array:
-    """Return a flat array in so many slices, (count, n), with zeros at the end."""
+    """Return a flat array as `count` slices, (count, n), padded with zeros."""
     return jnp.pad(x, (0, -x.size % count)).reshape(count, -1)
 
 
@@ -88,15 +88,15 @@ def _without_padding(slices: jax.Array, leaf: LeafInExchange) -> jax.Array:
 
 
 def _is_whole(leaf: LeafInExchange, length: int) -> bool:
-    """Tell whether a worker has an array for all slices of a leaf, as `init` without a mesh makes.
+    """Tell whether a worker has an array for all slices of a leaf, as after `init` without a mesh.
 
-    It uses its own slice of it.
+    The worker then uses its own slice of this array.
     """
     return leaf.published is not None and leaf.published.size != length
 
 
 def _own_slice(leaf: LeafInExchange, count: int, own: jax.Array) -> jax.Array:
-    """Return the rest that a worker keeps of its slice."""
+    """Return the rest of the mean that a worker keeps for the slice that it owns."""
     assert leaf.published is not None
     if not _is_whole(leaf, -(-leaf.residual.size // count)):
         return leaf.published
@@ -104,7 +104,7 @@ def _own_slice(leaf: LeafInExchange, count: int, own: jax.Array) -> jax.Array:
 
 
 def _with_own_slice(leaf: LeafInExchange, x: jax.Array, own: jax.Array) -> jax.Array:
-    """Return the `published` of a leaf with x for a worker's slice; 0 where it is padding."""
+    """Return `published` of a leaf with x as the worker's own slice; padding is set to 0."""
     assert leaf.published is not None
     places = own * x.size + jnp.arange(x.size)
     x = jnp.where(places < leaf.residual.size, x, 0.0)

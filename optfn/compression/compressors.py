@@ -1,7 +1,8 @@
-"""Compressors: the packet of one leaf of one worker. The protocol, and the choice by path.
+"""Compressors: the protocol, and the choice of a compressor for each leaf.
 
-A compressor is a value with four methods; `top_k`, `quantize` and `power_sgd` make some. Any object
-with these methods serves, such as one that sends signs and one magnitude:
+A compressor turns a leaf of one worker into a packet. It is a value with four methods; `top_k`,
+`quantize` and `power_sgd` return such values, and you can write your own. This one sends signs and
+one magnitude:
 
     class Signs:
         def init(self, shape):
@@ -36,12 +37,13 @@ P = ParamSpec("P")
 
 
 class Compressor(Protocol):
-    """A map from a leaf of one worker to a packet, and back.
+    """The methods that turn a leaf of one worker into a packet, and back.
 
-    A packet is a tree of arrays, of the same shapes in each step. State is a tree of arrays too, ()
-    for none; it is taken to be the same on all workers, except for arrays in a `PerWorker`.
+    A packet is a tree of arrays, whose shapes are the same in each step. The state is a tree of
+    arrays as well, or () if there is none. It must be the same on all workers, except for arrays in
+    a `PerWorker`.
 
-    A compressor may also have the methods of `BaseCompressor`, which has a default of each.
+    A compressor may also have the methods of `BaseCompressor`; defaults replace missing ones.
     """
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
@@ -60,12 +62,12 @@ class Compressor(Protocol):
 class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
-    direction: zeros, to which the mean may be added in place; then the mean over workers. Rows
-      where that is wanted as rows.
-    residual: flat float32, the accumulated updates of a worker; then the part not sent.
-    state: of the compressor.
-    published: flat float32, the part of the mean that a worker, as an owner, has not sent yet, see
-      `by_parts`; None where packets go to all.
+    direction: zeros, to which the mean may be added in place; afterwards the mean over workers.
+      Rows if the mean is wanted as Rows.
+    residual: the accumulated updates of a worker, flat float32; afterwards the part not sent.
+    state: the state of the compressor.
+    published: the part of the mean that a worker, as the owner of a slice, has not sent yet, flat
+      float32 (see `by_parts`); None if packets are sent to all workers.
     """
 
     direction: jax.Array | Rows
@@ -80,17 +82,17 @@ class LeafInExchange(NamedTuple):
 
 
 class BaseCompressor(Compressor):
-    """A compressor with defaults of the methods that `exchange` calls beside the protocol.
+    """A compressor with defaults for the methods that `exchange` calls besides the protocol.
 
-    is_reduced: whether packets go through all-reduces, in `reduced`, instead of one
-      all-gather with those of other compressors.
+    is_reduced: whether packets are averaged by all-reduces, in `reduced`, instead of gathered
+      together with those of other compressors.
     """
 
     is_reduced = False
 
     @classmethod
     def completing(cls, own: Compressor) -> "BaseCompressor":
-        """Return a compressor of any class with the defaults of the methods that it lacks."""
+        """Return a compressor of any class, with defaults for the methods that it lacks."""
         if isinstance(own, BaseCompressor):
             return own
         completed, names = cls(), [name for name in dir(cls) if not name.startswith("_")]
@@ -109,7 +111,7 @@ class BaseCompressor(Compressor):
         return [self.encode(x, state) for x, state in zip(xs, states, strict=True)]
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the packets (N, …) of N slices of a leaf, (N, n), and the next state of one."""
+        """Return the packets (N, …) for N slices of a leaf, (N, n), and the next state of one."""
         packets, state = jax.vmap(self.encode, in_axes=(0, None), out_axes=(0, None))(xs, state)
         return packets, state
 
@@ -146,7 +148,7 @@ class ShownAsCall(BaseCompressor):
 
 
 def showing_call(factory: Callable[P, C]) -> Callable[P, C]:
-    """Decorate a factory of compressors so that they show its call."""
+    """Decorate a factory, so that the `repr` of its compressors is the call that made them."""
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> C:
@@ -156,7 +158,7 @@ def showing_call(factory: Callable[P, C]) -> Callable[P, C]:
     return make
 
 
-# One compressor for all leaves, or one for each pattern of paths; None is dense.
+# One compressor for all leaves, or one for each pattern of paths; None exchanges densely.
 Choice: TypeAlias = Compressor | Mapping[str, Compressor | None]
 _METHODS = ("init", "encode", "decode", "num_bytes")
 
@@ -165,7 +167,7 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
     """Return the compressors by pattern of paths.
 
     Raises:
-      TypeError: one is not a compressor, or a pattern not a regular expression.
+      TypeError: a value is not a compressor, or a pattern is not a regular expression.
     """
     if not isinstance(choice, Mapping):
         return {re.compile(".*", re.DOTALL): _check("compressor", choice)}
@@ -183,9 +185,9 @@ def _check(argument: str, compressor: Any) -> BaseCompressor:
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(
-            f"{argument} must be a compressor such as top_k(0.05), with the methods "
-            f"{', '.join(_METHODS)}, a mapping from patterns of paths to compressors, or None; got "
-            f"{checks.shown(compressor)}"
+            f"{argument} must be a compressor such as top_k(0.05) (an object with the methods "
+            f"{', '.join(_METHODS)}), a mapping from patterns of paths to compressors, or None; "
+            f"got {checks.shown(compressor)}"
         )
     return BaseCompressor.completing(compressor)
 
@@ -193,7 +195,7 @@ def _check(argument: str, compressor: Any) -> BaseCompressor:
 def chosen(
     choice: Mapping[Any, BaseCompressor | None], params: Params
 ) -> list[BaseCompressor | None]:
-    """Return the compressor of each leaf of a tree: that of the first pattern that matches.
+    """Return the compressor of each leaf of a tree: the first whose pattern matches its path.
 
     Raises:
       ValueError: a pattern matches none of the paths.

@@ -1,8 +1,8 @@
 """Deep Gradient Compression: workers exchange the few largest entries of their residuals.
 
-`selection` finds the entries, `packets` encodes them, `gathering` takes their mean over workers, as
-for every compressor; `dgc_phases` has the momentum correction, masking and ramp of DGC for the
-compressed leaves of a step; and `deep_gradient_compression` here is the transform.
+`deep_gradient_compression` is the transform. `dgc_phases` has the momentum correction, the masking
+and the ramp for compressed leaves. As for other compressors, `selection` finds the entries to send,
+`packets` encodes them, and `gathering` takes their mean over workers.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ from optfn.transforms.moment import momentum_rule
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 
-    local_velocity (u) and residual (v) are a worker's own: flat float32 arrays, 8 bytes per
+    Each worker has its own local_velocity (u) and residual (v): flat float32 arrays, 8 bytes per
     compressed parameter. Everything else is the same on all workers: the step; the number of steps
     that were skipped because a gradient was not finite; the number of workers; the velocity of the
-    leaves that are not compressed, 4 bytes per parameter; the state of the penalty; and the mark of
-    the leaves that are exchanged, compressed or not, without arrays.
+    leaves that are not compressed, 4 bytes per parameter; the state of the penalty; and
+    `exchanged`, which marks the leaves that are exchanged, compressed or not, and has no arrays.
     """
 
     step: jax.Array
@@ -76,9 +76,9 @@ def deep_gradient_compression(
     wire: str = "float32",
     selection: str = "exact",
 ) -> core.Rule:
-    """Exchange the largest entries of each worker's residual, and keep the others.
+    """Exchange only the largest entries of the accumulated gradients, and send the others later.
 
-    With N workers, each with its own mean gradient g, and step from 0:
+    With N workers, each with the mean gradient g of its own examples, and steps counted from 0:
 
         step < rampup_begin_step:  G = mean over workers of (g + reg);  u = μu + G
                                    direction = u, or G + μu with nesterov
@@ -89,51 +89,51 @@ def deep_gradient_compression(
 
     s is sparsity[min(⌊(step − rampup_begin_step)·len(sparsity)/rampup_step⌋, len(sparsity) − 1)].
     Nothing is lost: the entries sent and the residual add up to the accumulated v, exactly.
-    Leaves below `min_size` or wider than float32 follow plain momentum on the mean gradient in all
-    phases, in one all-reduce. Where a gradient of any worker is not finite, all workers leave u, v
-    and params unchanged, and count the step as skipped.
+    Leaves that are smaller than `min_size` or wider than float32 follow plain momentum on the mean
+    gradient in all phases, and share one all-reduce. If the gradient of any worker is not finite,
+    all workers leave u, v and params unchanged, and count the step as skipped.
 
-    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes each worker's gradient,
-    that of the mean over its own examples. With `shard_map(check_vma=True)` JAX itself sums the
-    gradient of replicated parameters over workers: take that of
-    `jax.lax.pcast(params, axis_name, to="varying")` instead. The direction includes momentum:
-    follow it by `scale_by_learning_rate`, not by another momentum.
+    `make_train_step` with a mesh runs it as it needs to be. Elsewhere, call it where `axis_name` is
+    bound (shard_map, pmap, vmap), and pass the gradient of each worker's own examples. With
+    `shard_map(check_vma=True)` JAX itself sums the gradient of replicated parameters over workers:
+    differentiate with respect to `jax.lax.pcast(params, axis_name, to="varying")` instead. The
+    direction already includes momentum, so only `scale_by_learning_rate` should follow.
 
     Args:
       momentum: μ, in [0, 1).
       rampup_begin_step: the number of dense momentum steps before compression, ≥ 0.
-      rampup_step: the number of steps that the sparsity ramp takes, ≥ 1. Each of its ramp steps
-        lasts rampup_step/len(sparsity), the last one for ever.
-      sparsity: for each ramp step the fraction of entries that is not sent, in [0, 1). Where the
-        selected entries would take more bytes than whole leaves, they go through an all-reduce.
+      rampup_step: the number of steps of the whole sparsity ramp, ≥ 1. Each of its ramp steps
+        lasts rampup_step/len(sparsity) steps; the last one never ends.
+      sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1). If the
+        selected entries take more bytes than whole leaves, an all-reduce sends these instead.
       nesterov: whether to use Nesterov momentum.
       local_grad_clip_norm: the norm to which the mean gradient of a compressed leaf would be
-        clipped, > 0; each worker clips to 1/√N of it. None for no clip.
+        clipped, > 0; each worker clips to 1/√N of it. None does not clip.
       regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
-      axis_name: the mesh axis, or a tuple of axes, whose workers exchange.
-      reduce_axis_name: an axis, or several, over which g is first averaged densely: the devices of
-        a host, where `axis_name` goes across hosts.
-      min_size: the number of elements from which on a leaf is compressed, ≥ 1.
+      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
+      reduce_axis_name: an axis, or several, over which g is first averaged densely, such as that of
+        the devices of a host if `axis_name` is that of the hosts.
+      min_size: leaves with fewer elements are not compressed; ≥ 1.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
-        the exchange, the more of the momentum this removes: with sparsity 0 the rule is plain SGD.
-        Pass False where the final sparsity is below about 0.98; see `dgc_momentum`.
-      wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", 4, whose
-        rounding error stays in v.
+        the exchange, the more momentum this removes: with sparsity 0 the rule is plain SGD. Pass
+        False if the final sparsity is below about 0.98; see `dgc_momentum`.
+      wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", 4 bytes,
+        whose rounding error stays in v.
       selection: "exact", the k largest; "sampled" is another name for it.
 
     State: u and v, flat float32 arrays, one each per worker, 8 bytes per compressed parameter; the
     velocity, 4 bytes per other parameter; step, skipped and num_workers. `init` needs no axis and
-    gives one worker's state. Real leaves.
+    returns the state of one worker. Leaves must be real.
 
-    `update` takes `row_updates=True`: where `sparsity` has one entry, `rampup_begin_step` is 0 and
-    packets are smaller than whole leaves, directions of compressed leaves then come as Rows, which
-    `apply_updates` scatters into params.
+    `update` takes `row_updates=True`. If `sparsity` has one entry, `rampup_begin_step` is 0 and
+    packets are smaller than whole leaves, it then returns the directions of compressed leaves as
+    Rows, which `apply_updates` scatters into params.
 
     Raises, at update:
-      ValueError: an axis is not bound; or a gradient is already averaged, where JAX can tell.
+      ValueError: an axis is not bound; or a gradient is already averaged, if JAX can tell.
 
     Source: Lin et al. 2018, arXiv 1712.01887, algorithms 1 and 4, §3; fluid's
-    DGCMomentumOptimizer. Both original implementations select from a sample.
+    DGCMomentumOptimizer. The original implementations of both select from a sample.
     """
     penalty = optax.identity() if regularization is None else regularization
     core.check_transform("regularization", penalty)
@@ -169,7 +169,8 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
     for s in sparsity:
         if not checks.is_host_number(s):
             raise TypeError(
-                f"sparsity must hold Python numbers, which decide the shapes of packets; got {s!r}"
+                "sparsity must consist of Python numbers, because they decide the shapes of "
+                f"packets; got {s!r}"
             )
         checks.number("sparsity", s, low=0.0, high=1.0, high_open=True)
     return tuple(map(float, sparsity))
@@ -206,8 +207,8 @@ class DgcTraffic:
     """The bytes that a worker sends in a step.
 
     rampup_begin_step, rampup_step: as in `deep_gradient_compression`.
-    packets: one worker's packet in each ramp step.
-    large, small: the leaves that are compressed, and those that are not.
+    packets: the bytes of a worker's packet in each ramp step.
+    large, small: the bytes of the leaves that are compressed, and of those that are not.
     """
 
     rampup_begin_step: int
@@ -217,7 +218,7 @@ class DgcTraffic:
     small: int
 
     def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
-        """Return the bytes that a worker sends; packets only where whole leaves take more."""
+        """Return the bytes that a worker sends: packets, unless whole leaves take fewer bytes."""
         begin = self.rampup_begin_step
         i = ramp_step(exchange, begin, self.rampup_step, len(self.packets))
         gathered = (num_workers - 1) * jnp.asarray(self.packets, jnp.float32)[i]
@@ -251,7 +252,7 @@ def _accumulate_and_send(
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
     options = dataclasses.replace(options, parts=parts)
-    updates = leafwise.to_dense(updates)  # row-sparse gradients accumulate and compete like others
+    updates = leafwise.to_dense(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_parts, options, row_updates and parts is None)
     result: tuple[Updates, DeepGradientCompressionState] = update_on_parts(
         run, updates, state, params, parts
@@ -301,7 +302,7 @@ def _accumulate_and_send_parts(
 
 
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
-    """Raise unless the state is one worker's, for leaves like those of `updates`."""
+    """Raise unless the state is that of one worker, for leaves like those of `updates`."""
     u, v = state.local_velocity.value, state.residual.value
     for part in (state.velocity, u, v):
         tree.check_same_structure("update", "the state", part, "updates", updates)
@@ -316,7 +317,7 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
 def _local_gradient(
     options: Options, updates: Updates, residuals: PyTree, compressing: jax.Array
 ) -> Updates:
-    """Return the gradients averaged over `reduce_axis_name`, those of compressed leaves clipped."""
+    """Return gradients averaged over `reduce_axis_name`, and clipped for compressed leaves."""
     reduce_axes, c = options.reduce_axis_name, options.local_grad_clip_norm
     if c is not None:
         c = c * mesh.axis_size(options.axis_name) ** -0.5

@@ -1,4 +1,4 @@
-"""The optimizer dgc_momentum: Deep Gradient Compression and a learning rate."""
+"""The optimizer `dgc_momentum`: Deep Gradient Compression followed by a learning rate."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from optfn.wrappers.attributes import (
     regularizing,
 )
 
-# The fraction of entries above which masking costs more than it gains.
+# If a larger fraction of the entries is sent, masking costs more than it gains.
 _MAX_MASKED_DENSITY = 0.02
 
 
@@ -40,45 +40,47 @@ def dgc_momentum(
     selection: str = "exact",
     param_attrs: ParamAttrs | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum on several workers that exchange few entries: Deep Gradient Compression.
+    """Momentum for several workers with a slow link between them: Deep Gradient Compression.
 
         G = deep_gradient_compression(g)
         p −= lr·G
 
-    It runs where `axis_name` is bound, on each worker's gradient; `make_train_step` with a mesh
-    does that.
+    Each worker sends only the largest entries of its accumulated gradients, and keeps the others to
+    send them later. Pass it to `make_train_step` with a mesh. In a step of your own, call it where
+    `axis_name` is bound, with the gradient of each worker.
 
     Momentum factor masking (`momentum_masking=True`, as in the paper) zeroes the velocity wherever
     something is sent. At the densities it was made for, 0.1 % to 1 %, most of the velocity remains.
-    Denser exchanges lose the momentum: with sparsity 0 the rule is plain SGD. On two small language
-    models bits per byte were 2 % to 6 % above those of dense momentum at a density of 5 %, and 15 %
-    above at 20 %, but at most 1 % above without masking. A final density above 2 % with masking
-    is therefore warned about (UserWarning).
+    If more is sent, the momentum is lost: with sparsity 0 the rule is plain SGD. On two small
+    language models, bits per byte were 2 % to 6 % above those of dense momentum at a density of
+    5 %, and 15 % above at 20 %, but at most 1 % above without masking. With masking and a final
+    density above 2 % you therefore get a UserWarning.
 
     Args:
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       momentum: μ, in [0, 1).
       rampup_begin_step: the number of dense momentum steps before compression, ≥ 0.
-      rampup_step: the number of steps that the sparsity ramp takes, ≥ 1.
-      sparsity: for each ramp step the fraction of entries that is not sent, in [0, 1).
+      rampup_step: the number of steps of the whole sparsity ramp, ≥ 1.
+      sparsity: the fraction of entries that is not sent in each ramp step, in [0, 1).
       nesterov: whether to use Nesterov momentum.
-      local_grad_clip_norm: a clip of each compressed leaf, > 0, times N^(−1/2) on each worker.
-      regularization: a penalty added to g, on each worker.
-      axis_name: the mesh axis, or a tuple of axes, whose workers exchange.
+      local_grad_clip_norm: the norm to which the mean gradient of a compressed leaf would be
+        clipped, > 0; each of the N workers clips to 1/√N of it. None does not clip.
+      regularization: a penalty added to g on each worker, such as `l2_decay(1e-4)`.
+      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
       reduce_axis_name: axes over which g is first averaged densely.
-      min_size: the number of elements from which on a leaf is compressed, ≥ 1.
+      min_size: leaves with fewer elements are not compressed; ≥ 1.
       momentum_masking: whether the velocity becomes 0 where entries were sent.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", about 4.
       selection: "exact"; "sampled" is another name for it.
-      param_attrs: attributes of parameters, by patterns of paths. need_clip has no effect here:
-        the local clip is per tensor, and for compressed tensors only.
+      param_attrs: attributes of parameters, by patterns of paths. need_clip has no effect here,
+        because the local clip is per tensor, and only for compressed tensors.
 
     State: that of `deep_gradient_compression`, and the rate.
 
-    `update` takes `row_updates=True`, which `make_train_step` passes: see
-    `deep_gradient_compression`. Without a ramp and without dense steps, a step then makes no pass
-    over the parameters. The state does not depend on the ramp: once it is over, an optimizer
-    without one can continue from the same state.
+    `make_train_step` passes `row_updates=True` to `update`; see `deep_gradient_compression`. If
+    there are no dense steps and no ramp, a step then makes no pass over the parameters. The state
+    does not depend on the ramp, so once it is over you can continue from the same state with an
+    optimizer that has none.
 
     Source: Lin et al. 2018, arXiv 1712.01887; fluid's DGCMomentumOptimizer, whose num_trainers is
     the size of the axis.
@@ -117,7 +119,8 @@ def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) ->
     last = sparsity[-1]
     if checks.is_host_number(last) and 0 <= last < 1 - _MAX_MASKED_DENSITY:
         checks.warn(
-            f"dgc_momentum: momentum masking zeroes the velocity of the {1 - last:.2g} of all "
-            "entries that each step sends after the ramp, and little momentum remains; pass "
-            f"momentum_masking=False, or a final sparsity of {1 - _MAX_MASKED_DENSITY} or more"
+            f"dgc_momentum: after the ramp, each step sends a fraction of {1 - last:.2g} of all "
+            "entries, and momentum masking zeroes their velocity, so that little momentum remains. "
+            "Pass momentum_masking=False, or a final sparsity of at least "
+            f"{1 - _MAX_MASKED_DENSITY}"
         )

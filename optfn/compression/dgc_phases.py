@@ -1,8 +1,8 @@
 """The phases of Deep Gradient Compression, for the compressed leaves of one worker.
 
-A step is one of three: `skip_nonfinite_step`, `dense_momentum_step` before the ramp, and
-`compressed_step` from then on. All leaves go through each of them together: the selection of a leaf
-compiled once per leaf would take a minute for a large model.
+Each step is one of three: `skip_nonfinite_step`, `dense_momentum_step` before the ramp, and
+`compressed_step` from then on. Each handles all leaves together, because to compile the selection
+once per leaf would take a minute for a large model.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from optfn.mesh import Axes
 from optfn.parallel.means import Parts
 from optfn.transforms.moment import momentum_rule
 
-# The encoding of a value, by `wire`.
+# The encoding of a value for each `wire`.
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
@@ -60,7 +60,7 @@ class Options:
 
     @property
     def agreeing_axes(self) -> mesh.Axes:
-        """The axes of all devices that take part."""
+        """The axes of all devices that take part in a step."""
         return mesh.joined(self.all_axes, self.parts and self.parts.axes)
 
     def compresses(self, p: Leaf) -> bool:
@@ -69,9 +69,9 @@ class Options:
 
 
 class DgcLeaf(NamedTuple):
-    """A compressed leaf of one worker before a phase and after it.
+    """A compressed leaf of one worker, before a phase and after it.
 
-    direction: the gradient; then the direction, which may be Rows. Flat in the phases.
+    direction: first the gradient, then the direction, which may be Rows. It is flat in the phases.
     velocity: the local velocity u, flat float32.
     residual: v, flat float32.
     """
@@ -84,8 +84,8 @@ class DgcLeaf(NamedTuple):
 def packet_formats(options: Options, sizes: Sequence[int]) -> list[PacketFormat]:
     """Return the packet format of each ramp step, for compressed leaves of these sizes.
 
-    One packet has the entries of all leaves, in whole words for their speed: in bfloat16 a word has
-    a value and 16 bits of an index.
+    One packet has the entries of all leaves. They take whole words, which is faster: in bfloat16 a
+    word has a value and 16 bits of an index.
     """
     segments, values = Segments(tuple(sizes)), VALUES[options.wire]
     return [
@@ -102,7 +102,7 @@ def ramp_step(step: jax.Array, begin: int, length: int, num_ramp_steps: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Ramp:
-    """The packets of each ramp step, and the form of the directions; static.
+    """The packet formats of the ramp, and the form of the directions; static.
 
     Args:
       options: the arguments of the transform.
@@ -123,16 +123,16 @@ class Ramp:
 
     @cached_property
     def gives_rows(self) -> bool:
-        """Whether directions come as Rows."""
-        # All branches of a switch give the same shapes, so that all steps must be sparse, with the
+        """Whether directions are returned as Rows."""
+        # All branches of a switch return the same shapes, so all steps must be sparse, with the
         # same number of entries.
         uniform = not self.options.rampup_begin_step and len(self.formats) == 1
         return self.row_updates and uniform and not self.is_sent_dense(self.formats[0])
 
     def is_sent_dense(self, packet_format: PacketFormat) -> bool:
-        """Tell whether the entries of a ramp step go through an all-reduce of whole leaves.
+        """Tell whether the entries of a ramp step are sent by an all-reduce of whole leaves.
 
-        They do where packets would be more bytes per worker: (N − 1)·packet > 2·(N − 1)/N·4·n.
+        They are if packets would take more bytes per worker: (N − 1)·packet > 2·(N − 1)/N·4·n.
         """
         return packet_format.num_bytes * self.workers > 8 * sum(self.sizes)
 
@@ -145,14 +145,17 @@ def update_compressed(
     *,
     row_updates: bool,
 ) -> list[DgcLeaf]:
-    """Run the phase of this step on all compressed leaves; directions have the shapes of gradients.
+    """Run the phase of this step on all compressed leaves.
 
     Args:
       options: the arguments of the transform.
-      nonfinite: whether a gradient of any worker is not finite; the same on all workers.
+      nonfinite: whether the gradient of any worker is not finite; the same on all workers.
       step: the step, the same on all workers.
-      leaves: the gradients in their shapes, the rest flat.
+      leaves: the leaves; gradients have their shapes, and everything else is flat.
       row_updates: whether the caller takes directions as Rows.
+
+    Returns:
+      The leaves with directions of the shapes of the gradients.
     """
     sizes = tuple(leaf.residual.size for leaf in leaves)
     ramp = Ramp(options, sizes, row_updates, mesh.axis_size(options.axis_name))
@@ -167,14 +170,14 @@ def update_compressed(
     skip, compressed, dense = range(3)
     in_ramp = step >= options.rampup_begin_step
     phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
-    # The phase is the same on all workers, so that collectives may stand in its branches.
+    # The phase is the same on all workers, so its branches may contain collectives.
     shapes = [leaf.direction.shape for leaf in leaves]
     pairs = zip(lax.switch(phase, phases, flat), shapes, strict=True)
     return [leaf._replace(direction=leaf.direction.reshape(shape)) for leaf, shape in pairs]
 
 
 def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
-    """Give zero directions, and leave the state as it is."""
+    """Return zero directions and the old state."""
     if ramp.gives_rows:
         zeros: Sequence[jax.Array | Rows] = _empty_rows(ramp.formats[0], ramp.workers)
     else:
@@ -192,7 +195,7 @@ def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
             mean, leaf.velocity, momentum=options.momentum, nesterov=options.nesterov
         )
         if mesh.checked_axes(axes):
-            # u is the same on all workers in this phase, which JAX cannot know.
+            # In this phase u is the same on all workers, but JAX cannot know that.
             direction = lax.pmax(direction, axes)
         return DgcLeaf(direction, u, leaf.residual)
 
@@ -203,7 +206,7 @@ def compressed_step(ramp: Ramp, step: jax.Array, leaves: list[DgcLeaf]) -> list[
     """Accumulate, send the selected entries, and keep the others in the residual."""
     options = ramp.options
     leaves = [accumulated(leaf, options.momentum, options.nesterov) for leaf in leaves]
-    # The passes over whole leaves are one program for all ramp steps; only the counts differ.
+    # All ramp steps share one program for the passes over whole leaves; only the counts differ.
     search = SampleSearch(Segments(ramp.sizes))
     counts = [search.counts(packet_format.k) for packet_format in ramp.formats]
     i = ramp_step(step, options.rampup_begin_step, options.rampup_step, len(counts))
@@ -236,12 +239,12 @@ def _exchanged_entries(
     index: jax.Array,
     leaves: list[DgcLeaf],
 ) -> list[DgcLeaf]:
-    """Return the leaves with the mean over workers of these entries, and without them."""
+    """Exchange entries: return leaves with their mean as direction, and residuals without them."""
     dense = ramp.is_sent_dense(packet_format)
     sent = values if dense else packet_format.rounded(values)
-    # An entry that has overflowed is dropped: ∞ − ∞ would stay in the residual as NaN.
+    # Drop an entry that has overflowed: ∞ − ∞ would stay in the residual as NaN.
     remainder = jnp.where(jnp.isfinite(sent), values - sent, 0.0)
-    # Unsigned, so that JAX adds no code per leaf that tests for negative indices.
+    # With unsigned indices JAX adds no code per leaf that tests for negative ones.
     places = packet_format.split(index.astype(jnp.uint32))
     parts = zip(leaves, places, packet_format.split(remainder), strict=True)
     masking = ramp.options.momentum_masking
@@ -266,7 +269,7 @@ def _exchanged_entries(
 def _without_entries(
     leaf: DgcLeaf, places: jax.Array, remainder: jax.Array, momentum_masking: bool
 ) -> DgcLeaf:
-    """Return the leaf with v = remainder at increasing places, and with masking u = 0."""
+    """Return the leaf with v = remainder, and u = 0 if masked, at these increasing places."""
 
     def with_entries(x: jax.Array, values: jax.Array | float) -> jax.Array:
         return x.at[places].set(values, indices_are_sorted=True, unique_indices=True)
@@ -277,9 +280,9 @@ def _without_entries(
 
 
 def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
-    """Return the mean over workers as Rows of one entry each, one part per worker.
+    """Return the mean over workers as Rows of one entry each, with one part per worker.
 
-    No array of the size of a leaf is made.
+    This makes no array of the size of a leaf.
     """
     packets = mesh.all_gather(packet, axis_name)
     workers = packets.shape[0]
@@ -292,7 +295,7 @@ def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: 
 
 
 def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:
-    """Return Rows of the shapes that `_rows_of_packets` gives, with padding only."""
+    """Return Rows that have the shapes of `_rows_of_packets`, but only padding."""
     return [
         Rows(jnp.full(workers * k, n, jnp.int32), jnp.zeros(workers * k), n, parts=workers)
         for n, k in zip(packet_format.segments.sizes, packet_format.k.tolist(), strict=True)

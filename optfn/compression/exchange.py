@@ -1,7 +1,7 @@
 """The exchange of updates between workers, for any optimizer: compressors with error feedback.
 
-`compressors` has the protocol of packets; `gathering` and `by_parts` have the mean over workers of
-decoded packets, and `sending` all that is sent. `exchange` here is the transform.
+`exchange` is the transform. `compressors` has the protocol of packets, `gathering` and `by_parts`
+take the mean over workers of decoded packets, and `sending` calls these for all leaves.
 """
 
 import dataclasses
@@ -48,11 +48,11 @@ from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_p
 class ExchangeState(NamedTuple):
     """State of `exchange` with a compressor.
 
-    residual is a worker's own: a flat float32 array, 4 bytes per compressed parameter. published is
-    of the route by parts: the part of the mean that the owner of each slice has not sent yet, 4/N
-    bytes on each worker. Everything else is the same on all workers: the step, the number of
-    workers, the states of the compressors, and the mark of the leaves that are exchanged, without
-    arrays.
+    Each worker has its own residual, a flat float32 array, 4 bytes per compressed parameter. With
+    route="parts", published is the part of the mean that the owner of each slice has not sent yet,
+    4/N bytes per parameter on each worker. Everything else is the same on all workers: the step,
+    the number of workers, the states of the compressors, and `exchanged`, which marks the leaves
+    that are exchanged and has no arrays.
     """
 
     step: jax.Array
@@ -64,7 +64,7 @@ class ExchangeState(NamedTuple):
 
 
 class ExchangeDenseState(NamedTuple):
-    """State of `exchange(None)`: the mark of the leaves that are exchanged, without arrays."""
+    """State of `exchange(None)`: it marks the leaves that are exchanged, and has no arrays."""
 
     exchanged: Exchanged
 
@@ -89,11 +89,11 @@ class _Options:
 
     @property
     def all_axes(self) -> mesh.Axes:
-        """The axes of all devices that take part."""
+        """The axes of all devices that take part in a step."""
         return mesh.joined(self.axis_name, self.parts and self.parts.axes)
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
-        """Return the compressor of each leaf, None for those that are exchanged densely."""
+        """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
         pairs = zip(chosen(self.compressors, params), tree.flatten(params)[0], strict=True)
         return [compressor if self._compresses(compressor, p) else None for compressor, p in pairs]
 
@@ -121,64 +121,66 @@ def exchange(
     warmup_steps: int = 0,
     route: str = "gather",
 ) -> optax.GradientTransformationExtraArgs:
-    """Exchange updates between workers in compressed form: per-worker updates become their mean.
+    """Average the updates of all workers, sent in compressed form.
 
         residual = error_feedback·residual + update
         sent = decode(encode(residual))
         residual = residual − sent
         direction = mean over workers of sent
 
-    In front of any optimizer, as in `chain(exchange(top_k(0.05)), adamw(1e-3))`, it takes the place
-    of the dense mean of the gradients. All workers get the same direction, bit for bit. With
-    `error_feedback` 1 nothing is lost: sent parts and residual add up to the sum of the updates.
+    Put it in front of any optimizer, as in `chain(exchange(top_k(0.05)), adamw(1e-3))`, if the link
+    between your workers is slow. It replaces the dense mean of the gradients. All workers get the
+    same direction, bit for bit. With `error_feedback=1` nothing is lost: the parts sent and the
+    residual add up to the sum of the updates.
 
-    It runs where `axis_name` is bound (shard_map, pmap, vmap) and takes each worker's gradient,
-    which `make_train_step` with a mesh passes to it. With `shard_map(check_vma=True)` JAX itself
-    sums the gradient of replicated params: take that of
+    `make_train_step` with a mesh passes it the gradients of each worker. In a step of your own,
+    call it where `axis_name` is bound (shard_map, pmap, vmap). With `shard_map(check_vma=True)` JAX
+    itself sums the gradient of replicated params: differentiate with respect to
     `jax.lax.pcast(params, axis_name, to="varying")` instead.
 
     Args:
-      compressor: `top_k`, `quantize`, `power_sgd`, or a value with the same methods; a mapping from
-        patterns of paths to compressors, of which the first match counts, and leaves with None or
-        without a match are exchanged densely; or None, the plain mean, leaf by leaf in the
-        gradient's dtype.
+      compressor: `top_k(...)`, `quantize(...)`, `power_sgd(...)`, or a value with the same methods.
+        Or a mapping from patterns of paths to compressors: the first match counts, and leaves with
+        None or without a match are exchanged densely. Or None, which is the plain mean of each leaf
+        in the gradient's dtype.
       error_feedback: the factor of the residual, in [0, 1].
-      axis_name: the mesh axis, or a tuple of axes, whose workers exchange.
-      min_size: the number of elements from which on a leaf is compressed, ≥ 1.
-      param_attrs: attributes by pattern of paths; leaves with trainable=False or learning_rate=0
+      axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
+      min_size: leaves with fewer elements are exchanged densely; ≥ 1.
+      param_attrs: attributes by patterns of paths. Leaves with trainable=False or learning_rate=0
         are not sent, and their update is −0.0.
-      warmup_steps: for so many first steps the mean is dense, and the residual stays 0.
-      route: how packets go. "gather": from each worker to all others, (N − 1)·b bytes for packets
-        of b bytes. "parts": each worker owns a slice of each leaf, 1/N of its entries in C order;
-        packets of slices go to their owners, and each owner sends the mean of them to all, in a
-        packet again, 2(N − 1)/N·b bytes in all, for any number of workers. It keeps the rest that
-        its packet leaves out, with the same error feedback. Chunks are those of slices; where they
-        divide slices, residuals are those of "gather".
+      warmup_steps: the number of first steps in which the mean is dense, and the residual stays 0.
+      route: how packets are sent. "gather": each worker sends its packet, of b bytes, to all
+        others, which is (N − 1)·b bytes. "parts": each worker owns a slice of each leaf, 1/N of its
+        entries in C order. Packets of slices are sent to their owners, and each owner sends the
+        mean of them to all workers, in a packet again. This is 2(N − 1)/N·b bytes, for any number
+        of workers. The owner keeps the part of the mean that its packet leaves out, with the same
+        error feedback. Chunks are those of slices; if they divide slices evenly, residuals are
+        those of "gather".
 
-    All leaves that are gathered share one all-gather, by parts one all-to-all besides, and all that
-    are exchanged densely (small ones, and leaves wider than float32) one all-reduce. Row-sparse
-    updates are exchanged as rows, without residual. The chunks of packed params are those of the
-    original leaves.
+    All compressed leaves share one all-gather (and with route="parts" one all-to-all). All leaves
+    that are exchanged densely (small ones, and those wider than float32) share one all-reduce.
+    Row-sparse updates are exchanged as rows, without a residual. With packed params, chunks are
+    those of the original leaves.
 
-    `update` takes `row_updates=True`, which `make_train_step` passes: directions of `top_k` then
-    come as Rows with the same bits, which `apply_updates` scatters into params, where the entries
-    of all workers are few enough to sort: up to one in 64 of a leaf.
+    `update` takes `row_updates=True`, which `make_train_step` passes. Directions of `top_k` are then
+    Rows with the same bits, which `apply_updates` scatters into params, if all workers together
+    send at most one entry in 64 of a leaf.
 
-    Where an update of any worker is not finite, the direction of all workers is zero, and residuals
-    and compressors' states stay; `skip_nonfinite` around the chain keeps the states of the
-    transforms after it too. An accumulated entry that exceeds float32 is set to its largest number.
-    `exchange(None)` is the mean of all updates, finite or not.
+    If an update of any worker is not finite, the direction of all workers is zero, and residuals
+    and states of compressors stay as they were. Put `skip_nonfinite` around the chain to keep the
+    states of the following transforms too. An accumulated entry that overflows is set to the
+    largest float32 number. `exchange(None)` is the mean of all updates, finite or not.
 
     State: the residual, flat float32, one per worker, 4 bytes per compressed parameter; step and
-    num_workers; and the states of compressors. By parts also the rest that owners keep, flat
-    float32, 4/N bytes per compressed parameter on each worker. `exchange(None)` keeps no arrays.
-    `init` needs no axis and returns one worker's state, in which that is the array of all owners:
-    `init_state` divides it over a mesh, and where each worker keeps it whole (pmap, vmap), it uses
-    its own slice. Real leaves.
+    num_workers; and the states of compressors. With route="parts" also the rest that owners keep,
+    flat float32, 4/N bytes per compressed parameter on each worker. `exchange(None)` keeps no
+    arrays. `init` needs no axis and returns the state of one worker, with the rest of all owners as
+    one array. `init_state` divides that array over a mesh; if each worker keeps it whole (pmap,
+    vmap), the worker uses its own slice. Leaves must be real.
 
     Raises:
-      ValueError: a compressor that needs the whole leaf, such as `power_sgd`, with route="parts".
-        At update: an axis is not bound; or an update is already averaged, where JAX can tell.
+      ValueError: with route="parts", a compressor needs the whole leaf, as `power_sgd` does. At
+        update: an axis is not bound; or an update is already averaged, if JAX can tell.
 
     Sources: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; by parts, with
     feedback on both sides, Tang et al. 2021, arXiv 2102.02888 (1-bit Adam), §3.
@@ -212,9 +214,9 @@ def _check_slices(compressors: Mapping[Any, BaseCompressor | None]) -> None:
 def _freezing(
     tx: optax.GradientTransformationExtraArgs, attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` with the leaves that `attrs` freezes masked, but marked as exchanged.
+    """Mask the leaves that `attrs` freezes from `tx`, but mark them as exchanged.
 
-    Without the mark a training step would average their gradients.
+    Without the mark, a training step would average their gradients.
     """
     trained = {
         pattern: ParamAttr(trainable=attr.trainable and attr.learning_rate > 0)
@@ -295,7 +297,7 @@ def _compressed_mean(
 
 
 def _check_compressors_of_parts(updates: Updates, states: PyTree, parts: Parts | None) -> None:
-    """Raise a ValueError if the compressor of a divided leaf keeps arrays, of the whole leaf."""
+    """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf."""
     if parts is None:
         return
     of_leaves = tree.flatten(updates)[1].flatten_up_to(states)
@@ -303,9 +305,9 @@ def _check_compressors_of_parts(updates: Updates, states: PyTree, parts: Parts |
         has_arrays = any(map(jnp.ndim, jax.tree.leaves(of_leaves[place.number])))
         if not tree.is_masked(spec) and any(spec) and has_arrays:
             raise ValueError(
-                f"exchange: the compressor of leaf {place!r} keeps arrays for the whole leaf, as "
-                "power_sgd does, and the leaf is divided over devices, which exchange their parts: "
-                "pass another compressor for it, or do not divide it"
+                f"exchange: the compressor of leaf {place!r} keeps arrays for the whole leaf (as "
+                "power_sgd does), but the leaf is divided over devices, which exchange only their "
+                "parts. Choose another compressor for this leaf, or do not divide it"
             )
 
 
@@ -343,10 +345,10 @@ def _compressed_mean_of_parts(
 
 
 def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
-    """Return the rest that a worker keeps of its slice of each leaf; None without slices.
+    """Return the rest that a worker keeps for its slice of each leaf; None without slices.
 
     Raises:
-      ValueError: it is neither of one slice, nor of all.
+      ValueError: an array has the size neither of one slice nor of all.
     """
     if not isinstance(state.published, Divided):
         return [None] * len(tree.flatten(updates)[0])
@@ -361,7 +363,7 @@ def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
     """Return the numbers of the leaves that are compressed: dense arrays that have a residual.
 
     Raises:
-      ValueError: a residual is not that of one worker, for a leaf like the update.
+      ValueError: a residual is not that of one worker for a leaf of the update's shape.
     """
     numbers = []
     for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):
@@ -372,7 +374,7 @@ def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
 
 
 def _packed_as(updates: Updates, whole: PyTree) -> Updates:
-    """Return `whole` with the leaves packed that are in a Packed of `updates`."""
+    """Return `whole` with those leaves packed that are in a Packed in `updates`."""
 
     def pack(node: PyTree, below: PyTree) -> PyTree:
         return packed.pack_like(node.layout, below) if is_packed(node) else below

@@ -9,7 +9,7 @@ from optfn.leaves import numerics
 
 
 def with_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
-    """Return error_feedback·residual + update, at most the largest float32 number in magnitude."""
+    """Return error_feedback·residual + update, clipped to the range of finite float32 numbers."""
     largest = np.finfo(np.float32).max
     total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)
     return jnp.clip(total, -largest, largest)

@@ -13,7 +13,7 @@ from optfn.leaves.rows import Rows
 from optfn.leaves.types import PyTree
 from optfn.mesh import Axes
 
-# (totals, packet, scale) -> totals, to which scale times the decoded packet is added.
+# (totals, packet, scale) -> totals + scale times the decoded packet.
 Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]
 
 
@@ -23,7 +23,7 @@ def mean_by_all_gather(
     """Encode the leaves, gather the packets of all workers, and decode them.
 
     Args:
-      compressors: of each leaf.
+      compressors: the compressor of each leaf.
       leaves: the leaves of one worker.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """
@@ -82,7 +82,7 @@ def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) ->
 def encode_all(
     compressors: Sequence[BaseCompressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
 ) -> list[tuple[PyTree, PyTree]]:
-    """Return the packet and the next state of each leaf, those of equal compressors together."""
+    """Return packet and next state of each leaf; equal compressors encode their leaves together."""
     encoded: dict[int, tuple[PyTree, PyTree]] = {}
     for i, compressor in enumerate(compressors):
         if i not in encoded:
@@ -100,8 +100,8 @@ def mean_of_packets(
     Packets are added in the order of the workers, so that all replicas get the same bits.
 
     Args:
-      packet: of one worker, a tree of arrays.
-      zeros: zeros of the shapes of the arrays, to which the mean may be added in place.
+      packet: the packet of one worker, a tree of arrays.
+      zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
       add: adds a multiple of a decoded packet to arrays.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """

@@ -1,4 +1,4 @@
-"""An exchange between workers that are groups of devices: each device exchanges its parts."""
+"""An exchange between workers that are groups of devices: each device exchanges its own parts."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -18,14 +18,15 @@ Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 def update_on_parts(
     update: Update, updates: Updates, state: Any, params: Params | None, parts: Parts | None
 ) -> tuple[Updates, OptState]:
-    """Return the result of an update, computed by each device on its parts of the arrays.
+    """Return the result of an update that each device computes on its own parts of the arrays.
 
     Args:
-      update: one worker's update, in which per-worker arrays are flat.
-      updates: one worker's gradients.
-      state: its state, a NamedTuple. Per-worker arrays are flat, or shaped as divided leaves.
+      update: the update of one worker; it takes flat per-worker arrays.
+      updates: the gradients of one worker.
+      state: the worker's state, a NamedTuple. Its per-worker arrays are flat, or have the shape of
+        the leaf if that is divided.
       params: the params, or None.
-      parts: how the devices of a worker divide gradients; None where a worker is one device.
+      parts: how the devices of a worker divide gradients; None if a worker is one device.
     """
 
     def on_device(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
@@ -59,7 +60,7 @@ def _shaped_as(x: Leaf, like: Leaf) -> Leaf:
 
 
 def _specs_of_state(state: Any, updates: Updates, parts: Parts) -> Any:
-    """Return the PartitionSpecs of a state: fields like the params are divided as these are."""
+    """Return the PartitionSpecs of a state; fields like the params are divided like them."""
     structure = tree.flatten(updates)[1]
 
     def of_field(x: Any) -> Any:

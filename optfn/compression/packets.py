@@ -1,10 +1,10 @@
 """Packets: the entries that a worker sends, in one array of 32-bit words.
 
-A packet has, without gaps: the scales of the values, 32 bits each; the lower bits of each index
-within its segment; the code of each value; and the ends of blocks, 32 bits each. A block has
-2^bits consecutive entries of a segment. Where a segment has several, the packet says for each but
-the last of them how many entries it has up to its end. Indices increase within a segment, which is
-why that suffices.
+A packet consists, without gaps, of the scales of the values, 32 bits each; the lower bits of each
+index within its segment; the code of each value; and the ends of blocks, 32 bits each. A block is a
+range of 2^bits consecutive elements of a segment. If a segment has several blocks, the packet says
+for each but the last how many of its entries come before the end of the block. Since indices
+increase within a segment, this determines their upper bits.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ class PacketFormat:
 
     Args:
       segments: the segments whose entries are sent: several whole arrays, or the chunks of one.
-      k: int32 (segments,), the number of entries of each; of chunks all but the last have the same,
-        and that one has no more.
-      values: the encoding of a value; one with scales is for chunks.
+      k: the number of entries of each segment, int32 (segments,). All chunks but the last have the
+        same number, and the last has at most that.
+      values: the encoding of a value. An encoding with scales needs chunks.
       index_bits: the number of lower bits of an index, 0 to 32.
     """
 
@@ -54,7 +54,7 @@ class PacketFormat:
 
     @property
     def _fields(self) -> tuple[list[int], list[int]]:
-        """The bits of an entry of each field after the scales, and their numbers of entries."""
+        """The bits per entry, and the numbers of entries, of the fields after the scales."""
         widths, counts = [self.index_bits, self.values.bits], [self.count, self.count]
         num_ends = int(self._end_is_sent.sum())
         return ([*widths, 32], [*counts, num_ends]) if num_ends else (widths, counts)
@@ -66,7 +66,7 @@ class PacketFormat:
 
     @cached_property
     def _end_is_sent(self) -> np.ndarray:
-        """For each block, whether the packet says where it ends; the ends of segments are known."""
+        """For each block, whether the packet gives its end; the ends of segments are known."""
         sent = np.ones(self._num_blocks.sum(), bool)
         sent[np.cumsum(self._num_blocks) - 1] = False
         return sent
@@ -78,7 +78,7 @@ class PacketFormat:
         return np.repeat(first, self.k).astype(np.int32)
 
     def _scales(self, values: jax.Array) -> jax.Array:
-        """Return the scale of each chunk, (0,) where there are none."""
+        """Return the scale of each chunk; shape (0,) if there are none."""
         if not self.values.has_scale:
             return jnp.zeros(0, jnp.float32)
         return Chunks(self.count, int(self.k[0])).map(self.values.scales, values, self.k)
@@ -113,7 +113,7 @@ class PacketFormat:
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words])
 
     def decode(self, packet: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the values, float32 (count,), and indices in their array, uint32 (count,)."""
+        """Return the values, float32 (count,), and their indices in the array, uint32 (count,)."""
         scales = lax.bitcast_convert_type(packet[: self._num_scales], jnp.float32)
         index, codes, *ends = bits.unpack_fields(packet[self._num_scales :], *self._fields)
         values = self.values.decode(codes, self._with_scales(scales))
@@ -135,7 +135,7 @@ class PacketFormat:
     def add_to(
         self, totals: Sequence[jax.Array], packet: jax.Array, scale: float | jax.Array
     ) -> list[jax.Array]:
-        """Return flat arrays plus scale times the decoded entries, without a pass over all."""
+        """Return flat arrays plus scale times the decoded entries; only these are touched."""
         values, index = self.decode(packet)
         parts = zip(totals, self.split(scale * values), self.split(index), strict=True)
         return [

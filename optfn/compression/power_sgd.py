@@ -14,12 +14,13 @@ from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_c
 from optfn.leaves.types import PyTree
 from optfn.mesh import Axes
 
-# On accelerators the default precision would make the product sent differ from that subtracted.
+# With the default precision of accelerators, the product that is sent would differ from the one
+# that is subtracted from the residual.
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def as_matrix(x: jax.Array) -> jax.Array:
-    """Return a leaf of two axes or more reshaped to two, at the first."""
+    """Return a leaf of two or more axes as a matrix; its rows are those of the first axis."""
     return x.reshape(x.shape[0], -1)
 
 
@@ -39,7 +40,7 @@ class PowerSgd(ShownAsCall):
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
-        """Return leaves with the mean over workers of P̂Q_wᵀ, by two all-reduces for all."""
+        """Return leaves with the mean over workers of P̂Q_wᵀ; two all-reduces serve all leaves."""
         matrices = [as_matrix(leaf.accumulated) for leaf in leaves]
         products = [_matmul(m, leaf.state) for m, leaf in zip(matrices, leaves, strict=True)]
         bases = [orthonormal(p) for p in mesh.mean_in_one(products, axis_name)]
@@ -71,7 +72,7 @@ class PowerSgd(ShownAsCall):
         return jax.random.normal(jax.random.key(0), (n, rank), jnp.float32)
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the packet of a single worker, (P̂, Q), and Q as the next Q̄."""
+        """Return the packet of a worker without others, (P̂, Q), and Q as the next Q̄."""
         if not self.accepts(x.shape):
             return x, state
         p = orthonormal(_matmul(as_matrix(x), state))
@@ -86,7 +87,7 @@ class PowerSgd(ShownAsCall):
         return _matmul(p, q.T).reshape(shape)
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of one worker in the two all-reduces."""
+        """Return the bytes that one worker passes to the two all-reduces."""
         if not self.accepts(shape):
             return 4 * math.prod(shape)
         m, n, rank = self._sizes(shape)
@@ -95,20 +96,22 @@ class PowerSgd(ShownAsCall):
 
 @showing_call
 def power_sgd(rank: int) -> PowerSgd:
-    """Send a matrix as the product of two thin ones: a compressor for `exchange`.
+    """Return a compressor for `exchange` that sends a matrix as the product of two thin ones.
 
         P̂ = orthonormal columns of (mean over workers of M_w·Q̄)
         Q_w = M_wᵀ·P̂;  worker w sends P̂·Q_wᵀ
         Q̄ = mean over workers of Q_w;  direction = P̂·Q̄ᵀ
 
-    One step of the power method on the mean matrix, which begins with the Q̄ of the step before.
-    Two all-reduces of thin matrices serve all leaves.
+    This is a step of the power method on the mean matrix, which begins with Q̄ of the previous
+    step. Two all-reduces of thin matrices serve all leaves, so the bytes that a worker sends hardly
+    depend on the number of workers.
 
     Args:
-      rank: the number of columns of P̂ and Q̄, ≥ 1; at most the sizes of the matrix.
+      rank: the number of columns of P̂ and Q̄, ≥ 1. If a dimension of the matrix is smaller, that
+        counts instead.
 
-    Leaves of more than two axes are reshaped to two, at the first axis; those with fewer are
-    exchanged densely.
+    A leaf with more than two axes is treated as a matrix whose rows are those of its first axis. A
+    leaf with fewer than two is exchanged densely.
 
     Bytes of an (m, n) leaf: 4·r·(m + n), r = min(rank, m, n), through an all-reduce. State: Q̄,
     float32 (n, r), the same on all workers; the first one is random, from a fixed key.

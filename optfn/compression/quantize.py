@@ -35,7 +35,7 @@ class Quantize(ShownAsCall):
         return chunks_of(size, self.chunk)
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
-        """Return the number of steps for random bits, uint32; () without."""
+        """Return the step count, uint32, which seeds the random bits; () if there are none."""
         return jnp.zeros((), jnp.uint32) if self.stochastic else ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
@@ -51,7 +51,7 @@ class Quantize(ShownAsCall):
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the leaf of the values nearest to its own."""
+        """Return the leaf, with the values that the codes stand for."""
         size = math.prod(shape)
         chunks = self._chunks(size)
         scales = lax.bitcast_convert_type(packet[: chunks.count], jnp.float32)
@@ -67,42 +67,44 @@ class Quantize(ShownAsCall):
 def _noise(shape: tuple[int, ...], total: jax.Array, step: jax.Array) -> jax.Array:
     """Return 32 random bits for each entry: a hash of its number, the step and a sum of all bits.
 
-    The sum tells the leaves and the workers apart.
+    The sum makes the hash different for each leaf and worker.
     """
     return random_bits(shape, random_bits((), step + total))
 
 
 @showing_call
 def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -> Quantize:
-    """Send every entry in few bits: a compressor for `exchange`.
+    """Return a compressor for `exchange` that sends every entry in a few bits.
 
         8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
         2 bits      the nearest of ±s/3 and ±s;  s of least squared error
         1 bit       sign(x)·s, with sign(0) = 1;  s = (∑|x|)/m
 
-    s is one float32 number for each chunk of m entries. That of 2 bits is found by eight steps of
-    Lloyd's iteration from max|x|: s is the best for the entries nearer to s than to s/3, then these
-    are those of the new s. The error never rises, and is below ∑x² from the first step on, so that
-    the residual is a contraction, as it is with 8, 4 and 1 bits; the least error of all s would
-    take a sort, and is a thousandth below in a chunk of thousands.
+    s is a float32 number for each chunk of m entries. With 2 bits, s comes from eight steps of
+    Lloyd's iteration, which begins at max|x|: find the entries that are nearer to s than to s/3,
+    then take the s that is best for this division, and so on. The error never increases, and is
+    below ∑x² from the first step on, so the encoding is a contraction, as with 8, 4 and 1 bits. The
+    best s of all would need a sort, and its error is smaller by only a thousandth in a chunk of
+    thousands.
 
-    With `stochastic` x becomes one of the two values next to it, at random, so that its mean is x;
-    with 1 and 2 bits s is then max|x|. Packets are right in the mean without error feedback,
-    `exchange(…, error_feedback=0.0)`, and noisy: 1 and 2 bits are for entries of one size.
+    With `stochastic=True`, x becomes one of the two values next to it, at random, so that its mean
+    is x. With 1 and 2 bits s is then max|x|. Since packets are exact in the mean, you can do
+    without error feedback, `exchange(…, error_feedback=0.0)`, but they are noisy: use 1 and 2 bits
+    only for entries of similar magnitude.
 
     Args:
       bits: 8, 4, 2 or 1.
-      chunk: the number of consecutive entries that share a scale, ≥ 1; None for the whole leaf.
-        The last chunk of a leaf may be shorter.
+      chunk: the number of consecutive entries that share a scale, ≥ 1; None: the whole leaf. The
+        last chunk of a leaf may be shorter.
       stochastic: whether to round at random. The random bits are a hash of the step, the entry's
-        number and all bits of the leaf, so that a run can be repeated bit for bit; workers with
+        number and all bits of the leaf, so a run can be repeated bit for bit, and workers with
         equal leaves round in the same way.
 
-    Bytes of a leaf of n entries: n·bits bits in whole 4-byte words, and 4 bytes a chunk. State: 4
-    bytes a leaf if stochastic, else none.
+    Bytes of a leaf of n entries: n·bits bits in whole 4-byte words, and 4 bytes per chunk. State: 4
+    bytes per leaf if stochastic, else none.
 
     Source: signSGD with error feedback, Karimireddy et al. 2019, arXiv 1901.09847; stochastic:
-    QSGD, Alistarh et al. 2017, arXiv 1610.02132, §3.1, with max|x| in the place of the norm.
+    QSGD, Alistarh et al. 2017, arXiv 1610.02132, §3.1, with max|x| instead of the norm.
 
     >>> quantize(1).num_bytes((1024, 1024))
     132096

@@ -20,7 +20,8 @@ class Chunks:
 
     Args:
       size: the number of elements of the array, ≥ 1.
-      length: the number of elements of a chunk. The last one may be shorter, also the only one.
+      length: the number of elements of a chunk. The last one may be shorter, even if it is the only
+        one.
     """
 
     size: int
@@ -55,10 +56,10 @@ class Chunks:
         *per_chunk: jax.Array | np.ndarray,
         fill: float = 0,
     ) -> jax.Array:
-        """Return fn(rows, *per_chunk) of a flat array, (count, …).
+        """Return fn(rows, *per_chunk) for the chunks of a flat array as rows, (count, …).
 
-        A shorter last chunk is padded with `fill`, and has its own call of `fn`: to pad the whole
-        array would copy it.
+        A shorter last chunk is padded with `fill` and has its own call of `fn`, because padding the
+        whole array would copy it.
         """
         missing = self.length - self.last_length
         if not missing:
@@ -72,25 +73,25 @@ class Chunks:
         return jnp.concatenate([whole, of_last])
 
     def spread(self, per_chunk: jax.Array) -> jax.Array:
-        """Return a number per chunk for each of its elements, (size,)."""
+        """Repeat a number per chunk for each of its elements, (size,)."""
         rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
         return rows.reshape(-1)[: self.size]
 
 
 def chunks_of(size: int, chunk: int | None) -> Chunks:
-    """Return the chunks of an array of this size; without `chunk`, the whole array."""
+    """Return the chunks of an array of this size; if `chunk` is None, the whole array is one."""
     return Chunks(size, size if chunk is None else min(chunk, size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of several flat arrays, one array after the other, in rows; static.
+    """The segments of several flat arrays, as rows, one array after the other; static.
 
-    A row belongs to one segment. The last row of a segment is padded.
+    Each row belongs to one segment. The last row of a segment is padded.
 
     Args:
       sizes: the number of elements of each array.
-      chunk: the length of a segment, which is a row then; None where each array is one segment.
+      chunk: the length of a segment, which is then one row; None: each array is one segment.
     """
 
     sizes: tuple[int, ...]
@@ -160,17 +161,18 @@ class Segments:
         return np.concatenate([rows.starts for rows in self.arrays])
 
     def of_rows(self, per_segment: jax.Array) -> jax.Array:
-        """Return for each row the number of its segment, (rows, 1)."""
+        """Repeat a number per segment for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
     def of_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
-        """Return a number per segment for each of its k entries, (∑k,).
+        """Repeat a number per segment for each of its k entries, (∑k,).
 
-        It is broadcast: a constant of this size would take seconds to compile.
+        It is broadcast, because a constant of this size would take seconds to compile.
 
         Args:
           per_segment: (segments,).
-          k: (segments,); all chunks of an array but the last have the same, and that one no more.
+          k: (segments,). All chunks of an array but the last have the same k, and the last has at
+            most that.
         """
         counts = np.split(k, self.first_segment[1:])
         numbers = slices.split(jnp.asarray(per_segment), self.per_array)
@@ -178,11 +180,11 @@ class Segments:
         return jnp.concatenate([Chunks(int(k.sum()), int(k[0])).spread(x) for k, x in pairs])
 
     def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
-        """Split numbers for each of k entries of the segments by array."""
+        """Split an array with a number for each of the k entries of the segments, by array."""
         return slices.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def totals(self, per_row: jax.Array) -> jax.Array:
-        """Return the sums over the rows of each segment of numbers per row, int32 (segments,)."""
+        """Return the sums of numbers per row over the rows of each segment, int32 (segments,)."""
         if self.chunk is not None:
             return per_row
         return jnp.zeros(len(self.sizes), jnp.int32).at[self.owner].add(per_row)

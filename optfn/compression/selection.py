@@ -1,23 +1,23 @@
-"""Selection of the k entries of largest magnitude of each segment, exactly, without a sort.
+"""Exact selection of the k entries of largest magnitude in each segment, without a sort.
 
-A segment is a whole flat array or a chunk of one. All of them are searched together, each for its
+A segment is a whole flat array or a chunk of one. All segments are searched together, each for its
 own k, so that a model of many leaves compiles as fast as one of a single leaf:
 
-1. a summary of each segment gives a bound on |x| that k entries reach, and few more;
-2. one pass over each array packs "reaches the bound" into the bits of 32-bit words: these entries
-   are the candidates;
-3. population counts and their cumulative sum locate the candidates;
-4. bisection on the bits of |x| finds the k-th largest of the candidates exactly.
+1. A summary of each segment gives a bound that |x| of at least k entries reaches, and of few more.
+2. One pass over each array packs "reaches the bound" into the bits of 32-bit words. The entries
+   with a set bit are the candidates.
+3. Population counts and their cumulative sum locate the candidates.
+4. Bisection on the bits of |x| finds the k-th largest of the candidates exactly.
 
-Where the summary misleads, an exact mask replaces that of step 2: slower, never wrong. Many equal
-entries cost a few more passes, clustered ones a bisection over whole arrays. Magnitudes are
-compared as integers, the bits of |x|: they have the order of the numbers, with NaN above infinity,
-and subnormal numbers are not flushed to zero.
+If the summary misleads, an exact mask replaces that of step 2, which is slower but never wrong.
+Many equal entries cost a few more passes, clustered ones a bisection over whole arrays. Magnitudes
+are compared as integers, the bits of |x|: their order is that of the numbers, with NaN above
+infinity, and subnormal numbers are not flushed to zero.
 
-There are two summaries, since segments differ in length by orders of magnitude. A strided sample
-serves whole arrays: it is read at a fraction of the cost of a pass, for any k. In a chunk of a few
-thousand entries a sample would be too coarse; the maxima of blocks of its entries bound the k-th
-largest for certain, at the cost of a pass.
+There are two kinds of summary, since segments differ in length by orders of magnitude. For whole
+arrays it is a strided sample, which costs a fraction of a pass, for any k. In a chunk of a few
+thousand entries a sample would be too coarse, so there it consists of the maxima of blocks of
+entries. These bound the k-th largest with certainty, at the cost of a pass.
 """
 
 import abc
@@ -40,11 +40,11 @@ from optfn.mesh import vary, varying_axes
 
 
 class Counts(NamedTuple):
-    """Numbers of entries, int32 (segments,) each.
+    """Numbers of entries for each segment, int32 (segments,).
 
-    k: how many to select of a segment, ≥ 1.
-    rank: the bound is the largest but rank − 1 of the summary.
-    room: how many candidates there may be before the bound is rejected.
+    k: how many entries are selected, ≥ 1.
+    rank: the bound is the rank-th largest magnitude of the summary.
+    room: how many candidates there may be; with more, the bound is rejected.
     """
 
     k: jax.Array | np.ndarray
@@ -53,7 +53,7 @@ class Counts(NamedTuple):
 
 
 def magnitude(x: jax.Array) -> jax.Array:
-    """Return the bits of |x| as int32: integers ≥ 0 in the order of |x|, NaN last."""
+    """Return the bits of |x| as int32: integers ≥ 0 in the order of |x|, with NaN the largest."""
     return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
@@ -67,9 +67,9 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
     """Return the k-th largest of each segment, found bit by bit from the highest.
 
     Args:
-      m: magnitudes as rows, (rows, …), padding −1.
+      m: magnitudes as rows, (rows, …), with −1 for padding.
       k: int32, one per segment, ≥ 1.
-      segments: to which the rows belong.
+      segments: the segments to which the rows belong.
     """
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
@@ -94,9 +94,9 @@ def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) ->
 def filled_up(
     above: jax.Array, equal: jax.Array, k: jax.Array | np.ndarray, segments: Segments
 ) -> jax.Array:
-    """Return the packed mask `above` with the first of `equal`, up to k entries of each segment.
+    """Return the packed mask `above`, filled up to k entries per segment with the first of `equal`.
 
-    Where `above` alone has more than k, all of these are selected.
+    If `above` alone has more than k entries, all of them are selected.
     """
     before = _cumulative(equal) - bits.num_ones(equal)
     last = before[segments.first_word] + k - num_set(above, segments)
@@ -110,7 +110,7 @@ def _cumulative(words: jax.Array) -> jax.Array:
 
 
 def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
-    """Return the positions of the k bits that are set of each segment, flat."""
+    """Return the positions of the k set bits of each segment, flat."""
     number = jnp.arange(k.sum(), dtype=jnp.int32)
     first, most = jnp.zeros(1, jnp.int32), segments.words * segments.owner.size
     if segments.chunk is not None:
@@ -119,7 +119,7 @@ def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
 
 
 def num_set(words: jax.Array, segments: Segments) -> jax.Array:
-    """Return the number of entries of each segment that a packed mask has."""
+    """Return the number of set bits of a packed mask in each segment."""
     per_row = jnp.sum(bits.num_ones(words).reshape(-1, segments.words), axis=1, dtype=jnp.int32)
     return segments.totals(per_row)
 
@@ -132,11 +132,11 @@ class Search(abc.ABC):
 
     @abc.abstractmethod
     def counts(self, k: np.ndarray) -> Counts:
-        """Return the numbers of entries for this k, all static."""
+        """Return the counts for this k, all static."""
 
     @abc.abstractmethod
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
-        """Return magnitudes among which the bounds are found, as rows, and their segments."""
+        """Return the magnitudes that the bounds are taken from, as rows, and their segments."""
 
     def largest(self, arrays: Sequence[jax.Array], k: np.ndarray) -> tuple[jax.Array, jax.Array]:
         """Return values and indices of the k largest; see `extract`."""
@@ -144,14 +144,15 @@ class Search(abc.ABC):
         return self.extract(arrays, self.candidates(arrays, counts), counts)
 
     def candidates(self, arrays: Sequence[jax.Array], counts: Counts) -> jax.Array:
-        """Return the packed mask of k to `room` entries of each segment, the k largest among them.
+        """Return a packed mask of k to `room` entries of each segment that include the k largest.
 
         Args:
           arrays: float32, flat.
-          counts: may be traced, so that all steps of a sparsity ramp share this program.
+          counts: the counts. They may be traced, so that all steps of a sparsity ramp share this
+            program.
 
         Returns:
-          uint32, flat; whole words for each row.
+          The mask, uint32, flat, with whole words for each row.
         """
         segments, (k, rank, room) = self.segments, counts
         summary, of_summary = self.summary(arrays)
@@ -164,7 +165,7 @@ class Search(abc.ABC):
 
         def exact(arrays: Sequence[jax.Array], words: jax.Array) -> jax.Array:
             above = self._packed_where(jnp.greater, arrays, bound)
-            # Where many entries equal the bound and fewer than k exceed it, it is the k-th largest.
+            # If many entries equal the bound and fewer than k exceed it, it is the k-th largest.
             is_kth = num_set(above, segments) < k
             return lax.cond(
                 jnp.all((count >= k) & ((count <= room) | is_kth)),
@@ -184,7 +185,7 @@ class Search(abc.ABC):
         arrays: Sequence[jax.Array],
         bound: jax.Array,
     ) -> jax.Array:
-        """Return the packed mask of the magnitudes that compare so with the bound of a segment."""
+        """Return the packed mask of compare(magnitude, bound of its segment)."""
 
         def packed(m: jax.Array, bound: jax.Array) -> jax.Array:
             return bits.pack_mask(compare(m, bound[:, None])).reshape(-1)
@@ -203,15 +204,15 @@ class Search(abc.ABC):
 
         Args:
           arrays: the flat arrays.
-          words: the packed mask that `candidates` gives.
-          counts: static.
+          words: the packed mask that `candidates` returns.
+          counts: the counts, static.
 
         Returns:
-          float32 (∑k,), and int32 (∑k,): indices in the segment, increasing.
+          values, float32 (∑k,), and increasing indices in the segment, int32 (∑k,).
         """
         segments, slots = self.segments, self._slots(counts.room)
         k, ends = np.asarray(counts.k), _cumulative(words)
-        # Candidate j of a segment is set bit number first + j of all words.
+        # Candidate j of a segment is the set bit number first + j, counted over all words.
         of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
         place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)
         number = slots.of_rows((ends - bits.num_ones(words))[segments.first_word]) + place
@@ -228,29 +229,29 @@ class Search(abc.ABC):
     def _entries(
         self, arrays: Sequence[jax.Array], bit: jax.Array, k: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        """Return values and indices in the segment of the entries of k bits of each segment."""
+        """Return the values of the entries at k bits of each segment, and their indices in it."""
         width = 32 * self.segments.words
         row, inside = bit // width, bit % width
         in_array = inside + jnp.asarray(self.segments.row_starts)[row]
-        # Unsigned, so that JAX adds no code per array that tests for negative indices.
+        # With unsigned indices JAX adds no code per array that tests for negative ones.
         parts = self.segments.split(in_array.astype(jnp.uint32), k)
         values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
         return values, in_array if self.segments.chunk is None else inside
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
-        """Return the segments of the candidates, for which there is room; rows are whole words."""
+        """Return segments with room for the candidates; rows are whole words."""
         if self.segments.chunk is None:
             return Segments(tuple(int(n) for n in room))
         width = -(-int(room.max()) // 32) * 32
         return Segments(tuple(width * n for n in self.segments.per_array), width)
 
 
-# The sample has one entry in 256, and 4096 or more; smaller arrays are their own sample.
+# A sample has one entry in 256, but at least 4096. A smaller array is its own sample.
 _SAMPLE_STRIDE = 256
 _MIN_SAMPLE = 4096
-# By how many standard deviations the bound is loosened, so that at least k entries reach it, and by
-# how many more the number of candidates may exceed its mean before the sample is rejected.
-# The addends serve small k, where the count is not close to normal.
+# The bound is loosened by this many standard deviations, so that at least k entries reach it. The
+# number of candidates may exceed its mean by as many more before the sample is rejected. The
+# minimum is for small k, where the count is not close to normal.
 _LOOSENING, _LOOSENING_MIN = 3.5, 3
 _TOLERANCE, _TOLERANCE_MIN = 4, 4
 
@@ -260,7 +261,7 @@ class SampleSearch(Search):
 
     @cached_property
     def strides(self) -> np.ndarray:
-        """The stride of each sample: odd, so that it does not stay in one column of a matrix."""
+        """The stride of each sample. It is odd, so that samples visit all columns of a matrix."""
         n = self.segments.lengths
         return np.maximum(n // np.clip(n // _SAMPLE_STRIDE, _MIN_SAMPLE, None), 1) - 1 | 1
 
@@ -276,10 +277,10 @@ class SampleSearch(Search):
         return magnitudes(samples, self.samples), self.samples
 
     def counts(self, k: np.ndarray) -> Counts:
-        """Return the rank in the sample of a magnitude that at least k entries reach, and room."""
+        """Return room, and the rank in the sample of a magnitude that at least k entries reach."""
         expected = k / self.strides
         rank = np.ceil(expected + _LOOSENING * np.sqrt(expected) + _LOOSENING_MIN)
-        complete = self.strides == 1  # the sample is the array, and the rank is k
+        complete = self.strides == 1  # the sample is the whole array, so the rank is k
         rank = np.where(complete, k, np.minimum(rank, self.samples.lengths)).astype(np.int32)
         most = (rank + _TOLERANCE * np.sqrt(rank) + _TOLERANCE_MIN) * self.strides
         room = np.clip(np.ceil(most), k, self.segments.lengths)
@@ -287,10 +288,10 @@ class SampleSearch(Search):
 
 
 _MAX_BLOCK = 32
-# How many blocks there are for each entry to be selected, at least.
+# There are at least this many blocks for each entry to be selected.
 _BLOCKS_PER_ENTRY = 4
-# By how many standard deviations the number of candidates beyond k may exceed its mean for entries
-# in random order, and an addend for means close to 0.
+# The number of candidates beyond k may exceed its mean, for entries in random order, by this many
+# standard deviations. The minimum is for means close to 0.
 _BLOCK_TOLERANCE, _BLOCK_TOLERANCE_MIN = 6, 8
 
 
@@ -314,12 +315,12 @@ class BlockSearch(Search):
         """Return values and indices of the k largest; see `extract`."""
         if self.block > 1:
             return super().largest(arrays, k)
-        # Maxima of single entries bound nothing: bisection over all entries, which compiles faster.
+        # Blocks of a single entry are no summary. Bisect over all entries, which compiles faster.
         words = largest_mask(magnitudes(arrays, self.segments), k, self.segments)
         return self._entries(arrays, _all_set(words, k, self.segments), k)
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
-        """Return the maxima of blocks of entries that are far apart: large ones are often close."""
+        """Return the maxima of blocks of distant entries, because large ones are often adjacent."""
         block, missing = self.block, -self.segments.row % self.block
 
         def maxima(m: jax.Array) -> jax.Array:
@@ -331,9 +332,10 @@ class BlockSearch(Search):
         return jnp.concatenate(parts), self.segments
 
     def counts(self, k: np.ndarray) -> Counts:
-        """Return k as the rank, since so many blocks have an entry that reaches it; and room."""
+        """Return room, and k as the rank: k blocks have an entry that reaches this bound."""
         length, block, most = self.segments.row, self.block, self.most
-        # The fraction of entries above a bound that the maximum of this fraction of blocks reaches.
+        # If a fraction of the blocks have a maximum above the bound, this fraction of the entries
+        # is.
         reached = 1 - (1 - most * block / length) ** (1 / block)
         others = max(0.0, reached * length - most)
         room = math.ceil(
@@ -348,7 +350,7 @@ def num_selected(density: float, lengths: np.ndarray) -> np.ndarray:
 
 
 def search_of(segments: Segments, k: np.ndarray) -> Search:
-    """Return the search of these segments for k entries or fewer of each."""
+    """Return the search of these segments for at most k entries of each."""
     if segments.chunk is None:
         return SampleSearch(segments)
     return BlockSearch(segments, int(k.max()))
@@ -359,9 +361,10 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
         indices = the k with largest |x|, the first among equals;  values = x[indices]
 
-    Like `lax.top_k` of |x|, for any k and any data (ties, zeros, infinities; NaN counts as larger
-    than infinity), but ordered by index and without a sort: at n = 10⁷, k = n/1000 on CPU it is
-    several times faster (`benchmarks/selection.py`).
+    It selects the same entries as `lax.top_k` of |x|, for any k and any data: ties, zeros,
+    infinities, and NaN, which counts as larger than infinity. The result is ordered by index. Since
+    it does not sort, it is several times faster at n = 10⁷, k = n/1000 on CPU
+    (`benchmarks/selection.py`).
 
     Args:
       x: shape (n,), float32, float16 or bfloat16.
@@ -371,10 +374,10 @@ def select_top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
       values, shape (k,), dtype of x; indices, shape (k,), int32, increasing.
 
     Raises:
-      TypeError: x is not such an array, or k not a Python integer.
-      ValueError: x is not flat, or k not in its range.
+      TypeError: x is not such an array, or k is not a Python integer.
+      ValueError: x is not flat, or k is out of range.
 
-    Source: Floyd & Rivest 1975, "Expected time bounds for selection": a sample bounds the k-th.
+    Source: Floyd & Rivest 1975, "Expected time bounds for selection": a sample gives the bound.
 
     >>> import jax.numpy as jnp
     >>> values, indices = select_top_k(jnp.array([1.0, -5.0, 0.0, 3.0]), 2)

@@ -1,4 +1,4 @@
-"""How accumulated updates are sent: densely, in packets to all, or by parts."""
+"""How accumulated updates are sent: densely, as packets to all workers, or by parts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,10 +36,10 @@ class Sending(NamedTuple):
         updates: list[jax.Array],
         leaves: list[LeafInExchange],
     ) -> list[LeafInExchange]:
-        """Accumulate and send; where an update is not finite, return zeros and keep the state.
+        """Accumulate and send; if an update is not finite, return zeros and keep the state.
 
-        The branch is the same on all workers, so that it may contain collectives. All arrays change
-        in place: residuals have the size of the model.
+        The branch is the same on all workers, so it may contain collectives. All arrays are updated
+        in place, since residuals have the size of the model.
         """
         axes = self.axis_name
         sends = ~nonfinite & (step >= self.warmup_steps)
@@ -72,7 +72,7 @@ class Sending(NamedTuple):
         """Send the accumulated updates, and keep the rest."""
         if self.route == "parts":
             return (mean_by_parts(compressors, leaves, self.axis_name, self.error_feedback),)
-        # Matrices of all ranks share their all-reduces, all gathered packets one all-gather.
+        # Matrices of all ranks share their all-reduces, and all gathered packets one all-gather.
         groups: dict[Callable[..., list[LeafInExchange]] | None, list[int]] = {}
         for i, compressor in enumerate(compressors):
             groups.setdefault(compressor.reduced if compressor.is_reduced else None, []).append(i)

@@ -50,7 +50,7 @@ class TopK(ShownAsCall):
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packets (N, words) of N slices of a leaf, (N, n), one after the other.
 
-        With vmap the search would run its slow branch for each.
+        With vmap, the search would run its slow branch for each slice.
         """
         return jax.lax.map(lambda x: self.encode(x, state)[0], xs), state
 
@@ -59,7 +59,7 @@ class TopK(ShownAsCall):
         return self.format(size).encode(values, index)
 
     def format(self, size: int) -> PacketFormat:
-        """Return the encoding of a leaf of so many elements."""
+        """Return the encoding of a leaf with `size` elements."""
         segments = Segments((size,), self.chunk)
         k = num_selected(self.density, segments.lengths)
         index_bits = (int(segments.lengths.max()) - 1).bit_length()
@@ -71,7 +71,7 @@ class TopK(ShownAsCall):
 
     @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
-        """Return total + scale·decode(packet), touching the entries that were sent."""
+        """Return total + scale·decode(packet), touching only the entries that were sent."""
         (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
         return added.reshape(total.shape)
 
@@ -91,7 +91,7 @@ class TopK(ShownAsCall):
 
 @showing_call
 def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") -> TopK:
-    """Send the largest entries of each chunk: a compressor for `exchange`.
+    """Return a compressor for `exchange` that sends the largest entries of each chunk.
 
         of each chunk of m entries the k = max(1, round(density·m)) of largest |x|, the lower
         index at ties
@@ -101,13 +101,14 @@ def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") 
 
     Args:
       density: the fraction of entries that is sent, in (0, 1].
-      chunk: the number of consecutive entries in a chunk, ≥ 1; None for the whole leaf. The last
-        chunk of a leaf may be shorter.
-      values: "float32", exact; "bfloat16"; "int8", x/s rounded, ties to even, s = max|x|/127; or
-        "int2", the nearest of ±s/3 and ±s, s of least squared error as in `quantize(2)`. The last
-        two have one float32 scale s per chunk, that of the entries sent.
+      chunk: the number of consecutive entries in a chunk, ≥ 1; None: the whole leaf. The last chunk
+        of a leaf may be shorter.
+      values: how values are encoded. "float32", exactly; "bfloat16"; "int8", as x/s rounded, ties
+        to even, s = max|x|/127; or "int2", as the nearest of ±s/3 and ±s, with s as in
+        `quantize(2)`. The last two have a float32 scale s per chunk, computed from the entries
+        sent.
 
-    Bytes of a leaf: ∑k·(index bits + value bits) bits in whole 4-byte words, and 4 bytes a chunk
+    Bytes of a leaf: ∑k·(index bits + value bits) bits in whole 4-byte words, and 4 bytes per chunk
     for "int8" and "int2". No state.
 
     Source: SparseLoCo, arXiv 2508.15706, which sends 64 entries of each 4,096 in 2 bits.
@@ -117,7 +118,8 @@ def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") 
     """
     if not checks.is_host_number(density):
         raise TypeError(
-            f"density must be a Python number, which decides the shapes of packets; got {density!r}"
+            "density must be a Python number, because it decides the shapes of packets; "
+            f"got {density!r}"
         )
     return TopK(
         float(checks.number("density", density, low=0.0, high=1.0, low_open=True)),

@@ -19,7 +19,7 @@ class ExchangeTraffic:
 
     gathered, reduced: the bytes of one worker's packets in the all-gather, and in all-reduces.
     dense: the bytes of all leaves, all-reduced in the first `warmup_steps` exchanges.
-    by_parts: compressors and sizes of the leaves whose slices go to owners, and back.
+    by_parts: compressors and sizes of the leaves whose slices are sent to owners, and back.
     """
 
     gathered: int
@@ -43,7 +43,7 @@ def traffic_of(
 ) -> ExchangeTraffic:
     """Return the bytes that a worker sends for leaves with these compressors.
 
-    The further arguments are those of `exchange`.
+    The other arguments are those of `exchange`.
     """
     gathered = reduced = dense = 0
     by_parts = []

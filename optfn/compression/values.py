@@ -1,18 +1,18 @@
-"""Values in few bits: how a float32 number is encoded in a packet.
+"""Encodings of a float32 number in a packet, in 32, 16, 8, 4, 2 or 1 bits.
 
-A `ValueFormat` turns numbers into integers of `bits` bits and, where it has scales, one float32
-scale s per row of them. With m the number of values in a row:
+A `ValueFormat` turns numbers into integers of `bits` bits. If it has scales, there is one float32
+scale s for each row of numbers. With m the number of values in a row:
 
     float32     the bits of x
-    bfloat16    those of x rounded to 8 bits of mantissa
+    bfloat16    the bits of x rounded to 8 bits of mantissa
     8, 4 bits   x/s rounded, ties to even;  s = max|x|/127 or max|x|/7
     2 bits      the nearest of ±s/3 and ±s;  s of least squared error, see `_two_bit_scales`
     1 bit       the sign of x, + for 0, times s;  s = (∑|x|)/m
 
-Without noise each of them is a contraction: the error is shorter than x, unless x is 0.
+Without noise, each encoding is a contraction: the error has a smaller norm than x, unless x is 0.
 
-With noise x becomes one of the two values next to it, each with the probability that makes the mean
-x; with 1 and 2 bits s = max|x|, and with 1 bit the values are ±s.
+With noise, x becomes one of the two values next to it, with probabilities that make the mean x.
+With 1 and 2 bits s is then max|x|, and with 1 bit the values are ±s.
 """
 
 import functools
@@ -27,29 +27,29 @@ from jax import lax
 _UPPER_HALF = np.uint32(0xFFFF0000)
 # The largest integer that stands for a value, by the number of bits.
 _LARGEST = {8: 127, 4: 7}
-# So many improvements of the scale of 2 bits come within a thousandth of the least error of a chunk
-# of thousands of normal, uniform or heavy-tailed numbers.
+# After this many improvements of the 2-bit scale, the error is within a thousandth of the least
+# one, for chunks of thousands of normal, uniform or heavy-tailed numbers.
 _IMPROVEMENTS = 8
 
 
 def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | np.float32) -> jax.Array:
     """Return x/divisor, rounded once, for a divisor that is broadcast.
 
-    The `where`, which changes nothing but the divisor of NaN, stops XLA from multiplying by the
-    rounded reciprocal.
+    The `where` stops XLA from multiplying by the rounded reciprocal instead. It changes nothing but
+    the divisor of NaN.
     """
     return x / jnp.where(jnp.isnan(x), x, divisor)
 
 
 class ValueFormat(NamedTuple):
-    """The encoding of a value in so many bits, with one scale per row or with none."""
+    """The encoding of a value in `bits` bits, with one scale per row or without."""
 
     bits: int
     has_scale: bool
     is_stochastic: bool = False
 
     def scales(self, x: jax.Array, counts: np.ndarray) -> jax.Array:
-        """Return the scale of each row, (rows,); (0,) where there are none.
+        """Return the scale of each row, (rows,); shape (0,) if there are none.
 
         Args:
           x: float32 (rows, length), padded with zeros.
@@ -69,7 +69,8 @@ class ValueFormat(NamedTuple):
 
         Args:
           x: the values.
-          s: the scale of each value, of a shape that broadcasts to that of x; ignored without.
+          s: the scale of each value, in a shape that broadcasts to that of x; ignored if the format
+            has no scales.
           noise: 32 random bits for each value, for a stochastic format.
         """
         if noise is not None:
@@ -96,7 +97,7 @@ class ValueFormat(NamedTuple):
         quotient = _divided(x, jnp.where(s > 0, s, 1.0))
         if self.bits > 2:
             return self._code_of_integer(_rounded_at_random(quotient, noise))
-        # The values in rising order, from −s to s, are at 0, 1, … on this scale.
+        # Number the values 0, 1, … in increasing order, from −s to s.
         last = 2**self.bits - 1
         place = jnp.clip((quotient + 1) * np.float32(last / 2), 0, last)
         place = _rounded_at_random(place, noise).astype(jnp.uint32)
@@ -121,24 +122,24 @@ class ValueFormat(NamedTuple):
 
 
 def _is_large(x: jax.Array, s: jax.Array) -> jax.Array:
-    """Tell whether |x| is nearer to s than to s/3; two thirds are halfway."""
+    """Tell whether |x| is nearer to s than to s/3; 2s/3 is halfway."""
     return jnp.abs(x) > s * np.float32(2 / 3)
 
 
 def _two_bit_scales(x: jax.Array, counts: np.ndarray) -> jax.Array:
-    """Return for each row the s of small squared error with the levels ±s/3 and ±s.
+    """Return for each row an s for which the levels ±s/3 and ±s have a small squared error.
 
-    Lloyd's iteration, from s = max|x|: with L the entries that are nearer to s than to s/3, and S
-    the others, the error is least at
+    This is Lloyd's iteration from s = max|x|. Let L be the entries that are nearer to s than to
+    s/3, and S the others. For this division, the error is least at
 
         s = (∑_L |x| + ∑_S |x|/3)/(|L| + |S|/9)
 
-    where it is ∑x² − (∑_L |x| + ∑_S |x|/3)²/(|L| + |S|/9) < ∑x². The nearest levels for this s can
-    only make it smaller, and so can each further step, which is why any number of them gives a
-    contraction. A sort would find the least of all such errors, at twenty times the time.
+    where it is ∑x² − (∑_L |x| + ∑_S |x|/3)²/(|L| + |S|/9) < ∑x². Dividing the entries again for the
+    new s can only reduce the error, so after any number of steps the encoding is a contraction. A
+    sort would find the least of all such errors, but takes twenty times as long.
     """
     largest = _reduced(x, jnp.abs, jnp.maximum, jnp.max)
-    # In units of the largest no sum overflows.
+    # Measured in units of the largest entry, no sum overflows.
     x = _divided(jnp.abs(x), jnp.where(largest > 0, largest, 1.0)[:, None])
     total, counts = _sum_of_magnitudes(x), counts.astype(np.float32)
 
@@ -174,7 +175,7 @@ def _reduced(
     """Return the sum or the maximum of each row of each(x), (rows,), for each(each(x)) = each(x).
 
     XLA on CPU does not vectorize a floating-point reduction along a row, and writes each(x) to
-    memory for it, hence by eighths at first.
+    memory for it, so eighths of the row are first combined with each other.
     """
     for _ in range(2 if x.shape[1] % 64 == 0 else 0):
         x = functools.reduce(of_two, [each(part) for part in jnp.split(x, 8, axis=1)])
@@ -182,7 +183,7 @@ def _reduced(
 
 
 def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """Return ⌊x⌋, or one more with the probability x − ⌊x⌋."""
+    """Return ⌊x⌋, or ⌊x⌋ + 1 with probability x − ⌊x⌋."""
     below = jnp.floor(x)
     uniform = (noise >> 8).astype(jnp.float32) * np.float32(2**-24)
     return below + (uniform < x - below)
@@ -192,7 +193,7 @@ def _to_upper_half(values: jax.Array) -> jax.Array:
     """Return words whose upper half is the value rounded to bfloat16, ties to even."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up.
+    # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up to ∞.
     finite = (bits & np.uint32(0x7FFFFFFF)) < np.uint32(0x7F7F8000)
     return jnp.where(finite, bits + rounding, bits) & _UPPER_HALF
 
@@ -206,5 +207,5 @@ FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)
 
 
 def scaled(bits: int, stochastic: bool = False) -> ValueFormat:
-    """Return the format of so many bits with a scale per row; 8, 4, 2 or 1."""
+    """Return the format with a scale per row for 8, 4, 2 or 1 bits."""
     return ValueFormat(bits, True, stochastic)

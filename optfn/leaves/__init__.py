@@ -1,1 +1,1 @@
-"""Leaves of trees, dense, row-sparse, packed or masked, and how a rule meets them."""
+"""Leaves of trees (dense, row-sparse, packed or masked), and how rules apply to them."""

@@ -1,8 +1,9 @@
-"""Which tensors an array holds: one, or several next to each other.
+"""The positions of tensors in an array, which may have one, or several next to each other.
 
-A rule with a norm per tensor has to know where each tensor lies. A plain leaf is one tensor. A leaf
-under a `Stacked` is one tensor for each index of its leading axes. A buffer of a `Packed` holds the
-tensors of many leaves. A `BufferLayout` describes all three: runs of leaves of one shape.
+A rule with a norm per tensor has to know where each tensor begins and ends. A plain leaf is one
+tensor. A leaf in a `Stacked` has one tensor for each index of its leading axes. A buffer of a
+`Packed` has the tensors of many leaves. A `BufferLayout` describes all three, as runs of leaves of
+the same shape.
 """
 
 import dataclasses
@@ -150,7 +151,7 @@ def plain(shape: tuple[int, ...], stacked: int = 0) -> BufferLayout:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedLayout:
-    """Where the leaves of a tree lie in a Packed; static.
+    """The positions of the leaves of a tree in the buffers of a Packed; static.
 
     Args:
       structure: the structure of the tree, in which masked leaves count as leaves.

@@ -1,7 +1,7 @@
-"""Rules on arrays, applied to the leaves of trees; and trees of arrays that are like others.
+"""The application of rules on arrays to the leaves of trees.
 
-The one place where a rule meets a leaf: dense, row-sparse, or several tensors in one array. Rules
-are elementwise; numbers of a whole tensor, such as its norm, are computed before them.
+Only this module knows the kinds of leaves: dense, row-sparse, or several tensors in one array.
+Rules are elementwise; numbers of a whole tensor, such as its norm, are computed before them.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ Rule = Callable[..., Any]
 class PerTensor:
     """A scalar that differs between the tensors in one array.
 
-    layout: where the tensors lie.
-    values: for each run of them an array (num_tensors,).
+    layout: the positions of the tensors.
+    values: an array (num_tensors,) for each run of tensors.
     """
 
     layout: BufferLayout
@@ -166,7 +166,7 @@ def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
 
 def merge_rows(updates: Updates) -> Updates:
-    """Return `updates` with each row of a row-sparse leaf once, as norms want it."""
+    """Return `updates` with repeated rows of row-sparse leaves added up, as norms need it."""
     return _map_kinds(lambda g: g.merged(), updates)
 
 
@@ -209,28 +209,28 @@ def apply(
     """Apply an elementwise rule on arrays to every leaf.
 
     Args:
-      rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; the update
-        alone where there are no accumulators. An accumulator keeps its dtype.
+      rule: (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays; without
+        accumulators only the update. An accumulator keeps its dtype.
       updates: the gradients.
-      *state: trees of accumulators, structured as `updates`.
-      params: the parameters, where the rule reads them.
-      shapes: the shapes of the accumulators of a gradient of the shape that it is given; without
-        it they are shaped like the gradient.
-      rows: how a row-sparse gradient is treated. "dense": as the array that it stands for;
-        "touched": the rule is applied to the touched rows of gradient, accumulators and parameter,
-        each once; "linear": the rule is applied to the rows of the gradient as they are, repeated
-        or not, for a rule that is linear in g and reads nothing else.
-      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf. Where it
-        differs between the tensors in one array, the rule takes an array with one number per
+      *state: trees of accumulators, structured like `updates`.
+      params: the parameters, if the rule reads them.
+      shapes: a function from the shape of a gradient to the shapes of its accumulators. Without it,
+        they have the shape of the gradient.
+      rows: how a row-sparse gradient is treated. "dense": it is converted to an array. "touched":
+        the rule is applied to the touched rows of gradient, accumulators and parameter, to each
+        once. "linear": the rule is applied to the rows of the gradient as they are, repeated or
+        not; it must be linear in g and read nothing else.
+      **scalars: hyper-parameters and 0-d arrays, the same for all leaves, or a PerLeaf. If it
+        differs between the tensors in one array, the rule gets an array with one number per
         element.
 
     Returns:
-      The tree of updates, or where there is state, (updates, *state).
+      The tree of updates; with state, (updates, *state).
 
     Raises:
-      ValueError: the state has another structure than `updates`, or a leaf of another shape: it
-        belongs to other params.
-      TypeError: a row-sparse gradient whose indices are not int32.
+      ValueError: the state has another structure than `updates`, or a leaf of another shape,
+        because it belongs to other params.
+      TypeError: the indices of a row-sparse gradient are not int32.
     """
     for accumulators in state:
         tree.check_same_structure("update", "the state", accumulators, "updates", updates)

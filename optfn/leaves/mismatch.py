@@ -1,4 +1,4 @@
-"""Errors about leaves: each names the leaf, the value that came and the one needed."""
+"""Errors about leaves: each names the leaf, the value that was passed and the one needed."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ def _hint(x: object) -> str:
         return ""
     noun = "text" if isinstance(x, str) else "function"
     return (
-        f". A {noun} is no parameter: split the model by params, static = eqx.partition(model, "
+        f". A {noun} is not a parameter. Split the model, params, static = eqx.partition(model, "
         "eqx.is_inexact_array), and call eqx.combine(params, static) in the loss"
     )
 
@@ -96,8 +96,8 @@ def naming_integer_leaves(updates: Updates) -> Iterator[None]:
             raise
         raise TypeError(
             "the optimizer computes with the gradients of the integer leaves "
-            f"{tree.listed(integers)}, which are float0: put optax.masked around "
-            "it, or leave these leaves out of params"
+            f"{tree.listed(integers)}, which are float0. Wrap it in optax.masked, or leave these "
+            "leaves out of params"
         ) from error
 
 
@@ -121,8 +121,8 @@ def check_state(
         came = x.shape if tree.is_array(x) else None
         if came != shape:
             raise ValueError(
-                f"update: the state of leaf {place!r} has shape {came}, its gradient {g.shape}: "
-                "it was made for other params"
+                f"update: the state of leaf {place!r} has shape {came}, but its gradient has "
+                f"{g.shape}: the state was made for other params"
             )
 
 

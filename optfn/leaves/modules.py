@@ -1,7 +1,7 @@
-"""Models of flax and equinox as params: an error for arrays that a gradient must not change.
+"""Checks of flax and equinox models as params: some of their arrays must not be trained.
 
-Batch statistics, counters and flags would be trained as if they were weights. They are told by the
-types of these libraries, which are not imported: such a model can only come where they are loaded.
+Batch statistics, counters and flags would be trained as if they were weights. They are recognized
+by the types of these libraries, which are not imported: whoever has such a model has loaded them.
 """
 
 import sys
@@ -44,9 +44,9 @@ def _check_nnx(name: str, params: Params) -> None:
     ]
     if others:
         raise TypeError(
-            f"{name}: params must hold no variable of flax.nnx but nnx.Param; got "
+            f"{name}: the only flax.nnx variables in params must be nnx.Param; got "
             f"{tree.first_of(others, 5)}. Split the model: graphdef, params, rest = "
-            "nnx.split(model, nnx.Param, ...). Train params, give rest as the model_state, and "
+            "nnx.split(model, nnx.Param, ...). Train params, pass rest as the model_state, and "
             "call nnx.merge(graphdef, params, rest) in the loss"
         )
 
@@ -59,10 +59,10 @@ def _check_linen(name: str, params: Params) -> None:
     if others and "params" in params and all(isinstance(x, Mapping) for x in params.values()):
         state = f'variables["{others[0]}"]' if len(others) == 1 else "the others"
         raise TypeError(
-            f"{name}: params must be one collection of a flax.linen model; got its variables, with "
-            f'{tree.first_of(others, 5)} beside "params". Train variables["params"], give {state} '
-            "as the model_state, and put both together in the loss. (A tree of your own that looks "
-            'like this needs another key than "params")'
+            f"{name}: params must be one collection of a flax.linen model; got all variables, with "
+            f'{tree.first_of(others, 5)} beside "params". Train variables["params"], pass {state} '
+            "as the model_state, and put both together in the loss. (If this is a tree of your "
+            'own, use another key than "params")'
         )
 
 
@@ -79,7 +79,7 @@ def _check_equinox(name: str, params: Params) -> None:
     ]
     if others:
         raise TypeError(
-            f"{name}: an equinox module as params must hold floating-point arrays only; got "
+            f"{name}: an equinox module in params must have only floating-point arrays; got "
             f"{tree.first_of(others, 5)}. Split the model: params, static = "
             "eqx.partition(model, eqx.is_inexact_array), and call eqx.combine(params, static) in "
             "the loss"

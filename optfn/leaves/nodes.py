@@ -18,10 +18,10 @@ from optfn.leaves.types import Leaf, PyTree
 class Stacked(NamedTuple):
     """A tree whose leaves have the layers of a model stacked along their leading axis.
 
-    Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) treat each index of that axis as a
-    separate tensor, as they would in the unstacked model. `stack_stages` returns a `Stacked`; for
+    It tells rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) to treat each index of that
+    axis as a separate tensor, as in the unstacked model. `stack_stages` returns a `Stacked`; for
     layers that a model scans over, `ParamAttr(stacked=1)` has the same effect. A `Stacked` inside
-    another counts two axes. It adds no word to paths, and `stacked["w"]` is the leaf, as are
+    another counts two axes. It does not change paths. `stacked["w"]` is the leaf, as are
     `stacked[0]` for a list and `stacked.weight` for an object. To JAX it is a tuple of one tree.
     """
 
@@ -49,16 +49,16 @@ class Stacked(NamedTuple):
 @traits(describes_leaves=True)
 @jax.tree_util.register_pytree_with_keys_class
 class Packed:
-    """A tree of arrays as one flat buffer per dtype; `optfn.unpack` gives the tree.
+    """A tree of arrays as one flat buffer per dtype; `optfn.unpack` returns the tree.
 
-    A pytree whose leaves are the buffers, and those leaves of the tree that are not floating point.
-    Optimizers take it like any other tree. Norms per tensor, patterns of paths and attributes refer
-    to the leaves of the original tree.
+    It is a pytree. Its leaves are the buffers, and those leaves of the original tree that are not
+    floating point. Optimizers take it like any other tree. Norms per tensor, patterns of paths and
+    attributes refer to the leaves of the original tree.
 
     Args:
       buffers: flat arrays, one for each buffer of the layout.
       frozen: the leaves that are not floating point.
-      layout: where each leaf lies.
+      layout: the position of each leaf in the buffers.
     """
 
     def __init__(

@@ -39,10 +39,10 @@ def packed_layout(params: Params) -> PackedLayout:
 def pack(params: Params) -> Packed:
     """Return the leaves of a tree in one flat buffer per dtype.
 
-    A step over thousands of small leaves spends most of its time passing them as arguments; a step
-    over one buffer does not. Optimizers take the result as they take the tree: patterns of paths,
-    attributes and norms per tensor refer to the original leaves. Blocks of 8-bit moments and the
-    selection of Deep Gradient Compression range over the whole buffer.
+    Use it for models with thousands of small leaves: a step spends most of its time passing them as
+    arguments, which a few buffers avoid. Optimizers take the result like the tree: patterns of
+    paths, attributes and norms per tensor refer to the original leaves. However, blocks of 8-bit
+    moments and the selection of Deep Gradient Compression extend over the whole buffer.
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are
@@ -52,7 +52,7 @@ def pack(params: Params) -> Packed:
       A Packed, which is a pytree; `unpack` returns the tree.
 
     Raises:
-      TypeError: a leaf is not an array, or is row-sparse; or params are packed already.
+      TypeError: a leaf is not an array, or is row-sparse; or params are already packed.
 
     >>> import jax.numpy as jnp, optfn
     >>> packed = optfn.pack({"w": jnp.ones((2, 3)), "b": jnp.zeros(3), "n": jnp.int32(7)})
@@ -62,12 +62,12 @@ def pack(params: Params) -> Packed:
     (2, 3)
     """
     if any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed))):
-        raise TypeError("pack: params are packed already")
+        raise TypeError("pack: params are already packed")
 
     def array(place: tree.Place, x: Leaf) -> Leaf:
         if isinstance(x, LeafKind):
             raise TypeError(
-                f"pack: leaf {place!r} is row-sparse; a leaf of a buffer must be a dense array"
+                f"pack: leaf {place!r} is row-sparse; only dense arrays can be put into a buffer"
             )
         if isinstance(x, int | float | complex):
             return jnp.asarray(x)
@@ -139,10 +139,11 @@ _compiled_join = jax.jit(_join_leaves, static_argnums=0)
 
 
 def unpack(packed: PyTree) -> PyTree:
-    """Return the tree that was packed.
+    """Return the tree that was packed: the inverse of `pack`.
 
-    In a tree that contains Packed, such as the state of an optimizer, each Packed becomes its tree.
-    The gradient of a loss of the unpacked tree is a Packed; each of its buffers is joined once.
+    If a tree contains Packed, as the state of an optimizer does, each of them becomes its tree. If
+    you unpack params inside a loss, its gradient is a Packed, and each of its buffers is put
+    together only once.
 
     Args:
       packed: a Packed, or a tree that contains some. Works inside and outside `jit`.

@@ -17,11 +17,12 @@ from optfn.leaves.types import Leaf, LeafKind
 
 @dataclasses.dataclass(frozen=True)
 class Rows(LeafKind):
-    """The rows of an array that is zero in all other rows: fluid's SelectedRows.
+    """Some rows of an array that is zero in all others: the gradient of an embedding table.
 
-    A pytree whose leaves are indices and values. Repeated indices add up. It represents an array of
-    `shape` and can be added to one: params + rows. The transforms of optfn accept it; to others it
-    is two arrays, one of them indices: call `densify` before third-party transforms.
+    It is SelectedRows in fluid, and a pytree whose leaves are indices and values. Repeated indices
+    add up. It represents an array of `shape` and can be added to one: params + rows. The transforms
+    of optfn accept it. To other libraries it looks like two arrays, one of them indices, so put
+    `densify` before their transforms.
 
     Args:
       indices: int32 (k,), the index of each row; `num_rows` marks padding, which is ignored.
@@ -30,14 +31,14 @@ class Rows(LeafKind):
       num_rows: the number of rows of the array, ≥ 0; static.
       unique: whether no index but padding is repeated, and padding is zero; static.
       parts: the number of parts of equal length that the rows consist of. Within a part the indices
-        rise and are not repeated; the parts are added in order, so that all devices get the same
-        bits; static.
-      view: the shape of the array where `values` are the rows of a reshaped array; static.
+        increase and are not repeated. The parts are added in order, so that all devices get the
+        same bits; static.
+      view: the shape of the array, if `values` are the rows of a reshaped array; static.
 
     Raises:
-      TypeError: indices that are not integers, values that are not floating point, num_rows that is
-        no Python integer.
-      ValueError: indices that are not (k,), values that are not (k, …), num_rows < 0.
+      TypeError: indices are not integers, values are not floating point, or num_rows is not a
+        Python integer.
+      ValueError: indices are not (k,), values are not (k, …), or num_rows < 0.
     """
 
     indices: jax.Array
@@ -84,9 +85,9 @@ class Rows(LeafKind):
         """Raise an error that begins with `subject` unless indices and values are valid."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
-                f"{subject} has indices of dtype {self.indices.dtype}; they must be int32 (a "
-                "transform that scales every array takes no Rows: put optfn.sparse.densify() "
-                "before it)"
+                f"{subject} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps "
+                "a transform of another library has scaled them: put optfn.sparse.densify() before "
+                "it"
             )
         if self.indices.ndim != 1 or self.values.shape[:1] != self.indices.shape:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Many slices of one array at a compile time that does not grow with their number.
 
-XLA on CPU compiles each static slice together with the code that reads it: about 8 ms for each
-distinct start, minutes for thousands. Where the starts are known at run time only, all slices of
-one length share one piece of code.
+XLA on CPU compiles each static slice together with the code that reads it, which takes about 8 ms
+for each distinct start, and minutes for thousands. If the starts are known only at run time, all
+slices of the same length share one piece of code.
 """
 
 from collections.abc import Sequence

@@ -32,9 +32,8 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
             inner = _without_stacked(params)
             if inner is not params and _is_defined(lambda: tx.init(inner)):
                 raise ValueError(
-                    f"{argument}: a tree of labels, or of a mask, does not match params that are "
-                    "stacked. Put it into an optfn.Stacked, as they are, or give a function of "
-                    "params"
+                    f"{argument}: a tree of labels, or a mask, does not match stacked params. Put "
+                    "it into an optfn.Stacked, like the params, or pass a function of params"
                 ) from error
             raise
 
@@ -53,8 +52,8 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
             sparse = [path for path, x in pairs if isinstance(x, LeafKind)]
             if sparse and _is_defined(of_dense):
                 raise TypeError(
-                    f"{argument} takes no row-sparse gradients, and that of {tree.listed(sparse)} "
-                    "is row-sparse: put optfn.sparse.densify() before it"
+                    f"{argument} takes no row-sparse gradients, but the gradient of "
+                    f"{tree.listed(sparse)} is row-sparse: put optfn.sparse.densify() before it"
                 ) from error
             raise
 

@@ -19,34 +19,34 @@ class Traits:
     """The traits of a type.
 
     Of nodes in a tree:
-      transparent: it adds no word to paths; its first field is the tree below it.
-      describes_leaves: it knows the layouts of its leaves, `node.layouts()`.
+      transparent: the node does not change paths; its first field is the tree below it.
+      describes_leaves: the node has the layouts of its leaves, `node.layouts()`.
 
     Of the names of a state (`optfn.state.names`):
-      adds_no_word: the states in it are named as if it were not there.
-      labels: its fields are labels of parts, as the keys of a dict are.
-      main: the field of the part that accessors mean where no part is named.
-      words: words for its fields where these differ from the fields' names.
-      retired: fields of which earlier versions kept arrays and this one does not.
-      reports: fields that only report on a run: a state loads without them, and anew.
+      adds_no_word: the states inside have the same names as without this one.
+      labels: its fields are labels of parts, like the keys of a dict.
+      main: the field that accessors read if no path is given.
+      words: the words for its fields in names, if they differ from the fields' names.
+      retired: fields of which earlier versions kept arrays, but this one does not.
+      reports: fields that only report on a run, so that a state also loads without them.
 
     Of a state on the workers of a mesh (`optfn.state.per_worker`):
-      passes_own_gradients: it is the same on all workers around a transform that exchanges
-        gradients by itself.
-      passes_rows: row-sparse updates may pass.
-      workers_in_front: gradients come with the workers as their leading axis.
-      follows_params: it holds copies or averages of params.
-      counted: its field with an array for each leaf, whose updates its field `step` counts; a leaf
-        that begins late then has a count of its own (`optfn.transforms.late_steps`).
-      copies: its field of copies of params; where a checkpoint lacks them, they are made anew.
-      sums: its fields of weighted sums of params, each with the field of the sum of the weights;
-        where a checkpoint has the weights, but lacks a sum, it begins at the param.
-      spans_buffers: the order of the elements in the whole buffer of a Packed matters to it.
-      skipped: the field that counts steps which left params and state as they were.
+      passes_own_gradients: the state is the same on all workers, even around a transform that
+        exchanges gradients itself.
+      passes_rows: row-sparse updates may pass through the transform.
+      workers_in_front: gradients have the workers as their leading axis.
+      follows_params: the state has copies or averages of params.
+      counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
+        that begins late has its own count (`optfn.transforms.late_steps`).
+      copies: the field with copies of params. If a checkpoint lacks them, they are made again.
+      sums: the fields with weighted sums of params, each with the field of the sum of the weights.
+        If a checkpoint has the weights but lacks a sum, the average begins at the param.
+      spans_buffers: the order of the elements in the whole buffer of a Packed matters.
+      skipped: the field that counts steps that left params and state unchanged.
 
-    Of a state that tells how its rule treats the leaves of which it holds an array:
+    Of a state that tells how its rule treats the leaves of which it has an array:
       treatment: the word for such a leaf in `summary`.
-      whole_matrices: an update of a part of a matrix needs the whole of it.
+      whole_matrices: to update a part of a matrix, the rule needs the whole matrix.
     """
 
     transparent: bool = False

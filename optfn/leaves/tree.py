@@ -1,10 +1,10 @@
 """Leaves and their paths: flatten trees, name leaves, select them by pattern, compare structures.
 
-A tree here may have masked leaves: None, or optax's MaskedNode where `optax.masked` or
-`optax.partition` has taken a leaf out. Masked leaves count as leaves, so that trees that are masked
-in different places (a gradient that is None for an integer parameter) have the same structure. A
-row-sparse gradient is one leaf. A buffer of a Packed is one leaf too; it has the names of all the
-leaves that it holds, where any other leaf has one name.
+A tree here may have masked leaves: None, or optax's MaskedNode, with which `optax.masked` and
+`optax.partition` replace a leaf. Masked leaves count as leaves, so that trees that are masked in
+different places (such as a gradient that is None for an integer parameter) have the same structure.
+A row-sparse gradient is one leaf. A buffer of a Packed is one leaf too, but while any other leaf
+has one name, it has the names of all leaves in it.
 """
 
 import functools
@@ -29,7 +29,7 @@ Pattern = str | re.Pattern[str] | Callable[[str], bool]
 
 
 def is_masked(x: Leaf) -> bool:
-    """Tell whether `x` is a masked leaf: a mark in the place of an array."""
+    """Tell whether `x` is a masked leaf, a mark instead of an array."""
     return x is None or isinstance(x, optax.MaskedNode)
 
 
@@ -245,8 +245,8 @@ def _is_named(x: Any) -> bool:
 def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[str]:
     """Return the names of the leaves of `tree` that `pattern` selects.
 
-    A regular expression must match one of the names that the tree has or, before leaves were taken
-    out of a Packed, had; unless all leaves are masked.
+    A regular expression must match a name of the tree, or a name that it had before leaves were
+    taken out of a Packed, unless all leaves are masked.
 
     Args:
       pattern: a regular expression that must match a whole path, or a function path -> bool; None
@@ -276,7 +276,7 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
     chosen = pattern(name)
     if not isinstance(chosen, bool):
-        raise TypeError(f"{argument} must give True or False; got {chosen!r} for leaf {name!r}")
+        raise TypeError(f"{argument} must return True or False; got {chosen!r} for leaf {name!r}")
     return chosen
 
 

@@ -20,9 +20,9 @@ LossFn: TypeAlias = Callable[..., Any]
 
 
 class LeafKind(abc.ABC):
-    """A leaf that is no dense array, such as `Rows`: it defines how a rule on arrays applies to it.
+    """A leaf that is not a dense array, such as `Rows`, and defines how rules apply to it.
 
-    A pytree node whose numbers are `values`; it represents an array of `shape`.
+    It is a pytree node whose numbers are `values`, and represents an array of `shape`.
     """
 
     values: jax.Array

@@ -9,13 +9,13 @@ from optfn.leaves.types import Leaf, LeafKind, Params, Updates
 def apply_updates(params: Params, updates: Updates) -> Params:
     """Return params + updates, each leaf in the dtype of the parameter.
 
-    The sum is taken in the wider of the two dtypes and rounded once. Masked leaves stay masked. A
-    row-sparse update is scattered into the parameter: in place, where that is donated. A float0 as
+    The sum is computed in the wider of the two dtypes and rounded once. Masked leaves stay masked.
+    A row-sparse update is scattered into the parameter, in place if that is donated. A float0 as
     the update of an integer changes nothing.
 
     Args:
       params: a tree of arrays.
-      updates: the tree that an update gave: same structure and shapes.
+      updates: the updates that `tx.update` returned, with the same structure and shapes.
 
     Raises:
       ValueError: structures or shapes differ, or a parameter has no update.

@@ -1,1 +1,1 @@
-"""The catalogue: every optimizer is a chain of transforms, assembled in one place."""
+"""The catalogue of optimizers: each is a chain of transforms."""

@@ -1,4 +1,4 @@
-"""Division by the root of squared gradients: adagrad, decayed_adagrad, adadelta, rmsprop."""
+"""Optimizers that divide by the root of squared gradients: adagrad, adadelta, rmsprop."""
 
 import optax
 
@@ -27,14 +27,14 @@ def adagrad(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide by the root of the sum of squares.
+    """Adagrad: divide by the root of the sum of squared gradients.
 
         m = m + |g|²
         p −= lr·g/(√m + eps)
 
     Args:
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
-      eps: ≥ 0; with 0, an element whose gradients so far are all 0 stays as it is.
+      eps: ≥ 0. With 0, an element whose gradients so far are all 0 stays as it is.
       initial_accumulator_value: m before the first step, ≥ 0.
 
     State: m, 4 bytes per parameter. Real and complex leaves.
@@ -58,7 +58,7 @@ def decayed_adagrad(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide by the root of the mean of squares.
+    """Decayed Adagrad: divide by the root of the moving average of squared gradients.
 
         m = d·m + (1 − d)·|g|²
         p −= lr·g/(√m + eps)
@@ -66,7 +66,7 @@ def decayed_adagrad(
     Args:
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       decay: d, in [0, 1).
-      eps: ≥ 0, outside the root; with 0, an element whose gradient has always been 0 becomes NaN.
+      eps: ≥ 0, outside the root. With 0, an element whose gradient has always been 0 becomes NaN.
 
     State: m, 4 bytes per parameter. Real and complex leaves.
 
@@ -89,7 +89,7 @@ def adadelta(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Rescale by past updates over past gradients.
+    """Adadelta: scale the gradient by the ratio of past updates to past gradients.
 
         a = ρa + (1 − ρ)|g|²
         Δ = √((u + eps)/(a + eps))·g
@@ -97,7 +97,7 @@ def adadelta(
         p −= lr·Δ
 
     Args:
-      learning_rate: lr; 1 in the paper.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate; 1 in the paper.
       rho: ρ, in [0, 1).
       eps: > 0.
 
@@ -126,25 +126,26 @@ def rmsprop(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Divide by the root of the mean of squares, with momentum.
+    """RMSProp: divide by the root of the moving average of squared gradients, with momentum.
 
         r = ρr + (1 − ρ)|g|²;  centered: q = ρq + (1 − ρ)g
         v = μv + lr·g/√(r + eps),  centered: lr·g/√(max(r − |q|², 0) + eps)
         p −= v
 
     Args:
-      learning_rate: lr, inside v.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate. It is part of v, so a
+        new rate acts on new gradients only.
       rho: ρ, in [0, 1).
-      eps: ≥ 0, inside the root; with 0, an element whose gradient has always been 0 becomes NaN, as
+      eps: ≥ 0, inside the root. With 0, an element whose gradient has always been 0 becomes NaN, as
         in optax.
       momentum: μ, in [0, 1].
-      centered: whether to divide by the root of the variance.
+      centered: whether to divide by the root of the variance instead of the mean square.
       moment_dtype: "bfloat16" or "int8" stores r and v in 16 or 8 bits, stochastically rounded;
-        None is float32. Not with `centered`.
+        None is float32. It cannot be combined with `centered`.
 
-    State: r, 4 bytes per parameter; 8 with momentum (v) or if centered (q), 12 with both. A Python
-    or NumPy 0 as μ keeps no v. Each of r and v is 2 bytes in bfloat16, 1.02 in int8. Real leaves,
-    and without `moment_dtype` complex ones.
+    State: r, 4 bytes per parameter; 8 with momentum (v) or if centered (q), 12 with both. If μ is a
+    Python or NumPy 0, there is no v. Each of r and v takes 2 bytes in bfloat16, 1.02 in int8. Real
+    leaves, and without `moment_dtype` complex ones.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """

@@ -25,7 +25,7 @@ def scale_by_adam_in(
     moment_dtype: str | None,
     lazy: bool | str,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the transform that divides by Adam's moments, as stored and as lazy as is asked."""
+    """Return the transform of Adam's moments for these options of storage and laziness."""
     if not (isinstance(lazy, bool) or (isinstance(lazy, str) and lazy == "exact")):
         raise ValueError(f'lazy must be False, True or "exact"; got {lazy!r}')
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
@@ -53,7 +53,7 @@ def adam(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adaptive moment estimation.
+    """Adam: divide the mean of gradients by the root of the mean of their squares.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         p −= lr·√(1 − β₂ᵗ)/(1 − β₁ᵗ)·m/(√v + eps)  with eps_hat
@@ -63,14 +63,14 @@ def adam(
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: ≥ 0, and > 0 with lazy="exact" or `moment_dtype`; with 0, an element whose gradient has
+      eps: ≥ 0, and > 0 with lazy="exact" or `moment_dtype`. With 0, an element whose gradient has
         always been 0 becomes NaN, as in optax.
-      lazy: how a row-sparse gradient is treated. False: as the dense gradient, at the cost of the
-        whole table. True: only the rows in the gradient change, fluid's lazy_mode. "exact": only
-        these rows change, and they make up for the steps that they missed; see
-        `scale_by_catch_up_adam`. A dense gradient is treated the same in all three.
-      eps_hat: True is the form of the fluid page and of Kingma & Ba's §2; False is their Algorithm
-        1, as in optax, torch and Paddle 2.
+      lazy: how the row-sparse gradient of an embedding table is applied. False: like the dense
+        gradient, at the cost of the whole table. True: only the rows in the gradient change
+        (lazy_mode in fluid). "exact": only these rows change, and they make up for the steps that
+        they missed; see `scale_by_catch_up_adam`. For dense gradients all three are the same.
+      eps_hat: where eps is added. True is the form of fluid's documentation and of §2 of Kingma &
+        Ba; False is their Algorithm 1, as in optax, torch and Paddle 2.
       moment_dtype: "bfloat16" or "int8" stores the moments in 16 or 8 bits, stochastically rounded;
         see `scale_by_quantized_adam`. None is float32.
 
@@ -102,20 +102,21 @@ def adamw(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with decoupled weight decay.
+    """AdamW: Adam with decoupled weight decay.
 
         p *= 1 − lr·wd, then the step of `adam`
 
     Args:
-      learning_rate: lr; the decay of one step is lr·wd.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate. The decay of one step
+        is lr·wd.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: as in `adam`.
       weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
-      exclude: the leaves without decay: a regular expression that matches their whole path, or a
-        function path -> bool.
-      lazy: as in `adam`; then only the rows in the gradient decay.
-      eps_hat: the form of Adam's step, see `adam`.
+      exclude: the leaves without decay, such as ".*/bias": a regular expression that matches their
+        whole path, or a function path -> bool.
+      lazy: as in `adam`. With True or "exact" only the rows in the gradient decay.
+      eps_hat: where eps is added, see `adam`.
       moment_dtype: "bfloat16" or "int8", see `adam`.
 
     State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Leaves as in `adam`.
@@ -142,7 +143,7 @@ def adamax(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with the infinity norm.
+    """Adamax: Adam with the infinity norm.
 
         m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps)
         p −= lr/(1 − β₁ᵗ)·m/u
@@ -151,7 +152,7 @@ def adamax(
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
+      eps: ≥ 0. With 0, an element whose gradient has always been 0 becomes NaN, as in optax.
       moment_dtype: "bfloat16" or "int8" for m and u, as in `adam`.
 
     State: m and u, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and without
@@ -182,7 +183,7 @@ def lamb(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction, scaled to the norm of each tensor.
+    """LAMB: Adam's direction, scaled by the norm of each tensor, for large batches.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction
@@ -194,13 +195,13 @@ def lamb(
       weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
-      eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
-      bias_correction: whether to correct the bias of the moments, as the paper and Paddle 2 do; the
-        fluid page does not.
-      exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
-        function path -> bool. They keep their trust ratio.
-      moment_dtype: "bfloat16" or "int8" for m and v, as in `adam`. Then eps must be > 0, and the
-        chain is scale_by_quantized_adam → add_decayed_weights → scale_by_trust_ratio.
+      eps: ≥ 0. With 0, an element whose gradient has always been 0 becomes NaN, as in optax.
+      bias_correction: whether to correct the bias of the moments, as in the paper and in Paddle 2,
+        but not in fluid's documentation.
+      exclude: the leaves without decay (wd = 0): a regular expression that matches their whole
+        path, or a function path -> bool. The trust ratio q still applies to them.
+      moment_dtype: "bfloat16" or "int8" for m and v, as in `adam`; eps must then be > 0. The chain
+        is then scale_by_quantized_adam → add_decayed_weights → scale_by_trust_ratio.
 
     State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and without
     `moment_dtype` complex ones.

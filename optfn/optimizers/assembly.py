@@ -1,4 +1,4 @@
-"""The decorator of optimizers: clip, regularize, then the optimizer's chain, behind one edge."""
+"""The decorator of optimizers: it puts clip and regularization in front of an optimizer's chain."""
 
 import functools
 import inspect
@@ -18,24 +18,25 @@ P = ParamSpec("P")
 
 COMMON_DOC = """
     Arguments of every optimizer:
-      grad_clip: a transform of the raw gradients, such as `clip_by_global_norm(1.0)`.
-      regularization: a transform that adds the gradient of a penalty, such as `l2_decay(1e-4)`,
-        after the clip, so that the penalty is not clipped.
-      param_attrs: a mapping from regular expressions to `ParamAttr`. An expression must match the
-        whole path of a leaf; the first match counts.
-      multi_precision: whether to keep float32 masters of narrower parameters (`master_weights`):
-        True for copies; 32 or 24 for remainders of 16 or 8 bits beside bfloat16 parameters.
+      grad_clip: a transform that clips the raw gradients, such as `clip_by_global_norm(1.0)`.
+      regularization: a transform that adds the gradient of a penalty, such as `l2_decay(1e-4)`. It
+        comes after the clip, so that the penalty is not clipped.
+      param_attrs: a mapping from regular expressions to `ParamAttr`, to freeze parameters or to
+        give them another rate. An expression must match the whole path of a leaf; the first match
+        counts.
+      multi_precision: whether to keep float32 masters of narrower parameters, so that small updates
+        are not rounded away (`master_weights`). True keeps copies; 32 or 24 keeps only remainders
+        of 16 or 8 bits for bfloat16 parameters.
 """
 
 
 def optimizer(
     factory: Callable[P, optax.GradientTransformationExtraArgs],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory of chains: clip and regularize come before, behind the same edge.
+    """Decorate a factory of chains: apply the four arguments that all optimizers share.
 
-    The factory has the four common arguments in its signature; this decorator applies them. The
-    chain computes in float32 or wider, and its update is rounded once to the dtype of the
-    parameter.
+    The factory has these arguments in its signature, and this decorator applies them. The chain
+    computes in float32 or wider, and its update is rounded once, to the dtype of the parameter.
     """
     signature = inspect.signature(factory)
 
@@ -63,7 +64,7 @@ def optimizer(
             factory.__name__, common["param_attrs"], clip, penalty, built, own.decays
         )
 
-    # Python 3.13 takes the indentation off a docstring, and earlier versions leave it.
+    # Python 3.13 removes the indentation of docstrings, earlier versions don't.
     make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))
     return make
 
@@ -71,13 +72,13 @@ def optimizer(
 def _masters(
     multi_precision: object,
 ) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
-    """Return the wrapper that gives an optimizer its masters."""
+    """Return the wrapper that adds masters to an optimizer."""
     if isinstance(multi_precision, bool | np.bool_):
         return master_weights if multi_precision else lambda tx: tx
     if isinstance(multi_precision, int) and multi_precision in (32, 24):
         return partial(master_weights, bits=multi_precision)
     raise TypeError(
-        f"multi_precision must be True or False, or 32 or 24; got {checks.shown(multi_precision)}"
+        f"multi_precision must be True, False, 32 or 24; got {checks.shown(multi_precision)}"
     )
 
 
@@ -89,6 +90,6 @@ def _optional(
 
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Rule:
-    """Make row-sparse gradients dense, with a warning, for a rule that updates all rows."""
+    """Make row-sparse gradients dense, with a warning, for rules that update all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
     return core.stateless(lambda updates, params: leafwise.to_dense(updates, warning))

@@ -22,19 +22,21 @@ def ftrl(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Follow the proximally regularized leader: l1 makes parameters exactly zero.
+    """FTRL-proximal, for linear models: l1 makes parameters exactly zero.
 
         n' = n + g²;  σ = (n'^(−k) − n^(−k))/lr;  z += g − σ·p;  n = n'
         p = (l1·sign(z) − z)/(n^(−k)/lr + 2·l2)  where |z| > l1, else 0
 
     Args:
-      learning_rate: lr, inside the recursion.
-      l1: ≥ 0.
-      l2: ≥ 0.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate. It is part of the
+        recursion of z.
+      l1: the weight of the penalty on |p|, ≥ 0.
+      l2: the weight of the penalty on p², ≥ 0.
       lr_power: k, ≤ 0.
-      lazy: how a row-sparse gradient is treated. True: only the rows in the gradient change, as in
-        Paddle's sparse operator. False: as the dense gradient, at the cost of the whole table; all
-        rows that have never had a gradient become 0. A dense gradient is treated the same in both.
+      lazy: how the row-sparse gradient of an embedding table is applied. True: only the rows in the
+        gradient change, as in Paddle's sparse operator. False: like the dense gradient, at the cost
+        of the whole table; all rows that have never had a gradient become 0. For dense gradients
+        both are the same.
 
     State: n and z, 8 bytes per parameter. Real leaves.
 

@@ -1,4 +1,4 @@
-"""Muon: matrices are moved by orthogonalized momentum, all other leaves by another optimizer."""
+"""Muon: orthogonalized momentum for matrices, and another optimizer for all other leaves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,41 +42,44 @@ def muon(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Orthogonalize the momentum of matrices; move the other leaves by adamw.
+    """Muon: update matrices by their orthogonalized momentum, and other leaves by adamw.
 
         v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
         p = (1 − lr·wd)·p − lr·scale(rows, columns)·O
 
-    O is U·Vᵀ of m = U·S·Vᵀ up to some 30 % in each singular value, by five steps of a
-    Newton–Schulz iteration; `scale_by_muon` has its equations. Embeddings and the output layer are
-    matrices too, but are usually left to adamw: name the hidden layers by `matrices`. `summary`
-    says which leaves are orthogonalized.
+    With m = U·S·Vᵀ, O is about U·Vᵀ: five steps of a Newton–Schulz iteration bring each singular
+    value to 1, up to some 30 %. `scale_by_muon` has its equations. Embeddings and the output layer
+    are matrices too, but are usually left to adamw, so name the hidden layers by `matrices`.
+    `summary` tells you which leaves are orthogonalized.
 
     Args:
-      learning_rate: lr, of the matrices and, with `others=None`, of the rest.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate; for the matrices and,
+        with `others=None`, also for the rest.
       matrices: the leaves that are orthogonalized: a regular expression that matches their whole
-        path, or a function path -> bool. None: those with two axes beside the stacked ones.
+        path, or a function path -> bool. None: all leaves with two axes, not counting stacked ones.
       momentum: μ, in [0, 1].
       nesterov: whether to use Nesterov's momentum.
-      weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step; of the matrices and, with
-        `others=None`, of the rest.
-      exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
-        function path -> bool.
-      others: the optimizer of the rest, with a rate of its own; None is adamw with the same rate
-        and decay.
-      coefficients: those of the iteration, see `scale_by_muon`.
-      scale: "jordan", "moonlight" or a function, see `scale_by_muon`. With "jordan" a rate is some
-        20 times that of adamw (0.02): give the rest an optimizer with a rate of its own. With
-        "moonlight" the rate of adamw fits both.
-      eps: > 0, beside the norm of m.
+      weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step; for the matrices and, with
+        `others=None`, also for the rest.
+      exclude: the leaves without decay (wd = 0): a regular expression that matches their whole
+        path, or a function path -> bool.
+      others: the optimizer of the rest, with its own rate; None is adamw with the same rate and
+        decay.
+      coefficients: the coefficients of the iteration, see `scale_by_muon`.
+      scale: "jordan", "moonlight" or a function, see `scale_by_muon`. With "jordan" the right rate
+        is some 20 times that of adamw (0.02), so pass `others` with its own rate. With "moonlight"
+        the rate of adamw fits both.
+      eps: > 0, added to the norm of m.
       compute_dtype: "bfloat16" for the products of the iteration, see `scale_by_muon`.
       moment_dtype: "bfloat16" or "int8" for v and, with `others=None`, for the moments of adamw.
 
-    State: v, 4 bytes per parameter of a matrix; in bfloat16 2, in int8 1.02. Of the rest that of
-    `others`: for adamw 8, 4 and 2.03. Real and complex leaves; with `moment_dtype` real ones.
+    State: v, 4 bytes per parameter of a matrix; in bfloat16 2, in int8 1.02. For the rest, the
+    state of `others`: for adamw 8, 4 and 2.03. Real and complex leaves; with `moment_dtype` only
+    real ones.
 
     Raises:
-      ValueError: `matrices` selects a leaf that is no matrix, or, a regular expression, no leaf.
+      ValueError: `matrices` selects a leaf that is not a matrix, or is a regular expression that
+        matches no leaf.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
     2502.16982.
@@ -102,7 +105,7 @@ def muon(
 
 @traits(labels=True)
 class MatricesAndOthers(NamedTuple):
-    """The states of two transforms; its fields are their labels."""
+    """The states of the two transforms; the fields are their labels."""
 
     matrices: OptState
     others: OptState

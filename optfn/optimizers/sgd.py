@@ -1,7 +1,7 @@
 """Gradient descent, with momentum or averages of the gradient: sgd, momentum, lars, asgd.
 
-In the equations of all optimizers g is the gradient after clip and regularization, t the 1-based
-step, p the parameter. `assembly.py` has the arguments that all share.
+In the equations of all optimizers, g is the gradient after clip and regularization, t the 1-based
+step, and p the parameter. `assembly.py` has the arguments that all optimizers share.
 """
 
 import optax
@@ -61,13 +61,14 @@ def momentum(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Gradient descent with a velocity.
+    """Gradient descent with momentum.
 
         v = μv + g
         p −= lr·v,  or lr·(g + μv) with nesterov
 
     Args:
-      learning_rate: lr, outside v.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate. It is not part of v,
+        so a new rate acts at once.
       momentum: μ, in [0, 1].
       nesterov: whether to use Nesterov's momentum.
       moment_dtype: "bfloat16" or "int8" stores v in 16 or 8 bits, stochastically rounded; None is
@@ -99,20 +100,21 @@ def lars(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Layer-wise adaptive rate scaling, with momentum.
+    """LARS: layer-wise adaptive rate scaling, with momentum, for large batches.
 
         L = lr·coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)    where ‖p‖ > 0 and ‖g‖ > 0, else lr
         v = μv + L·(g + wd·p)
         p −= v
 
     Args:
-      learning_rate: lr, inside v.
+      learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate. It is part of v, so a
+        new rate acts on new gradients only.
       momentum: μ, in [0, 1].
-      lars_coeff: coeff, > 0.
+      lars_coeff: coeff, the trust coefficient, > 0.
       lars_weight_decay: wd, a number ≥ 0 or a schedule of the 0-based step.
       eps: ≥ 0.
-      exclude: the leaves with wd = 0: a regular expression that matches their whole path, or a
-        function path -> bool. The ratio applies to them too.
+      exclude: the leaves without decay (wd = 0): a regular expression that matches their whole
+        path, or a function path -> bool. The scaling L still applies to them.
       moment_dtype: "bfloat16" or "int8" for v, as in `momentum`.
 
     State: v, 4 bytes per parameter; in bfloat16 2, in int8 1.02. Real leaves, and without
@@ -139,7 +141,7 @@ def asgd(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Stochastic average gradient.
+    """Stochastic average gradient: the mean of the last gradients of all batches.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j
         p −= lr·(d/min(t, n) + λ·p)
@@ -148,7 +150,7 @@ def asgd(
       learning_rate: lr ≥ 0, a number, a 0-d array or a schedule step -> rate.
       batch_num: n, the number of batches in an epoch, which must come in the same order in every
         epoch; ≥ 1, static.
-      weight_decay: λ, a number ≥ 0 or a schedule of the 0-based step; outside the average, where
+      weight_decay: λ, a number ≥ 0 or a schedule of the 0-based step. It is not averaged, whereas
         `regularization` changes g and so the average.
 
     State: y, 4·n bytes per parameter. Real and complex leaves.

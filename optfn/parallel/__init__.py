@@ -1,1 +1,1 @@
-"""Data parallelism: layouts on a mesh, means over workers, plans of memory."""
+"""Data parallelism: layouts on a mesh, means over workers, bytes sent."""

@@ -1,8 +1,8 @@
 """A training step on several workers: the batch is split, the loss is the mean over workers.
 
-The whole step runs in one `shard_map`. An optimizer takes the mean gradient, the same on all
-workers. An optimizer whose state says that it exchanges gradients by itself
-(`per_worker.exchanges`) takes each worker's own gradient.
+The whole step runs in one `shard_map`. An optimizer gets the mean gradient, which is the same on
+all workers, unless its state says that it exchanges gradients itself (`per_worker.exchanges`): then
+it gets each worker's own gradient.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def on_workers(
     """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
 
     Args:
-      step: the step of one worker on its part of the batch; the names of the axes are bound.
+      step: the step of one worker on its part of the batch, run where the axes are bound.
       mesh: the mesh of the workers.
       data_axis: the mesh axes of the workers, over which the batch is split.
     """
@@ -48,7 +48,7 @@ def on_workers(
 
 
 def batch_spec(x: Leaf, data_axis: Axes) -> P:
-    """Return the PartitionSpec of an array of a batch: split along its leading axis, if any."""
+    """Return the PartitionSpec of an array of a batch, which splits its leading axis, if any."""
     return P(data_axis) if jnp.ndim(x) else P()
 
 
@@ -68,10 +68,10 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
     Args:
       batch: arrays of all examples, the same in every process; or global arrays, which are not
-        copied (`jax.make_array_from_process_local_data` makes them of the part of each process).
+        copied (`jax.make_array_from_process_local_data` makes one from the part of each process).
       mesh: the mesh of the workers.
       data_axis: the mesh axes over which it is split.
-      local_steps: into how many equal parts each worker splits its own.
+      local_steps: into how many equal parts each worker splits its own part.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
@@ -101,7 +101,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 
 def put(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Return a copy of an array on the devices of `placement`, also those of other processes."""
+    """Return a copy of an array on all devices of `placement`, even those of other processes."""
     if checks.is_traced(x):
         traced: jax.Array = x
         return traced

@@ -1,9 +1,9 @@
-"""A checksum of arrays that does not depend on where they lie.
+"""A checksum of arrays that does not depend on how they are sharded.
 
 Each 32-bit word of an array is mixed with its position, and the results are summed modulo 2³². The
-sum has no order, so that it is the same whatever the layout, and every device can sum over its own
-part. A single changed word always changes the sum; other changes escape with the probability
-2⁻⁶⁴, since there are two such sums.
+order of the sum does not matter, so each device can sum over its own part. A single changed word
+always changes the sum. Other changes go unnoticed with probability 2⁻⁶⁴, since there are two such
+sums.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Return two uint32 sums over the bits and positions of an array."""
+    """Return the checksum of an array: two uint32 sums over its words and their positions."""
     words = _as_words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
@@ -38,8 +38,8 @@ def fingerprint(x: jax.Array) -> jax.Array:
         m = (seeded ^ (seeded >> 16)) * multiplier
         m = (m ^ (m >> 13)) * _GOLDEN
         mixed.append(m ^ (m >> 16))
-    # One reduction with two results. XLA on CPU writes the input of two separate reductions to
-    # memory first: twice the size of x, and ten times as long.
+    # Use one reduction with two results. Of two separate reductions, XLA on CPU first writes the
+    # input to memory: twice the size of x, and ten times slower.
     zeros = (np.uint32(0), np.uint32(0))
     return jnp.stack(lax.reduce(tuple(mixed), zeros, _add_pairs, tuple(range(words.ndim))))
 
@@ -49,7 +49,7 @@ def _add_pairs(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.
 
 
 def _as_words(x: jax.Array) -> jax.Array:
-    """Return the bits of an array as uint32, with an axis more for wider elements."""
+    """Return the bits of an array as uint32, with one more axis if elements are wider."""
     if tree.is_key(x):
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
@@ -57,7 +57,7 @@ def _as_words(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     size = x.dtype.itemsize
-    if size >= 4:  # of eight bytes two words
+    if size >= 4:  # an element of eight bytes becomes two words
         return jax.lax.bitcast_convert_type(x, jnp.uint32)
     unsigned = jnp.uint16 if size == 2 else jnp.uint8
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
@@ -69,13 +69,14 @@ _fingerprints = jax.jit(lambda leaves: jnp.stack([fingerprint(x) for x in leaves
 def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
     """Return the checksum of each array, uint32 (len(leaves), 2), on the host.
 
-    Arrays on the same devices go through one program. In a run of several processes all call it.
+    One program computes those of all arrays on the same devices. In a run of several processes, all
+    of them must call it.
     """
     return begin_fingerprints(leaves)()
 
 
 def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
-    """Begin to compute `fingerprints`; return a function that waits for them."""
+    """Begin to compute `fingerprints`, and return a function that waits for them."""
     groups: dict[frozenset[jax.Device], list[int]] = {}
     arrays = [jnp.asarray(x) for x in leaves]
     for i, x in enumerate(arrays):
@@ -93,12 +94,14 @@ def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
 
 
 def replicas_differ(params: Params, specs: PyTree, mesh: Mesh) -> jax.Array:
-    """Tell whether devices that should hold the same params hold different bits: 8 bytes a leaf.
+    """Tell whether devices that should hold the same params hold different bits.
+
+    Each device sends a checksum of 8 bytes per leaf.
 
     Args:
       params: arrays on the mesh.
       specs: their PartitionSpecs; arrays that are divided over devices are not compared.
-      mesh: all its axes are compared.
+      mesh: the mesh; devices along all of its axes are compared.
     """
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
     whole = [x for x, spec in pairs if not any(spec)]

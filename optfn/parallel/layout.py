@@ -1,14 +1,14 @@
-"""Where params, gradients and the state of an optimizer lie on the devices of a mesh.
+"""How params, gradients and optimizer state are divided over the devices of a mesh.
 
-A `Layout` gives each leaf its PartitionSpec. There is one class for each way of sharding, in
-`sharding`, and all else (the training step, checkpoints, plans of memory) asks the layout:
+A `Layout` gives each leaf its PartitionSpec. Each way of sharding is a class, in `sharding`, and
+everything else (the training step, checkpoints, plans of memory) asks the layout:
 
     mesh axes = data axes (the batch is split over them) + axes that are left to the compiler
     data axes = worker axes + part axes (params or state are divided over them)
 
-Along the worker axes each group of devices has a gradient and, where its state says so, a state of
-its own (`optfn.state.per_worker`); the devices of a group, those along all other axes, divide it
-among them.
+Along the worker axes, each group of devices is a worker. It has its own gradient and, if the
+optimizer declares it (`optfn.state.per_worker`), its own state. The devices of a group lie along
+all other axes, and divide this gradient and state among them.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def is_spec(x: object) -> TypeGuard[P]:
 
 
 class Division(NamedTuple):
-    """A dimension of an array, and the mesh axes whose devices have a part of it each."""
+    """A dimension of an array, and the mesh axes over which it is divided."""
 
     dimension: int
     axes: Axes
@@ -47,14 +47,14 @@ class Division(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
 class Layout:
-    """Where each leaf of a training run lies.
+    """How each leaf of a training run is divided over a mesh.
 
     mesh: the mesh.
-    worker_axes: the data axes along which each group of devices has a gradient of its own.
+    worker_axes: the data axes along which each group of devices has its own gradient.
     part_axes: the data axes over which params or state are divided.
-    tables: the leaves whose rows are divided over the part axes in any case.
-    gather, reduce: compressors of the params that are gathered and of the gradients that are
-      reduced over the part axes; None for none.
+    tables: the leaves whose rows are divided over the part axes, whatever the way of sharding.
+    gather, reduce: compressors for the params that are gathered, and for the gradients that are
+      reduced, over the part axes; None sends them as they are.
     """
 
     mesh: Mesh
@@ -65,7 +65,7 @@ class Layout:
     reduce: Codec | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_params(self, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of params that is no table: whole everywhere."""
+        """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""
         return tree.map_arrays(lambda x: P(), params)
 
     def dense_gradients(self, params: Params) -> PyTree:
@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def data_axes(self) -> Axes:
-        """The axes over which the batch is split, those of the workers first."""
+        """The axes over which the batch is split, worker axes first."""
         return joined(self.worker_axes, self.part_axes)
 
     @property
@@ -108,14 +108,14 @@ class Layout:
         )
 
     def _with_tables(self, specs: PyTree, params: Params) -> PyTree:
-        """Return `specs`, with those of tables in their places."""
+        """Return `specs`, with the leaves that are tables replaced by the specs of tables."""
         if self.tables is None:
             return specs
         paths = tree.matching(self.tables, params, "tables")
         return self._with_spec(P(self.part_axes), paths, specs, params)
 
     def _with_spec(self, spec: P, paths: Collection[str], specs: PyTree, params: Params) -> PyTree:
-        """Return `specs`, with that of the leaves at these paths replaced."""
+        """Return `specs`, with `spec` for the leaves at these paths."""
 
         def chosen(place: tree.Place, x: Leaf, old: P) -> P:
             if tree.is_masked(x) or str(place) not in paths:
@@ -126,18 +126,18 @@ class Layout:
         return tree.map_named(chosen, params, specs)
 
     def of_state(self, state: OptState, params: Params) -> PyTree:
-        """Return the PartitionSpec of each leaf of the state of an optimizer of all workers.
+        """Return the PartitionSpec of each leaf of the optimizer state of all workers.
 
-        A per-worker array is divided over the worker axes, along its first axis. An array of the
-        shape of its parameter, or with further leading axes such as that of a history, lies as the
-        gradient of that parameter does. Any other array, such as scales of blocks, is divided where
-        the part axes divide it.
+        A per-worker array is divided over the worker axes, along its first axis. An array with the
+        shape of its parameter, also with further leading axes such as that of a history, is divided
+        like the gradient of that parameter. Any other array, such as scales of blocks, is divided
+        along its first dimension that the part axes divide.
         """
         if not self.divides:
             return specs_of(state, self.worker_axes)
 
         def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
-            if len(own) == 2:  # rows of a `Divided`, one for each device
+            if len(own) == 2:  # the rows of a `Divided`, one per device
                 return P(joined(*spec), own[1])
             shape = _of_one_worker(jnp.shape(x), own, self.mesh)
             padded = self.padded_shape(jnp.shape(p), spec)
@@ -145,7 +145,7 @@ class Layout:
             if shape[leading:] == padded:
                 return _over_both(own, P(*[None] * leading, *spec) if any(spec) else P())
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
-                return spec  # of the same layers
+                return spec  # an array with the same layers
             is_divided = self.divisions(spec)
             return _over_both(own, self.divided(shape)) if is_divided else own
 
@@ -158,11 +158,12 @@ class Layout:
         state: OptState,
         params: Params,
     ) -> PyTree:
-        """Map the leaves of a state by the parameter that each belongs to.
+        """Map the leaves of a state, each together with the parameter that it belongs to.
 
         Args:
-          of_param: (leaf, its spec over the workers, its parameter, the spec of its gradient).
-          of_rest: (leaf, its spec over the workers) for counters and rates.
+          of_param: a function of (leaf, its spec over the workers, its parameter, the spec of the
+            parameter's gradient).
+          of_rest: a function of (leaf, its spec over the workers), for counters and rates.
           state: the state of an optimizer.
           params: the params.
         """
@@ -176,10 +177,10 @@ class Layout:
         return jax.tree.unflatten(jax.tree.structure(state), new)
 
     def divided(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides the first dimension that the number of parts divides.
+        """Return the spec that divides an array along the first dimension that N divides.
 
-        Axes that count stacked layers come last, so that each device has a part of each layer. An
-        array without such a dimension lies on every device.
+        N is the number of parts. Axes that count stacked layers come last, so that each device has
+        a part of each layer. An array without such a dimension is whole on every device.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_parts == 0]
@@ -191,7 +192,7 @@ class Layout:
         return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
 
     def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
-        """Return the shape of an array whose devices have parts of one size, by its spec."""
+        """Return the shape of an array, padded so that all devices have parts of one size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
             count = num_workers(self.mesh, names)
@@ -199,10 +200,10 @@ class Layout:
         return tuple(sizes)
 
     def stored(self, state: OptState, params: Params) -> OptState:
-        """Return a state with padding where devices could not divide it else.
+        """Return a state with padding where devices could not divide it otherwise.
 
-        Padded are arrays of the shape of their parameter, and others of as many layers, such as
-        preconditioners.
+        Arrays of the shape of their parameter are padded, and so are others with the same number of
+        layers, such as preconditioners.
         """
 
         def of_param(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
@@ -211,13 +212,13 @@ class Layout:
             end = leading + len(spec)
             if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
-            axis = len(spec) - 1  # that of the layers
+            axis = len(spec) - 1  # the axis of layers
             return Padded(pad(x, end - 1, shape[axis]), Length(end - 1, p.shape[axis]))
 
         return self._map_state(of_param, lambda x, own: x, state, params)
 
     def in_update(self, state: OptState) -> OptState:
-        """Return a stored state as an update takes it, inside jit: without padding."""
+        """Return a stored state without padding, as an update takes it inside jit."""
 
         def without_padding(x: Padded) -> jax.Array:
             spec = P(*[None] * x.length.axis, self.part_axes)
@@ -226,7 +227,7 @@ class Layout:
         return map_padded(without_padding, state)
 
     def parts_of(self, params: Params) -> Parts | None:
-        """Return how the devices of each worker divide gradients; None where a worker is one."""
+        """Return how the devices of a worker divide gradients; None if a worker is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.of_gradients(params))
@@ -256,11 +257,13 @@ class Layout:
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
-        """Return the state of step 0, each leaf placed by its spec; no divided leaf is ever whole.
+        """Return the state of step 0, each leaf placed by its spec.
+
+        Divided leaves are made in parts: no device ever has a whole one.
 
         Args:
-          init: gives one worker's state.
-          params: on the mesh.
+          init: returns the state of one worker.
+          params: the params, placed on the mesh.
 
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
@@ -275,7 +278,11 @@ class Layout:
         return jax.jit(all_workers, out_shardings=shardings)(params)
 
     def of_all_workers(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
-        """Return the function from params to the stored state of all workers, by that of one."""
+        """Return the function from params to the stored state of all workers.
+
+        Args:
+          init: the function from params to the state of one worker.
+        """
         in_shapes = self._in_shapes_of_params(init)
         of_workers = on_workers_of(in_shapes, self.mesh, self.worker_axes)
         return lambda params: self.stored(of_workers(params), params)
@@ -287,23 +294,23 @@ class Layout:
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
-                "state are divided. No device has a whole gradient there, and its residual would "
-                "be as large as one. Divide over other axes, sharded(..., axis=), or leave the "
-                "exchange out"
+                "state are divided. No device has a whole gradient there, and the residual of the "
+                "exchange would be as large as one. Divide over other axes, "
+                "shard=sharded(..., axis=), or leave the exchange out"
             )
         if not self.worker_axes and jax.tree.leaves(nodes_of(PerWorker, state)):
             raise ValueError(
-                "shard: tx keeps a state on each worker, and no axis of workers is left: params or "
-                f"state are divided over all of {(*self.data_axes,)}; name the axes that divide "
-                "them, sharded(..., axis=), or leave shard out"
+                "shard: tx keeps its own state on each worker, but no worker axis is left, since "
+                f"params or state are divided over all data axes, {(*self.data_axes,)}. Name the "
+                "axes that divide them, shard=sharded(..., axis=), or leave shard out"
             )
 
     def _in_shapes_of_params(
         self, init: Callable[[Params], OptState]
     ) -> Callable[[Params], OptState]:
-        """Return `init` with flat per-worker arrays of divided leaves in the shape of the leaf.
+        """Return `init` whose flat per-worker arrays of divided leaves have the leaf's shape.
 
-        A part of a leaf is no range of the flat array.
+        A part of a leaf is not a contiguous range of the flat array.
         """
 
         def shaped(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
@@ -326,13 +333,13 @@ class Replicated(Layout):
 
 
 def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
-    """Return how many axes stand before those of a shape in another that ends with it, else 0."""
+    """Return how many leading axes `shape` has in front of `of`; 0 if it does not end with `of`."""
     extra = len(shape) - len(of)
     return extra if extra > 0 and shape[extra:] == of else 0
 
 
 def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of one worker's part of an array that is divided over workers by `own`."""
+    """Return the shape of one worker's part of an array; `own` is its spec over the workers."""
     return (shape[0] // num_workers(mesh, axes(own[0])), *shape[1:]) if any(own) else shape
 
 
@@ -346,11 +353,13 @@ def _over_both(own: P, part: P) -> P:
 
 def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
     if len(spec) > len(shape):
-        raise ValueError(f"shard: {spec} has more entries than leaf {path!r} of shape {shape} axes")
+        raise ValueError(
+            f"shard: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
+        )
     for dimension, entry in enumerate(spec):
         count = num_workers(mesh, axes(entry))
         if shape[dimension] % count:
             raise ValueError(
-                f"shard: dimension {dimension} of leaf {path!r}, of shape {shape}, must be "
-                f"divisible by the {count} devices of {entry!r}"
+                f"shard: dimension {dimension} of leaf {path!r}, which has shape {shape}, must be "
+                f"divisible by the {count} devices along {entry!r}"
             )

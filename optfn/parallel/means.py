@@ -18,11 +18,11 @@ from optfn.state.placement import num_workers
 
 
 class Parts(NamedTuple):
-    """How the devices of a worker divide arrays that lie as gradients do.
+    """How the devices of a worker divide arrays that are sharded like the gradients.
 
     mesh: the mesh.
-    axes: the axes of the devices that divide an array.
-    specs: the PartitionSpec over these axes of the gradient of each leaf, by path.
+    axes: the mesh axes of these devices.
+    specs: the PartitionSpec of the gradient of each leaf over these axes, by path.
     """
 
     mesh: Mesh
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
         return joined(*self.specs.get(str(place), P()))
 
     def in_rows(self, values: PyTree) -> PyTree:
-        """Return flat arrays of divided leaves with a row for each device that has a part."""
+        """Return divided leaves as arrays with a flat row for each device that has a part."""
 
         def rows(place: tree.Place, x: Leaf) -> Leaf:
             names = self.axes_of(place)
@@ -79,34 +79,35 @@ def mean_on_parts(
 ) -> tuple[Updates, PyTree]:
     """Return the means over workers of a tree like the params and of other arrays.
 
-    Each device sends its parts of the arrays that the devices of a worker divide.
+    Of an array that the devices of a worker divide, each device sends its own part.
 
     Args:
       x: gradients of the params.
       others: arrays that are whole on each device, such as the loss.
       axis_name: the mesh axes of the workers.
-      parts: how the devices of a worker divide gradients; None where a worker is one device.
+      parts: how the devices of a worker divide gradients; None if a worker is one device.
     """
     if parts is None or not axis_name:
         means: tuple[Updates, PyTree] = mean_over_workers((x, others), axis_name)
         return means
-    arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)  # no device takes a float0
+    # shard_map takes no arrays of dtype float0.
+    arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)
     specs = parts.specs_of(arrays), P()
     mean = parts.on_each(lambda *values: mean_over_workers(values, axis_name), specs, specs)
     arrays, others = mean(arrays, others)
     return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), others
 
 
-# Up to this size latency dominates an all-reduce; joining larger arrays is not worth the copy.
+# Up to this size the time of an all-reduce is latency. Joining larger arrays is not worth the copy.
 _SMALL_BYTES = 65536
 
 
 def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
     """Return the mean over workers of each floating-point leaf, and the sum of each integer leaf.
 
-    Integers of fewer than 32 bits are summed in 32. The mean of a row-sparse leaf consists of the
-    rows of all workers, that of a key is worker 0's. Small leaves share an all-reduce. Without axes
-    there is one worker, and `x` comes back.
+    Integers of fewer than 32 bits are summed in 32 bits. The mean of a row-sparse leaf has the rows
+    of all workers. Of a PRNG key, worker 0's is returned. Small leaves share one all-reduce.
+    Without axes there is only one worker, and `x` is returned as it is.
     """
     if not axis_name:
         return x
@@ -131,7 +132,7 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype in which to add up integers: one of at least 32 bits."""
+    """Return the dtype in which integers are summed; it has at least 32 bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
@@ -156,7 +157,7 @@ def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
             return pmean(leaf, axis_name)
         if tree.is_key(leaf):
             return tree.on_key_data(reduce, leaf)
-        # One worker's number and zeros: their sum is that number.
+        # All other workers add zeros, so the sum is worker 0's value.
         return lax.psum(jnp.where(is_first, leaf, 0), axis_name).astype(leaf.dtype)
 
     return jax.tree.map(reduce, x)
@@ -171,9 +172,10 @@ def for_optimizer(
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
 
-    A leaf that a transform exchanges by itself is averaged over the other axes only; all other
-    leaves, and the metrics, over all axes of the workers. The extra arguments are then the axis
-    name, by which wrappers such as `skip_nonfinite` combine the workers' gradients, and the parts.
+    If a transform exchanges a leaf itself, over some axes, that leaf is averaged only over the
+    others. All other leaves and the metrics are averaged over all worker axes. If there is an
+    exchange, the extra arguments are the axis name, by which wrappers such as `skip_nonfinite`
+    combine the gradients of the workers, and the parts.
     """
     if not axis_name or not exchanges(opt_state):
         return *mean_on_parts(grads, metrics, axis_name, parts), {}

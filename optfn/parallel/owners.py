@@ -1,8 +1,9 @@
-"""Packets between workers that own a slice of each array: to the owners, and from them.
+"""Compressed means in two steps: packets to the owner of each slice, and packets back.
 
-A mean that is taken by parts goes two ways. Each worker sends every owner a packet of its slice,
-and the owner takes their mean; then each owner sends all a packet of the slice that it has. Each
-way a worker sends (N − 1)/N of a packet of the whole, for any number of workers.
+Each of N workers owns a slice of each array. In the first step, each worker sends every owner a
+packet of its slice, and the owner takes their mean. In the second, each owner sends all workers a
+packet of this mean. In each step a worker sends (N − 1)/N of the bytes of a packet of the whole
+array.
 """
 
 from collections.abc import Callable
@@ -17,12 +18,12 @@ from optfn.checks import shown
 from optfn.leaves.types import PyTree
 from optfn.mesh import Axes
 
-# From arrays to their packets, and something else, such as the next states.
+# A function from arrays to their packets and further results, such as the next states.
 Encode = Callable[[PyTree], tuple[PyTree, Any]]
-# From packets to arrays.
+# A function from packets to arrays.
 Decode = Callable[[PyTree], PyTree]
 
-# Of so few elements an array is not worth a packet.
+# Arrays with fewer elements are sent as they are: a packet would not be worth it.
 MIN_SIZE = 1024
 
 
@@ -44,24 +45,24 @@ class Codec(Protocol):
 
 
 def check_codec(argument: str, codec: object) -> Codec:
-    """Return a compressor that can send slices of an array, checked.
+    """Return a compressor after checking that it can send slices of an array.
 
     Raises:
       TypeError: it is not a compressor.
-      ValueError: it cannot: it needs the whole array, or its packets are no smaller.
+      ValueError: it needs the whole array, or its packets are not smaller than the slices.
     """
     if not isinstance(codec, Codec) or isinstance(codec, type):
         raise TypeError(
             f"{argument} must be a compressor such as quantize(8), with the methods init, encode, "
-            f"decode, num_bytes; got {shown(codec)}"
+            f"decode and num_bytes; got {shown(codec)}"
         )
     shape = (MIN_SIZE,)
     has_array = any(jnp.ndim(x) for x in jax.tree.leaves(jax.eval_shape(lambda: codec.init(shape))))
     if has_array or codec.num_bytes(shape) >= 4 * MIN_SIZE:
         raise ValueError(
-            f"{argument} must be a compressor that sends packets of any slice of an array, such as "
-            f"quantize(8); {codec!r} needs whole matrices, keeps arrays between the steps, or "
-            "sends no fewer bytes than the slice has"
+            f"{argument} must be a compressor that can send any slice of an array, such as "
+            f"quantize(8). {codec!r} cannot: it needs whole matrices, keeps state between steps, "
+            "or its packets are not smaller than the slices"
         )
     return codec
 
@@ -69,14 +70,14 @@ def check_codec(argument: str, codec: object) -> Codec:
 def mean_at_owners(
     slices: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
-    """Return the mean of a worker's own slice, its packets, and the rest that `encode` gives.
+    """Return the mean of the slice that a worker owns, its packets, and the rest of `encode`.
 
     Packets are added in the order of the workers.
 
     Args:
-      slices: arrays (N, …): one slice for each of the N workers.
-      encode: for all slices of each array; packets have the same leading axis.
-      decode: for the packets of one slice of each array.
+      slices: arrays (N, …), with one slice for each of the N workers.
+      encode: encodes all slices of each array; packets have the same leading axis.
+      decode: decodes the packets of one slice of each array.
       names: the mesh axes of the workers.
     """
     packets, rest = encode(slices)
@@ -97,14 +98,14 @@ def mean_at_owners(
 def all_from_owners(
     part: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
-    """Return the slices of all workers, (N, …) each, the worker's packets, and the rest.
+    """Return the slices of all workers, (N, …), the worker's packets, and the rest of `encode`.
 
-    Every worker gets the same arrays, the owner too: those that are decoded from packets.
+    Every worker gets the same arrays, which are decoded from packets; so does the owner.
 
     Args:
       part: the slice of each array that a worker owns.
-      encode: for one slice of each array.
-      decode: for the packets of one slice of each array.
+      encode: encodes one slice of each array.
+      decode: decodes the packets of one slice of each array.
       names: the mesh axes of the workers.
     """
     packets, rest = encode(part)
@@ -114,13 +115,13 @@ def all_from_owners(
 
 
 def coded_mean_part(x: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
-    """Return a device's part along one dimension of the mean of an array, by packets.
+    """Return a device's part, along one dimension, of the mean of an array, sent as packets.
 
     Args:
       x: each device's own array.
-      dimension: the one that is divided.
-      names: the axes over which the mean is taken, and divided.
-      codec: the compressor of its packets.
+      dimension: the dimension that is divided.
+      names: the axes over which the mean is taken, and over which it is divided.
+      codec: the compressor that makes the packets.
     """
     size = x.shape[dimension] // mesh.axis_size(names)
     slices = jnp.moveaxis(
@@ -136,7 +137,7 @@ def coded_mean_part(x: jax.Array, dimension: int, names: Axes, codec: Codec) -> 
 
 
 def coded_gather(part: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
-    """Return the whole of an array that is divided along one dimension, as packets give it.
+    """Return a whole array, decoded from packets of its parts along one dimension.
 
     The arguments are those of `coded_mean_part`.
     """
@@ -159,11 +160,11 @@ def coded_bytes(codec: Codec | None, size: int, parts: int, exact: float, times:
     """Return the bytes that a device sends to gather an array, or to reduce it to parts.
 
     Args:
-      codec: the compressor of its packets; None where it is sent as it is.
-      size: the number of its elements.
+      codec: the compressor that makes the packets; None if the array is sent as it is.
+      size: the number of elements of the array.
       parts: the number of devices that have a part of it.
-      exact: the bytes that it sends of the array as it is.
-      times: in how many equal pieces it goes, one after the other.
+      exact: the bytes that the device sends if the array is sent as it is.
+      times: into how many equal pieces the array is split, sent one after the other.
     """
     if codec is None or size < MIN_SIZE:
         return exact

@@ -1,7 +1,7 @@
 """Params that are divided over devices, inside `shard_map`.
 
-Each device gathers the params that its loss needs, and sends each part of its gradient to the one
-that keeps it.
+Each device gathers the params that its loss needs, and sends each part of its gradient to the
+device that keeps this part.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ def mean_part(
 ) -> jax.Array:
     """Return a device's part of the mean of an array over the axes `names`, by reduce-scatters.
 
-    A dimension that cannot be divided is padded.
+    A dimension that cannot be divided evenly is padded.
 
     Args:
       x: each device's own array.
       divisions: how the mean is divided, over some of `names`.
       names: the axes over which the mean is taken.
       mesh: the mesh of these axes.
-      codec: the compressor of packets; None where arrays are sent as they are.
+      codec: the compressor that makes packets; None if arrays are sent as they are.
     """
     for dimension, along in divisions:
         if codec is None:
@@ -80,10 +80,10 @@ def gather(
     """Return a whole array; its gradient is the device's part of the mean over the part axes.
 
     Args:
-      part: that of this device.
-      divisions: how it is divided.
-      layout: how params lie.
-      in_packets: whether it is sent as the compressors of the layout encode it, where it has some.
+      part: this device's part of the array.
+      divisions: how the array is divided.
+      layout: how params are divided.
+      in_packets: whether the compressors of the layout, if it has some, encode what is sent.
     """
     forward, reduce = (layout.gather, layout.reduce) if in_packets else (None, None)
 
@@ -112,7 +112,7 @@ class _Part(NamedTuple):
 
     @property
     def in_packets(self) -> bool:
-        """Whether it is large enough for the compressors of the layout."""
+        """Whether the array is large enough for the compressors of the layout."""
         names = joined(*(names for _, names in self.divisions))
         return self.part.size * num_workers(self.layout.mesh, names) >= MIN_SIZE
 
@@ -121,9 +121,9 @@ class _Part(NamedTuple):
         return gather(self.part, self.divisions, self.layout, self.in_packets)
 
     def of_each_layer(self) -> "_Part | None":
-        """Return the same array by parts of each layer, instead of some whole layers.
+        """Return the same array divided within each layer, if it is divided by layers.
 
-        None if no dimension of a layer is divisible by the number of parts.
+        The result is None if no dimension of a layer is divisible by the number of parts.
         """
         of_layers, rest = self.divisions[0], self.divisions[1:]
         if of_layers.dimension > 0:
@@ -138,7 +138,7 @@ class _Part(NamedTuple):
         return self._replace(part=part, divisions=[Division(fitting[0], of_layers.axes), *rest])
 
     def layer(self, part: jax.Array) -> jax.Array:
-        """Return a whole layer of this device's part of it."""
+        """Return a whole layer, gathered from this device's part of it and those of others."""
         of_layer = [Division(d - 1, names) for d, names in self.divisions]
         return gather(part, of_layer, self.layout, self.in_packets)
 
@@ -149,16 +149,16 @@ _parts: ContextVar[dict[int, _Part]] = ContextVar("parts", default={})  # noqa: 
 
 @contextlib.contextmanager
 def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iterator[Params]:
-    """Give the whole params of a device's parts, for the time in which a loss is traced.
+    """Gather whole params from a device's parts, while a loss is traced in this context.
 
     `scan_layers` finds the parts of its stacked params, and gathers them layer by layer. Tables are
-    only looked up, and stay parts.
+    only looked up, so they remain parts.
 
     Args:
       params: the parts that a device keeps.
       specs: the PartitionSpecs of whole params.
       tables: which leaves are tables.
-      layout: how params lie.
+      layout: how params are divided.
     """
     found: dict[int, _Part] = {}
 
@@ -184,17 +184,17 @@ def mean_gradients(
     """Return a device's part of the mean gradient over the part axes.
 
     Args:
-      grads: the device's own gradients: of whole params, or of parts, which `gather` has made means
-        already.
+      grads: the device's own gradients of whole params; or those of parts, of which `gather` has
+        already taken the mean.
       params: the parts that a device keeps.
       specs: the PartitionSpecs of whole params.
       of_gradients: the PartitionSpecs of whole gradients.
-      layout: how params lie.
+      layout: how params are divided.
     """
 
     def reduced(g: Leaf, p: Leaf, spec: P, of_gradient: P) -> Leaf:
         if isinstance(g, LeafKind) or not tree.is_inexact(g):
-            return g  # rows are at their owners
+            return g  # rows are already at their owners
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
         codec = layout.reduce if g.size >= MIN_SIZE else None
@@ -204,27 +204,31 @@ def mean_gradients(
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
-    """Return x after x = fn(layer, x) for each layer of stacked params.
+    """Apply the layers of stacked params one after the other: x = fn(layer, x) for each.
 
-    With `make_train_step(..., shard="params")` the layers are gathered one at a time, in the
-    forward pass and again in the backward pass, which also computes the activations inside a layer
-    again: a worker holds its part of all layers, one whole layer, and x after each. Otherwise this
-    is `jax.lax.scan`.
+    Use it in the loss for `make_train_step(..., shard="params")`, so that a device never holds all
+    layers at once: the layers are gathered one at a time, in the forward pass and again in the
+    backward pass. A device then keeps its part of all layers, one whole layer, and x after each
+    layer; activations inside a layer are recomputed in the backward pass. Without sharded params,
+    this is `jax.lax.scan`.
 
     Args:
-      fn: (params of one layer, x) -> x.
-      stacked: params with the layers along the leading axis of each leaf; a leaf of the params
-        that the loss is given, as it is (a leaf that is cast before is gathered whole).
+      fn: a function (params of one layer, x) -> x.
+      stacked: params with the layers along the leading axis of each leaf. Pass leaves of the
+        params as the loss gets them: a leaf that you cast first is gathered whole.
       x: the input of the first layer, a tree of arrays.
 
+    Returns:
+      The output of the last layer, a tree like x.
+
     Raises:
-      TypeError: `fn` is no function, or `stacked` a list, as of layers that are not stacked.
+      TypeError: `fn` is not a function, or `stacked` is a list of layers that are not stacked.
     """
     if not callable(fn):
         raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
     if isinstance(stacked, list):
         raise TypeError(
-            f"scan_layers: stacked is a list of {len(stacked)}; put the layers into one tree: "
+            f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
     known = _parts.get()
@@ -243,7 +247,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
 
 def _unmarked(stacked: PyTree) -> PyTree:
-    """Return a tree without the marks of stacked layers."""
+    """Return a tree with each `Stacked` replaced by its contents."""
 
     def is_mark(x: object) -> bool:
         return tree.is_transparent(x)

@@ -1,4 +1,4 @@
-"""Agreement between the processes of a run, on the host: equal params, small all-gathers."""
+"""Communication between the processes of a run, on the host: checks and small all-gathers."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -13,19 +13,19 @@ from optfn import _version, checks
 from optfn.leaves import tree
 from optfn.leaves.types import Batch, Leaf, Params, PyTree
 
-# How many bytes `send` passes at once.
+# The number of bytes that `send` passes at once.
 _PIECE = 1 << 26
 
 
 def share(mesh: Mesh | None) -> bool:
-    """Tell whether a mesh has devices of each of several processes."""
+    """Tell whether there are several processes, and a mesh has devices of each."""
     if mesh is None or jax.process_count() == 1:
         return False
     return _are_of_all(mesh.devices.flat)
 
 
 def share_state(state: PyTree) -> bool:
-    """Tell whether the arrays of a state lie on a mesh of each of several processes."""
+    """Tell whether there are several processes, and the arrays of a state lie on all of them."""
     if jax.process_count() == 1:
         return False
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
@@ -37,13 +37,13 @@ def _are_of_all(devices: Iterable[Any]) -> bool:
 
 
 def gather_values(values: Sequence[int]) -> np.ndarray:
-    """Return int32 (processes, len(values)): the values of each process. All call it."""
+    """Return the values of each process, int32 (processes, len(values)). All must call it."""
     gathered: np.ndarray = multihost_utils.process_allgather(np.asarray(values, np.int32))
     return np.asarray(gathered).reshape(jax.process_count(), len(values))
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes, which call it with one each."""
+    """Return the texts of all processes; each calls it with its own."""
     content = text.encode()
     sizes = gather_values([len(content)])[:, 0]
     padded = np.zeros(max(sizes), np.uint8)
@@ -53,7 +53,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 def send(source: int, content: bytes) -> bytes:
-    """Return in every process the content that `source` passes. All processes call it."""
+    """Return in every process the content that process `source` passes. All must call it."""
     high, low = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
     pieces = []
@@ -66,12 +66,13 @@ def send(source: int, content: bytes) -> bytes:
 
 
 def compare_params(params: Params) -> None:
-    """Raise unless all processes have the same params, bit for bit.
+    """Raise unless all processes have bit-identical params.
 
-    Leaves that are spread over processes already are compared by shape only, traced ones not.
+    Leaves that are already divided over processes are compared only by shape; traced ones are not
+    compared.
 
     Raises:
-      ValueError: the params differ, or the versions of optfn or JAX. It is raised in every
+      ValueError: the params differ, or the versions of optfn or JAX do. It is raised in every
         process, and names the difference and the processes that have it.
     """
     arrays = jax.tree.leaves(params)
@@ -83,8 +84,8 @@ def compare_params(params: Params) -> None:
     digests = gather_values([_digest(_content(x)) for x in leaves])
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
         raise ValueError(
-            f"processes must start from the same params; {names[i]!r} is another one in process "
-            f"{_others(digests[:, [i]])} than in process 0"
+            f"processes must start from the same params, but {names[i]!r} in process "
+            f"{_others(digests[:, [i]])} differs from that in process 0"
         )
 
 
@@ -111,8 +112,8 @@ def _check_same(noun: str, text: str) -> None:
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
-            f"processes must have the same {noun}; those of process {_others(digests)} are others "
-            f"than those of process 0. This process, {jax.process_index()}, has {text}"
+            f"processes must have the same {noun}, but those of process {_others(digests)} differ "
+            f"from those of process 0. This process, {jax.process_index()}, has {text}"
         )
 
 

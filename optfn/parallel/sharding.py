@@ -1,4 +1,4 @@
-"""The ways of sharding: which parts of params and state the devices of a mesh keep."""
+"""The ways of sharding: which part of params and state each device of a mesh keeps."""
 
 import dataclasses
 import itertools
@@ -47,36 +47,40 @@ def sharded(
     reduce: Codec | None = None,
     gather_once: bool = False,
 ) -> Sharded:
-    """Return a way of sharding, for the argument `shard` of `make_train_step`.
+    """Return a way of dividing params and state over devices, as `shard` of `make_train_step`.
+
+    You need it if `shard="params"` or `shard="state"` alone does not say enough: which axes of the
+    mesh divide, which matrices stay whole, or how many bits are sent.
 
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
-      axis: the mesh axis, or axes, over which params or state are divided, some of `data_axis`.
-        None: all of them; of a mapping those that its PartitionSpecs name. Along the others each
-        group of devices is a worker: gradients are averaged over them, or exchanged, or every
-        `local_steps`.
-      whole: the leaves of a `Stacked` that are divided along the axis of layers, so that each
-        matrix lies whole on one device; a pattern of paths. For rules that treat matrices whole,
-        such as `muon`: each device then updates its own matrices, and sends nothing for it.
+      axis: the mesh axis, or axes, over which params or state are divided; some of `data_axis`.
+        None: all of them, or for a mapping those that its PartitionSpecs name. Along the other data
+        axes each group of devices is a worker, whose gradients are averaged or exchanged with those
+        of the others, in each step or every `local_steps`.
+      whole: a pattern of paths of leaves in a `Stacked` that are divided along the axis of layers,
+        so that each matrix is whole on one device. Rules that treat matrices whole, such as
+        `muon`, then update them without sending anything.
       gather: a compressor for the params that are gathered, such as `quantize(8)`; None sends them
-        as they are. The loss sees the decoded params, on all devices the same, and each device
-        keeps its part exact: state.params, which with "state" is then divided as well, and gathered
-        once a step.
+        as they are. The loss sees decoded params, the same on all devices, and each device keeps
+        its exact part of them in `state.params`. With "state", params are then divided as well, and
+        gathered once per step.
       reduce: a compressor for the gradients that are reduced, such as `quantize(4,
-        stochastic=True)`: without feedback, for which each device would have to keep a whole
-        gradient, rounding that is right in the mean is best. Its noise is a hash of the gradient.
-      gather_once: with `microbatches`, whether params are gathered and gradients reduced once for
-        all of them, at the cost of the memory of whole params and gradients.
+        stochastic=True)`. There is no error feedback, for which each device would have to keep a
+        whole gradient, so choose a rounding whose mean is exact. Its random bits are a hash of the
+        gradient.
+      gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
+        once for all of them. This takes the memory of whole params and gradients.
 
-    Leaves of fewer than 1,024 elements, and those that no dimension of divides, are exact. With N
-    devices that divide a leaf, and packets of b bytes of its parts, each sends (N − 1)·b instead of
-    (N − 1)/N of the leaf.
+    Leaves of fewer than 1,024 elements, and leaves without a dimension that can be divided, are
+    sent as they are. With N devices that divide a leaf, and packets of b bytes for one part, each
+    device sends (N − 1)·b bytes instead of (N − 1)/N of the leaf.
 
     Raises:
       TypeError: `gather` or `reduce` is not a compressor.
-      ValueError: one that cannot send slices, as `power_sgd`; or `whole`, `gather` or `reduce`
-        beside PartitionSpecs, which say themselves how each leaf is divided; or packets beside
-        `whole`, whose layers may be padded.
+      ValueError: a compressor cannot send slices, such as `power_sgd`; or `whole`, `gather` or
+        `reduce` is given with PartitionSpecs, which already say how each leaf is divided; or
+        `gather` or `reduce` is given with `whole`, whose layers may be padded.
 
     Source of packets: ZeRO++, Wang et al. 2023, arXiv 2306.10209.
 
@@ -91,9 +95,9 @@ def sharded(
     }
     if any(codecs.values()) and (isinstance(kind, Mapping) or whole is not None):
         raise ValueError(
-            'sharded: gather and reduce are for "state" and "params" without whole=: arrays that '
-            "lie by PartitionSpecs are divided over other axes too, along which the compiler sends "
-            "them, and layers that are whole may be padded"
+            'sharded: gather and reduce need the kind "state" or "params", without whole=. With '
+            "PartitionSpecs the compiler sends arrays along other axes too, and layers that whole= "
+            "keeps together may be padded"
         )
     once = checks.flag("sharded: gather_once", gather_once)
     return Sharded(kind, names or None, check_whole(whole, kind), once, **codecs)
@@ -105,25 +109,25 @@ Kind: TypeAlias = str | Mapping[str, P] | Sharded
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardState(Layout):
-    """Params are whole on every device, their gradients and state divided (ZeRO-1).
+    """Params are whole on every device; gradients and state are divided (ZeRO-1).
 
-    whole: the leaves that are divided along an axis of layers, so that each matrix is whole.
+    whole: the leaves that are divided along an axis of layers, so that each matrix stays whole.
     """
 
     whole: tree.Pattern | None = None
 
     def dense_gradients(self, params: Params) -> PyTree:
-        """Return specs that divide each floating-point leaf along one dimension, if any fits.
+        """Return specs that divide each floating-point leaf along one dimension, if possible.
 
-        A leaf that `whole` selects is divided by layers, also where it needs padding for it.
+        A leaf that `whole` selects is divided by layers, even if it needs padding for that.
 
         Raises:
-          ValueError: it needs padding, and there are worker axes.
+          ValueError: a leaf needs padding, and there are worker axes.
         """
         return self._divided(params, self._check_padding)
 
     def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return specs; `by_layers` tells of (path, number of layers) whether these are divided."""
+        """Return specs; by_layers(path, number of layers) tells whether a leaf is divided so."""
         stacked = tree.stacked_axes(params)
         axes_of = axes_of_layers(self.whole, self.tables, params, self.num_parts)
 
@@ -138,33 +142,33 @@ class ShardState(Layout):
         return tree.map_named(divided, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Return True; raise a ValueError if layers cannot be padded."""
+        """Return True, or raise a ValueError if layers need padding and cannot be padded."""
         if layers % self.num_parts and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
-                f"{self.num_parts} devices of each worker; only without axes of workers are they "
-                "padded"
+                f"{self.num_parts} devices of each worker; they are padded only if the mesh has "
+                "no worker axes"
             )
         return True
 
 
 class ShardParams(ShardState):
-    """Params, gradients and state are divided alike (FSDP).
+    """Params, gradients and state are divided in the same way (FSDP).
 
-    Params are never padded: a leaf whose layers N does not divide is divided along another
-    dimension, and goes to its layers and back in each update.
+    Params are never padded. A leaf whose number of layers N does not divide is divided along
+    another dimension, and in each update it is sent to the devices of its layers and back.
     """
 
     def dense_params(self, params: Params) -> PyTree:
-        """Return the specs of gradients, where these need no padding."""
+        """Return the specs of gradients, except for leaves that would need padding."""
         return self._divided(params, lambda path, n: n % self.num_parts == 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardBySpec(Layout):
-    """Params, gradients and state lie as given PartitionSpecs say.
+    """Params, gradients and state are divided by given PartitionSpecs.
 
-    specs: those of params, by patterns of paths; other leaves are whole on every device.
+    specs: the specs of params, by patterns of paths; other leaves are whole on every device.
     """
 
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
@@ -190,10 +194,11 @@ def init_state(
     *,
     axis_name: AxisName = "data",
 ) -> OptState:
-    """Return the state of step 0 on a mesh: per-worker arrays sharded, the rest replicated.
+    """Return the initial optimizer state on a mesh: per-worker arrays sharded, the rest replicated.
 
-    Each device stores only its worker's part of the per-worker arrays. In a run of several
-    processes, each process must call it with the same params.
+    You need it only for a `shard_map` of your own; `TrainStep.init` does the same. Each device
+    stores only its worker's part of the per-worker arrays. In a run of several processes, each
+    process must call it with the same params.
 
     Args:
       tx: an optimizer, however wrapped.
@@ -215,13 +220,13 @@ def layout_of(
     data_axis: AxisName,
     tables: tree.Pattern | None = None,
 ) -> Layout:
-    """Return the layout that arguments of a training step ask for, checked against the mesh.
+    """Return the layout for the arguments of a training step, checked against the mesh.
 
-    Of an `AbstractMesh`, only the sizes of the axes are read.
+    Only the sizes of the axes are read, so the mesh can be an `AbstractMesh`.
 
     Raises:
-      TypeError: `shard` is neither of the names nor a mapping from patterns to PartitionSpecs.
-      ValueError: a spec names an axis that the mesh does not have, or one twice.
+      TypeError: `shard` is neither one of the names nor a mapping from patterns to PartitionSpecs.
+      ValueError: a spec names an axis that the mesh does not have, or names an axis twice.
     """
     way = shard if isinstance(shard, Sharded) else Sharded(shard or {})
     divides = shard is not None or tables is not None
@@ -239,7 +244,7 @@ def layout_of(
     workers = without(data_axis, parts)
     _check_workers_are_whole(specs, workers)
     if divides and not isinstance(mesh, AbstractMesh):
-        # Along explicit axes an update of divided moments and whole params would be an error.
+        # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
         return Replicated(mesh, workers, parts, tables)
@@ -247,10 +252,10 @@ def layout_of(
         return ShardBySpec(mesh, workers, parts, tables, specs)
     if way.kind not in KINDS:
         raise TypeError(
-            'shard must be "state", "params" or a mapping from patterns to PartitionSpecs, or '
+            'shard must be "state", "params", a mapping from patterns to PartitionSpecs, or '
             f"sharded(...) of one of these; got {way.kind!r}"
         )
-    # Params that are sent in packets are exact in parts only.
+    # Params that are sent in packets are exact only in the parts that devices keep.
     kind = "params" if way.gathers_once else way.kind
     codecs = {"gather": way.gather, "reduce": way.reduce}
     return KINDS[kind](mesh, workers, parts, tables, way.whole, **codecs)
@@ -265,7 +270,7 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
         names = [a for entry in spec for a in axes(entry)]
         missing = [a for a in names if a not in mesh.shape]
         if len(set(names)) < len(names):
-            raise ValueError(f"shard: {spec} for {pattern!r} must name each mesh axis once at most")
+            raise ValueError(f"shard: {spec} for {pattern!r} must not name a mesh axis twice")
         if missing:
             raise ValueError(
                 f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
@@ -279,6 +284,6 @@ def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
         over_workers = [name for name in joined(*spec) if name in workers]
         if over_workers:
             raise ValueError(
-                f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, along which "
-                "devices are workers, each with whole leaves; name it in sharded(..., axis=)"
+                f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, but along that "
+                "axis devices are workers, each with whole leaves. Name it in sharded(..., axis=)"
             )

@@ -1,14 +1,14 @@
-"""The two functions that a tensor-parallel layer is made of: Megatron's f and g.
+"""The two functions that tensor-parallel layers are made of: f and g of Megatron-LM.
 
-A layer whose weights are divided over the devices of an axis begins with `copy_to`, computes its
-part, and ends with `sum_over`:
+If the weights of a layer are divided over a mesh axis, the layer begins with `copy_to`, computes
+its part, and ends with `sum_over`:
 
     h = copy_to(x, "model")            # x is the same on all devices
     y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
     return sum_over(y, "model")        # the same on all devices again
 
-Where JAX does not track which arrays vary (`shard_map(check_vma=False)`, pmap), a plain
-`jax.lax.psum` has the wrong derivative here: it sums cotangents that are the same on all devices.
+A plain `jax.lax.psum` would have the wrong derivative where JAX does not track which arrays vary
+(`shard_map(check_vma=False)`, pmap): it sums cotangents that are the same on all devices.
 """
 
 import functools
@@ -22,7 +22,9 @@ from optfn.mesh import AxisName
 
 
 def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return x, whose cotangents are summed over an axis in the backward pass.
+    """Return x unchanged; in the backward pass, its cotangents are summed over an axis.
+
+    A tensor-parallel layer begins with it; see `sum_over` for its end.
 
     Args:
       x: arrays that are the same on all devices of the axis.
@@ -41,10 +43,16 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the sum of x over an axis; each device's cotangent is that of the sum.
+    """Return the sum of x over an axis; in the backward pass, cotangents pass unchanged.
+
+    A tensor-parallel layer ends with it, and begins with `copy_to`:
+
+        h = copy_to(x, "model")            # x is the same on all devices
+        y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
+        return sum_over(y, "model")        # the same on all devices again
 
     Args:
-      x: arrays, another part of the sum on each device of the axis.
+      x: arrays; each device of the axis has a term of the sum.
       axis_name: a mesh axis, or a tuple of axes, bound by shard_map, pmap or vmap.
 
     Raises:

@@ -1,7 +1,7 @@
-"""How many bytes a worker sends in a step, by formula.
+"""The number of bytes that a worker sends in a step, by formula.
 
-A transform that exchanges gradients by itself says so in its state, in the `traffic` of its
-`Exchanged`: an object without arrays that is a static node of a tree,
+A transform that exchanges gradients itself gives this number by the `traffic` of the `Exchanged` in
+its state. This is an object without arrays, a static node of the tree:
 
     @jax.tree_util.register_static
     @dataclasses.dataclass(frozen=True)
@@ -11,8 +11,8 @@ A transform that exchanges gradients by itself says so in its state, in the `tra
         def bytes_sent(self, exchange, num_workers):
             return (num_workers - 1) * self.packet
 
-where `exchange` is the number of the exchange, the `step` of the state, which counts them, as an
-array, and `num_workers` a Python number.
+Here `exchange` is the number of the exchange, an array, which the `step` of the state counts, and
+`num_workers` is a Python number.
 """
 
 from typing import Any
@@ -30,22 +30,22 @@ from optfn.state.placement import num_workers
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:
-    """Return the bytes that each worker sends in a ring's all-reduce of `size` bytes."""
+    """Return the bytes that each worker sends in a ring all-reduce of `size` bytes."""
     return 2 * (num_workers - 1) / num_workers * size
 
 
 def traffic_metrics(
     grads: Updates, before: OptState, after: OptState, axis_name: Axes
 ) -> dict[str, jax.Array]:
-    """Return the bytes that a worker sends for an update as "bytes_sent"; {} if not known.
+    """Return {"bytes_sent": the bytes that a worker sends for an update}; {} if not known.
 
-    Leaves are averaged in an all-reduce over the axes over which no transform exchanges them by
-    itself. Not known are row-sparse gradients, and transforms that do not say.
+    Over the axes over which no transform exchanges them, leaves are averaged by an all-reduce. The
+    bytes are not known if a gradient is row-sparse, or if a transform does not give its traffic.
 
     Args:
-      grads: one worker's gradients.
-      before: the state of the optimizer that gets them.
-      after: its state after the update.
+      grads: the gradients of one worker.
+      before: the state of the optimizer before the update.
+      after: the state of the optimizer after the update.
       axis_name: the mesh axes of the workers.
     """
     leaves = tree.flatten(grads)[0]
@@ -68,11 +68,13 @@ def traffic_metrics(
 
 
 def packets_sent(state: OptState, mesh: Mesh) -> float:
-    """Return the bytes of the packets that a worker sends in a late step, of those that say.
+    """Return the bytes of the packets that a worker sends in the last phase of each exchange.
+
+    Exchanges that do not give their traffic are not counted.
 
     Args:
-      state: that of an optimizer, arrays or their shapes.
-      mesh: the mesh of the workers, of which only the sizes of the axes are read.
+      state: the state of an optimizer, arrays or their shapes.
+      mesh: the mesh of the workers; only the sizes of its axes are read.
     """
     late = 2**30
     nodes = [x.exchanged for x in _exchanging(state)]
@@ -84,7 +86,7 @@ def packets_sent(state: OptState, mesh: Mesh) -> float:
 
 
 def _exchanging(state: OptState) -> list[Any]:
-    """Return the states of transforms that exchange gradients by themselves and count exchanges."""
+    """Return the states of transforms that exchange gradients themselves and count exchanges."""
 
     def is_one(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")

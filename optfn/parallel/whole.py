@@ -1,4 +1,4 @@
-"""Matrices that lie whole on one device each: their leaves are divided along an axis of layers."""
+"""Matrices that are whole on one device each: their leaves are divided along an axis of layers."""
 
 import jax.numpy as jnp
 
@@ -7,12 +7,12 @@ from optfn.leaves.types import Params
 
 
 def check_whole(whole: tree.Pattern | None, kind: object) -> tree.Pattern | None:
-    """Return the pattern `whole` of `sharded`; raise an error beside another kind than it needs."""
+    """Return the pattern `whole` of `sharded`, or raise a ValueError if `kind` is a mapping."""
     if whole is not None and kind not in ("state", "params"):
         raise ValueError(
-            'sharded: whole needs the kind "state" or "params", which divides leaves by itself; '
-            f"got {kind!r}. A PartitionSpec that divides the axis of layers alone, as P('data') "
-            "does, keeps matrices whole"
+            'sharded: whole= needs the kind "state" or "params", which choose how leaves are '
+            f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
+            "axis of layers, as P('data') does"
         )
     return tree.check_pattern("sharded: whole", whole)
 
@@ -22,17 +22,18 @@ def axes_of_layers(
 ) -> dict[str, int]:
     """Return the axis of layers along which each leaf that `whole` selects is divided, by path.
 
-    It is the first that `count` divides; if there is none, the one that needs the least padding.
+    It is the first axis of layers that `count` divides, or else the one that needs the least
+    padding.
 
     Args:
       whole: the pattern of the leaves.
       tables: the pattern of the leaves whose rows are divided.
       params: arrays or their shapes.
-      count: the number of devices that divide a leaf.
+      count: the number of devices over which a leaf is divided.
 
     Raises:
-      ValueError: the pattern selects a leaf that is not stacked, is no stack of matrices, or is a
-        table.
+      ValueError: the pattern selects a leaf that is not stacked, does not consist of matrices, or
+        is a table.
     """
     chosen = tree.matching(whole, params, "whole")
     rows = tree.matching(tables, params, "tables")
@@ -56,12 +57,12 @@ def _problem(shape: tuple[int, ...], stacked: int, is_table: bool) -> str:
         return "a table, whose rows are divided"
     if not stacked:
         return (
-            "which is not stacked: put layers of equal shape into an optfn.Stacked, whose leaves "
-            "have an axis in front that counts them"
+            "which is not stacked. Put layers of equal shape into an optfn.Stacked, whose leaves "
+            "have a leading axis of layers"
         )
     if len(shape) - stacked < 2:
         return (
-            f"which has {len(shape) - stacked} axes beside the {stacked} stacked, where a matrix "
-            "has two; leave vectors to the other rule"
+            f"which has {len(shape) - stacked} axes besides the {stacked} stacked ones; a matrix "
+            "has two. Make a pattern that selects only matrices"
         )
     return ""

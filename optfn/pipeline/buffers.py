@@ -1,7 +1,7 @@
-"""Trees of any shape as a few flat buffers of fixed length, one per dtype.
+"""Conversion of trees of any shape to flat buffers of fixed length, one per dtype.
 
-Heterogeneous stages run in one program only if their activations and residuals have one type:
-each tree is ravelled, dtype by dtype, and padded to the longest.
+Heterogeneous stages run in one program only if their activations and residuals have the same type.
+Each tree is therefore ravelled, dtype by dtype, and padded to the length of the longest.
 """
 
 import math

@@ -1,10 +1,10 @@
 """The clock of a pipeline: one scan per phase of the plan, on every device of the stage axis.
 
-At a tick, a device does the work of its plan: a forward of the activation from the stage before, a
-backward of the cotangent from the stage after, or both; and passes the results on. Where a tick has
-no work for a device (the bubble), it computes with whatever values are there, since all devices run
-one program. Results of bubble iterations are masked out, and only after the gradient is taken, so
-that no NaN gets through.
+In each tick, a device does the work of its plan: a forward on the activation from the previous
+stage, a backward on the cotangent from the next stage, or both. Then it passes the results on. If a
+tick has no work for a device (the bubble), the device computes with whatever values are there,
+because all devices run one program. Such results are masked out, and only after the gradient is
+taken, so that no NaN gets through.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Microbatches(NamedTuple):
 class Carry(NamedTuple):
     """The carry of a scan over the ticks."""
 
-    activation: Activation  # received from the stage before
-    cotangent: Activation  # received from the stage after
+    activation: Activation  # received from the previous stage
+    cotangent: Activation  # received from the next stage
     stash: Stash  # ring buffers, from forward to backward
     context: Context  # ring buffers, from backward to the gradient of the weights
     gradient: Gradient  # sums over the microbatches; leaves of the stages are (v, …)
@@ -58,9 +58,9 @@ def work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkIte
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A model run by a plan; `run` is for the inside of a shard_map over `axis_name`.
+    """A model and the plan by which it runs; call `run` inside a shard_map over `axis_name`.
 
-    weights: those of the stages with leaves (v, …), the chunks of this device; and the shared ones.
+    weights: the weights of the chunks of this device, with leaves (v, …), and the shared ones.
     """
 
     plan: Plan
@@ -70,7 +70,7 @@ class Engine:
     microbatches: Microbatches
 
     def run(self) -> tuple[jax.Array, Gradient]:
-        """Return the sums over the microbatches of the loss, in the last stage, and gradients."""
+        """Return the sums over the microbatches of the loss (in the last stage) and gradients."""
         carry = self._initial_carry()
         for phase in self.plan.phases:
             ticks = jnp.arange(phase.start, phase.stop)
@@ -160,7 +160,7 @@ class Engine:
         return carry._replace(gradient=Gradient(stage_sums, shared_sums))
 
     def _position(self, work: str, stage_tick: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return a stage's position in its order of this kind of work, and whether it is valid."""
+        """Return a stage's position in its order of this work, and whether there is such work."""
         k = stage_tick - self.plan.windows[work][0]
         return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
 
@@ -172,8 +172,8 @@ class Engine:
         return Weights(_at(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
-        # Every device takes part at every tick, never inside a branch: a collective that some
-        # devices do not reach deadlocks.
+        # Every device must take part in every tick, never inside a branch: a collective that some
+        # devices do not reach would deadlock.
         p = self.plan.num_stages
         ring = [(d, (d + distance) % p) for d in range(p)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, ring), arrays)
@@ -188,7 +188,7 @@ def _ring_buffers(shapes: PyTree, slots: int) -> PyTree:
 
 
 def _write(ring: PyTree, new: PyTree, k: jax.Array, slots: int, valid: jax.Array) -> PyTree:
-    """Write `new` to the slot of position k if it is valid: the slot may hold a valid value."""
+    """Write `new` to the slot of position k, but only if it is valid: the slot may be in use."""
 
     def write(buffer: jax.Array, x: jax.Array) -> jax.Array:
         old = lax.dynamic_index_in_dim(buffer, k % slots, 0, keepdims=False)

@@ -26,10 +26,10 @@ from optfn.pipeline.stage import (
     split_backward_stage,
 )
 
-# A number that is known when tracing, or a traced integer.
+# An integer that is known when tracing, or a traced one.
 Index: TypeAlias = int | jax.Array
-# The output of a stage, which goes to the next stage, or its cotangent, which comes back from it.
-# It has one type for all stages.
+# The output of a stage, which is passed to the next stage, or its cotangent, which comes back from
+# there. All stages have the same type.
 Activation: TypeAlias = PyTree
 # (outputs, target, shared weights) -> the loss, a scalar
 StageLossFn: TypeAlias = Callable[[PyTree, PyTree, Params], jax.Array]
@@ -47,7 +47,7 @@ class WorkItem(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The weights of one stage (ravelled, where stages are heterogeneous), and the shared ones."""
+    """The weights of one stage (ravelled if stages are heterogeneous), and the shared ones."""
 
     stage: Params
     shared: Params
@@ -67,7 +67,8 @@ class Gradient(NamedTuple):
 class Model(NamedTuple):
     """A model as the engine runs it.
 
-    activation: the shapes of the output of a stage; cotangents have those of its inexact leaves.
+    activation: the shapes of the output of a stage; cotangents have the shapes of its inexact
+      leaves.
     loss_dtype: the dtype of the loss.
     forward: (item, weights, activation) -> (activation, stash)
     backward: (item, weights, stash, cotangent) -> (loss, gradient of the loss with respect to the
@@ -109,7 +110,7 @@ def loss_dtype_of(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Param
     if shape != () or dtype is None:
         got = type(loss).__name__ if shape is None else f"an array of shape {shape}"
         raise ValueError(
-            f"loss_fn must return a scalar, the mean over the examples it is given; got {got}"
+            f"loss_fn must return a scalar, the mean over the examples that it gets; got {got}"
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"loss_fn must return a real number; got dtype {dtype}")
@@ -131,7 +132,7 @@ def _loss_and_gradients(
 
 
 def _no_loss(dtype: DType, shared: Params) -> tuple[jax.Array, Leaves]:
-    """Return the loss, 0, and its gradient of `shared` in a stage that is not the last."""
+    """Return the loss and its gradient of `shared` in a stage that is not the last: zeros."""
     gradient = jax.tree.map(jnp.zeros_like, inexact_leaves(shared))
     return jnp.zeros((), dtype), gradient
 
@@ -173,7 +174,7 @@ def homogeneous_model(
             def in_inner_stage() -> tuple[jax.Array, Leaves, Leaves]:
                 return *_no_loss(loss_dtype, weights.shared), received
 
-            # A cond, so that only the last stage computes the loss: elsewhere it may be NaN.
+            # With a cond only the last stage computes the loss; in others it may be NaN.
             is_last = item.stage == num_stages - 1
             loss, shared_gradient, cotangent = lax.cond(is_last, in_last_stage, in_inner_stage)
             return (loss, shared_gradient), cotangent
@@ -194,13 +195,13 @@ def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
     def fn(weights: Weights, x: PyTree, key: Key) -> PyTree:
         y = jax.tree.map(jnp.asarray, stage_fn(weights, x, key))
         hint = (
-            "every stage must return the type that it takes, so that any can follow any; "
-            "give a list of functions for stages of different shapes"
+            "every stage must return the shapes and dtypes that it takes, since the next stage is "
+            "the same function. If your stages differ, pass a list of functions"
         )
         returned: Any = jax.tree.structure(y)
         needed: Any = jax.tree.structure(activation)
         if returned != needed:
-            raise ValueError(f"stage_fn takes {needed} and returns {returned}: {hint}")
+            raise ValueError(f"stage_fn takes {needed} but returns {returned}: {hint}")
         for name, a, b in zip(
             tree.array_paths(activation),
             jax.tree.leaves(activation),
@@ -209,10 +210,10 @@ def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
         ):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
                 raise ValueError(
-                    f"stage_fn takes {a.dtype}{list(a.shape)}{f' ({name})' if name else ''} and "
+                    f"stage_fn takes {a.dtype}{list(a.shape)}{f' ({name})' if name else ''} but "
                     f"returns {b.dtype}{list(b.shape)}: {hint}"
                 )
-        # A weakly typed y would not have the type of the next stage's x.
+        # If y were weakly typed, its type would differ from that of the next stage's x.
         return jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), y)
 
     return fn
@@ -229,12 +230,12 @@ def heterogeneous_model(
     """Return the model whose stages are different functions.
 
     Args:
-      stage_fns: (weights, x, key) -> y, with that stage's params as weights.stage.
-      loss_fn: (y, target, shared) -> scalar.
+      stage_fns: functions (weights, x, key) -> y; weights.stage are the params of that stage.
+      loss_fn: a function (y, target, shared) -> scalar.
       policy: which values are saved between forward and backward.
       params: the params of each stage; only their shapes are read.
-      weights: an example: one stage's params as `buffers.ravel` returns them, and the shared ones.
-      item: an example.
+      weights: an example to trace with: the params of one stage, ravelled, and the shared ones.
+      item: an example to trace with.
     """
     stages = _RavelledStages(stage_fns, loss_fn, policy, params, weights, item)
     indices = range(len(stage_fns))
@@ -259,7 +260,7 @@ def heterogeneous_model(
 
 
 class _RavelledStages:
-    """Heterogeneous stages whose inputs and outputs are buffers of one size for all of them."""
+    """Heterogeneous stages, with inputs and outputs in buffers of the same size for all stages."""
 
     def __init__(
         self,
@@ -307,22 +308,22 @@ class _RavelledStages:
     def forward(
         self, i: int, item: WorkItem, weights: Weights, received: buffers.Buffers
     ) -> tuple[buffers.Buffers, buffers.Buffers]:
-        """Run stage i on the activation received, the first stage on the model's input."""
+        """Run stage i on the received activation, or the first stage on the model's input."""
         x = item.model_input if i == 0 else buffers.unravel(received, self.inputs[i])
         y, stash = self.stages[i].forward(self._unravel_weights(i, weights), x, item.key)
-        # The output of the last stage, often the largest of all, is not passed on.
+        # Don't pass on the output of the last stage, which is often the largest of all.
         activation = buffers.ravel(None if i == self.last else y, self.activation_lengths)
         return activation, buffers.ravel(stash, self.stash_lengths)
 
     def backward(
         self, i: int, item: WorkItem, weights: Weights, stash: buffers.Buffers, received: Leaves
     ) -> BackwardResult:
-        """Run the backward of stage i on the cotangent received, that of the last on the loss."""
+        """Run the backward of stage i on the received cotangent, or of the last on the loss."""
         stash = buffers.unravel(stash, self.stashes[i])
         loss, shared_gradient, cotangent, context = self._backward(
             i, item, weights, stash, received
         )
-        # The cotangent of the model's input is not passed on.
+        # Don't pass on the cotangent of the model's input.
         passed_on = buffers.ravel(cotangent if i else None, self.cotangent_lengths)
         ravelled_context = buffers.ravel(context, self.context_lengths)
         return loss, shared_gradient, list(passed_on.values()), ravelled_context
@@ -346,7 +347,7 @@ class _RavelledStages:
         return loss, shared_gradient, cotangent, context
 
     def weight_gradient(self, i: int, weights: Weights, context: buffers.Buffers) -> Gradient:
-        """Return the gradient of stage i's weights, ravelled as they are."""
+        """Return the gradient of stage i's weights, ravelled like the weights."""
         weights = self._unravel_weights(i, weights)
         leaves = self.stages[i].weight_gradient(weights, buffers.unravel(context, self.contexts[i]))
         stage_gradient, shared_gradient = _split_gradient(weights, leaves)

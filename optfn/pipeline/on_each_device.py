@@ -1,5 +1,6 @@
-"""An optimizer that exchanges gradients by itself, on those that a pipeline leaves each worker."""
+"""A wrapper for optimizers that exchange gradients themselves, beside a pipeline."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from optfn.state.placement import map_state, num_workers
 
 @traits(workers_in_front=True)
 class OnEachDeviceState(NamedTuple):
-    """State of `on_each_device`: that of the optimizer, of all devices; indexed as that is."""
+    """State of `on_each_device`: the optimizer's state, of all devices; indexing passes through."""
 
     inner_state: OptState
 
@@ -38,107 +39,122 @@ def on_each_device(
     spec: P,
     data_axis: str = "data",
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on each device, on its part of params and on its worker's gradients.
+    """Run an optimizer on each device of a pipeline, on the device's part of params and gradients.
 
         f = pipeline_value_and_grad(stage_fn, loss_fn, mesh=mesh, num_microbatches=m,
                                     data_axis="data", grad_reduce=None)
         tx = on_each_device(dgc_momentum(...), mesh, spec=PartitionSpec("stage"))
         step = make_train_step(loss_fn, tx, value_and_grad=f)
 
-    It is for steps of your own; `make_train_step(None, tx, value_and_grad=f, mesh=mesh,
-    shard={".*": PartitionSpec("stage")})` needs it not, with a pipeline that has no `data_axis`.
+    You need it only for steps of your own, with optimizers such as `dgc_momentum` that exchange
+    gradients themselves. With a pipeline that has no `data_axis`, `make_train_step(None, tx,
+    value_and_grad=f, mesh=mesh, shard={".*": PartitionSpec("stage")})` does the same without it.
 
-    Each device of a stage exchanges with the same stage of the other workers only. `tx` sees the
-    device's part of each leaf, so that sizes, selections and norms are those of a stage: as for the
-    whole model on each worker, with the stages' params as leaves of their own.
+    Each device exchanges only with the devices of the same stage of other workers. `tx` sees the
+    device's part of each leaf, so sizes, selections and norms are those of a stage. The result is
+    that of the whole model on each worker, if the params of each stage were leaves of their own.
 
     Args:
-      tx: such as `dgc_momentum`, element by element or leaf by leaf: a norm over all params would
-        be that of one stage.
-      mesh: as the pipeline's.
-      spec: how every leaf of params lies: PartitionSpec("stage") for stacked stages,
-        PartitionSpec(None, "stage") for folded virtual ones, PartitionSpec() for heterogeneous
-        ones, which lie on every device. The shared params of `PipelineParams` and their optimizer
-        state lie on every device in any case.
-      data_axis: the axis of the workers, `axis_name` of `tx`.
+      tx: an optimizer that works element by element or leaf by leaf, such as `dgc_momentum`. A norm
+        over all params would be that of one stage.
+      mesh: the mesh of the pipeline.
+      spec: the PartitionSpec of every leaf of params: PartitionSpec("stage") for stacked stages,
+        PartitionSpec(None, "stage") for folded virtual stages, PartitionSpec() for heterogeneous
+        stages, whose params are on every device. The shared params of `PipelineParams` and their
+        optimizer state are on every device in any case.
+      data_axis: the axis of the workers, which is also the `axis_name` of `tx`.
 
-    State: that of `tx`. Per-worker parts are flat arrays over the data axis and those of `spec`;
-    arrays like params lie as these do, scalars everywhere. Integer leaves are frozen: no gradient,
-    no update, no state. Leaves whose gradients no transform in `tx` exchanges (in a partition,
-    behind a mask) are averaged over the workers first.
+    State: that of `tx`. Per-worker parts are flat arrays over the data axis and the axes of `spec`;
+    arrays like params have their PartitionSpec, and scalars are on every device. Integer leaves are
+    frozen: they have no gradient, no update and no state. Leaves that no transform in `tx`
+    exchanges (in a partition, behind a mask) are first averaged over the workers.
 
-    Where a gradient is not finite in one stage, all stages of all workers see it.
+    If a gradient is not finite in one stage, it is made NaN in all stages, so that all of them skip
+    it together.
 
     Raises:
-      ValueError: the mesh has not the axes, gradients come without the workers in front, or `tx`
-        has a wrapper that may not stand around a transform that exchanges gradients by itself.
+      ValueError: the mesh does not have the axes, gradients do not have the workers in front, or
+        `tx` has a wrapper that must not enclose a transform that exchanges gradients itself.
     """
     inner = optax.with_extra_args_support(core.check_transform("on_each_device: tx", tx))
     stage_axes = tuple(axis for entry in spec for axis in meshes.axes(entry))
     workers = num_workers(mesh, data_axis)
     num_workers(mesh, stage_axes)
+    on_devices = _OnEachDevice(inner, mesh, workers, _Placement(spec, data_axis, stage_axes))
+    return optax.GradientTransformationExtraArgs(on_devices.init, on_devices.update)
 
-    placement = _Placement(spec, data_axis, stage_axes)
 
-    def init_on_device(params: Params) -> OptState:
-        state = inner.init(params)
-        return map_state(
-            lambda x, own: x, lambda x: x, state, lambda x, own: jnp.full_like(x, workers)
-        )
+class _OnEachDevice(NamedTuple):
+    """The functions of `on_each_device`.
 
-    def init(params: Params) -> OnEachDeviceState:
+    inner: the optimizer that runs on each device.
+    mesh: the devices.
+    workers: how many there are.
+    placement: where params and state lie.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    mesh: Mesh
+    workers: int
+    placement: "_Placement"
+
+    def init(self, params: Params) -> OnEachDeviceState:
+        """Return the states of all devices."""
+
         def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
-            shape = NamedSharding(mesh, spec).shard_shape(jnp.shape(x))
+            shape = NamedSharding(self.mesh, spec).shard_shape(jnp.shape(x))
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         # The choice of leaves to compress depends on the size of a device's part.
-        specs = placement.of_params(params)
-        shapes = jax.eval_shape(init_on_device, jax.tree.map(part, params, specs))
+        specs = self.placement.of_params(params)
+        shapes = jax.eval_shape(self._init_on_device, jax.tree.map(part, params, specs))
         check_wrappers("on_each_device", shapes)
-        _check_axes_of_exchange(shapes, data_axis)
-        run = jax.shard_map(
-            init_on_device,
-            mesh=mesh,
-            in_specs=(specs,),
-            out_specs=placement.of_state(shapes),
-            check_vma=False,
-        )
+        _check_axes_of_exchange(shapes, self.placement.data_axis)
+        run = self._mapped(self._init_on_device, (specs,), self.placement.of_state(shapes))
         return OnEachDeviceState(jax.jit(run)(params))
 
     def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+        self, updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        # Updates leave the devices as arrays, laid out like params. Of the training step's extra
-        # arguments, only numbers are the same on all devices.
+        """Return the updates, arrays with the sharding of params, and the states of all devices."""
+        # Of the training step's extra arguments, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
-        _check_workers(updates, workers, data_axis)
-        specs = placement.of_state(state.inner_state)
+        _check_workers(updates, self.workers, self.placement.data_axis)
         given = tree.map(_with_gradient, updates, updates)
         kept = None if params is None else tree.map(_with_gradient, params, updates)
-
-        def update_on_device(given: Updates, state: OptState, params: Any, extra: Any) -> Any:
-            local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), stage_axes)
-            local, _, known = for_optimizer(local, state, meshes.axes(data_axis))
-            return inner.update(local, state, params, **known, **extra)
-
-        run = jax.shard_map(
-            update_on_device,
-            mesh=mesh,
-            in_specs=(placement.of_params(given, data_axis), specs, placement.of_params(kept), P()),
-            out_specs=(placement.of_params(given), specs),
-            check_vma=False,
+        of_params, of_state = self.placement.of_params, self.placement.of_state(state.inner_state)
+        run = self._mapped(
+            self._update_on_device,
+            (of_params(given, self.placement.data_axis), of_state, of_params(kept), P()),
+            (of_params(given), of_state),
         )
         new, inner_state = run(given, state.inner_state, kept, extra)
         whole = tree.map(_with_frozen, new, updates, updates if params is None else params)
         return whole, OnEachDeviceState(inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _init_on_device(self, params: Params) -> OptState:
+        state = self.inner.init(params)
+        return map_state(
+            lambda x, own: x, lambda x: x, state, lambda x, own: jnp.full_like(x, self.workers)
+        )
+
+    def _update_on_device(
+        self, given: Updates, state: OptState, params: Params | None, extra: dict[str, Any]
+    ) -> tuple[Updates, OptState]:
+        local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), self.placement.stage_axes)
+        local, _, known = for_optimizer(local, state, meshes.axes(self.placement.data_axis))
+        return self.inner.update(local, state, params, **known, **extra)
+
+    def _mapped(self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree) -> Any:
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
 class _Placement(NamedTuple):
-    """How params and state lie on the mesh.
+    """The PartitionSpecs of params and state.
 
-    spec: of every leaf of the stages' params.
+    spec: that of every leaf of the stages' params.
     data_axis: the axis of the workers.
     stage_axes: the axes in `spec`.
     """
@@ -187,7 +203,7 @@ def _with_gradient(x: Leaf, g: Leaf) -> Leaf:
 
 
 def _with_frozen(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Return an update; without a gradient an integer zero, masked where `g` is."""
+    """Return an update; for a leaf without a gradient an integer zero, masked if `g` is."""
     if tree.is_masked(g):
         return g
     if _has_gradient(g):
@@ -196,7 +212,7 @@ def _with_frozen(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
 
 
 def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates:
-    """Return the gradients, or NaN in all stages where those of one are not finite."""
+    """Return the gradients, or NaN in all stages if those of one stage are not finite."""
     if not stage_axes:
         return updates
     bad = lax.pmax((~leafwise.all_finite(updates)).astype(jnp.int32), stage_axes) > 0
@@ -204,19 +220,20 @@ def _nan_in_all_stages(updates: Updates, stage_axes: tuple[str, ...]) -> Updates
 
 
 def _check_axes_of_exchange(state: OptState, data_axis: str) -> None:
-    """Raise a ValueError if a transform exchanges over other axes than that of the workers."""
+    """Raise a ValueError if a transform exchanges over another axis than that of the workers."""
     for node in nodes_of(Exchanged, state):
         if node.axes != meshes.axes(data_axis):
             raise ValueError(
-                f"on_each_device: tx exchanges over {tuple(node.axes)}; it must be over the axis "
-                f"of the workers, {data_axis!r}: other devices hold other stages"
+                f"on_each_device: tx must exchange over the axis of the workers, {data_axis!r}; it "
+                f"exchanges over {tuple(node.axes)}, along which devices have other stages"
             )
 
 
 def _check_workers(updates: Updates, workers: int, data_axis: str) -> None:
-    for name, g in zip(tree.paths(updates), tree.flatten(updates)[0], strict=True):
+    for name, g in tree.items(updates):
         if not tree.is_masked(g) and jnp.shape(g)[:1] != (workers,):
             raise ValueError(
-                f"on_each_device: the gradient of {name!r} of shape {jnp.shape(g)} must have the "
-                f"{workers} workers of {data_axis!r} in front; grad_reduce=None leaves them"
+                f"on_each_device: the gradient of {name!r} must have the {workers} workers of "
+                f"{data_axis!r} as its leading axis; got shape {jnp.shape(g)}. Make the pipeline "
+                "with grad_reduce=None"
             )

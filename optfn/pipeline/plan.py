@@ -1,7 +1,7 @@
-"""The schedules of a pipeline: which stage works on which microbatch at which tick.
+"""The schedules of a pipeline: which stage works on which microbatch in which tick.
 
-Every schedule is a clock with up to three windows: for forwards, for backwards, and for the
-gradients of the weights. Schedules differ in where the windows begin; `engine` runs them.
+A schedule is a clock with up to three windows: one for forwards, one for backwards, and one for the
+gradients of the weights. Schedules differ in when these windows begin. `engine` runs them.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("1f1b", "gpipe", "zb")
 
-# How each kind of work is drawn.
+# The label and the colour of each kind of work.
 _DRAWN = {
     "F": ("forward", "tab:blue"),
     "B": ("backward", "tab:orange"),
     "W": ("gradient of weights", "tab:green"),
 }
 
-# Positions in an order of work: a number, or an array of them.
+# Positions in an order of work: an integer, or an array of integers.
 IndexT = TypeVar("IndexT", int, jax.Array)
 
 
@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 def forward_order(k: IndexT, num_stages: int, virtual_stages: int) -> tuple[IndexT, IndexT | int]:
     """Return (microbatch, chunk) of a stage's k-th forward.
 
-    Groups of p microbatches go through all chunks before the next group begins.
+    Each group of p microbatches passes through all chunks before the next group begins.
     """
     if virtual_stages == 1:
         return k, 0
@@ -90,12 +90,12 @@ class Plan:
 
     @property
     def default_stash(self) -> str:
-        """The values that are saved for a microbatch, see `stash` of `pipeline_value_and_grad`."""
+        """The default of `stash` in `pipeline_value_and_grad`: the values saved per microbatch."""
         return "input" if self.schedule == "1f1b" else "residual"
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of the weights are scheduled apart from the backwards."""
+        """Whether the gradients of the weights are scheduled separately from the backwards."""
         return self.schedule == "zb"
 
     @property
@@ -107,8 +107,8 @@ class Plan:
         """
         skew = self.num_stages - 1
         length = self.work_items + skew
-        # The first microbatch reaches the loss in its p·v-th forward; in 1f1b and zb its backward
-        # follows in the same tick.
+        # The first microbatch reaches the loss in its p·v-th forward. In 1f1b and zb, its backward
+        # begins in the same tick.
         begin = length if self.waits_for_all_forwards else self.num_stages * self.virtual_stages - 1
         windows = {"F": (0, length), "B": (begin, begin + length)}
         if self.splits_backward:
@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        """The clock, cut where a window begins or ends: 1f1b has warm-up, steady, cool-down."""
+        """The clock, split where a window begins or ends; for 1f1b warm-up, steady, cool-down."""
         cuts = sorted({tick for window in self.windows.values() for tick in window})
         return [
             Phase(start, stop, "".join(w for w, (a, b) in self.windows.items() if a <= start < b))
@@ -126,39 +126,39 @@ class Plan:
 
     @property
     def ticks(self) -> int:
-        """Length of the clock; in a tick a stage does at most one work item of each kind."""
+        """The length of the clock; in a tick a stage does at most one work item of each kind."""
         return max(stop for _, stop in self.windows.values())
 
     @property
     def units(self) -> int:
-        """Time, where a forward of a chunk takes 1 and a backward 2, half of it for the weights.
+        """The time, if a forward of a chunk takes 1 and a backward 2, half of it for the weights.
 
-        1f1b and gpipe 3(m·v + p − 1), zb 3m·v + 2(p − 1).
+        It is 3(m·v + p − 1) for 1f1b and gpipe, and 3m·v + 2(p − 1) for zb.
         """
         cost = {"F": 1, "B": 1 if self.splits_backward else 2, "W": 1}
         return sum((b - a) * cost[work] for work, (a, b) in self.windows.items())
 
     @property
     def bubble(self) -> float:
-        """Idle over ideal time: (p − 1)/(v·m); zb 2(p − 1)/(3v·m)."""
+        """The ratio of idle to ideal time: (p − 1)/(v·m), and for zb 2(p − 1)/(3v·m)."""
         ideal = 3 * self.work_items
         return (self.units - ideal) / ideal
 
     @property
     def stash_slots(self) -> int:
-        """Microbatches that a device saves between forward and backward, over its chunks."""
+        """The number of microbatches that a device saves between forward and backward."""
         if self.waits_for_all_forwards:
             return self.work_items
         return min(self.work_items, 2 * self.num_stages * self.virtual_stages - 1)
 
     @property
     def context_slots(self) -> int:
-        """Microbatches that a device saves between backward and weight gradient."""
+        """The number of microbatches that a device saves between backward and weight gradient."""
         return min(self.work_items, self.num_stages) if self.splits_backward else 0
 
     @property
     def stash(self) -> int:
-        """Microbatch activations saved per device; bytes where activation_bytes is given."""
+        """The number of microbatches saved per device, or bytes if activation_bytes is given."""
         return (self.stash_slots + self.context_slots) * (
             1 if self.activation_bytes is None else self.activation_bytes
         )
@@ -177,7 +177,7 @@ class Plan:
                     yield Cell(start + delay[work] + k, stage, work, microbatch, chunk)
 
     def __repr__(self) -> str:
-        """Return the call of `plan` that made it, without arguments that have their defaults."""
+        """Return the call of `plan` that made it, without default arguments."""
         arguments = [repr(self.num_stages), repr(self.num_microbatches)]
         for field in dataclasses.fields(self)[2:]:
             value = getattr(self, field.name)
@@ -186,7 +186,7 @@ class Plan:
         return f"plan({', '.join(arguments)})"
 
     def __str__(self) -> str:
-        """Draw the schedule: a line per stage, a column per tick and kind of work in it."""
+        """Draw the schedule as text: a line per stage, a column per tick and kind of work."""
         columns = [(t, w) for phase in self.phases for t in range(*phase[:2]) for w in phase.work]
         labels = {(c.stage, c.tick, c.work): _label(c, self.virtual_stages) for c in self.cells()}
         width = max(map(len, labels.values()))
@@ -205,8 +205,8 @@ class Plan:
     def draw(self, axes: "Axes | None" = None) -> "Axes":
         """Draw the schedule with matplotlib, on `axes` or on new ones, and return the axes.
 
-        A backward is twice as wide as a forward, unless its weight gradient is scheduled apart.
-        Numbers are those of the microbatches; a later chunk of layers on a device is paler.
+        A backward is twice as wide as a forward, unless its weight gradient is drawn separately.
+        The numbers are those of the microbatches. Later chunks of layers on a device are paler.
         """
         if axes is None:
             pyplot = checks.optional_module("matplotlib.pyplot", "plot")
@@ -253,30 +253,31 @@ def plan(
     *,
     activation_bytes: int | None = None,
 ) -> Plan:
-    """Return the ticks, idle time and memory of a pipeline's schedule.
+    """Return the ticks, idle time and memory of a pipeline's schedule, before you run it.
 
         1f1b   ticks m·v + v·p + p − 2    bubble (p − 1)/(v·m)      stash min(m·v, 2v·p − 1)
         gpipe  ticks 2(m·v + p − 1)       bubble (p − 1)/(v·m)      stash m·v
         zb     ticks m·v + v·p + p − 2    bubble 2(p − 1)/(3v·m)    stash 1f1b's + min(m·v, p)
 
     In a tick of 1f1b a stage does a forward, a backward, or both; `.units` counts a backward as two
-    forwards. The stages run in lock step, which saves nearly twice the activations of stages that
-    run asynchronously (p of them), and costs no time.
+    forwards. The stages run in lock step. This costs no time, but a device has to save nearly twice
+    as many activations as if stages ran asynchronously (p of them).
 
     Args:
-      num_stages: p ≥ 1, the devices along the stage axis.
-      num_microbatches: m ≥ 1; a multiple of p where v > 1.
-      virtual_stages: v ≥ 1, the chunks of layers on each device.
+      num_stages: p ≥ 1, the number of devices along the stage axis.
+      num_microbatches: m ≥ 1; must be a multiple of p if v > 1.
+      virtual_stages: v ≥ 1, the number of chunks of layers on each device.
       schedule: "1f1b", "gpipe" or "zb".
-      activation_bytes: size of the values saved for one microbatch: the input of a chunk
-        (stash="input") or its residuals; `.stash` is then in bytes.
+      activation_bytes: the bytes of the values saved for one microbatch: the input of a chunk
+        (stash="input") or its residuals. If you pass it, `.stash` is in bytes.
 
     Returns:
-      A `Plan`. `str` draws it as text, `.draw()` with matplotlib; `repr` is the call.
+      A `Plan`. `str` draws it as text, `.draw()` with matplotlib, and `repr` is the call.
 
     Raises:
-      ValueError: a number out of range, m that p does not divide, an unknown schedule.
-      TypeError: something that is not an integer.
+      ValueError: a number is out of range, p does not divide m if v > 1, or the schedule is
+        unknown.
+      TypeError: an argument is not an integer.
 
     Source: Huang et al. 2019, arXiv 1811.06965 (GPipe); Narayanan et al. 2021, arXiv 2104.04473
     (1F1B with flush, interleaved); Qi et al. 2024, arXiv 2401.10241 (zero bubble).
@@ -296,8 +297,8 @@ def plan(
     checks.choice("schedule", schedule, SCHEDULES)
     if v > 1 and m % p:
         raise ValueError(
-            f"num_microbatches must be a multiple of the {p} stages where virtual_stages > 1; "
-            f"got {m} with virtual_stages={v}"
+            f"num_microbatches must be a multiple of the {p} stages, because virtual_stages={v} is "
+            f"above 1; got {m}"
         )
     if activation_bytes is not None:
         checks.count("activation_bytes", activation_bytes, low=0)

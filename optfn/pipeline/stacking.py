@@ -1,4 +1,4 @@
-"""Parameters of a pipeline: one tree whose leaves have the stages as their leading axis."""
+"""The parameters of a pipeline: one tree whose leaves have the stages as their leading axis."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,12 +16,12 @@ from optfn.leaves.types import Leaf, Params
 
 
 class PipelineParams(NamedTuple):
-    """Parameters of a pipeline whose stages share some, such as a tied embedding.
+    """Parameters of a pipeline in which stages and loss share some, such as a tied embedding.
 
-    stages: the params of the single stages, as `stack_stages` returns them, or a list of them for
+    stages: the params of the stages, as `stack_stages` returns them, or a list of them for
       heterogeneous stages.
-    shared: a tree that every stage function and the loss receive as the keyword `shared`, if they
-      have a parameter of that name. Its gradient is the sum of theirs.
+    shared: a tree that stage functions and the loss get as the keyword `shared`, if they have a
+      parameter of that name. Its gradient is the sum of theirs.
     """
 
     stages: Params
@@ -35,36 +35,39 @@ def stack_stages(
     mesh: Mesh | None = None,
     axis_name: str = "stage",
 ) -> Params:
-    """Stack the params of homogeneous stages, given in the model's order.
+    """Stack the params of homogeneous stages for a pipeline, given in the model's order.
 
     Args:
-      params: one tree per stage, p·v of them, of the same structure, shapes and dtypes.
-      virtual_stages: v ≥ 1; above 1 the leaves are folded to (v, p, …), which can be sharded by
-        device: stage r·p + d of the model is chunk r on device d. The pipeline also takes unfolded
-        leaves (p·v, …), but then every step moves the weights to where they are needed and back.
-      mesh: where given, the result is placed on it, each stage on its device, and an optimizer
-        state that is made from it follows. Without it all arrays lie on one device until the first
-        step, which leaves them on the mesh: a jitted step, which is compiled for the sharding of
-        its arguments, then compiles a second time at the second call, and no more
-        (`step.compiled._cache_size()` is 2, with `mesh` 1).
-      axis_name: the axis of `mesh` along which the stages lie.
+      params: one tree per stage, p·v of them, with the same structure, shapes and dtypes.
+      virtual_stages: v ≥ 1, the number of stages on each device. If v > 1, leaves are folded to
+        (v, p, …), which can be sharded by device: stage r·p + d of the model is chunk r on device
+        d. The pipeline also takes unfolded leaves (p·v, …), but then every step moves the weights
+        to their devices and back.
+      mesh: if given, each stage is placed on its device, and an optimizer state made from the
+        result is placed like it. Without it, all arrays are on one device until the first step
+        moves them to the mesh. A jitted step is compiled for the shardings of its arguments, so it
+        then compiles a second time at the second call, and no more (`step.compiled._cache_size()`
+        is 2, with `mesh` 1).
+      axis_name: the axis of `mesh` for the stages.
 
     Returns:
       A tree with leaves of shape (p·v, …), or (v, p, …), in a `Stacked` for each leading axis, so
-      that rules with a norm per tensor treat each stage as if it were a tree of its own.
-      `stacked["w"]` is the leaf; stage functions receive plain trees.
+      that rules with a norm per tensor treat each stage as a separate tree. `stacked["w"]` is the
+      leaf. Stage functions get plain trees.
 
     Raises:
-      ValueError: no stages, stages that differ (pass those to the pipeline as a list), a number of
-        stages that is no multiple of `virtual_stages` or does not fit the mesh, an `axis_name` that
-        the mesh does not have.
+      ValueError: there are no stages; stages differ (pass those to the pipeline as a list); the
+        number of stages is not a multiple of `virtual_stages` or does not fit the mesh; or the mesh
+        has no axis `axis_name`.
     """
     params = list(params)
     v = checks.count("virtual_stages", virtual_stages)
     if not params:
-        raise ValueError("params must hold at least one stage")
+        raise ValueError("params must be a sequence of at least one stage; got none")
     if len(params) % v:
-        raise ValueError(f"params: {len(params)} stages do not make virtual_stages={v} chunks each")
+        raise ValueError(
+            f"params: the number of stages, {len(params)}, must be a multiple of virtual_stages={v}"
+        )
     for i, other in enumerate(params[1:], 1):
         _check_homogeneous(params[0], other, i)
 
@@ -80,22 +83,23 @@ def stack_stages(
         raise ValueError(f"axis_name {axis_name!r} is not an axis of the mesh {mesh.axis_names}")
     if len(params) != mesh.shape[axis_name] * v:
         raise ValueError(
-            f"params: {len(params)} stages, but axis {axis_name!r} has {mesh.shape[axis_name]} "
-            f"devices of {v} each; a stage may hold several layers, a device virtual_stages stages"
+            f"params: {len(params)} stages do not fit axis {axis_name!r}, which has "
+            f"{mesh.shape[axis_name]} devices with virtual_stages={v} stages each. A stage may "
+            "consist of several layers"
         )
     spec = PartitionSpec(None, axis_name) if v > 1 else PartitionSpec(axis_name)
     return jax.device_put(stacked, NamedSharding(mesh, spec))
 
 
 def _check_homogeneous(first: Params, other: Params, i: int) -> None:
-    hint = "pass stages that differ to the pipeline as a list of functions and a list of params"
+    hint = "if your stages differ, pass the pipeline a list of functions and a list of params"
     tree.check_same_structure("stack_stages", f"params[{i}]", other, "params[0]", first)
     columns = tree.array_paths(first), jax.tree.leaves(first), jax.tree.leaves(other)
     for name, a, b in zip(*columns, strict=True):
         if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
             raise ValueError(
-                f"params[{i}]: leaf {name!r} is {jnp.result_type(b)}{list(jnp.shape(b))}, that of "
-                f"params[0] {jnp.result_type(a)}{list(jnp.shape(a))}; {hint}"
+                f"params[{i}]: leaf {name!r} is {jnp.result_type(b)}{list(jnp.shape(b))}, but that "
+                f"of params[0] is {jnp.result_type(a)}{list(jnp.shape(a))}; {hint}"
             )
 
 
@@ -118,15 +122,15 @@ def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
     """Return the trees of the stages in the model's order: the inverse of `stack_stages`.
 
     Args:
-      stacked: a tree with leaves of shape (stages, …); (v, p, …) with `virtual_stages` = v > 1. A
-        list or tuple of heterogeneous stages is not stacked: use it as it is.
+      stacked: a tree with leaves of shape (stages, …), or (v, p, …) if `virtual_stages` = v > 1. A
+        list or tuple of heterogeneous stages is not stacked; use it as it is.
       virtual_stages: as in `stack_stages`.
 
     Returns:
       A list with one tree per stage.
 
     Raises:
-      ValueError: no leaves, or leaves whose leading axes differ.
+      ValueError: the tree has no leaves, or the leading axes of its leaves differ.
     """
     v = checks.count("virtual_stages", virtual_stages)
     axes = 2 if v > 1 else 1
@@ -135,8 +139,8 @@ def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
     if len(leading) != 1 or len(min(leading)) != axes or (v > 1 and min(leading)[0] != v):
         axes_needed = f"({v}, p)" if v > 1 else "(p,)"
         raise ValueError(
-            f"stacked: with virtual_stages={v} all leaves must begin with the same {axes_needed}; "
-            f"these begin with {tree.listed(sorted(map(str, leading))) or 'nothing'}"
+            f"stacked: with virtual_stages={v} all leaves must have the same leading axes, "
+            f"{axes_needed}; got {tree.listed(sorted(map(str, leading))) or 'no leaves'}"
         )
     shape = min(leading)
     return [jax.tree.map(partial(_index, index), stacked) for index in np.ndindex(shape)]
@@ -146,6 +150,6 @@ def _index(index: tuple[int, ...], x: Leaf) -> Leaf:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return x[index]
-    # Indexing along an explicit axis needs an output sharding: all devices get the stage.
+    # Indexing along an explicit axis needs an output sharding. Here all devices get the stage.
     out = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(index) :]))
     return x.at[index].get(out_sharding=out)

@@ -1,10 +1,11 @@
 """A stage function as three functions: forward, backward, and the gradient of the weights.
 
-A schedule runs the three at different ticks, with other microbatches in between; the values that
-one of them passes to the next are saved. The three builders here differ in how much is saved.
+A schedule runs the three in different ticks, with other microbatches in between, so the values that
+one of them passes to the next have to be saved. The three builders here differ in how much they
+save.
 
-A stage function takes (weights, x, key) and returns y. Gradients and cotangents are lists of the
-inexact leaves of the tree that they belong to; other leaves have none.
+A stage function takes (weights, x, key) and returns y. A gradient or a cotangent is a list for the
+inexact leaves of its tree; other leaves have none.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,12 +27,12 @@ from optfn.jaxprs.pullback import Key, StageFn, pullback
 from optfn.leaves import tree
 from optfn.leaves.types import Params, PyTree
 
-# The inexact leaves of a gradient or a cotangent.
+# A gradient or a cotangent: one array for each inexact leaf.
 Leaves: TypeAlias = list[jax.Array]
-# Saved by forward for backward, and by backward for the gradient of the weights.
+# Values that forward saves for backward, and (the context) backward for the weight gradient.
 Stash: TypeAlias = PyTree
 Context: TypeAlias = PyTree
-# Starts the backward of a stage: y -> (an auxiliary result, the cotangent of y).
+# The function that starts the backward of a stage: y -> (an auxiliary result, cotangent of y).
 Seed: TypeAlias = Callable[[PyTree], tuple[PyTree, Leaves]]
 
 
@@ -49,7 +50,7 @@ class Stage(NamedTuple):
 
 
 def input_stashing_stage(fn: StageFn) -> Stage:
-    """Save x, and run the stage again in backward to differentiate it."""
+    """Return a stage that saves x, and runs again in backward to be differentiated."""
 
     def forward(weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
         return fn(weights, x, key), x
@@ -68,16 +69,16 @@ def input_stashing_stage(fn: StageFn) -> Stage:
 def residual_stashing_stage(
     fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool
 ) -> Stage:
-    """Save the residuals, and differentiate without running the stage again.
+    """Return a stage that saves its residuals, and does not run again in backward.
 
-    Only residuals that depend on x are saved. Those that depend on the weights alone, casts and
-    transposes, are computed again: they are the same for every microbatch.
+    Only residuals that depend on x are saved. Those that depend only on the weights, such as casts
+    and transposes, are the same for every microbatch, and are computed again.
 
     Args:
       fn: the stage function.
-      weights: example arguments, to trace with.
-      x: as `weights`.
-      key: as `weights`.
+      weights: an example, to trace with.
+      x: an example.
+      key: an example.
       keep_output: whether the seed reads y; otherwise it gets None.
     """
     program = _ResidualProgram(fn, weights, x, key, keep_output)
@@ -85,7 +86,7 @@ def residual_stashing_stage(
     def backward(
         weights: Params, stash: Stash, key: Key, seed: Seed
     ) -> tuple[PyTree, Leaves, Context]:
-        del key  # the residuals that depend on it are in the stash
+        del key  # residuals that depend on it are in the stash
         y, residuals = program.restore(weights, stash)
         aux, cotangent = seed(y)
         gradient, cotangent = program.pull(residuals, cotangent)
@@ -97,20 +98,22 @@ def residual_stashing_stage(
 def split_backward_stage(
     fn: StageFn, weights: Params, x: PyTree, key: Key, *, keep_output: bool, stash_input: bool
 ) -> Stage:
-    """Split backward in two, so that the cotangent of x need not wait for the weights' gradient.
+    """Return a stage whose weight gradient is computed separately from the cotangent of x.
 
-    Backward runs the equations that the cotangent of x needs, and the weights' gradient the others.
-    The results of backward and the residuals that these read are the context. Only values that
-    depend on the weights alone are computed twice. A lax.scan inside the stage is split as well; a
+    The previous stage then need not wait for the weight gradient. Backward runs the equations that
+    the cotangent of x needs, and the weight gradient runs the others. The context has the results
+    of backward and the residuals that these other equations read. Only values that depend on
+    nothing but the weights are computed twice. A lax.scan inside the stage is split as well. A
     jax.checkpoint is one equation, which is not split and belongs to backward.
 
     Args:
       fn: the stage function.
-      weights: example arguments, to trace with.
-      x: as `weights`.
-      key: as `weights`.
+      weights: an example, to trace with.
+      x: an example.
+      key: an example.
       keep_output: whether the seed reads y; otherwise it gets None.
-      stash_input: save x, and run the stage again in backward, instead of saving residuals.
+      stash_input: whether to save x and run the stage again in backward, instead of saving
+        residuals.
     """
     program = _ResidualProgram(fn, weights, x, key, keep_output or stash_input)
     split = _SplitPullback(program)
@@ -145,7 +148,7 @@ class _ResidualProgram:
             self.y_structure = jax.tree.structure(y)
             leaves, self.pull_structure = jax.tree.flatten(pull)
             self.key_impls = [jax.random.key_impl(a) if tree.is_key(a) else None for a in leaves]
-            # The stash holds numbers: a random key among the residuals is saved as its bits.
+            # The stash consists of numbers, so a random key among the residuals is saved as bits.
             pairs = zip(leaves, self.key_impls, strict=True)
             return y, [jax.random.key_data(a) if impl else a for a, impl in pairs]
 
@@ -168,7 +171,7 @@ class _ResidualProgram:
         return y, read(values, self.stashed)
 
     def restore(self, weights: Params, stash: Stash) -> tuple[PyTree, list[Value]]:
-        """Return y (None where it is not kept) and all residuals."""
+        """Return y (None if it is not kept) and all residuals."""
         known = dict(zip(self.weight_inputs, jax.tree.leaves(weights), strict=True))
         values = self.program.run(self.from_weights, known)
         values.update(zip(self.stashed, stash, strict=True))
@@ -176,14 +179,14 @@ class _ResidualProgram:
         return y, read(values, self.residuals)
 
     def residuals_of_weights(self, weights: Params) -> dict[int, Value]:
-        """Return the residuals that depend on the weights only, by their positions."""
+        """Return the residuals that depend only on the weights, by their positions."""
         known = dict(zip(self.weight_inputs, jax.tree.leaves(weights), strict=True))
         values = self.program.run(self.from_weights, known)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
 
     @property
     def weight_positions(self) -> list[int]:
-        """The positions of the residuals that depend on the weights only."""
+        """The positions of the residuals that depend only on the weights."""
         stashed = set(self.stashed)
         return [i for i, a in enumerate(self.residuals) if not stashed.intersection(variables([a]))]
 
@@ -203,13 +206,13 @@ class _SplitPullback:
         cotangent = [a for a in shapes_of(stage.y) if jnp.issubdtype(a.dtype, jnp.inexact)]
         unsplit = Equations(stage.pull, shapes_of(stage.residuals), cotangent)
         _, targets = jax.tree.unflatten(unsplit.structure, unsplit.outputs)
-        # Effects order equations that share no variable: then backward runs them all.
+        # Effects may order equations that share no variable. Then backward runs all of them.
         ordered = unsplit.has_effects
         self.program = program = unsplit if ordered else with_split_scans(unsplit, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
         self.first = program.equations if ordered else program.needed_for(self.cotangent)
-        # Values that depend on the weights alone are computed in both parts: saving them in the
-        # context would cost the same memory for every microbatch.
+        # Compute values that depend only on the weights in both parts: in the context they would
+        # take the same memory again for every microbatch.
         weight_inputs = [program.inputs[i] for i in stage.weight_positions]
         from_weights = program.computable_from(() if ordered else weight_inputs)
         in_first = {id(e) for e in self.first if ordered or not from_weights.issuperset(e.outvars)}

@@ -1,8 +1,8 @@
 """Placement of the stages' params on the mesh, and gradients in the structure of the params.
 
-The engine takes the weights of all stages as arrays (v, p, …), p along the axis of the stages:
-chunk r of device d is stage r·p + d. `StackedStages` are the params of homogeneous stages, which
-lie so; `ListedStages` those of heterogeneous ones, ravelled into buffers.
+The engine takes the weights of all stages as arrays (v, p, …), with p along the stage axis: chunk r
+of device d is stage r·p + d. The params of homogeneous stages already have this form
+(`StackedStages`). Those of heterogeneous stages are ravelled into buffers (`ListedStages`).
 """
 
 import dataclasses
@@ -33,11 +33,11 @@ from optfn.state.placement import num_workers
 class StagePlacement:
     """The common part of both placements.
 
-    worker_axis: the data axis, if gradients are not averaged over it: they then have the workers as
-      a leading axis. Otherwise None.
+    worker_axis: the data axis, if gradients are not averaged over it but have the workers as a
+      leading axis. Otherwise None.
     data_axis: the data axis, if there is one.
-    param_specs: how the leaves of a stage, or of each stage, lie along further axes; None for
-      whole.
+    param_specs: the PartitionSpecs over further axes of the leaves of a stage, or of each stage;
+      None if leaves are whole.
     marks: how many `Stacked` were around the params: one for each leading axis.
     """
 
@@ -51,17 +51,17 @@ class StagePlacement:
 
     @property
     def leading_axes(self) -> tuple[str, ...]:
-        """The mesh axes of the leading axes that gradients have and params have not."""
+        """The mesh axes of the leading axes that gradients have but params do not."""
         return () if self.worker_axis is None else (self.worker_axis,)
 
     def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
         """Return `arrays` resharded along the mesh's explicit axes.
 
-        shard_map reshards its arguments along the other axes only.
+        shard_map itself reshards its arguments only along other axes.
 
         Args:
           arrays: a tree.
-          spec: how they lie: one PartitionSpec, or a tree of them.
+          spec: their PartitionSpec, or a tree of them.
         """
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         explicit = {name for name, kind in types if kind == AxisType.Explicit}
@@ -81,8 +81,8 @@ class StagePlacement:
         ]
         if structures[0] != structures[1]:
             raise ValueError(
-                "param_specs must be a tree like the params of a stage, of PartitionSpecs; its "
-                f"paths are {tree.listed(tree.paths(self.param_specs))}, those of params "
+                "param_specs must be a tree of PartitionSpecs like the params of a stage; its "
+                f"paths are {tree.listed(tree.paths(self.param_specs))}, but those of params are "
                 f"{tree.listed(tree.paths(stages))}"
             )
         for path, x, spec in zip(
@@ -92,13 +92,16 @@ class StagePlacement:
 
     def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
         if len(spec) > len(shape):
-            raise ValueError(f"param_specs: {spec} at {path!r} has more entries than {shape}")
+            raise ValueError(
+                f"param_specs: {spec} at {path!r} has more entries than the leaf has axes; its "
+                f"shape in a stage is {shape}"
+            )
         for size, entry in zip(shape, spec, strict=False):
             devices = num_workers(self.mesh, axes(entry))
             if size % devices:
                 raise ValueError(
-                    f"param_specs: {spec} at {path!r} divides {size} of a stage's shape {shape} "
-                    f"over {devices} devices"
+                    f"param_specs: {spec} at {path!r} cannot divide {size}, of a stage's shape "
+                    f"{shape}, over {devices} devices"
                 )
 
     def _leaf_specs(self) -> list[P]:
@@ -111,7 +114,7 @@ class StagePlacement:
         return [spec for x, spec in pairs if tree.is_inexact(x)]
 
     def gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
-        """Return the gradients of inexact leaves as a tree like `params`, with float0 elsewhere."""
+        """Return the gradients of inexact leaves as a tree like `params`; others are float0."""
         workers = [self.mesh.shape[axis] for axis in self.leading_axes]
         leaves, structure = jax.tree.flatten(params)
         remaining = iter(gradients)
@@ -125,14 +128,14 @@ class StagePlacement:
 
 
 class StackedStages(StagePlacement):
-    """Homogeneous stages: stacked params."""
+    """The placement of homogeneous stages, whose params are stacked."""
 
     def shapes(self, stages: Params) -> PyTree:
-        """Return the shapes of the params; the sharding outside of shard_map means nothing."""
+        """Return the shapes of the params, without their sharding outside of shard_map."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), stages)
 
     def weight_specs(self, stages: Params) -> PyTree:
-        """Return how the weights (v, p, …) lie, as a tree or one PartitionSpec."""
+        """Return the PartitionSpec of the weights (v, p, …), or a tree of PartitionSpecs."""
         if self.param_specs is None:
             return P(None, self.axis_name)
         self.check_specs(stages, 2 if self._is_folded(stages) else 1)
@@ -141,14 +144,14 @@ class StackedStages(StagePlacement):
         )
 
     def gradient_specs(self, stages: Params) -> PyTree:
-        """Return how the gradients of the inexact leaves lie, as a list or one PartitionSpec."""
+        """Return the PartitionSpec of the gradients of the inexact leaves, or a list of them."""
         front = (*self.leading_axes, None, self.axis_name)
         if self.param_specs is None:
             return P(*front)
         return [P(*front, *spec) for spec in self._of_inexact(stages, self.param_specs)]
 
     def whole_along_data(self, weights: Params) -> Params:
-        """Return a device's weights (v, …), those divided over the data axis gathered."""
+        """Return a device's weights (v, …), with those divided over the data axis gathered."""
         if self.param_specs is None or self.data_axis is None:
             return weights
 
@@ -162,11 +165,11 @@ class StackedStages(StagePlacement):
         return jax.tree.map(gathered, weights, self.param_specs)
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
-        """Return the means over the data axis of gradients (v, …), each device its part.
+        """Return a device's part of the means of gradients (v, …) over the data axis.
 
         Args:
-          weights: the weights of a device.
-          gradients: of the inexact leaves.
+          weights: the weights of the device.
+          gradients: the gradients of the inexact leaves.
         """
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
@@ -206,7 +209,7 @@ class StackedStages(StagePlacement):
 
     def _is_folded(self, stages: Params) -> bool:
         v, p = self.plan.virtual_stages, self.plan.num_stages
-        # On one device (v, 1, …) begins as (v·p, …) does.
+        # If p is 1, (v, 1, …) has the same first dimension as (v·p, …).
         unlike = (x.shape[:1] != (v * p,) for x in jax.tree.leaves(stages))
         return v > 1 and (self.marks > 1 or any(unlike))
 
@@ -217,17 +220,17 @@ class StackedStages(StagePlacement):
         for name, x in zip(tree.array_paths(stages), leaves, strict=True):
             if x.shape[:2] != (v, p) if folded else x.shape[:1] != (v * p,):
                 raise ValueError(
-                    f"params: leaf {name!r} of shape {x.shape} must have the {v * p} stages in "
-                    f"front ({p} devices along {self.axis_name!r}, virtual_stages={v}); "
-                    "stack_stages makes it so"
+                    f"params: leaf {name!r} must have the {v * p} stages as its leading axis ({p} "
+                    f"devices along {self.axis_name!r}, virtual_stages={v}); got shape {x.shape}. "
+                    "Stack the stages by optfn.distributed.stack_stages"
                 )
 
 
 class ListedStages(StagePlacement):
-    """Heterogeneous stages: a list of params, as buffers (v, p, longest), one per dtype.
+    """The placement of heterogeneous stages: their params are in buffers (v, p, longest).
 
-    Where leaves are divided over further axes, each device has a buffer of its parts, and a whole
-    buffer is those of all devices, one after the other.
+    There is one buffer per dtype. If leaves are divided over further axes, each device has a buffer
+    of its parts, and a whole buffer consists of those of all devices, one after the other.
     """
 
     def weights(self, stages: Params) -> buffers.Buffers:
@@ -235,11 +238,14 @@ class ListedStages(StagePlacement):
         v, p = self.plan.virtual_stages, self.plan.num_stages
         if not isinstance(stages, list | tuple):
             raise TypeError(
-                "params must be the list of the stages' params where stage_fn is a list; "
+                "params must be a list of the stages' params, as stage_fn is a list of functions; "
                 f"got {type(stages).__name__}"
             )
         if len(stages) != v * p:
-            raise ValueError(f"params: {len(stages)} stages for {v * p} functions of stage_fn")
+            raise ValueError(
+                f"params must be a list of {v * p} stages, one for each function of stage_fn; got "
+                f"{len(stages)}"
+            )
         if self.param_specs is not None:
             self.check_specs(stages, 0)
         lengths = buffers.lengths_for(self.shapes(stages))
@@ -265,15 +271,15 @@ class ListedStages(StagePlacement):
         return jax.tree.map(part, stages, self._part_specs(stages))
 
     def weight_specs(self, stages: Params) -> P:
-        """Return how the buffers lie."""
+        """Return the PartitionSpec of the buffers."""
         return P(None, self.axis_name, self._further_axes or None)
 
     def gradient_specs(self, stages: Params) -> P:
-        """Return how the buffers of the gradients lie."""
+        """Return the PartitionSpec of the buffers of the gradients."""
         return P(*self.leading_axes, *self.weight_specs(stages))
 
     def whole_along_data(self, weights: Params) -> Params:
-        """Return a device's weights; those divided over the data axis are gathered already."""
+        """Return a device's weights; those divided over the data axis are already gathered."""
         return weights
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
@@ -288,7 +294,7 @@ class ListedStages(StagePlacement):
         names = buffers.inexact_lengths(buffers.lengths_for(parts))
 
         def unravel(gradients: list[jax.Array]) -> list[Leaves]:
-            # All stages on every device, in one collective for a dtype.
+            # Give every device all stages, in one collective per dtype.
             whole = lax.all_gather(gradients, self.axis_name, axis=front + 1, tiled=True)
             by_dtype = dict(zip(names, whole, strict=True))
             trees = []
@@ -311,18 +317,18 @@ class ListedStages(StagePlacement):
 
     @property
     def _further_axes(self) -> tuple[str, ...]:
-        """The axes, besides that of the data, over which leaves are divided."""
+        """The axes, other than the data axis, over which leaves are divided."""
         names = {name for spec in self._leaf_specs() for entry in spec for name in axes(entry)}
         return tuple(a for a in self.mesh.axis_names if a in names - {self.data_axis})
 
     def _specs(self, stages: Params) -> PyTree:
-        """Return how the leaves lie, as a tree like `stages`."""
+        """Return the PartitionSpecs of the leaves, as a tree like `stages`."""
         if self.param_specs is None:
             return jax.tree.map(lambda x: P(), stages)
         return self.param_specs
 
     def _part_specs(self, stages: Params) -> PyTree:
-        """Return how the parts lie that stage functions see, whole along the data axis."""
+        """Return the PartitionSpecs that stage functions see: whole along the data axis."""
         return jax.tree.map(
             lambda spec: restricted(spec, self._further_axes), self._specs(stages), is_leaf=is_spec
         )

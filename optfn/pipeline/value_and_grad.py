@@ -38,7 +38,7 @@ from optfn.pipeline.stacking import PipelineParams, marked, unmarked
 from optfn.pipeline.stage import Leaves
 from optfn.pipeline.stage_placement import ListedStages, StackedStages
 
-# (params, x) -> x, with keywords `shared` and `rng` if it has parameters of these names
+# (params, x) -> x; it also gets `shared` and `rng` if it has parameters of these names.
 StageFunction: TypeAlias = Callable[..., PyTree]
 
 _STASHES = ("input", "residual")
@@ -65,82 +65,84 @@ def pipeline_value_and_grad(
         f(params, inputs, targets, *, rng=None) -> (loss, grads)
         f(params, (inputs, targets), *, rng=None), as `make_train_step` calls its value_and_grad
 
-    They equal those of the unpipelined model: y = inputs; y = stage_fn(params[s], y) for each stage
-    s; loss = loss_fn(y, targets).
+    Use it if a model is too deep for one device: each device keeps some layers, a stage. Loss and
+    gradients are those of the model without a pipeline: y = inputs; y = stage_fn(params[s], y) for
+    each stage s; loss = loss_fn(y, targets).
 
     The batch is split into m microbatches. In lock step, each of the p devices along the stage axis
-      1. runs its stage on the activation from the device before, and saves the values that its
+      1. runs its stage on the activation from the previous device, and saves the values that its
          backward reads;
-      2. runs the backward of its stage on the cotangent from the device after, the last stage on
-         that of the loss, and accumulates the gradients;
+      2. runs the backward of its stage on the cotangent from the next device (the last stage on
+         that of the loss), and accumulates the gradients;
       3. passes both results on.
     The schedule says when. "gpipe" does all forwards, then all backwards. "1f1b" begins each
-    backward as early as possible: p − 1 ticks of forwards, m of one forward and one backward each,
-    p − 1 of backwards; the idle time is the same, and the memory does not grow with m. "zb" is
-    1f1b with the gradients of the weights delayed to ticks in which a device would idle, which
-    leaves 2/3 of the idle time. `plan` has the numbers.
+    backward as early as possible: p − 1 ticks of forwards, m ticks of a forward and a backward
+    each, and p − 1 ticks of backwards. The idle time is the same as with "gpipe", but the memory
+    does not grow with m. "zb" is 1f1b with the gradients of the weights delayed to ticks in which a
+    device would idle, which leaves 2/3 of the idle time. `plan` has the numbers.
 
     Args:
-      stage_fn: (params, x) -> x, the same shapes and dtypes out as in; x is a tree of arrays with
-        the examples of a microbatch along the leading axis. Or, for heterogeneous stages, a list of
-        p·v such functions in the model's order, in which each takes the result of the one before:
-        embedding, blocks of different widths, head. A function with a parameter `shared` or `rng`
-        gets these as keywords (below).
-      loss_fn: (outputs, targets) -> a real scalar, the mean over the examples of its arguments; it
-        may have a parameter `shared`.
-      mesh: the devices. Along axes other than the two below, and those in `param_specs`, the work
-        is replicated. `make_train_step(..., mesh=)` takes the same mesh, and splits the batch over
-        its own `data_axis`: params lie there as `shard={pattern: PartitionSpec("stage")}` says,
-        and exchanges, local steps and sharding over the other axes are those of any model.
-      num_microbatches: m ≥ 1, per data worker; it may be less than p.
-      axis_name: the mesh axis along which the stages lie; p is its size.
+      stage_fn: a function (params, x) -> x that returns the shapes and dtypes that it takes; x is a
+        tree of arrays with the examples of a microbatch along the leading axis. For heterogeneous
+        stages, such as embedding, blocks of different widths, and head: a list of p·v such
+        functions in the model's order, each of which takes the result of the previous one. A
+        function with a parameter `shared` or `rng` gets these as keywords (see below).
+      loss_fn: a function (outputs, targets) -> loss, a real scalar, the mean over the examples of
+        its arguments. It may have a parameter `shared`.
+      mesh: the devices. Along axes other than `axis_name`, `data_axis` and those in `param_specs`,
+        the work is replicated. If you pass the same mesh to `make_train_step`, it splits the batch
+        over its own `data_axis`. Place the params by `shard={pattern: PartitionSpec("stage")}`
+        there; exchanges, local steps and sharding over the other axes work as for any model.
+      num_microbatches: m ≥ 1, per data worker; it may be smaller than p.
+      axis_name: the mesh axis of the stages; p is its size.
       schedule: "1f1b", "gpipe" or "zb".
-      virtual_stages: v ≥ 1, the chunks of the model on each device; stage r·p + d is chunk r of
-        device d (interleaved). The idle time is v times shorter. For v > 1, m must be a multiple
-        of p.
-      stash: the values saved for a microbatch until its backward: "input", the input of the stage,
-        which then runs again; or "residual", all values that the backward reads and that depend on
-        the input. None is "input" for 1f1b, and "residual" for gpipe and zb.
-      data_axis: the mesh axis over which the batch is split, if any; not in a training step with
-        a mesh, which splits it.
-      grad_reduce: "mean" averages the gradients over the data axis; None returns the gradients of
-        each worker, with the workers as a new leading axis, sharded over `data_axis`: for an
-        optimizer that exchanges gradients by itself. The loss is the mean in both cases.
+      virtual_stages: v ≥ 1, the number of chunks of the model on each device: stage r·p + d is
+        chunk r of device d (interleaved). The idle time is v times shorter. If v > 1, m must be a
+        multiple of p.
+      stash: the values saved for a microbatch until its backward. "input": the input of the stage,
+        which then runs again. "residual": all values that the backward reads and that depend on the
+        input. None is "input" for 1f1b, and "residual" for gpipe and zb.
+      data_axis: the mesh axis over which the batch is split, if any. Leave it out in a training
+        step with a mesh, which splits the batch itself.
+      grad_reduce: "mean" averages the gradients over the data axis. None returns the gradients of
+        each worker, with the workers as a new leading axis, sharded over `data_axis`, for an
+        optimizer that exchanges gradients itself. The loss is the mean in both cases.
       param_specs: a tree like the params of a stage, of PartitionSpecs over further axes of the
-        mesh; a list of them for a list of functions. Weights and gradients lie so, and `stage_fn`
-        sees the part of its device, which it uses by `copy_to` and `sum_over`. Weights divided
-        over `data_axis` are gathered once before the ticks, and their gradients go to their owners
-        after them (with a list of functions by an all-reduce). None divides nothing.
+        mesh (a list of such trees for a list of functions); None divides nothing. Weights and
+        gradients are divided like this, and `stage_fn` sees the part of its device, which it
+        combines by `copy_to` and `sum_over`. Weights divided over `data_axis` are gathered once
+        before the ticks, and their gradients are reduce-scattered after them (with a list of
+        functions, by an all-reduce).
 
     The arguments of f:
-      params: the result of `stack_stages`, leaves (p·v, …) or (v, p, …); for a list of functions
-        the list of their params; or `PipelineParams(stages, shared)`, for weights that several
-        stages and the loss have in common.
-      inputs: a tree of arrays (batch, …), the full batch; its size must be a multiple of m times
+      params: the result of `stack_stages`, with leaves (p·v, …) or (v, p, …); or a list of params
+        for a list of functions; or `PipelineParams(stages, shared)`, if several stages and the loss
+        share weights.
+      inputs: the whole batch, a tree of arrays (batch, …); its size must be a multiple of m times
         the number of data workers.
-      targets: as `inputs`.
+      targets: like `inputs`.
       rng: a random key, for dropout. A stage function gets
         fold_in(fold_in(rng, microbatch), stage), with the microbatches counted in the order of the
-        full batch, over all data workers.
+        whole batch, over all data workers.
 
-    Returns (of f): the loss, and gradients in the structure and dtypes of params; they are summed
-    in float32 or wider. Integer leaves get float0.
+    Returns (of f): the loss, and gradients with the structure and dtypes of params, which are
+    summed in float32 or wider. Integer leaves get float0.
 
-    Memory per device: the weights, their gradients, and the stash: min(m·v, 2v·p − 1) microbatches,
-    with gpipe m·v of them. With a list of functions, weights take p·v times the largest member (of
-    the parts, with `param_specs`) on every device, and stash and activations the size of the
-    largest: the price of running heterogeneous stages as one program.
+    Memory per device: the weights, their gradients, and the stash of min(m·v, 2v·p − 1)
+    microbatches, or m·v with gpipe. To run heterogeneous stages as one program, weights take p·v
+    times the largest stage on every device (or its largest part, with `param_specs`), and stash and
+    activations take the size of the largest.
 
-    Raises, when it is made or when it is traced, naming the argument:
-      ValueError: an axis that the mesh does not have, a number of stages that does not fit it, a
-        batch that cannot be split, m that is no multiple of p where v > 1, a stage that changes
-        shape or dtype, a loss that is not a scalar, an unknown schedule, stash or grad_reduce.
-      TypeError: arguments of the wrong kind, a loss that is not real.
+    Raises, when f is made or traced, with the name of the argument:
+      ValueError: the mesh lacks an axis, or does not fit the number of stages; the batch cannot be
+        split; m is not a multiple of p although v > 1; a stage changes shape or dtype; the loss is
+        not a scalar; or the schedule, stash or grad_reduce is unknown.
+      TypeError: an argument is of the wrong kind, or the loss is not real.
 
     State: none.
 
-    Source: as `plan`. The phases as scans, with the vjp of each stage taken explicitly, are this
-    library's: differentiating through one scan yields gpipe only.
+    Source: as `plan`. Running the phases as scans, with the vjp of each stage taken explicitly, is
+    this library's own way: differentiating through one scan yields only gpipe.
     """
     stage_fns, homogeneous = _stage_functions(stage_fn)
     if not callable(loss_fn):
@@ -150,8 +152,9 @@ def pipeline_value_and_grad(
     num_stages = pipeline_plan.num_stages * virtual_stages
     if not homogeneous and len(stage_fns) != num_stages:
         raise ValueError(
-            f"stage_fn: {len(stage_fns)} functions for {pipeline_plan.num_stages} devices along "
-            f"{axis_name!r} with virtual_stages={virtual_stages}; {num_stages} are needed"
+            f"stage_fn must be a list of {num_stages} functions, for {pipeline_plan.num_stages} "
+            f"devices along {axis_name!r} with virtual_stages={virtual_stages}; got "
+            f"{len(stage_fns)}"
         )
     if stash is None:
         stash = pipeline_plan.default_stash
@@ -182,8 +185,8 @@ def pipeline_value_and_grad(
         if targets is _WITH_INPUTS:
             if not isinstance(inputs, list | tuple) or len(inputs) != 2:
                 raise TypeError(
-                    "targets are missing: the batch must be two arguments, inputs and targets, or "
-                    f"the pair (inputs, targets); got {type(inputs).__name__} alone"
+                    "targets are missing: pass inputs and targets as two arguments, or as a pair "
+                    f"(inputs, targets); got a single argument of type {type(inputs).__name__}"
                 )
             inputs, targets = inputs
         return compiled(params, inputs, targets, rng)
@@ -214,7 +217,7 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
                 f"{argument} must be an axis of the mesh, which has {names}; got {name!r}"
             )
     if axis_name == data_axis:
-        raise ValueError(f"data_axis must be another axis than axis_name; both are {axis_name!r}")
+        raise ValueError(f"data_axis and axis_name must be different axes; both are {axis_name!r}")
 
 
 def _check_specs(
@@ -224,13 +227,13 @@ def _check_specs(
     data_axis: str | None,
     grad_reduce: str | None,
 ) -> None:
-    """Raise for `param_specs` that the pipeline cannot have."""
+    """Raise an error unless the pipeline can divide params by `param_specs`."""
     for path, spec in zip(
         tree.array_paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
     ):  # fmt: skip
         if not is_spec(spec):
             raise TypeError(
-                f"param_specs must hold PartitionSpecs; got {spec!r} of type "
+                f"param_specs must consist of PartitionSpecs; got {spec!r} of type "
                 f"{type(spec).__name__} at {path!r}"
             )
         names = [name for entry in spec for name in axes(entry)]
@@ -238,13 +241,14 @@ def _check_specs(
             if name not in mesh.axis_names or name == axis_name:
                 others = tree.listed([a for a in mesh.axis_names if a != axis_name])
                 raise ValueError(
-                    f"param_specs: {name!r} at {path!r} must be another axis of the mesh than that "
-                    f"of the stages: {others}"
+                    f"param_specs: {name!r} at {path!r} must be an axis of the mesh other than "
+                    f"that of the stages: {others}"
                 )
         if data_axis in names and grad_reduce is None:
             raise ValueError(
-                f"param_specs: {spec} at {path!r} divides over data_axis={data_axis!r}, which "
-                "grad_reduce=None cannot be with: each worker's gradient is whole there"
+                f"param_specs: {spec} at {path!r} divides over data_axis={data_axis!r}, but with "
+                "grad_reduce=None each worker along this axis has a whole gradient. The two cannot "
+                "be combined"
             )
 
 
@@ -280,7 +284,7 @@ class _Pipeline:
     def value_and_grad(
         self, params: Params, inputs: PyTree, targets: PyTree, rng: Key
     ) -> tuple[jax.Array, Updates]:
-        """Return the loss, and the gradients structured like `params`."""
+        """Return the loss, and the gradients in the structure of `params`."""
         self._check_batch(inputs, targets)
         self._check_enclosing()
         has_shared = isinstance(params, PipelineParams)
@@ -317,7 +321,7 @@ class _Pipeline:
         targets: PyTree,
         rng: Key,
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
-        """Run the pipeline on one device; `shapes` are those of the params, its parts of a list."""
+        """Run the pipeline on one device; `shapes` are those of the params, or of its parts."""
         m = self.plan.num_microbatches
 
         def split(x: jax.Array) -> jax.Array:
@@ -336,7 +340,7 @@ class _Pipeline:
         return loss.astype(model.loss_dtype), gradients
 
     def _model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
-        """Return the model; `weights` and `item` are examples."""
+        """Return the model; `weights` and `item` are examples to trace with."""
         fns = [partial(_call_stage, fn, _keywords(fn)) for fn in self.stage_fns]
         loss_fn = partial(_call_loss, self.loss_fn, _keywords(self.loss_fn))
         policy = self.stash_policy
@@ -348,7 +352,7 @@ class _Pipeline:
     def _reduce(
         self, loss: jax.Array, gradient: Gradient, weights: Weights
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
-        """Return means over the batch from this device's sums; all reductions happen here."""
+        """Return means over the batch from this device's sums; all reductions are made here."""
         loss, shared = lax.psum((loss, gradient.shared), self.axis_name)
         gradient = gradient._replace(shared=shared)
         if self.data_axis is not None:
@@ -367,32 +371,33 @@ class _Pipeline:
         return loss / m, (stage, shared)
 
     def _check_enclosing(self) -> None:
-        """Raise for axes of the data that a training step has bound."""
+        """Raise a ValueError for data axes that an enclosing training step has bound."""
         bound = meshes.bound_axes()
         if self.data_axis in bound:
             raise ValueError(
-                f"data_axis={self.data_axis!r}: the training step splits the batch over this axis, "
-                "and takes the mean: leave data_axis out"
+                f"data_axis={self.data_axis!r}: the training step already splits the batch over "
+                "this axis and takes the mean. Make the pipeline without data_axis"
             )
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
         divided = [a for spec in specs for entry in spec for a in axes(entry) if a in bound]
         if divided:
             raise ValueError(
                 f"param_specs: the training step splits the batch over {divided[0]!r}, and gathers "
-                "params that are divided over it: give it their PartitionSpecs, shard={...}"
+                "params that are divided over it. Pass their PartitionSpecs to the step instead, "
+                "shard={...}"
             )
 
     def _check_batch(self, inputs: PyTree, targets: PyTree) -> None:
         named = [("inputs", x) for x in jax.tree.leaves(inputs)]
         named += [("targets", x) for x in jax.tree.leaves(targets)]
         if not jax.tree.leaves(inputs):
-            raise ValueError("inputs must hold at least one array")
+            raise ValueError("inputs must contain at least one array")
         size = jnp.shape(named[0][1])[:1]
         for name, x in named:
             if jnp.shape(x)[:1] != size or not size:
                 raise ValueError(
                     f"{name}: every array must have the batch as its leading axis; got shape "
-                    f"{jnp.shape(x)}, and {jnp.shape(named[0][1])} before"
+                    f"{jnp.shape(x)}, but the first array has {jnp.shape(named[0][1])}"
                 )
         m = self.plan.num_microbatches
         if size[0] % (m * self.num_workers) or not size[0]:
@@ -407,7 +412,7 @@ class _Pipeline:
             ("rng", has_rng, self.stage_fns),
         ):
             if given and not any(name in _keywords(fn) for fn in fns):
-                raise ValueError(f"{name} was given, but no function has a parameter {name!r}")
+                raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
 
 
 def _keywords(fn: Callable[..., Any]) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""Pictures with matplotlib, of runs, rates and costs, and the report of a run.
+"""Plots of runs, learning rates and costs with matplotlib, and the report of a run.
 
-Each function draws on `ax`, or on a new figure, and returns the axes; `history` has a figure of its
-own, and `report` a file. matplotlib is imported when the first of them is called.
+Each function draws on `ax`, or on a new figure, and returns the axes. `history` returns a figure,
+and `report` writes a file. matplotlib is imported when you first call one of them.
 """
 
 from optfn.plot.costs import memory, recompute, timetable

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Curves of more points than this are drawn as means of as many intervals, and a band around them.
+# A curve with more points is drawn as the means of this many intervals, with a band around them.
 MAX_POINTS = 500
 
 
@@ -55,9 +55,9 @@ def by_name(argument: str, values: Mapping[str, T], kind: type[T] | None = None)
 
 
 def curve(ax: "Axes", x: np.ndarray, y: np.ndarray, label: str, **style: Any) -> None:
-    """Draw a curve; a long one as the means of intervals, with a band from least to greatest.
+    """Draw a curve; a long one as the means of intervals, with a band from minimum to maximum.
 
-    Points that are not finite are left out, and so are the intervals that have one.
+    Points that are not finite are left out, and so are intervals that contain one.
     """
     y = np.where(np.isfinite(y), y, np.nan).astype(np.float64)
     if len(y) > MAX_POINTS:

@@ -17,9 +17,9 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axes":
-    """Draw the bytes on each device by part, a bar for each way of sharding a model.
+    """Draw the bytes on each device, as a bar for each way of sharding a model.
 
-    The bytes that a device sends in a step stand beside its bar.
+    Beside each bar are the bytes that a device sends per step.
 
     Args:
       plans: results of `optfn.distributed.plan_memory`, by name.
@@ -101,10 +101,10 @@ def _places(
 
 
 def timetable(plan: Plan, *, ax: "Axes | None" = None) -> "Axes":
-    """Draw the work of each stage of a pipeline at each time.
+    """Draw the work of each stage of a pipeline over time.
 
     Args:
-      plan: a result of `optfn.distributed.plan`; `plan.draw` is the same.
+      plan: a result of `optfn.distributed.plan`; `plan.draw` draws the same.
       ax: where to draw; None for a new figure.
     """
     if not isinstance(plan, Plan):

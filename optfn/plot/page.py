@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, neither a network nor scripts."""
+"""The report of a run: a single HTML file, without scripts and without links to other files."""
 
 import io
 import os
@@ -54,13 +54,13 @@ def report(
 ) -> Path:
     """Write the report of a run as one HTML file, and return its path.
 
-    It has the curves that `history` draws, a table of the first, least, greatest and last number of
-    each, the optimizer's state for each parameter, versions and devices. Everything is in the
-    file, so that it can be sent or kept; it takes the colours of a light or a dark page.
-    `minimize(..., report=path)` writes it while the run goes on.
+    It has the curves that `history` draws; a table of the first, smallest, largest and last value
+    of each; the optimizer's state for each parameter; versions and devices. All of it is in one
+    file, which you can send or keep, and which follows the light or dark mode of the browser.
+    `minimize(..., report=path)` writes it during the run.
 
     Args:
-      history: as `minimize` returns it.
+      history: the history that `minimize` returns.
       path: the file. It is replaced only when the new one is complete.
       title: the heading.
       about: further facts, such as the hyper-parameters, by name.
@@ -69,7 +69,7 @@ def report(
 
     Raises:
       ImportError: matplotlib is not installed.
-      TypeError, ValueError: the history is not one.
+      TypeError, ValueError: `history` is not the history of a run.
     """
     series = checked(history)
     if not isinstance(about, Mapping | None):

@@ -15,7 +15,7 @@ from optfn.plot.axes import by_name, on_axes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# How many steps of a schedule are computed at most.
+# At most this many steps of a schedule are computed.
 _SAMPLES = 2000
 
 
@@ -25,11 +25,11 @@ def schedules(
     *,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw the learning rates of steps 0 to `steps` − 1 by schedules.
+    """Draw the learning rates of schedules, from step 0 to `steps` − 1.
 
     Args:
-      schedules: functions of the step, by name; or a schedule, or several, whose names are their
-        `repr`, the call that makes them.
+      schedules: functions of the step, by name; or one schedule, or several, whose names are then
+        their `repr`, the call that makes them.
       steps: how many steps, ≥ 1.
       ax: where to draw; None for a new figure.
     """
@@ -86,7 +86,7 @@ def dgc_ramp(
       rampup_begin_step: as for `dgc_momentum`.
       rampup_step: as for `dgc_momentum`.
       sparsity: as for `dgc_momentum`.
-      steps: how many steps to draw, ≥ 1; None for half as many again as the ramp ends after.
+      steps: how many steps to draw, ≥ 1; None: 1.5 times the step at which the ramp ends.
       ax: where to draw; None for a new figure.
     """
     begin = checks.count("rampup_begin_step", rampup_begin_step, low=0)

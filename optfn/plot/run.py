@@ -24,11 +24,11 @@ _OF_LOSS = ("evaluation", "evaluation/loss")
 def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
     """Draw the loss of each training batch, and the evaluations of the loss.
 
-    The y axis is logarithmic where the losses are positive and span a factor above 100.
+    The y axis is logarithmic if the losses are positive and span a factor above 100.
 
     Args:
-      history: as `minimize` returns it. Evaluations are drawn here if `evaluate` gave a number, or
-        one under the key "loss".
+      history: the history that `minimize` returns. Evaluations are drawn if `evaluate` returned a
+        number, or a dict with the key "loss".
       local_steps: as for `minimize`: how many steps an entry of the history stands for.
       ax: where to draw; None for a new figure.
     """
@@ -49,7 +49,7 @@ def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None
     """Draw the learning rate of each step.
 
     Args:
-      history: as `minimize` returns it, with "learning_rate".
+      history: the history that `minimize` returns, with "learning_rate".
       local_steps: as for `minimize`.
       ax: where to draw; None for a new figure.
     """
@@ -64,7 +64,7 @@ def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None
     """Draw the global norms of gradient, update and parameters, on a logarithmic axis.
 
     Args:
-      history: as `minimize` returns it where `record_metrics` is around the optimizer.
+      history: the history that `minimize` returns if `record_metrics` is around the optimizer.
       local_steps: as for `minimize`.
       ax: where to draw; None for a new figure.
     """
@@ -82,13 +82,13 @@ def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None
 def history(
     history: RunHistory, *, local_steps: int = 1, figure: "Figure | None" = None
 ) -> "Figure":
-    """Draw all that a history has, one panel below the other, and return the figure.
+    """Draw everything in a history, one panel below the other, and return the figure.
 
-    Losses with their evaluations, the learning rate, norms and clip factor where they are
-    recorded, and a panel for each other number that the loss (aux) or `evaluate` gave.
+    There are panels for the losses with their evaluations, the learning rate, the norms and clip
+    factor if they were recorded, and every other number that the loss (aux) or `evaluate` returned.
 
     Args:
-      history: as `minimize` returns it.
+      history: the history that `minimize` returns.
       local_steps: as for `minimize`.
       figure: an empty figure of matplotlib; None for a new one.
     """
@@ -141,14 +141,14 @@ def _other_evaluation(series: RunHistory, name: str, ax: "Axes") -> "Axes":
 
 
 def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
-    """Return a history with its arrays as NumPy's; it must have "loss" and those `needed`."""
+    """Return a history as NumPy arrays, after checking that it has "loss" and those `needed`."""
     arrays = {name: np.asarray(x) for name, x in by_name("history", history).items()}
-    # The bytes beside the history of a checkpoint say where the batches stand.
+    # The history of a checkpoint may have the position of the batches beside it, as bytes.
     series = {name: x for name, x in arrays.items() if x.dtype != np.uint8}
     for name in ("loss", *needed):
         if name not in series:
             have = ", ".join(series)
-            recorded = "; record_metrics records it" if name in NORMS else ""
+            recorded = "; wrap the optimizer in record_metrics" if name in NORMS else ""
             raise ValueError(f"history must have {name!r}; it has {have}{recorded}")
     for name, x in series.items():
         length = len(series["loss"])

@@ -1,4 +1,4 @@
-"""The report that `minimize` writes: `optfn.plot.report` of the run, while it goes on."""
+"""The report that `minimize` writes during the run, by `optfn.plot.report`."""
 
 import os
 import time
@@ -22,7 +22,7 @@ _SECONDS_BETWEEN = 60.0
 class RunReport:
     """Writes the report of a run about once a minute, and at the end, however the run ends.
 
-    In a run of several processes the first one writes it.
+    In a run of several processes, process 0 writes it.
 
     Args:
       path: the file; None for no report.
@@ -44,7 +44,7 @@ class RunReport:
         self.end = "after its last step"
         self.since = time.monotonic()
         if self.path is not None:
-            checks.optional_module("matplotlib", "plot")  # now, and not after hours
+            checks.optional_module("matplotlib", "plot")  # fail now, not after hours
             self.summary = _summary(step, state)
 
     def __enter__(self) -> "RunReport":

@@ -1,1 +1,1 @@
-"""The training loop: evaluation, history, logs, progress and checkpoints."""
+"""The training loop, with evaluation, history, logs, progress and checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are being written: copies of states, and the thread that writes them."""
+"""Writing of checkpoints in the background: copies of states, and the thread that writes them."""
 
 import functools
 import threading
@@ -13,52 +13,52 @@ import numpy as np
 
 from optfn.leaves.types import PyTree
 
-# The memory of the host that devices copy to while they compute.
+# The memory of the host that devices can copy to while they compute.
 _PINNED = "pinned_host"
 
 
 class _Write(NamedTuple):
-    """A checkpoint that is being written, or the error of one that could not be."""
+    """A checkpoint that is being written, or that could not be written."""
 
     directory: Path
     future: Future[None]
 
 
-# At most one for each directory, in the order in which they are written.
+# At most one write for each directory, in the order in which they are written.
 _writing: list[_Write] = []
 
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    # Functions of `atexit` come too late: Python has ended all pools then, and orbax needs its own.
+    # `atexit` is too late: by then Python has shut down all pools, and orbax needs its own.
     threading._register_atexit(wait)  # type: ignore[attr-defined]
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
 
 def start(directory: Path, write: Callable[[], None]) -> None:
-    """Begin to write a checkpoint; the one before in the directory must be written (`wait`)."""
+    """Begin to write a checkpoint; call `wait` first for the previous one in the directory."""
     _writing.append(_Write(directory, _thread().submit(write)))
 
 
 def wait(directory: Path | None = None) -> None:
-    """Wait until checkpoints are on the disk, all or those of a directory.
+    """Wait until all checkpoints, or those of a directory, are on the disk.
 
-    Errors of those that could not be written, in any directory, are raised once.
+    If a checkpoint could not be written, in any directory, its error is raised once.
     """
     for write in tuple(_writing):
         if directory in (None, write.directory) or write.future.done():
             try:
                 write.future.result()
             finally:
-                if write.future.done():  # it is not where a signal interrupts the wait
+                if write.future.done():  # not if a signal has interrupted the wait
                     _writing.remove(write)
 
 
 def copied(tree: PyTree) -> PyTree:
-    """Return a copy of the arrays of a tree, which may be donated or overwritten at once.
+    """Return a copy of the arrays of a tree; the arrays may be donated or overwritten at once.
 
-    JAX arrays are copied in the background, to memory of the host where the devices can; the copies
-    lie over the processes as the arrays do.
+    JAX arrays are copied in the background, to memory of the host if the devices can do that. The
+    copies are divided over processes like the arrays.
     """
     groups: dict[frozenset[jax.Device], dict[int, jax.Array]] = {}
     for x in jax.tree.leaves(tree):
@@ -73,7 +73,7 @@ def copied(tree: PyTree) -> PyTree:
 
 
 def _sharding_on_host(x: jax.Array) -> jax.sharding.Sharding:
-    """Return the sharding of an array, in memory of the host where its devices have such memory."""
+    """Return the sharding of an array, in memory of the host if its devices have such memory."""
     kinds = {memory.kind for d in x.sharding.addressable_devices for memory in _memories(d)}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding
 

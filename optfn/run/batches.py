@@ -1,4 +1,4 @@
-"""The batches of a run: those it has not used yet, pass by pass."""
+"""The batches that a run has not used yet, pass by pass."""
 
 import contextlib
 import itertools
@@ -11,14 +11,14 @@ from optfn.run.position import Position, StatefulIterator
 
 
 class Remaining:
-    """The batches that a run has not used yet, and how many were given in all.
+    """The batches that a run has not used yet, and a count of all batches.
 
-    batches: those of the whole run; with `epochs`, those of one pass.
-    done: how many steps of it are made.
-    local_steps: how many steps a batch is for.
-    found: where the iterator stood after `done` steps, if that is known. Where it can go on from
-      there, no used batch is drawn again.
-    epoch: the number of the pass that the last batch is of, from 1; None without `epochs`.
+    batches: the batches of the whole run, or of one pass with `epochs`.
+    done: the number of steps that the run has made.
+    local_steps: the number of steps for each batch.
+    found: the position of the iterator after `done` steps, if it is known. If the iterator can
+      continue from there, used batches are not drawn again.
+    epoch: the number of the pass of the last batch, from 1; None without `epochs`.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class Remaining:
         self._ahead = self._ahead or list(itertools.islice(self._passes, 1))
 
     def _at(self, found: Position) -> Iterator[Batch] | None:
-        """Return an iterator that goes on from where an earlier one stood; None if it cannot."""
+        """Return an iterator that continues from the position of an earlier one, or None."""
         iterator = iter(self.batches)
         if not isinstance(iterator, StatefulIterator):
             return None
         try:
             iterator.set_state(found.state)
-        except Exception as error:  # of any kind: the iterator is of another library
+        except Exception as error:  # any kind, since the iterator is from another library
             checks.warn(
-                "the iterator of batches refuses the state in the checkpoint, so that the run "
-                f"passes over the batches used before: {error}"
+                "the iterator of batches does not accept its state from the checkpoint, so the "
+                f"run draws the used batches again and skips them: {error}"
             )
             return None
         self._pass, self.given = found.epoch, self.used
         return iterator
 
     def position(self) -> Position | None:
-        """Return where the iterator stood after the last batch; None if it does not say."""
+        """Return the position of the iterator after the last batch; None if it has no state."""
         return self._before_ahead if self._ahead else self._position()
 
     def _position(self) -> Position | None:
@@ -90,12 +90,12 @@ class Remaining:
                 yield epoch, batch
             if epoch > 1 and is_empty:
                 raise ValueError(
-                    f"batches gave none in epoch {epoch} of {self.epochs}: it must be possible to "
-                    "iterate it again"
+                    f"batches gave no batch in epoch {epoch} of {self.epochs}; with epochs it must "
+                    "be something that can be iterated again, such as a list or a DataLoader"
                 )
 
     def ends_epoch(self) -> bool:
-        """Tell whether the last batch was the last of its pass; the next one is drawn for it."""
+        """Tell whether the last batch was the last of its pass, by drawing the next one."""
         if self.epochs is None or self.given == self.most:
             return self.epochs is not None
         if not self._ahead:
@@ -104,14 +104,14 @@ class Remaining:
         return not self._ahead or self._ahead[0][0] != self.epoch
 
     def last_step(self) -> int | None:
-        """Return how many steps the run makes in all, where that is known."""
+        """Return how many steps the run makes in all; None if that is not known."""
         if self.steps is None and self.epochs is not None and isinstance(self.batches, Sized):
             with contextlib.suppress(TypeError):  # a DataLoader over a stream
                 return self.epochs * len(self.batches) * self.local_steps
         return self.steps
 
     def check(self) -> None:
-        """Raise if the batches ended before `steps`, before those that are used, or at once."""
+        """Raise if there were no batches, or fewer than `steps` or the used ones need."""
         needed = max(self.used, 1) if self.most is None else self.most
         if self.is_finished or self.given >= needed:
             return
@@ -119,7 +119,7 @@ class Remaining:
         words += f"{needed} are needed"
         words += "" if self.steps is None else f" for steps={self.steps}"
         words += f" with local_steps={self.local_steps}" if self.local_steps > 1 else ""
-        words += f"; the run passes over the first {self.used}, used before" if self.used else ""
+        words += f". The run has already used the first {self.used}" if self.used else ""
         once = not self.given and isinstance(self.batches, Iterator)
-        why = "batches is an iterator, which gives its batches only once: " if once else ""
-        raise ValueError(f"{why}batches gave {self.given} batches; {words}")
+        words += ". An iterator gives its batches only once: is it used up?" if once else ""
+        raise ValueError(f"batches gave {self.given} batches, but {words}")

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: for each saved step one npz file, or one directory of all processes.
+"""Checkpoints of a run: one npz file for each saved step, or one directory for all processes.
 
-Each is written whole or not at all.
+A checkpoint is written as a whole or not at all.
 """
 
 import functools
@@ -45,30 +45,31 @@ def save_checkpoint(
     sharded: bool | None = None,
     background: bool | None = None,
 ) -> Path:
-    """Write a training state to `directory`, as step_<n>.npz or the directory step_<n>.
+    """Save a training state in `directory`, as the file step_<n>.npz or the directory step_<n>.
 
-    It appears under its name only when all of it is on the disk, so that a process killed at any
-    moment leaves the newest checkpoint intact. In a run of several processes all call it.
+    A checkpoint gets its name only when all of it is on the disk. So if the process is killed, at
+    any moment, the newest checkpoint is intact. In a run of several processes, all must call it.
 
-    A file (`sharded=False`): each process has a directory of its own, and writes the full state,
-    with the parts of other processes, so that any of the directories is enough to resume from.
+    A file (`sharded=False`): each process has its own directory, and writes the whole state, with
+    the parts of other processes. Any of these directories is enough to resume from.
 
-    A directory (`sharded=True`, by orbax): all processes name the same one, which they share, and
-    each writes its own part. A checksum of each array lies beside it.
+    A directory (`sharded=True`, by orbax): all processes name the same directory, which they share,
+    and each writes its own part. A checksum of each array is stored beside it.
 
-    In the background, the call returns when a copy of the state is under way, which a thread
-    writes; the state may be overwritten at once. The next save in the directory, a restore and the
-    end of `minimize` wait for it and raise its error. The end of the program prints it.
+    In the background: the call returns as soon as a copy of the state is under way, and you may
+    overwrite the state at once. A thread writes the copy. The next save in the directory, a restore
+    and the end of `minimize` wait for it, and raise its error if it failed; at the end of the
+    program, such an error is printed.
 
     Args:
-      directory: made if it is not there. An address such as gs://bucket/run, where etils has the
-        package that it needs, for checkpoints that are directories.
+      directory: where to save; it is created if necessary. For checkpoints that are directories it
+        may be an address such as gs://bucket/run, if etils has the package for that store.
       state: a TrainState.
-      history: arrays by name to keep beside it.
-      keep: how many checkpoints stay; older ones are removed.
-      sharded: whether it is a directory; None means a file, unless params or state are spread over
-        devices (`shard`, `shard_tables`) and orbax is installed.
-      background: whether it is written in the background; None means that a directory is.
+      history: arrays by name, to save beside the state.
+      keep: how many checkpoints to keep; older ones are removed.
+      sharded: whether to write a directory. None: only if params or state are divided over devices
+        (`shard`, `shard_tables`) and orbax is installed.
+      background: whether to write in the background. None: only if it is a directory.
 
     Returns:
       The path of the file or the directory.
@@ -83,7 +84,8 @@ def save_checkpoint(
         )
     if not isinstance(history, Mapping | None):
         raise TypeError(
-            f"save_checkpoint: history must give arrays by name; got {checks.shown(history)}"
+            "save_checkpoint: history must be a mapping from names to arrays; "
+            f"got {checks.shown(history)}"
         )
     for name, value in (("sharded", sharded), ("background", background)):
         if value is not None:
@@ -94,7 +96,8 @@ def save_checkpoint(
     if is_remote(directory):
         if sharded is False:
             raise ValueError(
-                f"sharded=False writes a file; the store of {directory} takes directories only"
+                f"sharded=False writes a file, but the store of {directory} takes only "
+                "directories: pass sharded=True"
             )
         sharded = True
     if sharded is None:
@@ -110,7 +113,7 @@ def save_checkpoint(
 def _file_writer(
     path: Path, state: PyTree, history: Mapping[str, np.ndarray]
 ) -> Callable[[], None]:
-    """Return a function that writes a state, which may be overwritten at once, to a file."""
+    """Return a function that writes a state to a file; the state may be overwritten at once."""
     own = copied(jax.tree.map(_gathered, state))
     beside = {f"history/{k}": np.array(v) for k, v in history.items()}
 
@@ -119,7 +122,7 @@ def _file_writer(
         try:
             write_file(path, lambda file: np.savez(file, **arrays))
         except OSError as error:
-            words = f"cannot save the state ({error.strerror}); earlier files stay"
+            words = f"cannot save the state ({error.strerror}); earlier checkpoints are intact"
             raise OSError(error.errno, words, str(path)) from error
 
     return write
@@ -131,22 +134,22 @@ def _write_and_remove(write: Callable[[], None], path: Path, keep: int) -> None:
 
 
 def _remove_others(path: Path, keep: int) -> None:
-    """Remove the oldest checkpoints beside the one that was just written, until `keep` are left.
+    """Remove the oldest checkpoints until `keep` are left; the one just written is not removed.
 
-    So are those that a process began to write when it was killed.
-    A checkpoint of a later step may lie there, if the run went back to an earlier one.
+    It may be older than others, if the run went back to an earlier step. Incomplete checkpoints,
+    which a process left when it was killed, are removed too.
     """
     others = [other for other in checkpoints(path.parent) if other != path]
     unfinished = [other for pattern in _UNFINISHED for other in path.parent.glob(pattern)]
     for other in others[: max(0, len(others) + 1 - keep)] + unfinished:
         if other.is_file():
             other.unlink(missing_ok=True)
-        elif jax.process_index() == 0:  # the processes share it
+        elif jax.process_index() == 0:  # all processes share the directory
             remove_directory(other)
 
 
 def _gathered(x: Leaf) -> Leaf:
-    """Return the whole of an array, gathered if other processes hold a part of it."""
+    """Return a whole array, gathered if other processes hold a part of it."""
     x = jax.random.key_data(x) if is_key(x) else x
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)
@@ -172,10 +175,11 @@ def load_checkpoint(
     strict: bool = True,
     only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
-    """Return the TrainState in a checkpoint, and the history beside it.
+    """Return the TrainState and the history in one checkpoint, given by its path.
 
-    Arrays lie as those of the template. Per-worker arrays are converted by `rescale_residuals`
-    where the number of workers has changed.
+    `restore_checkpoint` finds the newest one of a directory. Arrays are placed like those of the
+    template. If the number of workers has changed, per-worker arrays are converted by
+    `rescale_residuals`.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
@@ -184,7 +188,8 @@ def load_checkpoint(
       only: as in `restore_checkpoint`.
 
     Raises:
-      ValueError: it is truncated or damaged, or the state of another run; `only` matches nothing.
+      ValueError: the checkpoint is truncated, damaged, or from another run; or `only` matches
+        nothing.
     """
     wait()
     loaded, history, changes = _load(path, state, _choice(strict, only))
@@ -194,24 +199,24 @@ def load_checkpoint(
 
 
 class _Misfit(ValueError):
-    """A checkpoint is whole, but of another run."""
+    """A checkpoint is intact, but from another run."""
 
 
 class _Choice(NamedTuple):
-    """Which names of a checkpoint are loaded: `strict` and `only` of `restore_checkpoint`."""
+    """The choice of the names to load: `strict` and `only` of `restore_checkpoint`."""
 
     strict: bool = True
     only: Pattern | None = None
 
     def has(self, name: str) -> bool:
-        """Tell whether the array of a name is loaded."""
+        """Tell whether the array with this name is loaded."""
         name = _public_name(name)
         if self.only is None or callable(self.only):
             return self.only is None or bool(self.only(name))
         return re.fullmatch(self.only, name) is not None
 
     def reads(self, name: str) -> bool:
-        """Tell whether it is read; the numbers of workers tell how to convert arrays."""
+        """Tell whether it is read. Numbers of workers are, since conversions depend on them."""
         return self.has(name) or name.endswith("/num_workers")
 
 
@@ -220,14 +225,14 @@ def _choice(strict: bool, only: Pattern | None) -> _Choice:
 
 
 def _public_name(name: str) -> str:
-    """Return a name as `only` takes it."""
+    """Return a name in the form that `only` takes."""
     return name.removeprefix("train/")
 
 
 def _load(
     path: str | os.PathLike[str], state: PyTree, choice: _Choice
 ) -> tuple[PyTree, dict[str, np.ndarray], Changes]:
-    """Return the state in a checkpoint, its history, and the names that are not in both."""
+    """Return the state in a checkpoint, its history, and the differences of names."""
     path = directory_of(path)
     if path.is_dir():
         convert = functools.partial(_rescaled, state)
@@ -245,26 +250,26 @@ def _load(
     try:
         loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
     except ValueError as error:
-        hint = "; strict=False loads what fits" if choice.strict else ""
-        raise _Misfit(f"{path} is not of this run: {error}{hint}") from error
+        hint = ". With strict=False, all that fits is loaded" if choice.strict else ""
+        raise _Misfit(f"{path} is from another run: {error}{hint}") from error
     dropped = [*changes.dropped, *others]
     lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
     return loaded, history, Changes(*lists)
 
 
 def load_params(path: str | os.PathLike[str], params: Params) -> Params:
-    """Return the parameters in a checkpoint, without the rest of the run.
+    """Return only the parameters in a checkpoint, for inference or to fine-tune them.
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote; or the directory where a run saves,
         for the newest intact checkpoint in it.
-      params: the parameters of the same model, as a template: the result has its structure, dtypes
+      params: the parameters of the same model, as a template. The result has its structure, dtypes
         and shardings.
 
     Raises:
-      ValueError: it is truncated or damaged, or its params have other names or shapes;
-        `restore_checkpoint(..., only=)` loads a part of them.
-      FileNotFoundError: there is nothing at `path`.
+      ValueError: the checkpoint is truncated or damaged, or its params have other names or shapes.
+        To load some of them, use `restore_checkpoint(..., only=)`.
+      FileNotFoundError: there is no checkpoint at `path`.
     """
     wait()
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
@@ -293,7 +298,7 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
 
 
 def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping for as many workers as the template `state` has."""
+    """Return a mapping whose arrays are those of as many workers as `state` has."""
     if PER_WORKER_KEY not in mapping or not has_own_state(state):
         return mapping
     own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
@@ -313,30 +318,32 @@ def restore_checkpoint(
     strict: bool = True,
     only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]] | None:
-    """Return the state and the history of the newest intact checkpoint in `directory`, or None.
+    """Return the state and the history of the newest intact checkpoint in `directory`.
 
-    The history has the bytes "batches" too if the run saved where its iterator of batches stands.
-
-    A damaged one is skipped with a warning that names it, and the one before it is read. Files and
-    directories may lie side by side. In a run of several processes all call it, and get the newest
-    that any of them has: those without it write a copy of its file to their directory.
+    Returns None if there is no checkpoint, so that a program can begin with
+    `restore_checkpoint(...) or (template, {})`. A damaged checkpoint is skipped with a warning that
+    names it, and the one before it is read. A directory may contain both kinds of checkpoints. In a
+    run of several processes, all must call it, and all get the newest checkpoint that any of them
+    has: processes without it write a copy of its file to their directories.
 
     Args:
       directory: where `save_checkpoint` wrote.
-      template: a TrainState of the same run, such as `step.init(params)`.
-      strict: whether the checkpoint must have the names of the template and no other, but for those
-        that only report on a run (`load_state_dict`). If not, arrays that it lacks stay as the
-        template has them, and others are dropped.
-      only: a pattern of the names to load, such as "params/.*": a regular expression that must
-        match a whole name, or a function name -> bool. All else stays as the template has it, the
-        step included, and `strict` is not looked at. Names are those of `state_dict`, without
-        "train/" in front.
+      template: a TrainState of the same run, such as `step.init(params)`. The result is placed like
+        it.
+      strict: whether the names in the checkpoint must be exactly those of the template, except
+        those that only report on a run (`load_state_dict`). If False, missing arrays are taken from
+        the template, and superfluous ones are dropped.
+      only: the names to load, such as "params/.*": a regular expression that must match a whole
+        name, or a function name -> bool. Everything else, also the step, is taken from the
+        template, and `strict` is ignored. Names are those of `state_dict`, without "train/" in
+        front.
 
     With `strict=False` or `only`, one warning lists the names that were carried over, are new, or
-    were dropped. New float32 masters (`master_weights`) are those of the params that were loaded.
+    were dropped. New float32 masters (`master_weights`) are made from the loaded params. If the run
+    saved the position of its iterator of batches, the history has it as the bytes "batches".
 
     Raises:
-      ValueError: there are checkpoints, and none can be loaded; `only` matches no name.
+      ValueError: there are checkpoints, but none can be loaded; or `only` matches no name.
     """
     wait()
     found, choice = checkpoints(directory), _choice(strict, only)
@@ -359,9 +366,9 @@ def restore_checkpoint(
 def _newest(
     paths: list[Path], read: Callable[[Path], T], problems: list[str]
 ) -> tuple[Path, T] | None:
-    """Return the last path that is intact, read; `problems` gets the faults of those after it.
+    """Return the last intact checkpoint and its contents; `problems` gets the faults of later ones.
 
-    One that is whole but of another run ends the search: those before it are of that run too.
+    An intact checkpoint of another run ends the search, since those before it are of that run too.
     """
     for path in reversed(paths):
         try:
@@ -388,12 +395,12 @@ def _newest_of_all(
     content = processes.send(source, path.read_bytes() if is_file else b"")
     if not content:
         raise ValueError(
-            f"process {source} has a checkpoint of step {last} that is a directory, which other "
-            "processes do not see: all must name the same one, which they share"
+            f"process {source} has a checkpoint of step {last} that is a directory, but other "
+            "processes cannot see it: all processes must name the same, shared directory"
         )
     if own == last:
         return newest
-    checks.warn(f"{path} is a copy of the file of process {source}")
+    checks.warn(f"{path} was missing here, and is now a copy of the file of process {source}")
     directory.mkdir(parents=True, exist_ok=True)
     write_file(path, lambda file: file.write(content))
     return path, read(path)

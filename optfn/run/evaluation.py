@@ -1,4 +1,4 @@
-"""Evaluations of a run: when they are due, which is the best, and means over batches."""
+"""Evaluations of a run: when they are due, which one is the best, and means over batches."""
 
 import itertools
 import math
@@ -22,10 +22,10 @@ from optfn.train.state import TrainState
 class Evaluator:
     """Evaluates a run when it is due, and records the best evaluation.
 
-    options: those of the loop.
-    history: where results go; it may hold those of a run before this one.
-    monitored: the number that is compared, of each evaluation, by its step.
-    best, best_step: the best of them, and its step.
+    options: the options of the loop.
+    history: where results are recorded; it may have those of an earlier part of the run.
+    monitored: the monitored number of each evaluation, by its step.
+    best, best_step: the best of these numbers, and its step.
     """
 
     def __init__(self, options: LoopOptions, history: History) -> None:
@@ -42,7 +42,7 @@ class Evaluator:
 
     @property
     def worst(self) -> float:
-        """The number than which every other is better."""
+        """The number that is worse than every other."""
         return self.sign * math.inf
 
     def is_better(self, value: float, than: float) -> bool:
@@ -64,7 +64,7 @@ class Evaluator:
         return self.options.patience is not None and self.no_better >= self.options.patience
 
     def has_seen(self, n: int) -> bool:
-        """Tell whether this run has evaluated the state after step n, or there is nothing to do."""
+        """Tell whether the state after step n has been evaluated, or evaluations are off."""
         found = self.history.evaluations
         return self.options.evaluate is None or bool(found and found[-1]["evaluation_step"] == n)
 
@@ -72,8 +72,7 @@ class Evaluator:
         """Evaluate the state after step n; return the numbers by their names in the history.
 
         Raises:
-          ValueError: there are several numbers, and `monitor` is none of them, or None where one
-            is needed.
+          ValueError: there are several numbers, and `monitor` does not name one of them.
         """
         assert self.options.evaluate is not None
         result = self.options.evaluate(natural(unpack(state.params)), *_model_state(state))
@@ -86,7 +85,7 @@ class Evaluator:
         elif self._compares or self.options.monitor is not None:
             keys = ", ".join(sorted(named))
             raise ValueError(
-                f"monitor must be one of the numbers that evaluate gives, {keys}; "
+                f"monitor must name one of the numbers that evaluate returns, {keys}; "
                 f"got {self.options.monitor!r}"
             )
         self.history.evaluations.append({"evaluation_step": n, **values})
@@ -103,7 +102,7 @@ class Evaluator:
             self.best, self.best_step, self.no_better = value, n, 0
 
     def warn_of_mode(self) -> None:
-        """Warn of a monitored number that has gone the wrong way in three evaluations or more."""
+        """Warn if the monitored number went the wrong way in all of three or more evaluations."""
         values = list(self.monitored.values())
         wrong = all(self.is_better(a, b) for a, b in itertools.pairwise(values))
         if self._compares and len(values) > 2 and wrong:
@@ -134,24 +133,23 @@ def _real(key: str, value: Any) -> float:
 def over_batches(
     fn: Callable[..., Any], batches: Iterable[Batch]
 ) -> Callable[..., float | dict[str, float]]:
-    """Return an `evaluate` for `fit` and `minimize`: the mean of `fn` over all examples.
+    """Return a function for the argument `evaluate` of `fit`: the mean of `fn` over all examples.
 
         evaluate(params) = Σ nᵦ·fn(params, b) / Σ nᵦ,  nᵦ the examples of batch b
 
-    The examples of a batch are counted along its leading axis, so that a short last batch counts by
-    its size. `fn` is compiled by `jax.jit`, once for each shape of a batch. Params that lie on a
-    mesh stay as they lie.
+    The examples of a batch are counted along its leading axis, so a short last batch counts by its
+    size. `fn` is compiled by `jax.jit`, once for each shape of a batch. Params keep their sharding.
 
     Args:
-      fn: (params, batch) -> a mean over the examples of the batch, or a dict of them; with model
-        state (params, model_state, batch).
+      fn: a function (params, batch) -> a mean over the examples of the batch, or a dict of means;
+        with model state, its arguments are (params, model_state, batch).
       batches: an iterable that can be iterated again, such as a list or a DataLoader.
 
     Raises:
-      TypeError: `batches` is no iterable; `fn` gives something else than a number or a dict of
-        numbers.
-      ValueError: `batches` ends after one pass, or holds nothing; the arrays of a batch have no
-        leading axis of one length; `fn` gives other keys for one batch than for another.
+      TypeError: `batches` is not iterable, or `fn` returns something else than a number or a dict
+        of numbers.
+      ValueError: `batches` ends after one pass, or is empty; the arrays of a batch do not have
+        leading axes of the same length; or `fn` returns different keys for different batches.
 
     >>> import jax.numpy as jnp, optfn
     >>> evaluate = optfn.over_batches(lambda w, x: jnp.mean(w * x), [jnp.ones(3), jnp.zeros(1)])
@@ -164,8 +162,8 @@ def over_batches(
         raise TypeError(f"over_batches: batches must be an iterable; got {checks.shown(batches)}")
     if isinstance(batches, Iterator):
         raise ValueError(
-            "over_batches: each evaluation iterates batches anew; give a list or a DataLoader; got "
-            f"{checks.shown(batches)}, which ends after one pass"
+            "over_batches: each evaluation iterates over batches again, so pass a list or a "
+            f"DataLoader; got {checks.shown(batches)}, which ends after one pass"
         )
     compiled = jax.jit(fn)
 
@@ -184,28 +182,29 @@ def _num_examples(batch: Batch) -> int:
         shapes = ", ".join(str(np.shape(x)) for x in jax.tree.leaves(batch))
         raise ValueError(
             "over_batches counts the examples of a batch along the leading axis of its arrays, "
-            f"which must have one length; got shapes {shapes}"
+            f"which must all have the same length; got shapes {shapes}"
         )
     return count
 
 
 def _numbers_by_key(result: object) -> dict[str, float]:
-    """Return the numbers for a batch by key, "" for one alone; reading them waits for the device.
+    """Return the numbers for a batch by key, or by "" for a single number.
 
-    So at most one batch is under way: CPU devices share their threads, see `TrainStep`.
+    Reading them waits for the device, so at most one batch is under way. CPU devices need that,
+    since they share their threads; see `TrainStep`.
     """
     named = result if isinstance(result, Mapping) else {"": result}
     return {str(key): _real(str(key), value) for key, value in named.items()}
 
 
 def _mean_of(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:
-    """Return the means of numbers, each row with a weight; without key one number alone."""
+    """Return the means of numbers by key, each row with its weight; a single number without key."""
     total = sum(weight for weight, _ in rows)
     if not total:
-        raise ValueError("over_batches: batches gave no example")
+        raise ValueError("over_batches: batches has no examples")
     first = rows[0][1]
     if any(row.keys() != first.keys() for _, row in rows):
         keys = " and ".join(sorted({str(sorted(row)) for _, row in rows}))
-        raise ValueError(f"over_batches: fn must give the same keys for each batch; got {keys}")
+        raise ValueError(f"over_batches: fn must return the same keys for each batch; got {keys}")
     means = {key: sum(n * row[key] for n, row in rows if n) / total for key in first}
     return means[""] if list(means) == [""] else means

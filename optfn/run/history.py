@@ -9,17 +9,18 @@ import numpy as np
 from optfn.leaves.types import Leaf, PyTree
 from optfn.wrappers.metrics import RECORDED
 
-# The metrics of each step that the history keeps; of nested ones, "aux/accuracy", the first word.
+# The metrics of each step that the history keeps; for nested ones such as "aux/accuracy", the first
+# word.
 PER_STEP = (
     "loss", "learning_rate", "bytes_sent", "epoch", "aux", "loss_scale", "spike_ratio", *RECORDED,
 )  # fmt: skip
 
-# How many steps may have their metrics on the device, until all of them are moved to the host.
+# When this many steps have their metrics on the device, all of them are moved to the host.
 _CHUNK = 1000
 
 
 class History:
-    """The metrics of each step, the last ones on the device, and the evaluations."""
+    """The metrics of each step, the latest ones still on the device, and the evaluations."""
 
     def __init__(self) -> None:
         self.earlier: dict[str, np.ndarray] = {}
@@ -34,14 +35,14 @@ class History:
         self.steps.append(_scalars_by_name(kept))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return an array for each metric, with the entries of the earlier run first."""
+        """Return an array for each metric, with the entries of earlier parts of the run first."""
         self._move_to_host()
         evaluations = {k: x for k, x in self.earlier.items() if k.startswith("evaluation")}
         per_step = {k: x for k, x in self.earlier.items() if k not in evaluations}
         return per_step | _joined(evaluations, _columns(self.evaluations))
 
     def _move_to_host(self) -> None:
-        """Add the steps to the earlier ones; reading from the device takes long, so once each."""
+        """Add the latest steps to those on the host; each is read once, since that takes long."""
         per_step = {k: x for k, x in self.earlier.items() if not k.startswith("evaluation")}
         self.earlier |= _joined(per_step, _columns(jax.device_get(self.steps)))
         self.steps.clear()
@@ -53,7 +54,7 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return columns one below the other, NaN where only one of the two tables has a column."""
+    """Return two tables joined by column; a column that only one of them has is NaN elsewhere."""
     tables = [table for table in (first, then) if table]
     missing = [np.full(len(next(iter(table.values()))), np.nan, np.float32) for table in tables]
     return {
@@ -63,7 +64,7 @@ def _joined(first: dict[str, np.ndarray], then: dict[str, np.ndarray]) -> dict[s
 
 
 def _scalars_by_name(metrics: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Return the scalars among metrics by name; those of a nested "aux" are "aux/<path>"."""
+    """Return the scalars among metrics by name; in a nested "aux" they are "aux/<path>"."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): x
         for path, x in jax.tree_util.tree_leaves_with_path(dict(metrics))

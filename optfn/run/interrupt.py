@@ -1,4 +1,4 @@
-"""Signals that end a run after the step that is under way."""
+"""Signals that end a run after the current step."""
 
 import contextlib
 import signal
@@ -15,7 +15,7 @@ from optfn.parallel import processes
 
 
 class Interrupt:
-    """Whether a signal ends the run, and which."""
+    """Whether a signal ends the run, and which one."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.name = ""
@@ -24,7 +24,7 @@ class Interrupt:
         )
 
     def is_due(self, call: int) -> bool:
-        """Tell whether the run ends after this call of the step, the same in every process."""
+        """Tell whether the run ends after this call of the step; all processes get the same."""
         if self.of_all_processes:
             if not multihost_utils.reached_preemption_sync_point(call):
                 return False
@@ -36,9 +36,9 @@ class Interrupt:
 def interruptible(mesh: Mesh | None) -> Iterator[Interrupt]:
     """Yield an object that records the first SIGINT or SIGTERM; the next one acts as usual.
 
-    Signals that the program handles itself stay its own. In a run of several processes JAX takes
-    SIGTERM as a notice of preemption, upon which the processes agree on the step to stop after;
-    SIGINT is made one.
+    Signals that the program handles itself are left to it. In a run of several processes, JAX takes
+    SIGTERM as a notice of preemption, and the processes agree on the step to stop after; SIGINT is
+    turned into such a notice.
     """
     interrupt = Interrupt(mesh)
     usual: dict[signal.Signals, Any] = {

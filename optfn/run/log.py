@@ -1,4 +1,4 @@
-"""The log of a run: the metrics of each step, written while the run goes on."""
+"""The log of a run: the metrics of each step, written during the run."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from optfn.run.history import scalars
 
 @runtime_checkable
 class SummaryWriter(Protocol):
-    """A writer of files for TensorBoard: torch's and tensorboardX's classes of this name."""
+    """A writer of files for TensorBoard, such as SummaryWriter of torch and tensorboardX."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number of a step."""
@@ -27,7 +27,7 @@ class SummaryWriter(Protocol):
 
 @runtime_checkable
 class FlaxSummaryWriter(Protocol):
-    """flax.metrics.tensorboard's class of the same purpose."""
+    """A writer of files for TensorBoard, from flax.metrics.tensorboard."""
 
     def scalar(self, tag: str, value: float, step: int) -> object:
         """Write one number of a step."""
@@ -36,33 +36,33 @@ class FlaxSummaryWriter(Protocol):
         """Write the buffered values to the disk."""
 
 
-# Where a run writes its metrics while it goes on: the path of a file of JSON lines, or TensorBoard.
+# Where a run writes its metrics: the path of a file of JSON lines, or a writer for TensorBoard.
 Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
 Logs: TypeAlias = Log | Sequence[Log] | None
 
 
 class RunLog:
-    """Metrics of each step, written while the run goes on.
+    """Metrics of each step, written during the run.
 
-    They are written once the device has computed them, at the latest at the end, so that writing
-    does not wait for a step.
+    They are written after the device has computed them, at the latest at the end of the run, so
+    that writing does not wait for a step.
 
     Args:
       log: a path, a SummaryWriter of torch, tensorboardX or flax, or several; None for no log.
-      done: how many steps were made before; a file keeps its lines up to there.
+      done: how many steps were made before; a file keeps its lines up to that step.
     """
 
     def __init__(self, log: Logs, done: int) -> None:
         self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
-        targets = [_target(one) for one in several]  # all are checked before a file is opened
+        targets = [_target(one) for one in several]  # check all before a file is opened
         self.sinks = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any]) -> None:
-        """Add the metrics of step n; those of a step that is there already are added to it."""
+        """Add metrics of step n; a step that has some already gets more."""
         if not self.sinks:
             return
         if self.waiting and self.waiting[-1][0] == n:
@@ -85,21 +85,21 @@ class RunLog:
 
 
 def _target(log: Log) -> "Path | _Scalars":
-    """Return where one log goes: the path of a file, or the functions of a writer."""
+    """Return the target of one log: the path of a file, or the functions of a writer."""
     if isinstance(log, SummaryWriter):
         return _Scalars(log.add_scalar, log.flush)
     if isinstance(log, FlaxSummaryWriter):
         return _Scalars(log.scalar, log.flush)
     if not isinstance(log, str | os.PathLike):
         raise TypeError(
-            f"log must be a path; got {checks.shown(log)}, which is no "
-            "SummaryWriter either: it lacks add_scalar (or flax's scalar) or flush"
+            "log must be a path or a SummaryWriter, with the methods add_scalar (or scalar, in "
+            f"flax) and flush; got {checks.shown(log)}"
         )
     return Path(log)
 
 
 class _Lines:
-    """A file of JSON, one object a step. NaN and infinities, which JSON does not have, are null."""
+    """A file with one JSON object per step. NaN and infinity, which JSON lacks, become null."""
 
     def __init__(self, path: Path, done: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class _Lines:
 
 
 class _Scalars:
-    """Scalars of TensorBoard. The writer stays open: it is the caller's."""
+    """Scalars of TensorBoard. The writer belongs to the caller, so it stays open."""
 
     def __init__(
         self, add: Callable[[str, float, int], object], flush: Callable[[], object]
@@ -135,7 +135,7 @@ class _Scalars:
 def _is_earlier(line: str, done: int) -> bool:
     try:
         return bool(json.loads(line)["step"] <= done)
-    except (ValueError, KeyError, TypeError):  # the last line of a process that was killed
+    except (ValueError, KeyError, TypeError):  # a killed process may leave half a line
         return False
 
 

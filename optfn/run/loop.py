@@ -1,4 +1,4 @@
-"""The whole training loop: fluid's minimize, with evaluation, logs and checkpoints."""
+"""The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
 import datetime
 import os
@@ -66,22 +66,23 @@ def minimize(
     keep: int = 2,
     resume: bool = True,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """Train from params: make the step, its first state, and `fit` it.
+    """Train a model: take a step for each batch, and return the final state and a history.
 
         step = make_train_step(loss_fn, tx, …)
         state = step.init(params, model_state)
         return fit(step, state, batches, …)
 
     Args:
-      loss_fn: (params, batch) -> loss, as for `make_train_step`.
+      loss_fn: a function (params, batch) -> loss, as for `make_train_step`.
       tx: an optimizer of optfn or optax.
-      params: the tree to start from; it stays as it is.
+      params: the parameters to start from, a tree of arrays, which is left untouched.
       batches: an iterable of batches.
-      model_state: the model's arrays beside params, such as batch statistics: the initial ones.
+      model_state: the initial arrays of the model besides params, such as batch statistics.
         `loss_fn` then takes and returns them, as with `make_train_step(model_state=True)`.
 
-    The arguments `has_aux` to `compare_replicas_every` are those of `make_train_step`, all others
-    those of `fit`. Returns and errors are those of `fit`.
+    The arguments from `has_aux` to `compare_replicas_every` are those of `make_train_step`, and all
+    others are those of `fit`. So are the result and the errors: the trained parameters are
+    `state.params`, and `history` maps names such as "loss" to arrays.
     """
     step = make_train_step(
         loss_fn,
@@ -147,84 +148,82 @@ def fit(
     keep: int = 2,
     resume: bool = True,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """Train: one step for each batch.
+    """Train with a step that you made, from a state of it: take one step for each batch.
 
-    Ctrl-C or SIGTERM ends the run after the step that is under way: it is evaluated and saved as at
-    its end, and its state and history are returned. A second Ctrl-C interrupts at once. In a
-    run of several processes a signal to any of them ends all after the same step, within some
-    seconds; with JAX's option `jax_enable_preemption_service` off, signals act there as they do
-    without optfn.
+    Ctrl-C or SIGTERM ends the run after the current step. That step is evaluated and saved as the
+    last step of a run is, and state and history are returned. A second Ctrl-C interrupts at once.
+    In a run of several processes, a signal to any of them ends all of them after the same step,
+    within some seconds, unless you have turned off JAX's option `jax_enable_preemption_service`.
 
     Args:
       step: a training step, from `make_train_step`.
-      state: where to start: `step.init(params)`, or any later state of that step. It is used up,
-        unless the step is made with `donate=False`.
-      batches: an iterable of batches, the first of them for the step after `state`. Their leaves
-        are numbers, arrays of JAX or NumPy, or tensors of torch and others that `np.asarray` takes
-        without a copy; a torch DataLoader is taken as it is.
-      steps: how many steps to make at most, from `state` on; None goes to the end of `batches`.
-      epochs: how many times to go through `batches`, which it must be possible to iterate again,
-        such as a list or a DataLoader; ≥ 1. None is once, without counting. The number of the
-        epoch, from 1, is in the history, the log and the bar.
+      state: where to start: `step.init(params)`, or any later state of that step. It is donated,
+        unless the step was made with `donate=False`.
+      batches: an iterable of batches, beginning with that of the first step after `state`. The
+        leaves of a batch are numbers, arrays of JAX or NumPy, or tensors (of torch or others) that
+        `np.asarray` takes without a copy. You can pass a torch DataLoader as it is.
+      steps: the most steps to take, counted from `state`; None: until `batches` ends.
+      epochs: how many times to iterate over `batches`, which must then be something like a list or
+        a DataLoader; ≥ 1. None: once. With `epochs`, the number of the epoch, from 1, is in the
+        history, the log and the progress bar.
       progress: whether to show a bar with loss, learning rate and examples per second on the
-        terminal (by tqdm, where it is installed); where there is no terminal, lines
-        `step <n> loss <number>`. A run that resumes, and one that finds itself finished, says so
-        there.
-      evaluate: (params) -> a number or a dict of numbers; with `model_state` (params, model_state).
-        It is called every `evaluate_every` steps and at the end. `over_batches(fn, batches)` makes
-        one of the mean over a set of batches.
-      evaluate_every: steps between evaluations, ≥ 1; "epoch" evaluates after each of the `epochs`;
-        None means only at the end.
-      monitor: the key of the number that tells which evaluation is better, where `evaluate` gives a
-        dict. It is needed there with `patience` and `keep_best`.
-      mode: "min" where that number should fall, such as a loss; "max" where it should rise, such as
-        an accuracy. A warning says so if all evaluations, three or more, went the other way.
-      patience: the run ends when so many evaluations in a row were no better than the best, ≥ 1.
-        Started again from its checkpoint, it makes no further step.
-      keep_best: whether the state with the best evaluation comes back instead of the last one. It
-        is a copy on the devices, and in `checkpoint`/best where there are checkpoints. A run that
-        resumes compares the state kept there, the one it resumes from and those it evaluates. If
-        an evaluation before was better, and its state was not kept because `keep_best` was off,
-        the best of these comes back with a warning that names the step of the better one.
-      callback: (step, state, metrics) after each step, with metrics as Python numbers; True ends
-        the run. The next step overwrites the state: copy the arrays to keep. Reading the metrics
-        waits for the step.
-      log: where the metrics of each step go while the run goes on: a path, for a file with one JSON
-        object a line, with which a run that resumes goes on; or the SummaryWriter of tensorboardX,
-        torch or flax, for TensorBoard: any object with `flush()`, and either
-        `add_scalar(name, value, step)` or `scalar(name, value, step)`. Several make a list.
-      report: a file of HTML with the curves of the run, a table of its numbers, the optimizer's
-        state, versions and devices; see `optfn.plot.report`. It is written about once a minute
-        and at the end, also where an error ends the run. Needs matplotlib.
+        terminal (by tqdm, if it is installed). Without a terminal, lines `step <n> loss <number>`
+        are printed. You are also told if the run resumes, or was already finished.
+      evaluate: a function params -> a number or a dict of numbers; with `model_state` its arguments
+        are (params, model_state). It is called every `evaluate_every` steps and at the end.
+        `over_batches(fn, batches)` makes one that takes the mean over batches.
+      evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
+        the `epochs`; None evaluates only at the end.
+      monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
+        compared; `patience` and `keep_best` then need it.
+      mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
+        accuracy. You get a warning if in all of three or more evaluations it went the other way.
+      patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
+        If you start such a run again from its checkpoint, it takes no further step.
+      keep_best: whether to return the state with the best evaluation instead of the last one. It is
+        kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
+        resumes compares the state kept there, the one that it resumes from, and those that it
+        evaluates. If an earlier evaluation was better, but its state was not kept because
+        `keep_best` was off, the best of these is returned, and a warning names the better step.
+      callback: a function (step, state, metrics), called after each step, with metrics as Python
+        numbers; if it returns True, the run ends. The next step overwrites the state, so copy the
+        arrays that you keep. A callback waits for each step, to read the metrics.
+      log: where to write the metrics of each step during the run. A path: a file with one JSON
+        object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
+        tensorboardX, torch or flax, or any object with `flush()` and either
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`. Or a list of these.
+      report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
+        state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
+        at the end, even if an error ends the run. Needs matplotlib.
       checkpoint: a directory for checkpoints, which are written in the background
-        (`save_checkpoint`). A run that finds one there resumes from it: it skips the batches that
-        were used, so pass the same ones, and ends bit for bit as if it had not been stopped. Where
-        the iterator of `batches` has `get_state` and `set_state`, as those of grain have, its state
-        is in the checkpoint, and no used batch is read again. The run counts the steps since
-        `state` that were made before. Its learning rate is that of the checkpoint, and a warning
-        says so if `state` has another number.
-      save_every: steps between checkpoints, ≥ 1, or the time between them, such as
-        `datetime.timedelta(minutes=10)`; the last step is saved as well.
-      keep: how many checkpoints stay in the directory, ≥ 1; older ones are removed.
-      resume: whether a run may resume; if False, checkpoints in the directory are an error.
+        (`save_checkpoint`). If it has one already, the run resumes from it, with results that are
+        bit-identical to those of a run that was never stopped. Pass the same batches: those that
+        were used are skipped. They are not even read if the iterator of `batches` has `get_state`
+        and `set_state`, as those of grain have, because its state is in the checkpoint. `steps`
+        includes those made before. The learning rate is that of the checkpoint; if `state` has
+        another number, you get a warning.
+      save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
+        `datetime.timedelta(minutes=10)`. The last step is saved as well.
+      keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed.
+      resume: whether the run may resume. If False, checkpoints in the directory are an error.
 
-    With local steps each batch is a round; `steps`, `save_every` and `evaluate_every` count local
-    steps, and a save or an evaluation due within a round happens at its end.
+    With local steps, each batch is a round. `steps`, `save_every` and `evaluate_every` count local
+    steps; a save or an evaluation that is due within a round happens at its end.
 
     Returns:
-      The last TrainState, and the history: NumPy arrays "loss" and, where the step gives them,
-      "learning_rate" and "bytes_sent", with one entry per batch, and where `record_metrics` is in
-      tx the norms and the clip factor that it records (without local steps); "aux", or "aux/<key>"
-      for each number of a tree, where the loss gives some; "epoch" with `epochs`; "evaluation", or
-      "evaluation/<key>" for each number of a dict, with one entry per evaluation, and
-      "evaluation_step", the steps before it. Where only a part of the run, before or after a
-      restart, has a number, the rest is NaN.
+      The last TrainState, and the history, a dict of NumPy arrays. With one entry per batch it has
+      "loss"; "learning_rate" and "bytes_sent", if the step returns them; the norms and the clip
+      factor of `record_metrics`, if it is in tx (without local steps); "aux", or "aux/<key>" for
+      each number of a tree, if the loss returns numbers; and "epoch", with `epochs`. With one entry
+      per evaluation it has "evaluation", or "evaluation/<key>" for each number of a dict; and
+      "evaluation_step", the number of steps before it. If a number was recorded only before or only
+      after a restart, its other entries are NaN.
 
     Raises:
-      ValueError: `batches` holds nothing, or ends before `steps` or before the step of the
-        checkpoint, or cannot be iterated again for `epochs`; there is a checkpoint, and `resume` is
-        False; `evaluate` does not give the number that `monitor` names, or gives a dict where
-        `patience` or `keep_best` needs `monitor`; no checkpoint can be loaded.
+      ValueError: `batches` is empty, ends before `steps` or before the step of the checkpoint, or
+        cannot be iterated again for `epochs`; there is a checkpoint although `resume` is False; no
+        checkpoint can be loaded; `evaluate` does not return the number that `monitor` names; or
+        `patience` or `keep_best` need `monitor`, because `evaluate` returns a dict.
       FloatingPointError: `skip_nonfinite` gave up.
     """
     options = LoopOptions(
@@ -271,7 +270,7 @@ class _Run:
         self.stopped = self.evaluator.gave_up
 
     def to_the_end(self) -> tuple[TrainState, dict[str, np.ndarray]]:
-        """Make the steps; return the last state, or the best one, and the history."""
+        """Take all steps; return the last state, or the best one, and the history."""
         options, per_call = self.options, self.step.local_steps
         with (
             Progress(self.last, options.progress, self.done, per_call=per_call) as bar,
@@ -297,11 +296,11 @@ class _Run:
             if interrupt.name:
                 bar.say(page.end)
             elif self.n == self.saver.resumed:
-                bar.say(f"the run in {self.saver.place} is finished; no step was left to make")
+                bar.say(f"the run in {self.saver.place} is already finished; no step was taken")
         return self.best.choose(self.state), self.history.arrays()
 
     def _make_step(self, batch: Batch) -> dict[str, Any]:
-        """Call the step, and evaluate if it is due; return the numbers of both."""
+        """Call the step, and evaluate if that is due; return the numbers of both."""
         self.state, metrics = self.step(self.state, batch)
         self.n += self.step.local_steps
         if self.remaining.epoch is not None:
@@ -339,7 +338,7 @@ class _Run:
         self.saver.save(self.state, self.history, self.remaining)
 
     def _early_end(self, by_signal: str) -> str:
-        """Return how the run ended before its last step; "" for one that did not."""
+        """Return how the run ended early; "" if it did not."""
         if by_signal:
             return f"stopped by {by_signal} after step {self.n}"
         return f"early, after step {self.n}" if self.stopped else ""

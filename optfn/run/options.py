@@ -1,4 +1,4 @@
-"""The options of the loop: their checks, which need no run."""
+"""The options of the loop, and their checks."""
 
 import dataclasses
 import datetime
@@ -20,7 +20,7 @@ EPOCH = "epoch"
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """The arguments of `fit` beside step, state and batches, checked."""
+    """The arguments of `fit` besides step, state and batches, checked."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -52,7 +52,7 @@ class LoopOptions:
                 checks.count(name, getattr(self, name))
         if self.callback is not None and not callable(self.callback):
             raise TypeError(
-                f"callback must be a function of (step, state, metrics); got {self.callback!r}"
+                f"callback must be a function (step, state, metrics); got {self.callback!r}"
             )
         self._check_evaluation()
 
@@ -62,7 +62,9 @@ class LoopOptions:
             raise TypeError(f"evaluate must be a function of params; got {self.evaluate!r}")
         if self.evaluate_every == EPOCH:
             if self.epochs is None:
-                raise ValueError('evaluate_every="epoch" needs epochs, the number of passes')
+                raise ValueError(
+                    'evaluate_every="epoch" needs epochs=, the number of passes over batches'
+                )
         elif self.evaluate_every is not None:
             checks.count("evaluate_every", self.evaluate_every)
         for name in ("evaluate_every", "patience", "keep_best"):
@@ -70,11 +72,11 @@ class LoopOptions:
                 raise ValueError(f"{name} needs evaluate, a function of params")
 
     def check_batches(self, batches: Iterable[Batch], local_steps: int) -> None:
-        """Raise an error unless these batches, for so many steps each, make such a run."""
+        """Raise an error unless these options fit the batches, each for `local_steps` steps."""
         if self.steps is not None and self.steps % local_steps:
             raise ValueError(
-                f"steps must be a multiple of local_steps, {local_steps}, since a run can only "
-                f"stop between rounds; got {self.steps}"
+                f"steps must be a multiple of local_steps, {local_steps}, because a run can stop "
+                f"only between rounds; got {self.steps}"
             )
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise TypeError(f"batches must be an iterable; got {checks.shown(batches)}")

@@ -1,4 +1,4 @@
-"""Where an iterator of batches stands, in the checkpoint of a run: a resume reads no old batch."""
+"""The position of an iterator of batches in a checkpoint, so that no used batch is read again."""
 
 import base64
 import json
@@ -17,20 +17,20 @@ BATCHES = "batches"
 
 @runtime_checkable
 class StatefulIterator(Protocol):
-    """An iterator of batches that says where it stands, and goes on from there: one of grain."""
+    """An iterator of batches that can save and restore its position, such as one of grain."""
 
     def get_state(self) -> object:
-        """Return the state, bytes or a tree of the types of JSON."""
+        """Return the state: bytes, or a tree of values that JSON can represent."""
 
     def set_state(self, state: object) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 class Position(NamedTuple):
-    """Where the batches of a run stand.
+    """The position of a run in its batches.
 
     epoch: the number of the pass, from 1.
-    state: that of its iterator.
+    state: the state of its iterator.
     """
 
     epoch: int
@@ -38,10 +38,10 @@ class Position(NamedTuple):
 
 
 def encoded(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]:
-    """Return the entry of a checkpoint; none where no process has a position.
+    """Return the entry of a checkpoint for a position; {} if no process has one.
 
     Args:
-      position: that of this process.
+      position: the position of this process.
       is_shared: whether all processes call this; the entry then has the positions of all.
     """
     own = "" if position is None else _text(position)
@@ -53,9 +53,9 @@ def encoded(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]
 
 
 def decoded(history: Mapping[str, np.ndarray]) -> Position | None:
-    """Return the position of this process in the result of `encoded`, None where there is none.
+    """Return the position of this process from the result of `encoded`, or None.
 
-    A run on another number of processes has a position if it was the same in all.
+    If the number of processes has changed, there is a position only if it was the same in all.
     """
     if BATCHES not in history:
         return None
@@ -71,7 +71,7 @@ def decoded(history: Mapping[str, np.ndarray]) -> Position | None:
 
 
 def _text(position: Position) -> str:
-    """Return a position as JSON; "" with a warning where the state is neither bytes nor JSON."""
+    """Return a position as JSON; "" with a warning if the state is neither bytes nor JSON."""
     epoch, state = position
     if isinstance(state, bytes):
         return json.dumps({"epoch": epoch, "bytes": base64.b64encode(state).decode()})
@@ -79,11 +79,11 @@ def _text(position: Position) -> str:
         text = json.dumps({"epoch": epoch, "state": state})
         if json.loads(text)["state"] == state:
             return text
-    except (TypeError, ValueError):  # a type that JSON does not have, a circle
+    except (TypeError, ValueError):  # a type that JSON does not have, or a circular reference
         pass
     checks.warn(
-        "the checkpoint is saved without the state of the iterator of batches, so that a run that "
-        "resumes passes over the batches used before: get_state must give bytes or what JSON gives "
-        f"back unchanged; got {checks.shown(state)}"
+        "the checkpoint is saved without the state of the iterator of batches, so a run that "
+        "resumes will draw the used batches again and skip them. get_state must return bytes, or "
+        f"a value that JSON keeps unchanged; got {checks.shown(state)}"
     )
     return ""

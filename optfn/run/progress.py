@@ -1,4 +1,4 @@
-"""The progress of a run on the screen: a bar, or lines where there is no terminal."""
+"""The progress of a run on the screen: a bar, or lines if there is no terminal."""
 
 import math
 import sys
@@ -12,10 +12,10 @@ from optfn.leaves.types import Batch
 
 
 class Progress:
-    """A progress bar on a terminal, lines elsewhere, nothing where it is turned off.
+    """A progress bar on a terminal, lines elsewhere, or nothing if it is turned off.
 
-    Reading a loss waits for the device, so it is read a few times a second at most, and for lines
-    at the first, the last and each tenth part of the steps.
+    Reading a loss waits for the device, so the bar reads it a few times a second at most. Lines are
+    printed for the first and the last step, and after each tenth of the steps.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Progress:
         return self
 
     def __call__(self, n: int, metrics: dict[str, Any], batch: Batch = None) -> None:
-        """Show step n, after which `metrics` hold, on a batch of so many examples."""
+        """Show the metrics of step n, on this batch."""
         if not self.shown:
             return
         self.last = n, metrics
@@ -84,7 +84,7 @@ class Progress:
 
 
 class _Speed:
-    """Examples per second since the last time they were shown."""
+    """Examples per second since they were last shown."""
 
     def __init__(self) -> None:
         self.examples = 0
@@ -101,13 +101,13 @@ class _Speed:
 
 
 def num_examples(batch: Batch) -> int | None:
-    """Return the length of the leading axis of a batch; None where its leaves do not agree."""
+    """Return the length of the leading axis of a batch; None if its leaves do not agree."""
     lengths = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def words(metrics: dict[str, Any], steps: int = 1) -> str:
-    """Return the metrics of so many steps as readable text: "loss 0.043120 rate 0.001"."""
+    """Return the metrics of this many steps as text: "loss 0.043120 rate 0.001"."""
     text = f"epoch {metrics['epoch']} " if "epoch" in metrics else ""
     text += f"loss {short(metrics['loss'])}"
     if "learning_rate" in metrics:

@@ -23,12 +23,12 @@ from optfn.transforms.learning_rate import numbers_of_rates
 
 
 class Saver:
-    """Saves a run in a directory, where one is given, and finds the one that was saved there.
+    """Saves a run in a directory, if there is one, and restores a run that was saved there.
 
-    step, options: those of the run.
+    step, options: the step and the options of the run.
     saved: the step of the last checkpoint; None before there is one.
-    resumed: the step of the one that the run resumes from; None for a new run.
-    batches: where the iterator of batches stood there, if that is known.
+    resumed: the step of the checkpoint that the run resumes from; None for a new run.
+    batches: the position of the iterator of batches in that checkpoint, if it is known.
     """
 
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
@@ -49,10 +49,10 @@ class Saver:
         return "" if self.directory is None else os.path.join(self.directory, "")
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
-        """Return the state and the history to start from: those that were saved, if any.
+        """Return the state and the history to start from: the saved ones, if there are any.
 
         Raises:
-          ValueError: those that were saved are of a step before `state`, or are not wanted.
+          ValueError: the saved ones are from a step before `state`, or the run must not resume.
         """
         history, begin = History(), int(state.step)
         if self.directory is None:
@@ -69,14 +69,15 @@ class Saver:
         self.saved = self.resumed = int(found.step)
         if self.saved < begin:
             raise ValueError(
-                f"the checkpoint in {self.directory} is of step {self.saved}, before step "
-                f"{begin} of state: give the state that the run began with, or another directory"
+                f"the checkpoint in {self.directory} is from step {self.saved}, but state is from "
+                f"a later step, {begin}. Pass the state that the run began with, or another "
+                "directory"
             )
         _warn_of_rates(state, found)
         return found, history
 
     def _check_empty(self, state: TrainState) -> None:
-        """Raise a ValueError where a process has checkpoints, in all processes of the run."""
+        """Raise a ValueError, in all processes of the run, if any of them has checkpoints."""
         assert self.directory is not None
         found = checkpoints(self.directory)
         count = len(found)
@@ -85,12 +86,12 @@ class Saver:
         if count:
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
             raise ValueError(
-                f"resume=False, and {which}: give another directory, remove the checkpoints, or "
-                "pass resume=True to go on from the newest"
+                f"resume=False, but {which}. Pass another directory, remove the checkpoints, or "
+                "pass resume=True to continue from the newest"
             )
 
     def is_due(self, n: int) -> bool:
-        """Tell whether a save was due in the steps of the last call, which ended with step n."""
+        """Tell whether a save is due for a step of the last call, which ended with step n."""
         every = self.options.save_every
         if self.directory is None:
             return False
@@ -99,7 +100,7 @@ class Saver:
         return self._clock is not None and self._clock.is_due()
 
     def save(self, state: TrainState, history: History, batches: Remaining) -> None:
-        """Save a state, the history and where the batches stand."""
+        """Save a state, the history and the position of the batches."""
         if self.directory is not None:
             self.step.check(state)
             stands = position.encoded(batches.position(), processes.share_state(state))
@@ -109,11 +110,11 @@ class Saver:
 
 
 class _Clock:
-    """Tells whether an interval has passed since the last save, the same in all processes.
+    """Tells whether an interval has passed since the last save, with one answer for all processes.
 
-    They must agree, which stops them until the devices are done. So they look at the clock of
-    process 0 only at a few calls: after half of the calls that the rest of the interval seems to
-    have room for, and again.
+    To agree, the processes have to wait until their devices are done. So they look at the clock of
+    process 0 only in a few calls: after half of the calls that the rest of the interval seems to
+    have room for, then after half of those that are left, and so on.
     """
 
     def __init__(self, interval: datetime.timedelta, is_shared: bool) -> None:
@@ -124,7 +125,7 @@ class _Clock:
         self.began, self.calls, self.next_look = time.monotonic(), 0, 1
 
     def is_due(self) -> bool:
-        """Tell so, once after each call of the step."""
+        """Tell whether the interval has passed; to be called once after each call of the step."""
         self.calls += 1
         if self.calls < self.next_look:
             return False
@@ -140,20 +141,20 @@ class _Clock:
 
 
 def _warn_of_rates(given: TrainState, found: TrainState) -> None:
-    """Warn of learning rates, given as numbers, that a resumed state has others for."""
+    """Warn if learning rates, given as numbers, differ from those of the resumed state."""
     new, old = numbers_of_rates(given.opt_state), numbers_of_rates(found.opt_state)
     for name in new.keys() & old.keys():
         if new[name] != old[name]:
             checks.warn(
-                f"the run resumes at the learning rate of its checkpoint, {old[name]:g}, and not "
-                f"at that of tx, {new[name]:g}. To change it, restore the checkpoint, call "
+                f"the run resumes with the learning rate of its checkpoint, {old[name]:g}, and not "
+                f"with that of tx, {new[name]:g}. To change it, restore the checkpoint, call "
                 "optfn.set_learning_rate, and save it again"
             )
             return
 
 
 class Best:
-    """The state with the best evaluation among those that the run can return, where asked for."""
+    """The state with the best evaluation among those that the run can return, for `keep_best`."""
 
     def __init__(self, evaluator: Evaluator, saver: Saver) -> None:
         self.evaluator = evaluator
@@ -163,11 +164,11 @@ class Best:
         self.value = evaluator.worst
 
     def restore(self, resumed: TrainState) -> None:
-        """Begin with the state that was kept, or the one that is resumed if that is better."""
+        """Begin with the state that was kept, or with the resumed one if that is better."""
         if not self.is_kept or not int(resumed.step):
             return
         found = None if self.directory is None else restore_checkpoint(self.directory, resumed)
-        # A state from after the last checkpoint is not in the history; the run makes it again.
+        # A state later than the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
             self.state = found[0]
             self.value = self.evaluator.monitored[int(self.state.step)]
@@ -184,13 +185,13 @@ class Best:
                 save_checkpoint(self.directory, state, keep=1, background=True)
 
     def choose(self, last: TrainState) -> TrainState:
-        """Return the best state, or the last one; warn where an earlier run had a better one."""
+        """Return the best state, or the last one; warn if a better one was not kept."""
         state = last if self.state is None else self.state
         evaluator = self.evaluator
         if self.is_kept and evaluator.is_better(evaluator.best, self.value):
             checks.warn(
-                f"keep_best: the state of step {int(state.step)} comes back. The evaluation of "
-                f"step {evaluator.best_step} is better, {evaluator.best:g}, but its "
-                "state was not kept when the run was there"
+                f"keep_best returns the state of step {int(state.step)}. The evaluation of step "
+                f"{evaluator.best_step} was better, {evaluator.best:g}, but its state was "
+                "not kept at that time"
             )
         return state

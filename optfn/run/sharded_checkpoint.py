@@ -1,8 +1,8 @@
-"""Checkpoints whose parts are written by the processes that hold them: orbax.
+"""Checkpoints of which each process writes its own part, by orbax.
 
-A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`, and beside
-them the metadata of `state_dict` (version, names, and which arrays are per worker), a checksum of
-each array, and the history. Orbax gives the directory its name when all of it is written.
+A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`, the
+metadata of `state_dict` (version, names, and which arrays are per worker), a checksum of each
+array, and the history. Orbax gives the directory its name when all of it is written.
 """
 
 import functools
@@ -40,7 +40,7 @@ def is_available() -> bool:
 
 
 def holds_parts(state: PyTree) -> bool:
-    """Tell whether arrays of a state are spread over devices, besides those that are per-worker."""
+    """Tell whether arrays of a state, other than per-worker ones, are divided over devices."""
     shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker | Divided))
     return any(
         isinstance(x, jax.Array)
@@ -54,8 +54,8 @@ def holds_parts(state: PyTree) -> bool:
 def _checkpointer() -> Any:
     """Return orbax's checkpointer of this process.
 
-    Its processes meet by the coordinator: a collective of devices, in the thread that writes, would
-    meet those of the training in another order in each process.
+    It synchronizes processes through the coordinator. A collective of devices, from the thread that
+    writes, could meet the collectives of the training in another order in each process.
     """
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
     processes = ocp.options.MultiprocessingOptions(
@@ -71,7 +71,7 @@ def writer(path: Path, state: PyTree, history: Mapping[str, np.ndarray]) -> Call
     """Return a function that writes a state to the directory `path`; any thread may call it.
 
     Args:
-      path: the directory; one that is there is replaced.
+      path: the directory; if it exists, it is replaced.
       state: a TrainState, which may be overwritten at once.
       history: arrays by name.
     """
@@ -105,14 +105,14 @@ def load(
     convert: Callable[[dict[str, Any]], dict[str, Any]],
     is_read: Callable[[str], bool],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
-    """Return the arrays in a directory by name, as `state_dict` gives them, the history, all names.
+    """Return the arrays in a directory by name (as in `state_dict`), the history, and all names.
 
     Args:
       path: a directory that `writer` wrote.
       state: a state of the same run, as a template.
-      convert: converts per-worker arrays to the present number of workers; it gets them on the
-        host, with the numbers of workers.
-      is_read: whether an array of a name is read.
+      convert: converts per-worker arrays to the current number of workers; it gets them on the
+        host, together with the saved numbers of workers.
+      is_read: tells whether the array with a name is read.
 
     Raises:
       ValueError: an array is missing or damaged, or does not fit.
@@ -124,7 +124,7 @@ def load(
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds
-        raise ValueError(f"{path} is not a whole checkpoint: {error}") from error
+        raise ValueError(f"{path} is truncated or damaged: {error}") from error
     mapping = {"version": np.asarray(about["version"]), **arrays}
     if about[PER_WORKER_KEY]:
         mapping[PER_WORKER_KEY] = np.array(about[PER_WORKER_KEY])
@@ -135,7 +135,7 @@ def load(
 def _read_parts(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
-    """Return the metadata, the history, and the arrays, checked."""
+    """Return the metadata, the history, and the checked arrays."""
     ocp = checks.optional_module("orbax.checkpoint", "orbax")
     checkpointer = _checkpointer()
     shapes = checkpointer.metadata(absolute(path)).item_metadata.tree
@@ -183,4 +183,4 @@ def _check_sums(
     sums = zip(names, found, checksums, strict=True)
     damaged = [name for name, own, saved in sums if not np.array_equal(own, saved)]
     if damaged:
-        raise ValueError(f"the checksum of {listed(damaged)} does not fit")
+        raise ValueError(f"the checksum of {listed(damaged)} is wrong")

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: directories of this machine, and of object stores."""
+"""The storage of checkpoints: directories of this machine and of object stores."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from optfn import checks
 
 
 def directory_of(directory: object) -> Path:
-    """Return a path that the user gave; for an address with "://" the path of etils for it."""
+    """Return the user's path as a Path; for an address with "://", etils makes it."""
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise TypeError(
             f"the directory of checkpoints must be a path; got {checks.shown(directory)}"
@@ -24,8 +24,8 @@ def directory_of(directory: object) -> Path:
         path.exists()  # the packages for a store are imported when it is first used
     except KeyError:
         raise ValueError(
-            f"{directory}: checkpoints lie in directories, or in the object stores that etils "
-            "knows, such as gs:// and s3://"
+            f"{directory}: checkpoints must be in a directory, or in an object store that etils "
+            "knows, such as gs:// or s3://"
         ) from None
     except ImportError as error:
         raise ImportError(f"{directory}: {error}") from error
@@ -38,7 +38,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def absolute(path: Path) -> Path:
-    """Return a path that does not depend on the present directory."""
+    """Return a path that does not depend on the current directory."""
     return path if is_remote(path) else path.absolute()
 
 
@@ -51,7 +51,7 @@ def remove_directory(path: Path) -> None:
 
 
 def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a file whole, or leave nothing of it."""
+    """Write a whole file, or leave nothing of it."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with open(unfinished, "wb") as file:
@@ -67,7 +67,7 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Write a renaming to the disk, where the system lets a directory be opened."""
+    """Write the renaming of a file to the disk, if the system can open directories."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(directory, os.O_DIRECTORY)
         try:

@@ -1,4 +1,4 @@
-"""Hashing of ids that have no bound into the rows of a table."""
+"""Hashing of arbitrary ids into the rows of a table."""
 
 import jax
 import jax.numpy as jnp
@@ -15,33 +15,34 @@ _NUM_BYTES = np.uint32(8)
 
 
 def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
-    """Return the row of a table for each id, for ids without a bound.
+    """Return a row of a table for each id, so that a table of fixed size takes any ids.
 
-    The row is a hash of the id, so that a table of fixed size takes ids that are not known in
-    advance. Ids whose hashes agree share a row: of n ids in R rows, an id shares its row with
-    another with probability 1 − (1 − 1/R)ⁿ⁻¹ ≈ n/R.
+    The row is a hash of the id, so ids need not be known in advance. Different ids may share a row:
+    with n ids in R rows, an id shares its row with another with probability
+    1 − (1 − 1/R)ⁿ⁻¹ ≈ n/R.
 
         h = MurmurHash3_x86_32(the id as 8 little-endian bytes, seed)
         row = h mod num_rows
 
     The row depends on the value of the id, not on its dtype, and is the same on every machine and
-    in every version, so that checkpoints keep their meaning. Rows differ in probability by at most
-    num_rows/2³². Fields that share a table should have different seeds. A string becomes an id by,
-    for example, `int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little",
+    in every version, so checkpoints keep their meaning. The probabilities of rows differ by at most
+    num_rows/2³². Give fields that share a table different seeds. To turn a string into an id, use
+    for example `int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little",
     signed=True)`.
 
     Args:
-      ids: integers of any width, negative ones too, and of any shape. Without `jax_enable_x64` JAX
-        cuts integers of 64 bits to 32: hash those as NumPy arrays, where the batches are made.
+      ids: integers of any width and shape; they may be negative. Without `jax_enable_x64` JAX cuts
+        integers of 64 bits to 32, so hash such ids as NumPy arrays, when you make the batches.
       num_rows: the number of rows of the table, from 1 to 2³¹ − 1.
       seed: from 0 to 2³² − 1.
 
     Returns:
-      int32 in [0, num_rows), of the shape of `ids`: a JAX array if `ids` is one, otherwise NumPy's.
+      The rows, int32 in [0, num_rows), in the shape of `ids`: a JAX array if `ids` is one,
+      otherwise a NumPy array.
 
     Raises:
-      TypeError: ids that are not integers; num_rows or seed that is no Python integer.
-      ValueError: num_rows or seed out of range.
+      TypeError: ids are not integers, or num_rows or seed is not a Python integer.
+      ValueError: num_rows or seed is out of range.
 
     Source: Appleby, MurmurHash3 (2011, public domain); Weinberger et al. 2009, arXiv 0902.2206 (the
     hashing of features).
@@ -59,7 +60,7 @@ def hash_ids(ids: Leaf, num_rows: int, *, seed: int = 0) -> Leaf:
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"hash_ids: ids must be integers; got dtype {ids.dtype}")
-    # NumPy warns where a scalar overflows, but not where an element does.
+    # NumPy warns if a scalar overflows, but not if an element does.
     rows = _murmur3(*_words(ids.reshape(-1)), np.uint32(seed)) % np.uint32(num_rows)
     return rows.astype(np.int32).reshape(ids.shape)
 

@@ -1,10 +1,10 @@
-"""Tables whose rows lie on the devices in turn, and are in natural order to those outside.
+"""Tables whose rows are dealt out to the devices in turn, but are read in natural order.
 
-Row r of a table of R rows lies on device r mod N of the N that keep it, as its row r // N. Ids that
-are numbered by frequency, as many are, are then spread evenly. No PartitionSpec says so: the array
-of a `ShardedTable` has the rows of device 0 first, then those of device 1. The optimizer works on
-this array, and its state for the table is in the same order. Outside of a training step
-arrays are in natural order: `natural`, `stored_as`.
+With N devices, row r of a table is on device r mod N, as its row r // N. Ids are often numbered by
+frequency, and are then spread evenly. No PartitionSpec can express this, so the array of a
+`ShardedTable` has the rows of device 0 first, then those of device 1, and so on. The optimizer
+works on this array, and its state for the table has the same order. Outside of a training step,
+arrays have the natural order; `natural` and `stored_as` convert them.
 """
 
 import functools
@@ -32,18 +32,17 @@ from optfn.state.per_worker import PerWorker
 @traits(transparent=True)
 @jax.tree_util.register_pytree_with_keys_class
 class ShardedTable:
-    """A table whose rows lie on the devices in turn; to a user, the table in natural order.
+    """A table whose rows are dealt out to the devices in turn; you read it in natural order.
 
-    It has the table's shape and dtype; `np.asarray` and `jnp.asarray` return the table,
-    `table[ids]` its rows, and other attributes are those of the table. It is a pytree node of one
-    array, the rows as they lie, and adds no word to paths. The state of an optimizer has such a
-    node in the same place.
+    It has the shape and dtype of the table. `np.asarray` and `jnp.asarray` return the table,
+    `table[ids]` returns rows, and other attributes are those of the table. It is a pytree node with
+    one array, the stored rows, and does not change paths. The state of an optimizer has such a node
+    in the same place.
 
     Args:
-      stored: the rows, those of device 0 first; in the state of an optimizer what it keeps for
-        them.
+      stored: the rows, those of device 0 first; or an array of the optimizer's state for them.
       owners: the devices that keep the rows.
-      num_rows: R.
+      num_rows: R, the number of rows of the table.
     """
 
     def __init__(self, stored: PyTree, owners: Owners, num_rows: int) -> None:
@@ -62,7 +61,7 @@ class ShardedTable:
         return cls(children[0], *static)
 
     def of(self, stored: PyTree) -> "ShardedTable":
-        """Return other arrays that lie as the rows of this table do."""
+        """Return other arrays whose rows are stored like those of this table."""
         return ShardedTable(stored, self.owners, self.num_rows)
 
     @property
@@ -88,12 +87,12 @@ class ShardedTable:
 
     @property
     def sharding(self) -> Any:
-        """How the rows lie, in their order."""
+        """The sharding of the stored rows."""
         return self.stored.sharding
 
     @property
     def addressable_shards(self) -> Any:
-        """The rows on each device of this process."""
+        """The stored rows on each device of this process."""
         return self.stored.addressable_shards
 
     def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
@@ -104,7 +103,7 @@ class ShardedTable:
         return table
 
     def __getitem__(self, key: Any) -> jax.Array:
-        """Return rows by integer ids, as of an array; by any other key, part of the table."""
+        """Return rows for integer ids, as an array does, or a part of the table for other keys."""
         if isinstance(key, int | np.integer | list) or tree.is_array(key):
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
@@ -131,7 +130,7 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
 
 
 def spread(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
-    """Return params with the tables, arrays on the mesh in natural order, as ShardedTables.
+    """Return params in which tables are ShardedTables, instead of arrays in natural order.
 
     Args:
       params: the params.
@@ -149,14 +148,14 @@ def spread(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
 
 
 def bare(values: PyTree) -> PyTree:
-    """Return a tree with the stored arrays in the place of ShardedTables."""
+    """Return a tree with each ShardedTable replaced by its stored array."""
     return jax.tree.map(
         lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
     )
 
 
 def dressed(like: PyTree, values: PyTree) -> PyTree:
-    """Return a bare tree with ShardedTables where `like` has them: the inverse of `bare`."""
+    """Return a bare tree with ShardedTables like those of `like`: the inverse of `bare`."""
     return jax.tree.map(
         lambda x, value: x.of(value) if is_sharded_table(x) else value,
         like, values, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x),
@@ -164,9 +163,9 @@ def dressed(like: PyTree, values: PyTree) -> PyTree:
 
 
 def natural(values: PyTree) -> PyTree:
-    """Return a tree with arrays in natural order in the place of ShardedTables.
+    """Return a tree with each ShardedTable replaced by an array in natural order.
 
-    On a mesh the rows go from device to device; in a run of several processes all must call it.
+    On a mesh, rows are sent between devices; in a run of several processes, all must call it.
     """
 
     def convert(node: PyTree) -> PyTree:
@@ -180,7 +179,7 @@ def natural(values: PyTree) -> PyTree:
 def stored_as(like: PyTree, values: PyTree) -> PyTree:
     """Return a tree in natural order as `like` stores it: the inverse of `natural`.
 
-    Arrays that `like` itself has in a ShardedTable are in stored order, and stay.
+    ShardedTables in the tree are already in stored order, and stay as they are.
     """
 
     def convert(node: PyTree, value: PyTree) -> PyTree:
@@ -203,8 +202,8 @@ def check_tables(params: PyTree, are_tables: PyTree) -> None:
     def check(place: tree.Place, is_table: bool, x: PyTree) -> None:
         if is_table is True and not is_sharded_table(x):
             raise TypeError(
-                f"params[{str(place)!r}] is a table whose rows are divided over devices: it must "
-                f"be a ShardedTable, as init makes it; got {shown(x)}"
+                f"params[{str(place)!r}] is a table whose rows are divided over devices; it must "
+                f"be a ShardedTable, which step.init makes; got {shown(x)}"
             )
 
     values = jax.tree.leaves(params, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x))
@@ -223,18 +222,18 @@ def check_rows(state: PyTree) -> None:
         for x in jax.tree.leaves(node.stored, is_leaf=is_own):
             if not is_own(x) and x.ndim and node.num_rows not in x.shape:
                 raise ValueError(
-                    f"the state of a table of shape {(node.num_rows, ...)} whose rows are divided "
-                    f"over devices has an array of shape {x.shape}, which has no axis of rows, as "
-                    "the scales of 8-bit moments have none: take another optimizer for the table"
+                    f"the table of shape {(node.num_rows, ...)} has its rows divided over devices, "
+                    f"but its optimizer state has an array of shape {x.shape}, without an axis of "
+                    "rows (like the scales of 8-bit moments). Use another optimizer for the table"
                 )
 
 
-# From (rows of this device, owners) to those after all devices have exchanged theirs.
+# (rows of this device, owners) -> its rows after all devices have exchanged theirs.
 Exchange = Callable[[jax.Array, Owners], jax.Array]
 
 
 def _axis_of_rows(shape: tuple[int, ...], num_rows: int) -> int | None:
-    """Return the first axis that counts rows, or rows of all workers; None where there is none."""
+    """Return the first axis that counts rows, or rows of all workers; None if there is none."""
     return next((a for a, n in enumerate(shape) if n and n % num_rows == 0), None)
 
 
@@ -250,7 +249,7 @@ def _reordered(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
 
 
 def _axes_along(x: Leaf, axis: int) -> Axes:
-    """Return the mesh axes over which an axis of an array is divided, where that is known."""
+    """Return the mesh axes over which an axis of an array is divided, if that is known."""
     if checks.is_traced(x) or not isinstance(x, jax.Array):
         return Axes()
     if not isinstance(x.sharding, NamedSharding):
@@ -277,13 +276,13 @@ def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
 def _exchanged(
     x: jax.Array, owners: Owners, names: Axes, axis: int, exchange: Exchange
 ) -> jax.Array:
-    """Return an array on the mesh with its rows in another order; none is ever whole on a device.
+    """Return an array on the mesh with its rows in another order; no device ever has all of it.
 
     Args:
-      x: the array; its rows are divided over the axes `names`, those of `owners` last.
+      x: the array; its rows are divided over the axes `names`.
       owners: the devices that keep the rows.
-      names: the axes.
-      axis: that of the rows.
+      names: the mesh axes, with those of `owners` last.
+      axis: the axis of the rows.
       exchange: the function that each device runs.
     """
 
@@ -296,7 +295,7 @@ def _exchanged(
 
 
 def _to_stored(part: jax.Array, owners: Owners) -> jax.Array:
-    """Return the rows that a device keeps, of its block of the rows in natural order."""
+    """Exchange blocks of rows in natural order for the rows that each device keeps."""
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
     _, sent = _pairs(owners, all_devices, me, len(part))
     places, _ = _pairs(owners, me, all_devices, len(part))
@@ -304,7 +303,7 @@ def _to_stored(part: jax.Array, owners: Owners) -> jax.Array:
 
 
 def _to_natural(part: jax.Array, owners: Owners) -> jax.Array:
-    """Return a device's block of the rows in natural order, of the rows that it keeps."""
+    """Exchange the rows that each device keeps for its block of rows in natural order."""
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
     sent, _ = _pairs(owners, me, all_devices, len(part))
     _, places = _pairs(owners, all_devices, me, len(part))
@@ -312,10 +311,10 @@ def _to_natural(part: jax.Array, owners: Owners) -> jax.Array:
 
 
 def _pairs(owners: Owners, owner: Any, device: Any, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return where the rows lie that `owner` keeps and that are in the natural block of `device`.
+    """Return the places of the rows that `owner` keeps and that the block of `device` contains.
 
-    The first are their places at the owner, the second those in the block; `count`, the number of
-    rows of a device, for none.
+    The first result has their places at the owner, the second their places in the block. `count`,
+    the number of rows of a device, stands for none.
     """
     start = device * count
     place = (start - owner + owners.workers - 1) // owners.workers
@@ -326,7 +325,7 @@ def _pairs(owners: Owners, owner: Any, device: Any, count: int) -> tuple[jax.Arr
 
 
 def _all_to_all(part: jax.Array, owners: Owners, sent: jax.Array, places: jax.Array) -> jax.Array:
-    """Return rows after an exchange: `sent[k]` go to device k, those from it to `places[k]`."""
+    """Exchange rows: send rows `sent[k]` to device k, and put those from it at `places[k]`."""
     rows = part.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)
     return jnp.zeros_like(part).at[places].set(arrived, mode="drop", unique_indices=False)

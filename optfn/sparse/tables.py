@@ -1,8 +1,9 @@
-"""Embedding tables whose rows are spread over the workers in turn: each keeps 1/N of them.
+"""Embedding tables whose rows are dealt out to the workers in turn: each keeps 1/N of them.
 
-A worker asks the owners of the rows that its batch looks up, and sends them their gradients. Each
-id goes over the link once per worker, in one round with as many ids for each owner as the fullest
-gets, in more of them where that is unusually many: there is nothing to tune, and no id is dropped.
+A worker fetches the rows that its batch looks up from their owners, and sends them the gradients.
+Each worker sends an id once, however often its batch repeats it. Usually one round is enough, in
+which every owner gets as many ids as the fullest one needs; if that is unusually many, there are
+more rounds. There is nothing to tune, and no id is dropped.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from optfn.state.placement import num_workers
 class Owners(NamedTuple):
     """The workers that keep the rows of tables: worker k has rows k, k + N, k + 2·N, …
 
-    The place of a row is where it lies in the array of all rows, those of worker 0 first.
+    The place of a row is its index in the array of all stored rows, those of worker 0 first.
 
     mesh: the mesh.
     axes: the mesh axes of these workers.
@@ -47,7 +48,7 @@ class Owners(NamedTuple):
         return int(self.workers * part.shape[0])
 
     def place_of(self, ids: jax.Array, num_rows: int) -> jax.Array:
-        """Return the places of rows of a table; that of `num_rows`, which is padding, is itself."""
+        """Return the places of rows of a table; padding, the id `num_rows`, stays as it is."""
         place = ids % self.workers * (num_rows // self.workers) + ids // self.workers
         return jnp.where(ids < num_rows, place, num_rows)
 
@@ -101,7 +102,7 @@ class Owners(NamedTuple):
         indices, place = jnp.unique(
             arrived, size=arrived.size, fill_value=per_owner, return_inverse=True
         )
-        # Padding is dropped.
+        # Drop padding.
         place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), arrived.size)
 
         def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
@@ -115,18 +116,18 @@ class Owners(NamedTuple):
         return OwnedRows(indices, sums / self.workers, grads.num_rows, self)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
-        """Send row k of x to worker k, and return the rows that come from each worker."""
+        """Send row k of x to worker k, and return the rows received from each worker."""
         received: jax.Array = lax.all_to_all(x, self.axes, 0, 0)
         return received
 
 
 class _Rounds(NamedTuple):
-    """Rising ids, sent to their owners in rounds.
+    """Increasing ids, sent to their owners in rounds.
 
-    ids: int32 (n,), rising, with the number of rows of the table as padding.
+    ids: int32 (n,), increasing, with the number of rows of the table as padding.
     starts, ends: for each owner, where its ids begin and end.
-    fullest: the most ids that an owner gets from a worker, the same on all workers.
-    sizes: how many ids an owner may get in a round, rising.
+    fullest: the largest number of ids that an owner gets from a worker, the same on all workers.
+    sizes: the possible numbers of ids for an owner in a round, increasing.
     per_owner: the number of rows that each worker keeps.
     """
 
@@ -139,7 +140,7 @@ class _Rounds(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, owners: Owners, per_owner: int) -> "_Rounds":
-        """Return the rounds of rising ids."""
+        """Return the rounds for increasing ids."""
         firsts = np.arange(owners.workers + 1, dtype=np.int32) * np.int32(per_owner)
         bounds = jnp.searchsorted(ids, firsts).astype(jnp.int32)
         starts, ends = bounds[:-1], bounds[1:]
@@ -171,7 +172,7 @@ class _Rounds(NamedTuple):
         return jnp.where(at < self.ends[:, None], at, self.ids.size)
 
     def local_ids(self, at: jax.Array) -> jax.Array:
-        """Return the ids at these positions, as the owner numbers its rows; its count for none."""
+        """Return the ids at these positions, numbered as at the owner; `per_owner` for none."""
         padding = np.int32(self.per_owner * at.shape[0])
         ids = self.ids.at[at].get(mode="fill", fill_value=padding)
         first = np.arange(at.shape[0], dtype=np.int32)[:, None] * np.int32(self.per_owner)
@@ -179,12 +180,14 @@ class _Rounds(NamedTuple):
 
 
 def _sizes(ids: int, workers: int) -> tuple[int, ...]:
-    """Return how many ids an owner may get in a round: eighths of its capacity, rising.
+    """Return the possible numbers of ids for an owner in a round: eighths of its capacity.
 
-    Where a batch repeats ids, fewer go over the link than the capacity is made for.
+    If a batch repeats ids, fewer are sent than the capacity allows for. Each size is a program of
+    its own, which is worth it for eight ids or more.
     """
     most = _capacity(ids, workers)
-    return tuple(sorted({-(-most * k // 8) for k in range(1, 9)}))
+    parts = min(8, -(-most // 8))
+    return tuple(-(-most * k // parts) for k in range(1, parts + 1))
 
 
 def bytes_of_round(ids: int, workers: int, row: int) -> int:
@@ -192,22 +195,22 @@ def bytes_of_round(ids: int, workers: int, row: int) -> int:
 
     Args:
       ids: how many ids each worker looks up.
-      workers: how many keep the rows.
+      workers: the number of workers that keep the rows.
       row: the bytes of a row.
     """
     return 2 * (workers - 1) * _capacity(ids, workers) * (4 + row)
 
 
 def num_arrived(ids: int, workers: int) -> int:
-    """Return how many rows of gradients a worker has room for, of those that look up `ids` each."""
+    """Return how many rows of gradients an owner has room for, if workers look up `ids` each."""
     return workers * (ids + _sizes(ids, workers)[0])
 
 
 def _capacity(ids: int, workers: int) -> int:
-    """Return how many ids an owner gets in a round at most.
+    """Return how many ids an owner can get in a round.
 
-    For different ids that are spread evenly the fullest owner hardly ever has four standard
-    deviations more than the mean, and one round is enough.
+    It is four standard deviations above the mean. If ids are different and spread evenly, the
+    fullest owner hardly ever gets more, and one round is enough.
     """
     mean = ids / workers
     return max(1, min(ids, 8 * int(np.ceil((mean + 4 * np.sqrt(mean)) / 8))))
@@ -220,15 +223,15 @@ def _capacity(ids: int, workers: int) -> int:
 )
 @dataclasses.dataclass(frozen=True)
 class OwnedRows(LeafKind):
-    """The gradient of a table whose rows are spread over workers: its rows, where they are kept.
+    """The gradient of a table whose rows are divided over workers: rows, at their owners.
 
-    It stands for an array of `shape`, as `Rows` does, and meets rules in the same way, each worker
-    on its rows.
+    Like `Rows`, it represents an array of `shape`, and rules apply to it in the same way, on each
+    worker to its rows.
 
-    indices: int32 (N·k,), spread over the workers: which of its R/N rows each has here, once and in
-      rising order, with R/N as padding at the end.
-    values: (N·k, …), the rows.
-    num_rows: R.
+    indices: int32 (N·k,), divided over the workers. Each worker has k: the numbers of some of its
+      R/N rows, without repetition and increasing, with R/N as padding at the end.
+    values: the rows, (N·k, …).
+    num_rows: R, the number of rows of the table.
     owners: the workers.
     """
 
@@ -247,21 +250,24 @@ class OwnedRows(LeafKind):
         return dataclasses.replace(self, values=fn(self.values))
 
     def reshape(self, shape: tuple[int, ...]) -> "OwnedRows":
-        """Return the same rows; they cannot be those of an array of another shape."""
+        """Return the same rows, or raise a ValueError if the shape is another one."""
         if shape != self.shape:
-            raise ValueError(f"rows of a sharded table of shape {self.shape} are not of {shape}")
+            raise ValueError(
+                f"rows of a sharded table of shape {self.shape} cannot be reshaped to {shape}"
+            )
         return self
 
     def check(self, name: str) -> None:
         """Raise unless the indices are integers."""
         if self.indices.dtype != jnp.int32:
             raise TypeError(
-                f"{name} has indices of dtype {self.indices.dtype}; they must be int32 (a "
-                "transform that scales every array takes no rows of a sharded table)"
+                f"{name} has indices of dtype {self.indices.dtype}; they must be int32. Perhaps a "
+                "transform of another library has scaled them: it does not take rows of a sharded "
+                "table"
             )
 
     def merged(self) -> "OwnedRows":
-        """Return the same rows: each is here once."""
+        """Return the same rows, since none is repeated."""
         return self
 
     @property
@@ -277,20 +283,20 @@ class OwnedRows(LeafKind):
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def mean_over(self, axes: tuple[Any, ...]) -> "OwnedRows":
-        """Return the mean over groups of such workers, inside `shard_map` over theirs as well."""
+        """Return the mean over groups of such workers, inside `shard_map` over their axes too."""
         own = self._local(self.indices, self.values)
         once = local_rows.merged(own.mean_over(axes))
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
-        """Return the array that the rows represent, spread over the workers."""
+        """Return the array that the rows represent, divided over the workers."""
         whole: jax.Array = self.owners.on_each(
             lambda *x: self._local(*x).dense(), self.indices, self.values
         )
         return whole
 
     def add_to(self, p: jax.Array) -> jax.Array:
-        """Return p + self, each worker on its rows: in place, where p is donated."""
+        """Return p + self, computed by each worker on its rows; in place if p is donated."""
         total: jax.Array = self.owners.on_each(
             lambda p, *x: self._local(*x).add_to(p), p, self.indices, self.values
         )
@@ -313,7 +319,7 @@ class OwnedRows(LeafKind):
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
     ) -> Any:
-        """Apply a rule to the rows where they are kept, or to the dense array."""
+        """Apply a rule to the rows, on the workers that keep them, or to the dense array."""
         if rows == "linear":
             return self.map(rule)
         if rows == "dense":
@@ -333,7 +339,7 @@ class OwnedRows(LeafKind):
     ) -> tuple[jax.Array, ...]:
         """Return the update of the rows of one worker, and its accumulators.
 
-        As many rows at a time as one worker may send, since an owner seldom gets more.
+        It takes as many rows at a time as one worker may send, since an owner seldom gets more.
         """
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
         chunk = indices.size // self.owners.workers

@@ -1,8 +1,8 @@
-"""Fields of a state that hold codes of numbers: which fields belong together, and how to read them.
+"""Declarations of the fields of a state that have codes instead of numbers, and of their scales.
 
 Arithmetic on a state from outside, such as a mean over workers, must decode these fields first. The
-type of the state declares them, so that they are found in a state and, by the names that the type
-gives to its fields, in a mapping from `state_dict`.
+type of the state declares them, so that they can be found in a state and, by the names of its
+fields, in a mapping from `state_dict`.
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ def with_owners(
     """Yield leaves of a state with the path of the parameter that each belongs to.
 
     The path is the longest of `paths` that the leaf's name ends with; None for counters and rates.
-    Where the only parameter has no path, all arrays that are not scalars belong to it.
+    If the only parameter has no path, all arrays that are not scalars belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
     for name, leaf in parts:
@@ -33,9 +33,9 @@ def with_owners(
 
 
 def main_part(state: OptState) -> OptState:
-    """Return the part of a state that accessors read where no path is given.
+    """Return the part of a state that accessors read if no path is given.
 
-    It is the main field of a node whose type declares one; `state` itself where there is none.
+    It is the main field of a node whose type declares one, or `state` itself if there is none.
     """
 
     def has_main(x: object) -> bool:
@@ -74,11 +74,11 @@ def named_parts(
 ) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
 
-    A name is made of words: the transform that the leaf belongs to, from the type of its state;
-    then the field; then the path in a tree like the parameters: "scale_by_adam/mu/layers/0/w".
-    Positions in a chain and wrappers add no words, so that a transform put before or around another
-    does not change its names. A second transform of the same type is numbered,
-    "scale_by_momentum_2". The labels of a dict of states (`optax.partition`) come first:
+    A name consists of the transform that the leaf belongs to, from the type of its state; the
+    field; and the path in a tree like the parameters, as in "scale_by_adam/mu/layers/0/w".
+    Positions in a chain and wrappers are not part of it, so names do not change when a transform is
+    put before or around another. A second transform of the same type has a number,
+    "scale_by_momentum_2". The labels of a dict of states (`optax.partition`) come first, as in
     "fast/scale_by_adam/mu/w".
 
     Args:

@@ -1,6 +1,7 @@
-"""Arrays of a state that are longer than their parameter, so that devices can divide them.
+"""Arrays of a state with padding, so that devices can divide them evenly.
 
-They lie so between steps on a mesh. The update, `state_dict` and checkpoints see them cut.
+On a mesh they are stored like this between steps. The update, `state_dict` and checkpoints see them
+without padding.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ class Length:
 
 @traits(transparent=True)
 class Padded(NamedTuple):
-    """An array with zeros at the end of one axis. It adds no word to the names of `state_dict`."""
+    """An array with zeros at the end of one axis. It does not change the names of `state_dict`."""
 
     array: Leaf
     length: Length
@@ -63,7 +64,7 @@ def cut(padded: Padded) -> Leaf:
     lies = None if checks.is_traced(x) else x.sharding
     if not isinstance(lies, NamedSharding):
         return lax.slice_in_dim(x, 0, size, axis=axis)
-    # An array of JAX is divided evenly: along another axis, where one fits.
+    # JAX divides an array only evenly, so divide it along another axis, if possible.
     names = axes(lies.spec[axis]) if axis < len(lies.spec) else ()
     count = math.prod(lies.mesh.shape[name] for name in names)
     fitting = [d for d, n in enumerate(x.shape) if d != axis and n % count == 0]

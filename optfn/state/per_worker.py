@@ -1,25 +1,26 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that exchanges gradients needs some things that others do not. Its state says each of
-them, and everything else (placement, checkpoints, rescaling, guards, accumulation, the training
-step) asks the state:
+A transform that exchanges gradients needs some things that others do not. Its state declares them,
+and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
+asks the state:
 
-* which arrays are per-worker, that is a worker's own: they lie in a `PerWorker`, beside an int32
-  field `num_workers`;
-* which arrays are one for all workers, of which each has a part: they lie in a `Divided`;
-* the leaves whose gradients it takes from each worker and exchanges: an `Exchanged` has them and
-  the mesh axes, and may say how many bytes that takes (`optfn.parallel.traffic`). Over the other
-  axes of the workers the training step averages the gradients first;
-* whether its updates may be row-sparse: its state type has `@traits(passes_rows=True)`, and
-  `update` takes `row_updates=True`.
+* Which arrays are per-worker, that is, different on each worker? They are in a `PerWorker`, and the
+  state has an int32 field `num_workers`.
+* Which arrays are shared by all workers, each of which keeps a part? They are in a `Divided`.
+* Of which leaves does it take each worker's gradients and exchange them? An `Exchanged` has these
+  leaves and the mesh axes, and may say how many bytes the exchange takes
+  (`optfn.parallel.traffic`). Over the other axes of the workers, the training step averages the
+  gradients first.
+* May its updates be row-sparse? Its state type then has `@traits(passes_rows=True)`, and `update`
+  takes `row_updates=True`.
 
-A wrapper may stand around such a transform if its own state is right on every worker; its state
-type then has `@traits(passes_own_gradients=True)`. Where gradients come with the workers as a
-leading axis (`on_each_device`), the state type has `@traits(workers_in_front=True)`.
+A wrapper may enclose such a transform if its own state is right on every worker; its state type
+then has `@traits(passes_own_gradients=True)`. If gradients have the workers as a leading axis
+(`on_each_device`), the state type has `@traits(workers_in_front=True)`.
 
-`state_dict` gives flat per-worker arrays of a packed buffer as flat arrays of its leaves. Where
-the order in the buffer matters, as to a selection over the whole buffer, the state type has
-`@traits(spans_buffers=True)`, and they stay whole.
+`state_dict` splits flat per-worker arrays of a packed buffer into flat arrays of its leaves. If the
+order in the buffer matters, as for a selection over the whole buffer, the state type has
+`@traits(spans_buffers=True)`, and these arrays stay whole.
 
     class MySchemeState(NamedTuple):
         num_workers: jax.Array      # int32, 1 at init; init_state and rescale_residuals set it
@@ -45,7 +46,7 @@ class PerWorker(NamedTuple):
     """A per-worker part of a state: arrays with at least one axis, (n, …).
 
     On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
-    It adds no word to the names of `state_dict`.
+    It does not change the names of `state_dict`.
 
     value: a tree of arrays.
     axes: the mesh axes along which workers differ in it; none means all axes of the workers.
@@ -67,11 +68,11 @@ class Sizes(tuple[int, ...]):
 
 @traits(transparent=True)
 class Divided(NamedTuple):
-    """A part of a state that is one array for all workers, of which each keeps a part.
+    """A part of a state that all workers share, and of which each keeps a part.
 
-    `init` gives the whole array, flat, (n,). On a mesh it is padded with zeros to N parts of equal
-    length, (N·⌈n/N⌉,), and sharded along its last axis. Where the devices of a worker divide a
-    leaf, each has the array of its part of it, and these are rows.
+    `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N parts of
+    equal length, (N·⌈n/N⌉,), and sharded along its last axis. If the devices of a worker divide a
+    leaf, each has such an array for its part of the leaf, as a row.
 
     value: a tree of arrays.
     axes: the mesh axes of the workers.
@@ -99,18 +100,17 @@ def divided(value: PyTree, axis_name: AxisName) -> Divided:
 
 
 class ExchangedLeaf(NamedTuple):
-    """Stands in an `Exchanged` for a leaf; it holds nothing."""
+    """The mark of a leaf in an `Exchanged`; it has no arrays."""
 
 
 class Exchanged(NamedTuple):
     """The leaves whose gradients a transform takes from each worker and exchanges.
 
-    leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf in the place of each
-      array.
+    leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf instead of each array.
     axes: the mesh axes over which it exchanges or averages.
     traffic: a record of the bytes that a worker sends, see `optfn.parallel.traffic`; () if unknown.
 
-    It holds no array.
+    It has no arrays.
     """
 
     leaves: PyTree
@@ -152,12 +152,12 @@ def has_own_state(state: OptState) -> bool:
 def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     """Return for each leaf of `params` the axes over which a transform in `state` exchanges it.
 
-    Over all others gradients have to be averaged before the transform sees them. Leaves are told
-    by their names, because a wrapper may mask some of them.
+    Over all other axes, gradients have to be averaged before the transform sees them. Leaves are
+    identified by their names, because a wrapper may mask some of them.
 
     Raises:
-      ValueError: a transform exchanges a leaf that `params` does not have: a wrapper around it
-        changes the tree, and the gradients that it takes have no place in params.
+      ValueError: a transform exchanges a leaf that `params` does not have, because a wrapper around
+        it changes the tree.
     """
     covered: dict[str, Axes] = {}
     for node in nodes_of(Exchanged, state):
@@ -167,9 +167,9 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     unknown = sorted(set(covered).difference(*names_of_leaves))
     if unknown:
         raise ValueError(
-            "a transform that exchanges gradients has other leaves than params, "
-            f"{tree.listed(unknown)}: wrappers around it, unlike optax.flatten, must keep the tree "
-            "of params"
+            "a transform that exchanges gradients has leaves that params do not have, "
+            f"{tree.listed(unknown)}. Wrappers around it must keep the tree of params, which "
+            "optax.flatten does not"
         )
     return [joined(*map(covered.get, names)) for names in names_of_leaves]
 
@@ -196,8 +196,8 @@ _PASSING = (
 def check_wrappers(who: str, state: OptState) -> None:
     """Raise a ValueError if a wrapper that is not known to be correct encloses an `Exchanged`.
 
-    A wrapper is known by `passes_own_gradients`. Any other may see or keep the gradients of each
-    worker apart, so that workers would diverge.
+    Correct wrappers declare `passes_own_gradients`. Any other wrapper may read or keep the
+    gradients of one worker, so that workers would diverge.
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return
@@ -207,10 +207,11 @@ def check_wrappers(who: str, state: OptState) -> None:
         known = isinstance(state, _PASSING) or traits_of(state).passes_own_gradients
         if not known:
             raise ValueError(
-                f"{who}: {type(state).__name__} stands around a transform that exchanges gradients "
-                "and would keep or judge those of each worker apart. Put it inside, or use "
-                "optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics around it. A "
-                "state that is the same on all workers says so: traits(passes_own_gradients=True)"
+                f"{who}: {type(state).__name__} encloses a transform that exchanges gradients, so "
+                "it would see different gradients on each worker, and workers would diverge. Put "
+                "it inside, or use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics "
+                "instead. If the state of your own wrapper is the same on all workers, declare "
+                "traits(passes_own_gradients=True)"
             )
     if _is_chain(state):
         _check_before(who, state)
@@ -221,7 +222,7 @@ def check_wrappers(who: str, state: OptState) -> None:
 def _check_before(who: str, chain: OptState) -> None:
     """Raise a ValueError if a part of a chain keeps gradients that a later part exchanges.
 
-    That part sees each worker's own gradients, but on a mesh its state counts as replicated.
+    Such a part sees each worker's own gradients, although on a mesh its state is replicated.
     """
     for i, part in enumerate(chain):
         marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]
@@ -229,8 +230,9 @@ def _check_before(who: str, chain: OptState) -> None:
         kept = [] if exchanges(part) else [x for x in _floating_paths(part) if _ends(x, covered)]
         if kept:
             raise ValueError(
-                f"{who}: {kept[0]!r} of the state of part {i} of a chain is made of each worker's "
-                "own gradient, since a later part exchanges that gradient; put it after that part"
+                f"{who}: {kept[0]!r} in the state of part {i} of a chain would differ between "
+                "workers, since it is made of gradients that a later part exchanges. Put it after "
+                "that part"
             )
 
 
@@ -256,19 +258,19 @@ def _ends(path: str, names: set[str]) -> bool:
 
 
 def may_give_rows(state: OptState) -> bool:
-    """Tell whether an optimizer may be called with `row_updates=True`, and then give Rows.
+    """Tell whether an optimizer may be called with `row_updates=True`, and then return Rows.
 
-    Some transforms treat Rows as two arrays, so that all transforms that updates pass through must
-    be known to take them. The state answers:
+    Some transforms treat Rows as two arrays, so all transforms that updates pass through must be
+    known to take Rows. The state tells:
 
-    * A NamedTuple may give rows if its type has `@traits(passes_rows=True)`, and it has an
-      `Exchanged` field or a field whose value may give rows.
-    * A plain tuple, the state of a chain, may give rows if one of its members may and all others
-      pass them.
+    * A NamedTuple may return Rows if its type has `@traits(passes_rows=True)`, and it has an
+      `Exchanged` field or a field whose value may return Rows.
+    * A plain tuple, the state of a chain, may return Rows if one of its members may, and all others
+      pass them on.
     * Anything else may not.
 
-    A NamedTuple passes rows if its type has that trait and the state in its field `inner_state`,
-    if it has one, passes them; a plain tuple if all its members do.
+    A NamedTuple passes Rows on if its type has that trait and the state in its field `inner_state`,
+    if it has one, passes them on. A plain tuple does if all of its members do.
     """
     if _is_chain(state):
         return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))

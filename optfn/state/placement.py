@@ -1,9 +1,9 @@
 """The placement of an optimizer's state on a mesh, and its conversion to other numbers of workers.
 
 The state says which of its arrays are per-worker (`per_worker.PerWorker`), however the transform is
-wrapped. On a mesh a per-worker array has the shape (N·n, …) and is sharded along its first axis, so
-that each worker sees the (n, …) of `tx.init`; an array that is one for all workers
-(`per_worker.Divided`) is sharded too; all other arrays are replicated.
+wrapped. On a mesh, a per-worker array has the shape (N·n, …) and is sharded along its first axis,
+so that each worker sees the (n, …) of `tx.init`. An array of which each worker keeps a part
+(`per_worker.Divided`) is sharded too. All other arrays are replicated.
 """
 
 import functools
@@ -109,7 +109,7 @@ def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
 def state_specs(
     tx: optax.GradientTransformation, params: Params, *, axis_name: AxisName = "data"
 ) -> PyTree:
-    """Return the PartitionSpecs of the state of an optimizer, for `shard_map`.
+    """Return the PartitionSpecs of the state of an optimizer, for a `shard_map` of your own.
 
     Args:
       tx: an optimizer, however wrapped, with or without per-worker state.
@@ -120,8 +120,8 @@ def state_specs(
       A tree like the state: P(axis_name) for per-worker arrays, P() for all others.
 
     Raises:
-      ValueError: a transform that exchanges gradients by itself is inside a wrapper that is not
-        known to be correct there.
+      ValueError: a transform that exchanges gradients itself is inside a wrapper that is not known
+        to be correct there.
     """
     tx = core.check_transform("state_specs: tx", tx)
     meshes.check_names("axis_name", axis_name, optional=True)
@@ -134,7 +134,7 @@ def on_workers_of(
     """Turn a function that returns one worker's state into one that returns that of all workers.
 
     Args:
-      init: gives one worker's state.
+      init: returns the state of one worker.
       mesh: the mesh of the workers.
       axis_name: the axes of the workers, for per-worker arrays that do not name their own.
     """
@@ -155,7 +155,7 @@ def on_workers_of(
 
 
 def in_equal_parts(x: Leaf, size: int, count: int) -> Leaf:
-    """Return the first entries along the last axis, padded with zeros for so many equal parts.
+    """Return the first `size` entries along the last axis, padded with zeros for equal parts.
 
     Args:
       x: an array, on the host or traced.
@@ -187,20 +187,22 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
-    """Convert a state to another number of workers.
+    """Convert a state to another number of workers, to continue a run on another mesh.
 
         x_j = mean over the old workers of x    for floating-point arrays
         x_j = x of the old worker 0             for all others
 
-    The mean over workers of a residual, the part of the updates that the parameters have not yet
-    received, does not change. An array that is one for all workers, such as the published parts of
-    `exchange(route="parts")`, stays whole, and is divided anew. Codes, such as 8-bit moments, are
-    decoded, averaged and encoded as the nearest code under the mean of their scales. In a mapping
-    uint16 stands for the bits of bfloat16, as `state_dict` gives them.
+    Nothing is lost: the mean of a residual over the workers, which is the part of the updates that
+    the parameters have not yet received, stays the same. An array that all workers share, such as
+    the published parts of `exchange(route="parts")`, stays whole, and is divided again. Codes, such
+    as 8-bit moments, are decoded, averaged, and encoded as the nearest code under the mean of their
+    scales. In a mapping, uint16 arrays are the bits of bfloat16, as in `state_dict`.
+
+    `restore_checkpoint` does this by itself.
 
     Args:
       opt_state: a state in the layout of `init_state`, or a tree that contains one; or a mapping
-        from `state_dict`, also of a TrainState.
+        from `state_dict`, which may be that of a TrainState.
       num_workers: the new number of workers, ≥ 1.
 
     Returns:
@@ -208,14 +210,14 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
       mapping into a template on the new mesh by `load_state_dict`.
 
     Raises:
-      ValueError: there is no per-worker state, the old number of workers is missing or ambiguous,
+      ValueError: there is no per-worker state; the old number of workers is missing or ambiguous;
         or the shape of an array does not fit it.
     """
     count = checks.count("num_workers", num_workers)
     if isinstance(opt_state, Mapping):
         return _rescale_mapping(opt_state, count)
     if not has_own_state(opt_state):
-        raise ValueError("rescale_residuals: the state has no per-worker part")
+        raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
     old_count = _agreed(_worker_counts(opt_state))
     parts = map_state(
         lambda x, own: _parts(x, old_count), lambda x: x, opt_state, in_parts=_as_it_is
@@ -298,7 +300,7 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     else:
         names = _unlisted_names(mapping)
     if not names:
-        raise ValueError("rescale_residuals: the mapping has no per-worker part")
+        raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
     count_keys = [
         key
         for key in mapping
@@ -336,7 +338,7 @@ def _worker_counts(opt_state: OptState) -> list[Leaf]:
 
 
 def workers_of(opt_state: OptState) -> int:
-    """Return the number of workers whose parts a state has; 0 if it has none, or is traced."""
+    """Return the number of workers of a state; 0 if it has no per-worker parts, or is traced."""
     counts = _worker_counts(opt_state)
     are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
     if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap

@@ -1,4 +1,4 @@
-"""Batches as a step takes them: arrays of other libraries become NumPy's, text is an error."""
+"""Preparation of a batch: arrays of other libraries become NumPy arrays, and text is an error."""
 
 from typing import Protocol, TypeGuard, runtime_checkable
 
@@ -15,11 +15,11 @@ _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, byt
 def as_arrays(batch: Batch) -> Batch:
     """Return a batch of arrays and numbers.
 
-    An array of another library that lies in the memory of the host, such as a tensor of torch or
-    TensorFlow, becomes NumPy's by `np.asarray`, which does not copy it.
+    Arrays of other libraries in the memory of the host, such as tensors of torch or TensorFlow, are
+    converted by `np.asarray`, which does not copy them.
 
     Raises:
-      TypeError: a leaf is text, which no device holds, or an array that NumPy does not take.
+      TypeError: a leaf is text, which cannot be put on a device, or `np.asarray` cannot convert it.
     """
     leaves = jax.tree.leaves(batch)
     if any(map(_is_tensor, leaves)):
@@ -29,7 +29,7 @@ def as_arrays(batch: Batch) -> Batch:
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
             path = tree.array_paths(batch)[i]
             raise TypeError(
-                f"the batch must hold arrays and numbers; leaf {path!r} is {checks.shown(x)}"
+                f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.shown(x)}"
             )
     return batch
 
@@ -54,6 +54,6 @@ def _converted(place: tree.Place, x: Leaf) -> Leaf:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise TypeError(
-            f"the batch must hold arrays on the host; leaf {place!r} is a {kind} that NumPy does "
-            f"not take ({error})"
+            f"the batch must consist of arrays that NumPy can convert; leaf {place!r} is a {kind}, "
+            f"and np.asarray fails: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""A check of a compiled step: it overwrites its state, and copies no large array."""
+"""A check that a compiled step overwrites its state and copies no large array."""
 
 import math
 import re
@@ -14,14 +14,14 @@ _NAME = re.compile(r'op_name="([^"]*)"')
 def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
     """Check that a compiled step overwrites its donated arguments, and copies no large array.
 
-    JAX pairs donated arguments with results of the same shape in their order; in another order, or
-    where the loss reads parameters after they are overwritten, XLA copies whole arrays, and the
-    step takes up to four times as long.
+    Use it when you write a step yourself. JAX pairs donated arguments with results of the same
+    shape in order. If the order differs, or if the loss reads parameters after they are
+    overwritten, XLA copies whole arrays, and the step takes up to four times as long.
 
     Args:
       step: a TrainStep, or a function from `jax.jit(..., donate_argnums=...)`.
-      *args: the arguments of the step, arrays or ShapeDtypeStructs. Nothing is run.
-      min_size: the elements from which a copy counts, ≥ 1.
+      *args: the arguments of the step, arrays or ShapeDtypeStructs. The step is compiled, not run.
+      min_size: copies of arrays with fewer elements are ignored; ≥ 1.
 
     Raises:
       AssertionError: nothing is donated, or arrays are copied; the error lists them.
@@ -34,14 +34,15 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
     function = step.compiled if isinstance(step, TrainStep) else step
     if not hasattr(function, "lower"):
         raise TypeError(
-            "step must be a TrainStep or a jitted function, which can be lowered; "
+            "step must be a TrainStep or a function from jax.jit, since it has to be lowered; "
             f"got {checks.shown(step)}"
         )
     compiled = function.lower(*args).compile()
     memory = compiled.memory_analysis()
     if memory is not None and not memory.alias_size_in_bytes:
         raise AssertionError(
-            "the step overwrites nothing: no argument is donated, or none fits a result"
+            "the step overwrites nothing: no argument is donated (jax.jit(..., donate_argnums=0)), "
+            "or no donated argument has the shape and dtype of a result"
         )
     copies = [
         f"{dtype}[{shape}]" + (f" in {name.group(1)}" if (name := _NAME.search(rest)) else "")
@@ -53,5 +54,5 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
             f"the step copies {len(copies)} arrays of {min_size} elements or more: "
             + ", ".join(copies[:10])
             + (", …" if len(copies) > 10 else "")
-            + ". Take and return params and state in the same order, donated"
+            + ". Donate params and state, and return them in the order of the arguments"
         )

@@ -1,7 +1,8 @@
-"""Arrays by name, as `state_dict` gives them, back into the state of an optimizer.
+"""Loading arrays by name, as `state_dict` returns them, into the state of an optimizer.
 
-A state loads where every name fits. Where names differ, `Changes` says how: a run that goes on with
-another chain, other frozen parameters or another model loads all that it has in common with before.
+Strict loading needs every name to fit. Otherwise `Changes` says how the names differ, so that a run
+can continue with another chain, other frozen parameters or another model, and keep all that the two
+have in common.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from optfn.transforms import late_steps
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
 
-# Keys of a mapping that are no part of the state.
+# Keys of a mapping that do not name arrays of the state.
 ABOUT = ("version", PER_WORKER_KEY)
 
 
@@ -38,8 +39,8 @@ class Changes:
     """How the names of a mapping differ from those of the state that it was loaded into.
 
     carried: the names that were loaded.
-    new: those that the mapping lacks, whose arrays are the template's.
-    dropped: those that the state lacks.
+    new: names that the mapping lacks; their arrays are those of the template.
+    dropped: names that the state lacks.
     """
 
     carried: Sequence[str]
@@ -62,32 +63,33 @@ class Changes:
 def load_state_dict(
     opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool = True
 ) -> OptState:
-    """Return `opt_state` with the arrays of `mapping`, as `state_dict` gave them.
+    """Return `opt_state` with the arrays of `mapping`, which `state_dict` returned.
 
     Args:
       opt_state: a state of the same optimizer, as a template: `tx.init(params)`. The result has its
         structure, wrappers, dtypes and shardings.
       mapping: arrays by name: a dict, or the result of `numpy.load`.
-      strict: whether every name of the template must be in `mapping` and no other. If not, arrays
-        that are missing stay as the template has them, and others are dropped; one warning lists
-        the names that were carried over, are new, or were dropped.
+      strict: whether the names in `mapping` must be exactly those of the template. If False,
+        missing arrays are taken from the template and superfluous ones are dropped, and one
+        warning lists the names that were carried over, are new, or were dropped.
 
-    Some names may be missing or left over in either case: of fields that earlier versions kept, and
-    of those that only report on a run, such as the factor of a clip, the numbers of
-    `record_metrics` and the counters of `skip_nonfinite`.
+    Even with `strict=True`, some names may be missing or superfluous: those of fields that only
+    earlier versions had, and those that only report on a run, such as the factor of a clip, the
+    numbers of `record_metrics` and the counters of `skip_nonfinite`.
 
-    Masters load in any form, float32 copies or remainders of 32 or 24 bits; copies from remainders
-    where the mapping has the parameters too, as that of a TrainState does. Where a copy lies
-    halfway between two parameters, its master becomes up to 2⁻²³ of it smaller.
+    Master weights load in any form: float32 copies, or remainders of 32 or 24 bits. To make copies
+    from remainders, the mapping must have the parameters too, as that of a TrainState does. A copy
+    that lies halfway between two parameters becomes smaller by up to 2⁻²³ of its value.
 
-    A state saved under a number loads under a schedule and the other way round: the step goes on.
-    Moments that are new in a state that has made steps, such as those of a parameter that was
-    frozen, begin here: their bias correction counts from this step (`begun/<path>`, 4 bytes each).
-    The average of a parameter that is new begins at the parameter, where the state is a TrainState.
+    You can save a state with a number as learning rate and load it with a schedule, or vice versa;
+    the step count continues. If moments are new in a state that has already made steps, such as
+    those of a parameter that was frozen, their bias correction counts from this step on
+    (`begun/<path>`, 4 bytes each). If the state is a TrainState, the average of a new parameter
+    begins at that parameter.
 
     Raises:
       ValueError: names are missing or not expected (strict), shapes or kinds of dtype do not fit,
-        or the version is newer than this one; the error lists all.
+        or the version is newer than this one. The error lists all of them.
     """
     checks.flag("strict", strict)
     loaded, changes = load_named(opt_state, mapping, strict=strict)
@@ -102,12 +104,15 @@ def load_named(
     """Return the result of `load_state_dict`, and how the names differ."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
-            "load_state_dict: mapping must give arrays by name, as state_dict and numpy.load do; "
-            f"got {checks.shown(mapping)}"
+            "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
+            f"of state_dict or numpy.load; got {checks.shown(mapping)}"
         )
     version = checks.count("version", np.asarray(mapping.get("version", VERSION)).tolist())
     if version > VERSION:
-        raise ValueError(f"the state has format version {version}; this optfn reads {VERSION}")
+        raise ValueError(
+            f"the state has format version {version}; this version of optfn reads versions up to "
+            f"{VERSION}"
+        )
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
     plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
     per_worker = set(per_worker_names(plain))
@@ -139,10 +144,10 @@ def load_named(
 
 
 def _in_parts_of(value: Leaf, size: int, leaf: Leaf) -> Leaf:
-    """Return an array that is one for all workers with the padding of `leaf`, for as many of them.
+    """Return an array that all workers share, padded for the number of workers of `leaf`.
 
     Args:
-      value: the array, with the padding for another number of workers.
+      value: the array, padded for another number of workers.
       size: the length of its last axis without padding.
       leaf: the array of the template.
     """
@@ -153,7 +158,7 @@ def _in_parts_of(value: Leaf, size: int, leaf: Leaf) -> Leaf:
 
 
 def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
-    """Return the differences from the names of a template, and of the state that it becomes."""
+    """Return how the names of a mapping differ from those of a template and of the loaded state."""
     known = {*state, *ABOUT}
     return Changes(
         [name for name in state if name in mapping],
@@ -165,18 +170,19 @@ def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str
 def _late_leaves(
     state: OptState, names: Sequence[str], mapping: Mapping[str, Any]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Return which leaves begin late in the states that count steps, when a mapping is loaded.
+    """Return which leaves begin late, and when, in the states that count steps.
 
-    Where the mapping has the count of a state, but not the moments of a leaf, these have seen as
-    many steps as in the template, which may be none.
+    If the mapping has the step count of a state but not the moments of a leaf, these moments are
+    the template's, and have seen as many steps as the template, which may be none.
 
     Args:
       state: the template.
-      names: those of its arrays.
+      names: the names of its arrays.
       mapping: arrays by name.
 
     Returns:
-      For the name of each such state, by the path of a leaf, the count before its moments began.
+      For the name of each such state, a dict from the path of a leaf to the step count at which its
+      moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
     for name, node in state_names.named_parts(state, stop=counts_steps, unnamed=rates.is_rate):
@@ -186,18 +192,18 @@ def _late_leaves(
         paths = [x.removeprefix(field).removeprefix("/") for x in names if is_within(x, [field])]
         saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
-        found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the numbers
+        found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the values
         found |= _counts_before(node.step, mapping[f"{name}/step"], sorted({*fresh} - saved))
         late[name] = {path: found[path] for path in paths if path in found}
     return late
 
 
 def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the counts before the moments of leaves began, 0 left out.
+    """Return the step counts at which the moments of leaves began, without those that are 0.
 
     Args:
       step: the count of the template.
-      loaded: the count that takes its place.
+      loaded: the count that replaces it.
       paths: the leaves that keep their moments.
     """
     begun = step.begun if isinstance(step, LateStepsState) else {}
@@ -207,8 +213,9 @@ def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str,
     started = {path: jax.tree.leaves(begun.get(path, 0))[0] for path in paths}
     if not all(map(_is_on_host, (loaded, own, *started.values()))):
         checks.warn(
-            f"the moments of {tree.listed(paths)} begin anew, but their count of steps lies on "
-            "several processes: the bias correction counts the steps before too"
+            f"the moments of {tree.listed(paths)} start at zero, but their step count is spread "
+            "over several processes and cannot be changed here, so their bias correction also "
+            "counts the steps before"
         )
         return {}
     made = np.subtract(on_host(loaded), on_host(own))
@@ -221,7 +228,7 @@ def _is_on_host(x: Leaf) -> bool:
 
 
 def on_host(x: Leaf) -> np.ndarray:
-    """Return an array on the host that this process has, or that lies whole on all devices."""
+    """Return an array on the host; this process must hold all of it, on one device or on each."""
     is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
     return np.asarray(x.addressable_data(0) if is_spread else x)
 
@@ -251,7 +258,7 @@ def _filled(count: np.ndarray, like: Leaf) -> Leaf:
 def _copied_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Return the copies of params that a mapping with params lacks, such as new masters."""
+    """Return copies of params, such as new masters, that a mapping with params lacks."""
     parts = state_names.named_parts(state, stop=_copies, unnamed=rates.is_rate)
     fields = [tree.join(name, traits_of(part).copies) for name, part in parts if _copies(part)]
     by_name, copied = dict(named), {}
@@ -268,10 +275,10 @@ def _copied_params(
 def _begun_sums(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Return the sums of averages that a mapping with their weights lacks: weight·param.
+    """Return weight·param for each sum of an average that a mapping with its weight lacks.
 
-    The average of a leaf that is new is then its param. Without params in the state it is zero,
-    and a warning says so.
+    The average of a new leaf is then its param. If the state has no params, the average begins at
+    zero, and a warning says so.
     """
     parts = state_names.named_parts(state, stop=_sums, unnamed=rates.is_rate)
     fields = [
@@ -292,8 +299,8 @@ def _begun_sums(
                 at_zero.append(name)
     if at_zero:
         checks.warn(
-            f"the averages {tree.listed(at_zero)} are new and begin at zero, since this state has "
-            "no params: load the whole TrainState, whose params they then begin at"
+            f"the averages {tree.listed(at_zero)} are new and begin at zero, because this state "
+            "has no params. Load the whole TrainState, and they begin at its params"
         )
     return begun
 
@@ -307,7 +314,7 @@ def _copies(x: object) -> bool:
 
 
 def _refused(state: OptState, changes: Changes) -> list[str]:
-    """Return the differences for which strict loading refuses, in words."""
+    """Return the differences that are errors in strict loading, in words."""
     retired = state_names.retired_fields(state, unnamed=rates.is_rate)
     is_report = state_names.reports_of(state)
     missing = [name for name in changes.new if not is_report(name)]
@@ -317,10 +324,10 @@ def _refused(state: OptState, changes: Changes) -> list[str]:
 
 
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
-    """Return a state without buffers and padding as the template for a mapping.
+    """Return a state without buffers and padding, as the template for a mapping.
 
-    Packed again, it is placed. Earlier versions saved per-worker buffers packed; where `mapping`
-    has such buffers, those of the result stay packed too.
+    Earlier versions saved per-worker buffers packed. Where `mapping` has such buffers, those of the
+    result stay packed too.
     """
 
     def on_host(node: PyTree) -> PyTree:
@@ -340,14 +347,14 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
 
 
 def _shape_on_host(leaf: Leaf) -> Leaf:
-    """Return an array on the host of the shape of `leaf`, without its numbers."""
+    """Return an array on the host with the shape of `leaf`, but not its values."""
     if tree.is_key(leaf):
         return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _placed(state: OptState, like: OptState) -> OptState:
-    """Return a state whose buffers and padded arrays lie as those of `like`."""
+    """Return a state whose buffers and padded arrays have the shardings of those of `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:
         if not is_stored(like):
@@ -358,7 +365,7 @@ def _placed(state: OptState, like: OptState) -> OptState:
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
-    """Return `value` as an array like `leaf`, and the reason if it cannot be one, else ""."""
+    """Return `value` as an array like `leaf`, and "", or the reason why it cannot be one."""
     if tree.is_key(leaf):
         data, problem = _fitted(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
@@ -368,11 +375,11 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     array = np.asarray(value)
     dtype = np.dtype(leaf.dtype)
     if array.shape != leaf.shape:
-        return leaf, f"has shape {array.shape}, the template {leaf.shape}"
+        return leaf, f"has shape {array.shape}, but the template has {leaf.shape}"
     if is_foreign(dtype) and array.dtype in (bits_of(dtype), np.dtype(f"V{dtype.itemsize}")):
         array = array.view(dtype)
     if not jnp.can_cast(array.dtype, dtype, "same_kind") and not is_foreign(array.dtype):
-        return leaf, f"has dtype {array.dtype}, the template {dtype}"
+        return leaf, f"has dtype {array.dtype}, but the template has {dtype}"
     array = array.astype(dtype)
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or not getattr(leaf, "committed", True):

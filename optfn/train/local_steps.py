@@ -1,8 +1,8 @@
 """Local steps: workers train apart for some steps, and then average the drift of their params.
 
-Each worker's optimizer has a state of its own. Its leaves that cannot differ between workers, such
-as step counters and rates, are found by tracing the update: they depend neither on gradients nor
-on params.
+Each worker has its own optimizer state. Some of its leaves, such as step counters and rates, cannot
+differ between workers, because they depend neither on gradients nor on params. They are found by
+tracing the update, and shared.
 """
 
 from typing import Any, NamedTuple
@@ -33,8 +33,8 @@ from optfn.wrappers.nonfinite import with_gave_up
 class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
-    num_workers: int32.
-    inner_state: the state of `tx`; its per-worker leaves are in `PerWorker`s.
+    num_workers: the number of workers, int32.
+    inner_state: the state of `tx`; leaves that differ between workers are in a `PerWorker`.
     """
 
     num_workers: jax.Array
@@ -43,14 +43,14 @@ class LocalState(NamedTuple):
 
 @traits(labels=True, passes_own_gradients=True, main="inner")
 class InnerAndOuter(NamedTuple):
-    """The optimizer state of a run with local steps: that of the workers, and the outer one's."""
+    """The optimizer state of a run with local steps: inner is the workers', outer the rounds'."""
 
     inner: LocalState
     outer: OptState
 
 
 class LocalSteps(NamedTuple):
-    """How a round goes: `steps` local steps with `tx`, then one of `outer` on the drift.
+    """A round: `steps` local steps with `tx` on each worker, then one step of `outer` on the drift.
 
     The workers are those of `layout`.
     """
@@ -130,18 +130,17 @@ class LocalSteps(NamedTuple):
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
-    """Raise unless a state is that of a step with these local steps, on as many workers.
+    """Raise unless a state was made for these local steps and for as many workers.
 
-    The number of workers is compared only where its value is ready, so that no call waits for a
-    step under way; the result of a step has the right number.
+    The number of workers is compared only if its value is ready, so that no call waits for a step
+    that is still running; the result of such a step has the right number anyway.
     """
     if isinstance(opt_state, InnerAndOuter) != (local is not None):
         made = ("without local steps", "with local_steps > 1")
         steps = 1 if local is None else local.steps
         raise TypeError(
-            f"the step is made with local_steps={steps}; the state was made "
-            f"{made[isinstance(opt_state, InnerAndOuter)]}: begin with the state that the "
-            "step's own init returns"
+            f"the step was made with local_steps={steps}, but the state was made "
+            f"{made[isinstance(opt_state, InnerAndOuter)]}. Begin with state = step.init(params)"
         )
     if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
         return
@@ -151,8 +150,8 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
     )
     if found != workers and has_own_state(opt_state.inner):
         raise ValueError(
-            f"the state has the parts of {found} workers, and the step has {workers}: pass "
-            f"optfn.distributed.rescale_residuals(state, {workers}), or restore a checkpoint of it "
+            f"the state was made for {found} workers, but the step has {workers}. Convert it by "
+            f"optfn.distributed.rescale_residuals(state, {workers}), or load it from a checkpoint "
             "by optfn.restore_checkpoint, which converts it"
         )
 
@@ -165,7 +164,7 @@ def _can_be_read(x: jax.Array) -> bool:
 
 
 def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
-    """Tell for each leaf of the state of `tx` whether workers that train apart may differ in it."""
+    """Tell for each leaf of the state of `tx` whether it may differ between workers in a round."""
 
     def update(params: Params, state: OptState) -> OptState:
         grads = jax.tree.map(_like_gradient, params)
@@ -194,16 +193,17 @@ def _check_inner(
     """Raise a ValueError for optimizers that are incorrect between exchanges of params."""
     if exchanges(state):
         raise ValueError(
-            "local_steps > 1 with a tx that exchanges gradients: workers train apart, and exchange "
-            "params through outer"
+            "with local_steps > 1, tx must not exchange gradients: workers train apart, and "
+            "exchange the drift of their params through outer. Put the exchange there, as in "
+            "outer=optfn.chain(optfn.distributed.exchange(...), optfn.sgd(1.0))"
         )
     marks = jax.tree.map(lambda x: True, params)
     copies = any(jax.tree.leaves(depends(tx.init, (params,), (marks,))))
     follows = jax.tree.leaves(state, is_leaf=_follows_params)
     if copies or any(map(_follows_params, follows)):
         raise ValueError(
-            "local_steps > 1 with a tx that keeps copies or averages of params (master_weights, "
-            "an average, schedule_free): they would not follow the exchange. Put it in outer"
+            "with local_steps > 1, tx must not keep copies or averages of params (master_weights, "
+            "an average, schedule_free), because they would miss the exchange. Put them in outer"
         )
 
 
@@ -212,20 +212,20 @@ def _follows_params(x: object) -> bool:
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:
-    """Return a state with the per-worker leaves in PerWorkers; scalars have the shape (1,)."""
+    """Return a state whose own leaves are each in a PerWorker, scalars with the shape (1,)."""
     return jax.tree.map(
         lambda x, is_own: PerWorker(jnp.reshape(x, x.shape or (1,))) if is_own else x, state, own
     )
 
 
 def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
-    """Return the state of `tx` from that of `_laid_out`."""
+    """Return the state of `tx` from the result of `_laid_out`."""
     pairs = zip(jax.tree.leaves(laid_out), jax.tree.leaves(like), strict=True)
     return jax.tree.unflatten(jax.tree.structure(like), [x.reshape(y.shape) for x, y in pairs])
 
 
 def _drift(start: Leaf, end: Leaf) -> Leaf:
-    """Return start − end in float32 or wider; an integer leaf has none."""
+    """Return start − end in float32 or wider; integer leaves do not drift."""
     if not tree.is_inexact(start):
         return mismatch.no_gradient(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)

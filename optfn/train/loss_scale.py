@@ -1,4 +1,4 @@
-"""The factor of the loss in the gradient of a step, for optimizers with `dynamic_loss_scale`."""
+"""The factor by which a step multiplies its loss, for optimizers with `dynamic_loss_scale`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _factor: ContextVar[jax.Array | None] = ContextVar("factor", default=None)
 
 @contextlib.contextmanager
 def scaling_losses(factor: jax.Array | None) -> Iterator[None]:
-    """Let the losses that are differentiated within have a factor; None for none."""
+    """Multiply the losses that are differentiated inside this context by a factor, unless None."""
     token = _factor.set(factor)
     try:
         yield
@@ -23,7 +23,7 @@ def scaling_losses(factor: jax.Array | None) -> Iterator[None]:
 
 
 def current_factor() -> jax.Array | None:
-    """Return the factor of the enclosing `scaling_losses`; None for none."""
+    """Return the factor of the enclosing `scaling_losses`; None outside of one."""
     return _factor.get()
 
 
@@ -50,6 +50,6 @@ def check_unscaled(name: str) -> None:
     """Raise a ValueError within `scaling_losses`, where gradients come without a loss."""
     if _factor.get() is not None:
         raise ValueError(
-            f"dynamic_loss_scale needs loss_fn, which the step differentiates; {name} gives "
-            "gradients of its own: multiply the loss there by a constant, and divide by it in tx"
+            f"dynamic_loss_scale needs loss_fn, whose loss it scales, but {name} computes loss and "
+            "gradients itself. Scale the loss there by a constant instead, and divide by it in tx"
         )

@@ -1,9 +1,9 @@
-"""Masters of one form from those of another: float32 copies, remainders of 32 and of 24 bits.
+"""Conversion of masters between their forms: float32 copies, remainders of 32 and of 24 bits.
 
     bits(|M|) = bits(|p|)·2ᵏ + e      k = 16 and 8 for masters of 32 and 24 bits
 
-A copy gives a remainder with p, the copy rounded if p is not saved beside it; a remainder gives a
-copy with p; remainders give each other by a shift of bits.
+Between a copy M and a remainder e the conversion needs the parameter p; if p is not saved beside a
+copy, it is the copy rounded. One remainder becomes the other by a shift of bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from optfn.wrappers.master_weights import (
 
 
 class _Form(NamedTuple):
-    """The word of a state in names, its field of masters or remainders, and the bits of these."""
+    """The name of a state, its field of masters or remainders, and their bits."""
 
     word: str
     field: str
@@ -48,15 +48,15 @@ def _has_masters(x: object) -> bool:
 def in_form_of(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a mapping whose masters are in the form that a state has.
+    """Return a mapping whose masters are in the form of those in a state.
 
     Args:
       state: the template.
       named: its arrays with their names.
-      mapping: arrays by name, whose masters may be in another form.
+      mapping: arrays by name; masters may be in another form.
 
     Raises:
-      ValueError: copies are asked for, and the mapping has remainders without their parameters.
+      ValueError: copies are needed, but the mapping has remainders without their parameters.
     """
     parts = state_names.named_parts(state, stop=_has_masters, unnamed=is_rate)
     by_name: dict[str, Leaf] = dict(named)
@@ -77,9 +77,9 @@ def in_form_of(
                 p = _param(path, by_name, mapping, np.shape(mapping[source]))
                 if p is None and form.bits is None:
                     raise ValueError(
-                        f"the mapping has {source!r}, the remainder of a master beside its "
-                        "parameter, and not the parameter: load the state of the whole run, "
-                        "state_dict(state) of the TrainState or a checkpoint"
+                        f"the mapping has {source!r}, the remainder of a master, but not the "
+                        "parameter that the master is computed from. Load the state of the whole "
+                        "run: state_dict(state) of the TrainState, or a checkpoint"
                     )
                 target = tree.join(name, form.field, path)
                 new[target] = _in_form(mapping[source], p, other.bits, form.bits)
@@ -90,7 +90,7 @@ def in_form_of(
 
 
 def _renamed(name: str, form: _Form, other: _Form) -> str:
-    """Return the name of a state with the word of another form, its number included."""
+    """Return a name with that of another form in it; a number such as in `…_2` stays."""
     *before, last = name.split("/")
     return tree.join(*before, other.word + last.removeprefix(form.word))
 
@@ -98,7 +98,7 @@ def _renamed(name: str, form: _Form, other: _Form) -> str:
 def _param(
     path: str, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any], shape: tuple[int, ...]
 ) -> jax.Array | None:
-    """Return the bfloat16 parameter of a path and shape in a mapping that has params."""
+    """Return the bfloat16 parameter at a path in a mapping; None if it has none of this shape."""
     name = tree.join("train/params", path)
     if name not in mapping or name not in by_name or np.shape(mapping[name]) != shape:
         return None
@@ -110,10 +110,10 @@ def _in_form(kept: Leaf, p: jax.Array | None, before: int | None, after: int | N
     """Return a master or a remainder in another form.
 
     Args:
-      kept: the array in the form of before.
-      p: the parameter beside it.
-      before: the bits of the remainder that it is; None for a copy.
-      after: the bits of the remainder that it becomes; None for a copy.
+      kept: the array in the old form.
+      p: the parameter.
+      before: the bits of the old form if it is a remainder; None for a copy.
+      after: the bits of the new form if it is a remainder; None for a copy.
     """
     kept = jnp.asarray(kept)
     if before is not None and after is not None:

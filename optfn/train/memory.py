@@ -1,4 +1,4 @@
-"""The costs of each way of sharding a model: bytes on a device, and bytes sent in a step."""
+"""The costs of each way of sharding a model: bytes on a device, and bytes sent per step."""
 
 import math
 from collections.abc import Callable, Collection
@@ -32,17 +32,17 @@ from optfn.train.local_steps import LocalSteps
 class MemoryPlan(NamedTuple):
     """Bytes of a training step on each device.
 
-    params: of the parameters.
-    state: of the optimizer's state.
-    gradients: of the gradient that each worker computes, before it is reduced.
-    sent: by each device in a call, a step or a round of local steps, in a ring: for means; for the
-      packets of a transform that exchanges gradients by itself, in its last phase, where it says
-      how many bytes they have (`optfn.parallel.traffic`), and as a mean where it does not; for rows
-      of tables. Not counted are sends between the stages of a pipeline, and the update of these
-      leaves:
-    gathered_in_update: the paths of matrices that are divided, and that the optimizer treats whole,
-      as `muon` does. More is sent for them in the update, several times the bytes of the leaf;
-      nothing with `sharded(..., whole=)`.
+    params: bytes of the parameters.
+    state: bytes of the optimizer's state.
+    gradients: bytes of the gradient that each worker computes, before it is reduced.
+    sent: bytes that each device sends in a call (a step, or a round of local steps), in a ring. It
+      counts means, rows of tables, and the packets of a transform that exchanges gradients itself:
+      those of its last phase if it says how many bytes they have (`optfn.parallel.traffic`), else
+      those of a mean. It does not count bytes sent between the stages of a pipeline, nor in the
+      update of the following leaves:
+    gathered_in_update: the paths of divided matrices that the optimizer treats whole, as `muon`
+      does. The update sends several times the bytes of each such leaf, and nothing if
+      `sharded(..., whole=)` names it.
     """
 
     params: int
@@ -68,47 +68,52 @@ def plan_memory(
     local_steps: int = 1,
     outer: optax.GradientTransformation | None = None,
 ) -> MemoryPlan:
-    """Return the bytes that a way of sharding a model takes; nothing is allocated.
+    """Return the bytes that a way of sharding a model takes, without allocating anything.
 
     With N workers, P bytes of params, G of gradients and S of state:
 
         shard       params  state  sent
         None        P       S      2(N − 1)/N·G
         "state"     P       S/N    (N − 1)/N·(G + P)
-        "params"    P/N     S/N    (N − 1)/N·(G + P), and P once more for a `Stacked`, whose layers
-                                   `scan_layers` gathers again in the backward pass; with
-                                   sharded(..., whole=) and 2P/N, as it divides each layer before
+        "params"    P/N     S/N    (N − 1)/N·(G + P)
 
-    With `sharded(kind, axis=)` N is the number of devices that divide a leaf; along the other axes
-    of `data_axis`, with W workers, each device sends 2(W − 1)/W of its part of G as well. A leaf
-    that cannot be divided by N counts whole, and goes through an all-reduce. With
-    `sharded(..., whole=)` L layers that N does not divide are padded to ⌈L/N⌉·N in S, and in the
-    bytes sent for "state"; for "params" 3/N of the padded bytes are sent for them on top. With
-    `gather=` or `reduce=` P or G count the bytes of their packets. Activations and the batch come
-    on top of all.
+    Exceptions to this table:
+
+    * With "params" a `Stacked` is sent P once more, because `scan_layers` gathers its layers again
+      in the backward pass; and with `sharded(..., whole=)` 2P/N more, because each layer is divided
+      first.
+    * With `sharded(kind, axis=)` N is the number of devices that divide a leaf. If the other axes
+      of `data_axis` have W workers, each device also sends 2(W − 1)/W of its part of G.
+    * A leaf that N does not divide counts whole, and is averaged by an all-reduce.
+    * If N does not divide the L layers of a leaf in `sharded(..., whole=)`, S and the bytes sent
+      for "state" count ⌈L/N⌉·N layers. For "params" 3/N of the padded bytes are sent in addition.
+    * With `gather=` or `reduce=` P or G are the bytes of their packets.
+
+    Activations and the batch are not counted.
 
     Args:
       tx: an optimizer, however wrapped.
       params: arrays or ShapeDtypeStructs.
-      mesh: a mesh, or a `jax.sharding.AbstractMesh` of devices that are not there.
+      mesh: a mesh, or a `jax.sharding.AbstractMesh` of devices that you do not have yet.
       shard: as for `make_train_step`.
       data_axis: as for `make_train_step`.
       tables: as for `make_train_step`; with `shard` or `shard_tables` their rows are divided.
       shard_tables: as for `make_train_step`.
-      lookups: how many ids a device looks up in each table in a step. With n ids and rows of b
-        bytes, whole tables take (N − 1)·n·(b + 4) bytes for the gradients. Of divided rows, c ids
-        go to each owner, and come back, 2(N − 1)·c·(b + 4) bytes: c is somewhat more than n/N, as
-        for different ids, and less where ids are repeated. None: rows are not counted.
-      microbatches: as for `make_train_step`; with "params" each of them gathers params and reduces
-        gradients, unless `sharded(..., gather_once=True)`.
+      lookups: n, how many ids a device looks up in each table in a step; None: rows are not
+        counted. With rows of b bytes, the gradients of whole tables take (N − 1)·n·(b + 4) bytes.
+        If the rows are divided, each owner is asked for c ids, forward and backward, which takes
+        2(N − 1)·c·(b + 4) bytes. c is somewhat more than n/N if all ids are different, and less if
+        some are repeated.
+      microbatches: as for `make_train_step`. With "params" each of them gathers params and reduces
+        gradients, unless you use `sharded(..., gather_once=True)`.
       packed: as for `make_train_step`.
-      value_and_grad: whether the step is made with one, which sees whole params.
+      value_and_grad: whether the step has its own `value_and_grad`, which sees whole params.
       local_steps: as for `make_train_step`; `sent` is then that of a round. With "state" params are
         gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
 
     Raises:
-      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
+      TypeError: params are a model that must be split first; the error has the line that does so.
     """
     tx = core.check_transform("plan_memory: tx", tx)
     check_split("plan_memory", params)
@@ -149,9 +154,9 @@ def plan_memory(
 
 
 def _with_traffic(state: OptState) -> OptState:
-    """Return a state without the marks of transforms that do not say how many bytes they send.
+    """Return a state that marks only the exchanges whose bytes are known.
 
-    Their exchange counts as a mean.
+    Any other exchange counts as a mean.
     """
 
     def is_mark(x: object) -> bool:
@@ -180,10 +185,10 @@ def _init_of(
 class _Rows(NamedTuple):
     """The rows of tables that a device looks up in a call.
 
-    layout: how tables lie.
+    layout: where the rows of tables are.
     lookups: how many ids a device looks up in a step.
-    microbatches: in how many parts.
-    local_steps: the steps of a call.
+    microbatches: the number of parts of the batch, each with its own lookups.
+    local_steps: the number of steps in a call.
     """
 
     layout: Layout
@@ -197,7 +202,7 @@ class _Rows(NamedTuple):
         Args:
           whole: the bytes of the table.
           num_rows: the number of its rows.
-          workers: how many groups of devices have gradients that are averaged.
+          workers: over how many workers gradients are averaged.
         """
         row, parts = whole // max(1, num_rows), self.layout.num_parts
         ids = self.lookups // self.microbatches
@@ -205,7 +210,7 @@ class _Rows(NamedTuple):
         if self.layout.tables is not None and ids:
             over_parts = self.microbatches * bytes_of_round(ids, parts, row)
             arrived = num_arrived(ids, parts)
-        if self.local_steps > 1:  # the drift of a table is an array
+        if self.local_steps > 1:  # the drift of a table is a dense array
             drift = all_reduce_bytes(whole / parts, workers)
             return float(self.local_steps * over_parts + drift)
         return float(over_parts + (workers - 1) * self.microbatches * arrived * (4 + row))
@@ -217,13 +222,13 @@ def _state_of_parts(
     layout: Layout,
     without: Collection[str],
 ) -> OptState:
-    """Return the state of an optimizer of a device's parts of params, which are exchanged.
+    """Return the optimizer state for one device's parts of params, whose gradients are exchanged.
 
     Args:
-      init: of the optimizer.
+      init: the function that makes the optimizer's state.
       params: the shapes of params.
-      layout: how they lie.
-      without: the paths of leaves whose gradients go as rows.
+      layout: how params are divided.
+      without: the paths of leaves whose gradients are sent as rows.
     """
 
     def part(place: tree.Place, x: Leaf, spec: P) -> Leaf:
@@ -254,12 +259,12 @@ def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> 
 class _Leaf(NamedTuple):
     """A leaf of params, and how it is sent.
 
-    layout: how params lie.
-    spec: how it lies.
-    grad_spec: how its gradient lies.
+    layout: how params are divided.
+    spec: the PartitionSpec of the leaf.
+    grad_spec: the PartitionSpec of its gradient.
     shape: its shape.
-    stacked: how many of its axes are those of layers, which are gathered one at a time.
-    steps: the steps of a call.
+    stacked: how many of its axes count layers, which are gathered one at a time.
+    steps: the number of steps in a call.
     """
 
     layout: Layout
@@ -273,9 +278,9 @@ class _Leaf(NamedTuple):
         """Return the bytes that a device sends in a call.
 
         Args:
-          whole: the bytes of the leaf before the data axes divide it.
+          whole: the bytes of the leaf, before it is divided over the data axes.
           passes: how often the gradient of a divided leaf is reduced.
-          workers: how many groups of devices have gradients that are averaged, once in a call.
+          workers: over how many workers the gradient is averaged, once in a call.
         """
         parts, steps = self.layout.num_parts, self.steps
         if not self.layout.divisions(self.grad_spec):
@@ -291,11 +296,12 @@ class _Leaf(NamedTuple):
             for codec in (self.layout.gather, self.layout.reduce)
         )
         if not is_divided:
-            # Between the steps of a round params are divided too, and whole after it.
+            # Params are gathered in each step of a round, and once more after it.
             over_parts = steps * reduce + (steps + (steps > 1)) * gather
         else:
             over_parts = passes * reduce + self._gathers(passes) * gather
-            if self.spec != self.grad_spec:  # gradient and params to their layers, update back
+            # Gradient and params are sent to the devices with their layers, and the update back.
+            if self.spec != self.grad_spec:
                 over_parts += 3 * padded / parts
             over_parts *= steps
         return float(over_parts + all_reduce_bytes(whole / parts, workers))
@@ -309,7 +315,7 @@ class _Leaf(NamedTuple):
             return 2 * passes  # forwards and backwards
         if not any(n % parts == 0 for n in self.shape[1:]):
             return passes  # all layers at once
-        # To parts of each layer, once for all passes, and the gradients of each back.
+        # Params are sent as parts of each layer once for all passes, gradients back in each.
         return 2 * passes + (1 + passes) / parts
 
 

@@ -1,4 +1,4 @@
-"""A batch in equal parts, one after the other: activations of one part at a time are held."""
+"""Microbatches: equal parts of a batch, one after the other, to save memory for activations."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,9 +22,9 @@ def scan_batch(
     count: int,
     argument: str,
 ) -> tuple[Carry, PyTree]:
-    """Return `lax.scan` of fn(carry, part, number) over equal parts of a batch, in order.
+    """Return `lax.scan` of fn(carry, part, number) over `count` equal parts of a batch, in order.
 
-    Leaves without a leading axis are the same in each part.
+    Scalars of the batch are the same in each part.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
@@ -51,9 +51,9 @@ def scan_batch(
 def in_microbatches(objective: Objective, count: int) -> Objective:
     """Return the objective of a batch as the mean over `count` equal parts of it.
 
-    Loss and gradients are means over the parts, aux the mean of numbers and the sum of integers;
-    the model state goes through the parts in turn, and the key of a part is folded by its number.
-    Dense gradients are added up in float32 or wider; rows are joined.
+    Loss, gradients and floating-point aux are means over the parts; integers in aux are summed. The
+    model state is passed from each part to the next, and the number of a part is folded into its
+    key. Dense gradients are added up in float32 or wider; rows are joined.
     """
     if count == 1:
         return objective
@@ -92,7 +92,7 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
 
 
 def _zeros(g: Leaf) -> Leaf:
-    """Return where to add up gradients like g; None for rows, and for leaves without a gradient."""
+    """Return zeros to which gradients like g are added; None for rows, and without a gradient."""
     if isinstance(g, LeafKind) or not tree.is_inexact(g):
         return None
     return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype))

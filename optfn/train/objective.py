@@ -1,4 +1,4 @@
-"""The loss of a training step and its gradients, from any of the forms that users write."""
+"""The loss of a training step and its gradients, for all forms of loss functions."""
 
 import contextlib
 import dataclasses
@@ -46,8 +46,8 @@ class Values(NamedTuple):
 class Objective(NamedTuple):
     """The objective of a step: two functions of (params, model_state, batch, *keys).
 
-    value: gives the Values.
-    value_and_grad: gives the Values and the gradients.
+    value: returns the Values.
+    value_and_grad: returns the Values and the gradients.
     """
 
     value: Callable[..., Values]
@@ -56,19 +56,19 @@ class Objective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The further arguments and results of a loss function, beside params, batch and loss."""
+    """The arguments and results of a loss function besides params, batch and loss."""
 
     has_model_state: bool
     has_aux: bool
 
     def arguments(self, model_state: PyTree, *others: Any) -> tuple[Any, ...]:
         """Return the arguments that follow the params in a call."""
-        # A new tree for each call: equinox marks a State as used up.
+        # Make a new tree for each call, because equinox marks a State as used up.
         return (jax.tree.map(lambda x: x, model_state), *others) if self.has_model_state else others
 
     @property
     def result(self) -> str:
-        """The results that the function must return, for errors."""
+        """The results that the function must return, as error messages show them."""
         rest = {
             (False, False): "",
             (False, True): "aux",
@@ -92,8 +92,8 @@ class Form:
         if not (self.has_model_state or self.has_aux):
             if isinstance(returned, tuple):
                 raise TypeError(
-                    f"{who} returned a tuple; pass has_aux=True if it gives (loss, aux), "
-                    "model_state=True if it gives (loss, model_state)"
+                    f"{who} returned a tuple; pass has_aux=True if it returns (loss, aux), or "
+                    "model_state=True if it returns (loss, model_state)"
                 )
             return Values(_loss(who, returned))
         loss, rest = self._pair(who, returned)
@@ -133,7 +133,7 @@ def _check_aux(who: str, aux: PyTree) -> None:
     for path, x in zip(tree.array_paths(aux), jax.tree.leaves(aux), strict=True):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""
-            raise TypeError(f"{who}: aux must hold arrays and numbers; got {shown(x)}{at}")
+            raise TypeError(f"{who}: aux must consist of arrays and numbers; got {shown(x)}{at}")
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
@@ -145,8 +145,8 @@ def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
         a, b = jax.typeof(jnp.asarray(a)), jax.typeof(jnp.asarray(b))
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"{who}: the new model_state has {a.dtype}{list(a.shape)} at {path!r}, the old one "
-                f"{b.dtype}{list(b.shape)}; they must agree"
+                f"{who}: the new model_state has {a.dtype}{list(a.shape)} at {path!r}, but the old "
+                f"one has {b.dtype}{list(b.shape)}; they must agree"
             )
 
 
@@ -167,11 +167,11 @@ def of_loss(
 
     Args:
       loss_fn: (params, batch) -> loss, or another form.
-      form: its further arguments and results.
+      form: its arguments and results besides params, batch and loss.
       seen: a context manager from the stored params to those that the loss sees; gradients are
         with respect to the stored ones.
-      tables: leaves that are looked up only; see `sparse.value_and_grad`.
-      owners: the workers that keep their rows, where they are sharded.
+      tables: leaves that are only looked up; see `sparse.value_and_grad`.
+      owners: the workers that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
     """
 
@@ -199,7 +199,8 @@ def of_loss(
         (loss, rest), grads = differentiated(*arguments)
         return Values(loss, *rest), grads
 
-    if owners is not None:  # the loss alone would look up a worker's part as if it were the table
+    # loss_fn alone would look up ids in a worker's part as if it were the whole table.
+    if owners is not None:
         return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
     return Objective(value, value_and_grad)
 
@@ -209,7 +210,7 @@ def of_value_and_grad(
 ) -> Objective:
     """Return the objective of a user's own (params, batch) -> (loss, gradients).
 
-    Its gradients are with respect to the params that it sees, those from `seen`.
+    Its gradients are with respect to the params that it sees, which `seen` makes.
     """
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
@@ -217,11 +218,15 @@ def of_value_and_grad(
         with seen(params) as whole_params:
             result = function(whole_params, *form.arguments(model_state, batch))
         if not (isinstance(result, tuple | list) and len(result) == 2):
-            raise TypeError(f"value_and_grad must return the pair ({form.result}, gradients)")
+            raise TypeError(
+                f"value_and_grad must return a pair, ({form.result}, gradients); got a value of "
+                f"type {type(result).__name__}"
+            )
         returned, grads = result
         values = form.values("the value of value_and_grad", returned, model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
-        if seen is not contextlib.nullcontext:  # else they may have the workers in front
+        # Without `seen` the gradients may have an axis of workers in front.
+        if seen is not contextlib.nullcontext:
             mismatch.check_gradients("value_and_grad", grads, whole_params)
         return values, jax.tree.map(_as_array, grads)
 
@@ -256,7 +261,7 @@ def of_packed(objective: Objective) -> Objective:
 
 
 def of_sharded_tables(objective: Objective) -> Objective:
-    """Return the objective as a function of params with ShardedTables, with gradients like them."""
+    """Return the objective as a function of params with ShardedTables, and gradients to match."""
 
     def value(params: Params, *others: Any) -> Values:
         return objective.value(bare(params), *others)
@@ -276,7 +281,7 @@ def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
 
     Args:
       make: returns the objective of one device.
-      layout: how params lie.
+      layout: how params are divided.
     """
     objective = _OnParts(make, layout)
     return Objective(objective.value, objective.value_and_grad)
@@ -299,11 +304,11 @@ class _OnParts(NamedTuple):
         return self._run(on_device, specs, P(), params, *rest)
 
     def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
-        """Return the mean of the values, and of the gradients, each divided as its layout says."""
+        """Return the mean values, and the mean gradients, divided as the layout says."""
         layout = self.layout
         specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
         objective = self._of_one(params, specs)
-        # Gradients of divided params arrive as these lie.
+        # Gradients of divided params arrive with the PartitionSpecs of the params.
         arriving = jax.tree.map(
             lambda p, spec, of_gradient: (
                 None if not tree.is_inexact(p) else spec if layout.divisions(spec) else of_gradient
@@ -318,7 +323,7 @@ class _OnParts(NamedTuple):
                 parts, model_state, batch, *self._own_keys(keys)
             )
             grads = mean_gradients(grads, parts, specs, arriving, layout)
-            # No device gives back a float0.
+            # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return self._mean(values), grads
 
@@ -364,7 +369,7 @@ class _OnParts(NamedTuple):
         in_specs = (P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
 
         def on_device(factor: jax.Array | None, *arguments: Any) -> Any:
-            with scaling_losses(factor):  # an array from outside must be an argument
+            with scaling_losses(factor):  # inside shard_map, arrays must be arguments
                 return function(*arguments)
 
         run = meshes.mapped(on_device, self.layout.mesh, names, in_specs, out_specs)
@@ -374,12 +379,12 @@ class _OnParts(NamedTuple):
 def value_fn(
     objective: Objective, axis_name: Axes, parts: Parts | None, *arguments: Any
 ) -> Callable[[Params], jax.Array]:
-    """Return params -> loss on the batch of a step, as transforms that search a line call it.
+    """Return params -> loss on the batch of a step, which line searches call.
 
     Args:
-      objective: that of the step.
+      objective: the objective of the step.
       axis_name: the mesh axes over whose workers loss and gradients are averaged; None for none.
-      parts: how the devices of a worker divide gradients; None where they do not.
+      parts: how the devices of a worker divide gradients; None if they do not.
       *arguments: model state, batch and keys of the step.
     """
 
@@ -405,7 +410,7 @@ def value_fn(
     def value(
         params: Params, axis_name: object = None, parts: object = None, row_updates: object = None
     ) -> jax.Array:
-        # A line search refuses arguments of others in its chain that no function of it takes.
+        # A line search refuses extra arguments that this function does not take.
         del axis_name, parts, row_updates
         of_params: jax.Array = loss(params)
         return of_params

@@ -18,12 +18,12 @@ from optfn.state.placement import num_workers
 
 # (option, the option that it needs, why)
 NEEDS = (
-    ("shard", "mesh", "its devices have the parts"),
+    ("shard", "mesh", "params or state are divided over its devices"),
     ("shard_tables", "tables", "a pattern of the leaves whose rows are divided"),
-    ("shard_tables", "mesh", "its devices have the rows"),
+    ("shard_tables", "mesh", "rows are divided over its devices"),
     ("local_steps", "mesh", "its workers train apart"),
     ("outer", "local_steps", "it is the optimizer of rounds of several steps"),
-    ("compare_replicas_every", "mesh", "its devices are compared"),
+    ("compare_replicas_every", "mesh", "the params on its devices are compared"),
 )
 
 _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
@@ -40,7 +40,7 @@ EXCLUDES = (
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """The arguments of `make_train_step` beside the loss and the optimizer, checked."""
+    """The arguments of `make_train_step` besides the loss and the optimizer, checked."""
 
     has_aux: bool = False
     model_state: bool = False
@@ -70,8 +70,8 @@ class StepOptions:
         _check_together(self.given())
         if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:
             raise ValueError(
-                "shard=sharded(..., whole=) cannot be with packed=True: a part of a buffer of "
-                "several leaves is not some whole matrices"
+                "shard=sharded(..., whole=) cannot be combined with packed=True: a part of a "
+                "buffer of several leaves does not consist of whole matrices"
             )
 
     def given(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _check_together(given: Mapping[str, Any]) -> None:
     for option, other, why in EXCLUDES:
         if {option, other} <= set(given):
             raise ValueError(
-                f"{_shown(option, given)} cannot be with {_shown(other, given)}: {why}"
+                f"{_shown(option, given)} cannot be combined with {_shown(other, given)}: {why}"
             )
 
 

@@ -1,15 +1,16 @@
-"""Conversion of the state of packed params to that of the tree, and back, for checkpoints.
+"""Conversion between the state of packed params and the state of the tree, for checkpoints.
 
-On a mesh a per-worker buffer has the parts of N workers, each with the elements of all leaves,
-(N·size,). In the state of the tree each leaf has the parts of N workers:
+On a mesh a per-worker buffer has the shape (N·size,): one part for each of N workers, with the
+elements of all leaves. In the state of the tree each leaf has a part for each worker instead:
 
-* of a Packed inside a `PerWorker` they are flat, (N·n,), as `accumulate` keeps them;
-* of a Packed of `PerWorker`s they are (N·d₀, …), of scalars (N,), as local steps keep them.
+* If a Packed is inside a `PerWorker`, leaves are flat, (N·n,), as `accumulate` keeps them.
+* If `PerWorker`s are inside a Packed, leaves are (N·d₀, …) and scalars (N,), as local steps keep
+  them.
 
 Some transforms compute over the elements of a whole buffer, such as the scales of blocks. The type
-of their state has the trait `spans_buffers`, and its per-worker buffers stay as they are.
+of their state has the trait `spans_buffers`, and its per-worker buffers are not converted.
 
-Arrays that are padded, so that devices can divide them, are cut, and padded again.
+The padding that lets devices divide an array is removed, and added again on the way back.
 """
 
 import itertools
@@ -32,12 +33,12 @@ from optfn.state.placement import workers_of
 
 
 def is_stored(x: object) -> bool:
-    """Tell whether `x` holds arrays in another form than the leaves of the tree have."""
+    """Tell whether the arrays of `x` have another form than the leaves of the tree."""
     return is_packed(x) or is_padded(x)
 
 
 def unpack_state(state: OptState) -> OptState:
-    """Return a state with the leaves of the tree in the place of buffers, without padding."""
+    """Return a state with leaves of the tree instead of buffers, and without padding."""
     state = map_padded(cut, state)
     workers = workers_of(state)
 
@@ -63,11 +64,11 @@ def unpack_state(state: OptState) -> OptState:
 
 
 def pack_state(like: OptState, state: OptState) -> OptState:
-    """Return a state with buffers where the state `like` has them: the inverse of `unpack_state`.
+    """Return a state with buffers where `like` has them: the inverse of `unpack_state`.
 
     Args:
       like: a state with buffers or padding.
-      state: a state of the tree; a Packed or a Padded in it stays as it is.
+      state: a state of the tree. If it has a Packed or a Padded, that is kept.
     """
     workers = workers_of(like)
 
@@ -92,7 +93,7 @@ def pack_state(like: OptState, state: OptState) -> OptState:
 
 
 def _is_unit(x: object) -> bool:
-    """Tell whether a node of a state is converted as one."""
+    """Tell whether a node of a state is converted as a whole."""
     return is_stored(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
 
 
@@ -101,12 +102,12 @@ def _is_of_own_buffers(x: object) -> bool:
 
 
 def _bare(arrays: Sequence[Leaf]) -> list[Leaf]:
-    """Return the arrays in PerWorkers."""
+    """Return the arrays, taken out of their PerWorkers."""
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
 def _pack_one(like: PyTree, leaves: PyTree) -> PyTree:
-    """Return leaves packed as `like` is, if it is and its buffers can be unpacked."""
+    """Return leaves packed like `like`, if that is a Packed whose buffers can be unpacked."""
     if not fits(like) or is_packed(leaves):
         return leaves
     lead = max((x.ndim - 1 for x in like.buffers if not tree.is_masked(x)), default=0)
@@ -119,13 +120,13 @@ def _leaves_of_buffers(
     workers: int,
     made: Callable[[jax.Array], PyTree],
 ) -> PyTree:
-    """Return the tree of a Packed; the Packed itself unless it has one number for each element.
+    """Return the tree of a Packed, or the Packed itself if it lacks a number for each element.
 
     Args:
       packed: a Packed of buffers with the parts of all workers.
       buffers: the arrays in it, (workers·size,).
       workers: the number of workers.
-      made: turns the parts of a leaf, (workers, *shape), into the leaf of the tree.
+      made: makes the leaf of the tree from the parts of all workers, (workers, *shape).
     """
     layout = packed.layout
     shapes = [(workers * buffer.size,) for buffer in layout.buffers]
@@ -148,7 +149,7 @@ def _buffers_of_leaves(layout: PackedLayout, whole: PyTree, workers: int) -> Pac
     """Return the Packed of arrays of a tree: the inverse of `_leaves_of_buffers`.
 
     Args:
-      layout: that of the Packed.
+      layout: the layout of the Packed.
       whole: the tree, of arrays or PerWorkers.
       workers: the number of workers.
     """

@@ -1,4 +1,4 @@
-"""The state of a training run, which each step takes and returns, and its initial value."""
+"""The state of a training run, which each step takes and returns, and how it begins."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -15,10 +15,10 @@ from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree
 class TrainState(NamedTuple):
     """The state of a training run, which each step takes and returns.
 
-    step: int32, the number of steps made.
+    step: the number of steps taken so far, int32.
     params: the parameters that are trained.
     opt_state: the state of the optimizer.
-    model_state: further arrays of the model, such as batch statistics; None without.
+    model_state: further arrays of the model, such as batch statistics, or None.
     """
 
     step: jax.Array
@@ -33,15 +33,15 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, An
 
 def copy(x: Leaf) -> jax.Array:
     """Return a copy of a leaf as an array of the same dtype."""
-    # A weakly typed parameter would come back strongly typed and compile the step anew.
+    # A weakly typed parameter would come back strongly typed, and the step would compile again.
     return jnp.array(x, dtype=jnp.asarray(x).dtype, copy=True)
 
 
 def distinct(state: TrainState) -> TrainState:
-    """Copy arrays that occur twice in a state, such as an average that begins as the params.
+    """Copy arrays that occur twice in a state, because a buffer can be donated only once.
 
-    A buffer can be donated once only. Weakly typed arrays, such as counters of optax's line
-    searches, are copied as well: they would come back strongly typed, as params would.
+    An average that begins as the params is such an array. Weakly typed arrays, such as counters of
+    optax's line searches, are copied as well: like params, they would come back strongly typed.
     """
     seen: set[int] = set()
 
@@ -55,10 +55,10 @@ def distinct(state: TrainState) -> TrainState:
 
 
 def on_one_mesh(state: TrainState) -> TrainState:
-    """Replicate arrays on one device, such as counters, over the mesh of the params if any.
+    """Replicate arrays that lie on one device, such as counters, over the mesh of the params.
 
     Otherwise the first step would replicate them, and the second would be compiled again for the
-    new sharding.
+    new sharding. Without a mesh, the state is returned as it is.
     """
     leaves = jax.tree.leaves(state.params)
     if checks.is_traced(leaves):

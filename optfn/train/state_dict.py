@@ -1,9 +1,9 @@
-"""Optimizer state seen from outside: dicts for checkpoints, averages, a summary.
+"""The readers of an optimizer state: a dict for checkpoints, averages, a summary.
 
-`optfn.train.loading` is the way back from a dict to a state.
+`optfn.train.loading` makes a state from a dict again.
 
-A part of the state is named by words: the transform that owns it, the field, the path of the leaf,
-as in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_parts`).
+The name of an array consists of the transform that owns it, the field, and the path of the leaf, as
+in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_parts`).
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ from optfn.transforms import learning_rate as rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
 
-# The format of `state_dict`. A change of names or meanings raises it.
+# The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
 
 
@@ -42,35 +42,35 @@ def named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
-    """Return the arrays of a state by name, and the format's "version".
+    """Return the arrays of a state by name, for saving; `load_state_dict` is the way back.
 
-    The names are words that stay when a transform is inserted in the chain, and are the same
-    whether the learning rate is a number, an array or a schedule, and whether params are packed.
-    `numpy.savez(file, **d)` keeps everything: arrays that NumPy has no dtype for (bfloat16) come as
-    their bits, PRNG keys as their data. If there are per-worker arrays, "per_worker" lists their
-    names.
+    Names do not change when you insert a transform in the chain, replace a number as learning rate
+    by a schedule, or pack the params. You can save all of it by `numpy.savez(file, **d)`: arrays
+    without a NumPy dtype (bfloat16) are given as their bits, PRNG keys as their data. Beside the
+    arrays the dict has the "version" of the format and, if there are per-worker arrays, the list of
+    their names, "per_worker".
 
     Args:
-      opt_state: the state of an optimizer, however wrapped.
+      opt_state: the state of an optimizer, however wrapped; or any tree of arrays.
 
     Returns:
-      A dict of NumPy arrays on the host; arrays that other processes hold a part of, and traced
-      ones, come as they are.
+      A dict of NumPy arrays on the host. Traced arrays, and arrays of which other processes hold a
+      part, are returned as they are.
 
     Raises:
-      TypeError: an optimizer instead of its state.
+      TypeError: you passed an optimizer instead of its state.
       ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have.
     """
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
-            "state_dict takes the state of an optimizer, as tx.init(params) makes it; "
+            "state_dict takes the state of an optimizer, such as tx.init(params); "
             f"got {checks.shown(opt_state)}"
         )
     return named_arrays(jax.tree.map(_to_host, opt_state))
 
 
 def named_arrays(host: OptState) -> dict[str, Any]:
-    """Return `state_dict` of a state whose arrays are on the host already, without a copy."""
+    """Return `state_dict` of a state whose arrays are already on the host, without copying them."""
     host = natural(unpack_state(jax.tree.map(_as_bits, host)))
     _check_distinct(name for name, _ in named_leaves(host))
     own = per_worker_names(host)
@@ -87,8 +87,8 @@ def _check_distinct(names: Iterable[str]) -> None:
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise ValueError(
-            f"state_dict: several arrays have the name {tree.listed(repeated)}; rename one of "
-            'their parameters: in a name "/" stands between the keys of a tree'
+            f"state_dict: several arrays have the name {tree.listed(repeated)}, because names join "
+            'the keys of a tree by "/". Rename one of their parameters'
         )
 
 
@@ -114,19 +114,20 @@ def bits_of(dtype: DType) -> np.dtype:
 
 
 def averaged_params(opt_state: OptState, params: Params, *, name: str | None = None) -> Params:
-    """Return the average of the parameters that a state holds: fluid's apply.
+    """Return the averaged parameters that an optimizer state holds (`apply` in fluid).
 
-    The state and `params` are not changed, so that nothing has to be restored afterwards. Before
-    the first update, and for leaves that are not averaged, the result is a copy of `params`.
+    Use it to evaluate or to save the average. The state and `params` are not changed, so nothing
+    has to be restored afterwards. Before the first update, and for leaves that are not averaged,
+    the result is a copy of `params`.
 
     Args:
       opt_state: the state of an optimizer with an average in it.
       params: the parameters, for structure and dtypes.
-      name: which average, where there are several: part of its name, whole words, such as
-        "model_average".
+      name: which average, if there are several: whole words of its name, such as "model_average".
 
     Raises:
-      ValueError: there is no average, or several; the error lists them.
+      ValueError: there is no average, or there are several and `name` does not choose one; the
+        error lists them.
     """
     parts = state_names.named_parts(map_padded(cut, opt_state), stop=is_average)
     found = {part_name: part for part_name, part in parts if is_average(part)}
@@ -148,22 +149,26 @@ def summary(
     data_axis: AxisName = "data",
     tables: tree.Pattern | None = None,
 ) -> str:
-    """Return a table of the arrays that an optimizer keeps for each parameter.
+    """Return a table of the parameters: their attributes, and the bytes of optimizer state of each.
+
+    Print it before you train, to see which parameters are frozen, which have another rate or no
+    weight decay, and how much memory the optimizer takes.
 
     Args:
-      tx: an optimizer, however wrapped; nothing is allocated and no mesh axis is needed.
+      tx: an optimizer, however wrapped. Nothing is allocated, and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
-      mesh: with `shard`, the mesh over which params and state are spread.
-      shard: as for `make_train_step`: there are then columns for how the state of each leaf lies,
-        and for the bytes of params and state on a device.
+      mesh: with `shard`, the mesh over which params and state are divided.
+      shard: as for `make_train_step`. There are then two more columns: the mesh axes that divide
+        the state of each leaf, and the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
-      tables: as for `make_train_step`; with `mesh` their rows are spread.
+      tables: as for `make_train_step`; with `mesh` their rows are divided.
 
     Returns:
-      Lines: leaf, shape, dtype, attributes and bytes of state, and the totals.
+      The text of the table: a line for each leaf with shape, dtype, attributes and bytes of state,
+      and a line of totals.
 
     Raises:
-      TypeError: params are a model that `TrainStep.init` refuses too, with the line that splits it.
+      TypeError: params are a model that must be split first; the error has the line that does so.
     """
     tx = core.check_transform("summary: tx", tx)
     check_split("summary", params)
@@ -203,9 +208,11 @@ def _layout_columns(
     data_axis: AxisName,
     tables: tree.Pattern | None,
 ) -> list[tuple[str, str]]:
-    """Return how each leaf lies and its bytes on a device, and at the end their sum."""
+    """Return for each leaf the mesh axes that divide it and its bytes on a device; then the sum."""
     if mesh is None:
-        raise ValueError("summary: shard needs mesh, over whose devices params and state lie")
+        raise ValueError(
+            "summary: shard needs mesh, the devices over which params and state are divided"
+        )
     layout = layout_of(shard, mesh, data_axis, tables)
     names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
 
@@ -243,7 +250,7 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 
 
 def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
-    """Return the paths that `exclude=` of an optimizer takes from its weight decay."""
+    """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
     found = {path for part in getattr(tx, "parts", []) for path in _without_decay(part, params)}
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         selected = tree.select(tx.call[2]["exclude"], params, "exclude")

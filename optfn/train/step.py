@@ -1,9 +1,9 @@
-"""The step that trains: fluid's backward and apply_gradients.
+"""The training step: gradients, update, new params (fluid's backward and apply_gradients).
 
-`make_train_step` compiles it once and updates params and state in place. One composition serves all
-options:
+`make_train_step` compiles it once, and it updates params and state in place. All options are
+composed of the same four parts:
 
-    layout       where params, state and batch lie on a mesh                  parallel/layout.py
+    layout       how params, state and batch are divided over a mesh          parallel/layout.py
     objective    loss and gradients; means over the part axes of the layout   objective.py
     update       means over the worker axes, or an exchange; the optimizer    worker_step.py
     rounds       local steps of each worker, and an outer step on the drift   local_steps.py
@@ -63,7 +63,7 @@ class TrainStep:
     """A compiled training step; see `make_train_step`.
 
     loss_fn, tx, options: the arguments of `make_train_step`.
-    layout: where the state lies; None without a mesh.
+    layout: how the state is divided over the mesh; None without a mesh.
     compiled: the jitted function (state, batch) -> (state, metrics).
     """
 
@@ -89,7 +89,7 @@ class TrainStep:
 
     @property
     def local_steps(self) -> int:
-        """How many steps a call makes: 1, or those of a round."""
+        """The number of steps in a call: 1, or those of a round."""
         return self.options.local_steps
 
     @property
@@ -98,23 +98,23 @@ class TrainStep:
         return None if self.layout is None else self.layout.mesh
 
     def init(self, params: Params, model_state: PyTree = None) -> TrainState:
-        """Return the state of step 0. It holds copies: the caller's arrays stay valid.
+        """Return the state before the first step. It holds copies, so your arrays stay valid.
 
-        On a mesh each leaf lies as the layout of the step says. In a run of several processes all
-        give the same params, and are compared.
+        On a mesh, the state is placed as the options of the step say. In a run of several
+        processes, all must pass the same params, which is checked.
+
+        You get a warning if a transform is at the wrong position in a chain, such as an average
+        before others, or if an optimizer has `lazy` although no gradient is row-sparse.
 
         Args:
           params: the parameters to train.
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
-          TypeError: all params are integers, of which none is trained; or they are a model of flax
-            or equinox that holds more than parameters, such as batch statistics. The error has the
-            line that splits it.
+          TypeError: all params are integers, which are not trained; or params are a flax or equinox
+            model with more than parameters in it, such as batch statistics. The error has the line
+            that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
-
-        Warns of a transform at the wrong position in a chain, such as an average before others, and
-        of `lazy` in an optimizer of tables where no gradient is row-sparse.
         """
         _check_params(params)
         self._check_model_state(model_state)
@@ -141,19 +141,20 @@ class TrainStep:
         return state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        """Return the next state and the metrics of this step; `state` is used up (donated).
+        """Return the next state and the metrics of this step.
 
-        It can be called inside `jax.jit` and `lax.scan` as well.
+        `state` is donated: don't use it again, unless the step was made with `donate=False`. You
+        can also call the step inside `jax.jit` and `lax.scan`.
 
         Raises:
-          FloatingPointError: `skip_nonfinite` gave up in the step before.
-          RuntimeError: replicated params differ between devices, where they are compared.
-          ValueError: `state` has been used up by an earlier call; or, at the first call, batches of
-            several processes have other structures or shapes; or `state` has local steps of
-            another number of workers.
-          TypeError: `state` is not a TrainState, or its params are packed where the step's are not,
-            or it was made without local steps where the step makes some; or the batch holds text,
-            or arrays of another library that NumPy does not take without a copy.
+          FloatingPointError: `skip_nonfinite` gave up in the previous step.
+          RuntimeError: params differ between devices, and `compare_replicas_every` found it.
+          ValueError: `state` has been donated to an earlier call; or, at the first call, the
+            batches of several processes differ in structure or shapes; or `state` has local steps
+            of another number of workers.
+          TypeError: `state` is not a TrainState, or it was made by a step with another `packed`,
+            `model_state` or `local_steps`; or the batch contains text, or arrays of another library
+            that NumPy cannot convert without a copy.
         """
         self._check_state(state)
         self.check(state)
@@ -167,13 +168,13 @@ class TrainStep:
         loss = metrics["loss"]
         self._has_run |= not checks.is_traced(loss)
         if not checks.is_traced(loss) and _is_on_several_cpus(loss):
-            # CPU devices share their threads: with several steps under way, those of one may hold
-            # the threads that an all-reduce of another waits for.
+            # CPU devices share their threads. If several steps run at once, one may hold the
+            # threads that an all-reduce of another waits for.
             jax.block_until_ready(metrics)
         return state, metrics
 
     def check(self, state: TrainState) -> None:
-        """Raise if the step that returned this state must end the run, as a call with it does.
+        """Raise if the step that returned this state must end the run, as the next call would.
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up.
@@ -185,8 +186,8 @@ class TrainStep:
         flags = gave_up(state.opt_state)
         if any(np.any(x.addressable_data(0) if isinstance(x, jax.Array) else x) for x in flags):
             raise FloatingPointError(
-                "skip_nonfinite: more gradients in a row than max_consecutive were not finite; the "
-                "last one has gone into the parameters"
+                "skip_nonfinite: more than max_consecutive gradients in a row were not finite; the "
+                "last one has been applied to the parameters"
             )
 
     def _compare_replicas(self, state: TrainState) -> None:
@@ -198,20 +199,19 @@ class TrainStep:
         if step // every > before and _replicas_differ(state.params, self.layout):
             since = f"since a step after {before * every}" if before else "perhaps from the start"
             raise RuntimeError(
-                f"the params differ between devices after step {step}, {since}: each device must "
-                "begin with the same params and get the same updates"
+                f"the params differ between devices after step {step}, {since}: all devices "
+                "must begin with the same params and get the same updates"
             )
 
     def _check_state(self, state: object) -> None:
         if not isinstance(state, TrainState):
             raise TypeError(
-                "state must be a TrainState, as init and the step return it; "
-                f"got {checks.shown(state)}"
+                f"state must be a TrainState, such as step.init(params); got {checks.shown(state)}"
             )
         if is_packed(state.params) != self.options.packed:
             kinds = ("a tree of params", "packed params")
             raise TypeError(
-                f"the step is made with packed={self.options.packed}; the state has "
+                f"the step was made with packed={self.options.packed}, but the state has "
                 f"{kinds[is_packed(state.params)]}"
             )
         self._check_model_state(state.model_state)
@@ -220,15 +220,16 @@ class TrainStep:
         is_array = isinstance(state.step, jax.Array) and not checks.is_traced(state.step)
         if is_array and state.step.is_deleted():
             raise ValueError(
-                "the state has been used up by an earlier call of the step, which overwrites it: "
-                "go on with the state that that call returned, or pass donate=False"
+                "the state has been used up: an earlier call of the step has overwritten it. "
+                "Continue with the state that this call returned, or make the step with "
+                "donate=False"
             )
         check_rounds(state.opt_state, self.local, self.layout)
 
     def _check_model_state(self, model_state: PyTree) -> None:
         if (model_state is not None) != self.options.model_state:
             raise TypeError(
-                f"the step is made with model_state={self.options.model_state}; got "
+                f"the step was made with model_state={self.options.model_state}; got "
                 + ("a model_state" if model_state is not None else "none")
             )
 
@@ -239,13 +240,13 @@ def _check_params(params: Params) -> None:
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
         raise TypeError(
-            "TrainStep.init: params must have a floating-point array, as integers are not "
+            "TrainStep.init: params must contain a floating-point array, since integers are not "
             f"trained; got {checks.shown(params)}"
         )
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:
-    """Tell whether an array lies on several CPU devices, as the result of a pipeline does too."""
+    """Tell whether an array is on several CPU devices, as the result of a pipeline may be."""
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
@@ -275,90 +276,90 @@ def make_train_step(
     compare_replicas_every: int | None = None,
     donate: bool = True,
 ) -> TrainStep:
-    """Return a jitted training step: gradient, update, new params, in place.
+    """Return a jitted training step, which updates params and state in place.
 
         loss, g = value_and_grad(loss_fn)(params, batch)
         u, opt_state = tx.update(g, opt_state, params, value=loss, grad=g, value_fn=loss_fn)
         params = params + u
 
-    JAX pairs donated inputs with outputs of the same shape in argument order; the step keeps params
-    before state on both sides, so that each array is overwritten by its own successor and nothing
-    is copied.
+    The step overwrites the arrays of the state that you pass, so that it needs no second copy of
+    them: JAX pairs donated inputs with outputs of the same shape in order, and the step keeps
+    params before state on both sides.
 
     Args:
-      loss_fn: (params, batch) -> loss, a scalar; or (loss, aux) with `has_aux`. None beside
-        `value_and_grad`.
+      loss_fn: a function (params, batch) -> loss, a scalar; with `has_aux`, it returns (loss, aux).
+        None if you pass `value_and_grad`.
       tx: an optimizer of optfn or optax.
-      has_aux: whether `loss_fn` gives auxiliary data as well; it comes back as metrics["aux"], on a
-        mesh the mean over workers of numbers, the sum of integers.
-      model_state: whether the model keeps arrays beside params, such as batch statistics:
-        `loss_fn` is then (params, model_state, batch) -> (loss, model_state), or
-        (loss, (model_state, aux)) with `has_aux`, and the new ones are in the next TrainState. On a
-        mesh they are the mean over workers of floating-point arrays, and worker 0's of others.
-        If `skip_nonfinite` skips the step, they stay as they were.
-      mesh: workers that share the work, such as `optfn.distributed.data_mesh()`: the leading axis
-        of the batch is split over them, the loss is their mean. Batches are host arrays of all
-        examples, the same in every process, or global arrays.
+      has_aux: whether `loss_fn` returns auxiliary data as well, which you find in metrics["aux"].
+        On a mesh, numbers are averaged over the workers and integers are summed.
+      model_state: whether the model has arrays besides params, such as batch statistics. `loss_fn`
+        is then (params, model_state, batch) -> (loss, model_state), or (loss, (model_state, aux))
+        with `has_aux`, and the next TrainState has the new model_state. On a mesh, floating-point
+        arrays are averaged over the workers, and others are those of worker 0. If `skip_nonfinite`
+        skips the step, the model_state stays as it was.
+      mesh: the workers that share the work, such as `optfn.distributed.data_mesh()`. The leading
+        axis of the batch is split over them, and the loss is their mean. Pass batches as host
+        arrays of all examples, the same in every process, or as global arrays.
       data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split. An
-        optimizer that exchanges gradients by itself, such as `dgc_momentum`, does so over its
+        optimizer that exchanges gradients itself, such as `dgc_momentum`, does so over its
         `axis_name`; over the other data axes its gradients are averaged.
-      recompute: names of values in `loss_fn` that are kept for the backward pass; everything
-        between them is recomputed there, see `optfn.recompute`.
-      packed: whether params and state are kept in one buffer per dtype, for models of many small
-        leaves; see `optfn.pack`. `loss_fn` sees the tree, state.params is the result of `pack`, and
-        `unpack(state.params)` is the tree.
-      tables: the embedding leaves, as a pattern of paths: in `loss_fn` they can only be looked up,
-        and their gradient is row-sparse; see `optfn.sparse.value_and_grad`. Without it every
-        gradient of `loss_fn` is dense, and `init` warns of an optimizer with `lazy`.
-      rng: True, a seed or a key: `loss_fn` then gets a key as its last argument, a different one in
-        each step and on each worker; True means the seed 0.
-      value_and_grad: (params, batch) -> (loss, gradients), used instead of the gradient of
-        `loss_fn`: for example that of a pipeline, with (inputs, targets) as the batch. It takes and
-        gives model state and aux as `loss_fn` does, ((loss, model_state), gradients). With `mesh`
-        it is called inside `shard_map` with a worker's part of the batch.
-      microbatches: k. The batch of a worker goes through the loss in k equal parts, one after the
-        other, whose gradients are averaged, so that the activations of one part are held at a time.
-        Batch statistics are those of the parts. With `shard="params"` each part gathers params
-        anew, see `optfn.distributed.sharded`.
-      local_steps: H. With H > 1 a call is a round: each worker makes H steps of `tx` alone, on
-        equal parts of its part of the batch, with a state of its own; then `outer` gets the drift
-        θ_start − θ_end of each worker as its gradient, in float32, and params become θ_start plus
+      recompute: names of values in `loss_fn` that are kept for the backward pass. Everything
+        between them is recomputed there, to save memory; see `optfn.recompute`.
+      packed: whether params and state are kept in one buffer per dtype, which is faster for models
+        with many small leaves; see `optfn.pack`. `loss_fn` still sees the tree. `state.params` is
+        packed, and `unpack(state.params)` is the tree.
+      tables: the embedding leaves, as a pattern of paths. `loss_fn` can only look rows up in them,
+        and their gradients are row-sparse; see `optfn.sparse.value_and_grad`. Without it all
+        gradients are dense, and `init` warns of an optimizer with `lazy`.
+      rng: True, a seed or a key. `loss_fn` then gets a key as its last argument, a different one in
+        each step and on each worker. True means the seed 0.
+      value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
+        of `loss_fn`, such as that of a pipeline, whose batch is (inputs, targets). It takes and
+        returns model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh`
+        it is called inside `shard_map`, with a worker's part of the batch.
+      microbatches: k. The loss is computed for k equal parts of a worker's batch, one after the
+        other, and the gradients are averaged. This saves memory, since only the activations of one
+        part are kept at a time. Batch statistics are those of the parts. With `shard="params"` each
+        part gathers the params again; see `optfn.distributed.sharded`.
+      local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with
+        its own state, on equal parts of its part of the batch. Then `outer` gets the drift
+        θ_start − θ_end of each worker, in float32, as its gradient, and params become θ_start plus
         its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
-      outer: the optimizer of the rounds; it sees the mean drift, or each worker's if it exchanges
-        gradients by itself. None is sgd(1.0): params become the mean over workers.
-      shard: how params and state are spread over the devices of `mesh`. None: whole on each.
-        "state": the state is, 1/N over `data_axis`; gradients arrive by a reduce-scatter, new
-        params by an all-gather. "params": params are spread as well, and gathered for the loss,
-        layer by layer where it uses `optfn.distributed.scan_layers`. A mapping from patterns of
-        paths to PartitionSpecs of params, which the state follows; other leaves are whole on each
-        device, and axes other than `data_axis` are left to the compiler. A leaf without a dimension
-        that N divides stays whole. The trajectory is that of one device.
-      shard_tables: whether each device of `mesh` keeps 1/N of the rows of the leaves that `tables`
-        selects, and of their state: row r lies on device r mod N. Rows that a batch looks up come
-        from the devices that keep them, and gradients go there. In `TrainState.params` such a leaf
-        is an `optfn.sparse.ShardedTable`, of which `np.asarray` is the table in natural order.
-      compare_replicas_every: after so many steps the devices of `mesh` compare their params, by a
-        checksum of 8 bytes a leaf; the next call raises if they differ. None never compares.
-      donate: whether the step may overwrite the state that it is given.
+      outer: the optimizer of the rounds. It sees the mean drift, or that of each worker if it
+        exchanges gradients itself. None is sgd(1.0): params become the mean over workers.
+      shard: how params and state are divided over the devices of `mesh`, if they don't fit on one.
+        None: every device has all of them. "state": each of the N devices along `data_axis` keeps
+        1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
+        "params": params are divided as well, and gathered for the loss, one layer at a time if it
+        uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
+        PartitionSpecs of params: the state follows them, other leaves are whole on each device, and
+        axes other than `data_axis` are left to the compiler. A leaf without a dimension that N
+        divides stays whole. The results are those of one device.
+      shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
+        `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
+        are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
+        such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
+      compare_replicas_every: after how many steps the devices of `mesh` compare their params, by a
+        checksum of 8 bytes per leaf. If they differ, the next call raises. None: never.
+      donate: whether the step may overwrite the state that you pass.
 
-    The update gets the extra arguments that transforms of optax ask for: value, the loss; grad, the
-    gradients; and value_fn, params -> loss on this batch, whose gradient can be taken. On a mesh
-    these are means over the workers.
+    Transforms of optax that ask for extra arguments get them: value, the loss; grad, the gradients;
+    and value_fn, a differentiable function from params to the loss on this batch. On a mesh these
+    are means over the workers.
 
     Returns:
-      A TrainStep: `init(params)` gives the first TrainState, and calling it with (state, batch)
-      gives (state, metrics), with metrics["loss"] and, where tx keeps one, ["learning_rate"]; with
-      `record_metrics` in tx and without local steps also ["grad_norm"], ["update_norm"],
-      ["param_norm"] and ["clip_factor"], and those of its groups; with `skip_nonfinite`
-      ["gave_up"], which makes the next call raise. Where tx exchanges gradients by itself, and with
-      local steps, ["bytes_sent"] has the bytes that a worker sent in this call, by the formulas of
-      the compressors.
+      A TrainStep. `init(params)` returns the first TrainState, and calling the step with
+      (state, batch) returns (state, metrics). Metrics have "loss" and, if tx has one,
+      "learning_rate". With `record_metrics` in tx, and without local steps, they also have
+      "grad_norm", "update_norm", "param_norm", "clip_factor" and the norms of its groups. With
+      `skip_nonfinite` they have "gave_up", which makes the next call raise. If tx exchanges
+      gradients itself, and with local steps, they have "bytes_sent": the bytes that a worker sent
+      in this call, by the formulas of the compressors.
 
     Raises:
-      TypeError: an argument of the wrong kind, a loss that is not a real number.
-      ValueError: a loss that is not a scalar; a mesh without `data_axis`; names for `recompute`
-        that `loss_fn` does not give; options that need another or exclude each other, see
-        `optfn.train.options`.
+      TypeError: an argument is of the wrong kind, or the loss is not a real number.
+      ValueError: the loss is not a scalar; the mesh has no `data_axis`; `recompute` has names that
+        `loss_fn` does not; or options need or exclude each other, see `optfn.train.options`.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.sgd(0.25))
@@ -415,7 +416,7 @@ def _composed(
 
 
 def _placed(step: StepFn, layout: Layout) -> StepFn:
-    """Return a step whose new state lies as the layout says."""
+    """Return a step whose new state is placed as the layout says."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         old = state._replace(opt_state=layout.in_update(state.opt_state))
@@ -431,7 +432,7 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
 
 
 def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | None) -> Objective:
-    """Return the objective of one device; of all devices of the part axes where there are some."""
+    """Return the objective of one device, or of all devices of the part axes if there are some."""
     form = Form(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
@@ -466,15 +467,15 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
 def _local_steps(
     options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
-    """Return how a round goes; None where a call is one step."""
+    """Return the parts of a round; None if a call is one step."""
     if options.local_steps == 1 or layout is None:
         return None
     if not layout.worker_axes:
         raise ValueError(
-            f"local_steps={options.local_steps} cannot be with params or state divided over all of "
-            f"data_axis, {(*layout.part_axes,)}: workers that train apart differ in their params, "
-            "so that none can keep a part for others. Divide over some of the axes: "
-            "shard=sharded(..., axis=)"
+            f"local_steps={options.local_steps} cannot be combined with params or state divided "
+            f"over all of data_axis, {(*layout.part_axes,)}: workers that train apart have "
+            "different params, so none can keep a part for the others. Divide over some of the "
+            "axes, shard=sharded(..., axis=)"
         )
     outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
     return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer), layout)

@@ -1,7 +1,8 @@
 """The training step of one worker: gradients, their mean over the workers, the update.
 
-It runs where the worker axes are bound, or on one device. Over the part axes of a layout it is
-written for whole arrays: the compiler divides the update, so that norms are those of all parts.
+It runs inside `shard_map` over the worker axes, or on one device. Along the part axes of a layout
+it is written for whole arrays, and the compiler divides the update, so that norms are those of
+whole arrays.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ KeyOf = Callable[[jax.Array], jax.Array]
 
 
 def keys_of(rng: bool | int | jax.Array, workers: Axes) -> KeyOf | None:
-    """Return the function from a step to its key, on each worker another; None without rng."""
+    """Return the function from a step to its key, which differs by worker; None without rng."""
     if rng is False:
         return None
     if rng is True or checks.is_host_number(rng):
@@ -67,9 +68,9 @@ def worker_step(
     Args:
       objective: the loss and its gradients.
       tx: the optimizer.
-      key_of: gives the key of a step; None where the loss takes none.
-      workers: the mesh axes of the workers; none where there is one.
-      layout: how params lie on a mesh.
+      key_of: returns the key of a step; None if the loss takes none.
+      workers: the mesh axes of the workers; none if there is only one.
+      layout: how params are divided over the mesh.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -85,9 +86,9 @@ def worker_step(
         )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
-        # An optimizer that exchanges gradients by itself gets each worker's; `grad` is their mean.
+        # An optimizer that exchanges gradients itself gets each worker's own; `grad` is their mean.
         mean = means.mean_on_parts(grads, (), workers, parts)[0] if exchanges_itself else grads
-        # Line searches take dense gradients; where there is none, nothing is computed.
+        # Line searches take dense gradients. Without one, XLA removes this computation.
         extra |= {"value": loss, "grad": leafwise.to_dense(mean)}
         extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
         if may_give_rows(state.opt_state):
@@ -107,9 +108,9 @@ def worker_step(
 
 
 def _as_laid_out(params: Params, layout: Layout | None) -> Params:
-    """Return params of which the compiler is told how they lie on the devices of a worker.
+    """Return params with a sharding constraint, so that the compiler leaves them as they are.
 
-    Else it may divide whole params for the update, and gather them for the loss.
+    Otherwise it may divide whole params for the update, and gather them for the loss.
     """
     if layout is None or not (layout.worker_axes and layout.inner_axes):
         return params
@@ -120,7 +121,7 @@ def _as_laid_out(params: Params, layout: Layout | None) -> Params:
 
 
 def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
-    """Return the new model state, or the one before where a guard has skipped the step."""
+    """Return the new model state, or the old one if a guard has skipped the step."""
     pairs = zip(_skips(before.opt_state), _skips(opt_state), strict=True)
     changed = [old != new for old, new in pairs]
     if not changed or model_state is None:
@@ -132,7 +133,7 @@ def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptS
 
 
 def _skips(opt_state: OptState) -> list[jax.Array]:
-    """Return the counters of skipped steps in a state, those of `optax.apply_if_finite` too."""
+    """Return the counters of skipped steps in a state, also those of `optax.apply_if_finite`."""
 
     def counter(x: object) -> str:
         return "total_notfinite" if isinstance(x, _ApplyIfFinite) else traits_of(x).skipped
@@ -147,9 +148,9 @@ def _skips(opt_state: OptState) -> list[jax.Array]:
 
 
 def _barrier(values: PyTree) -> PyTree:
-    """Keep XLA from interleaving the update with the loss, which reads the same parameters.
+    """Keep XLA from interleaving the update with the loss.
 
-    If it does, it keeps a copy of the parameters.
+    Both read the parameters, so XLA would have to keep a copy of them.
     """
     leaves, structure = jax.tree.flatten(values)
     kept = iter(lax.optimization_barrier([x for x in leaves if not mismatch.is_float0(x)]))

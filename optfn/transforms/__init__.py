@@ -1,1 +1,1 @@
-"""The transforms that optimizers are chains of: regularization, clipping, moment, scaling."""
+"""The transforms of which optimizers are chains: regularization, clipping, moments, scaling."""

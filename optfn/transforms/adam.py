@@ -125,16 +125,16 @@ def scale_by_adam(
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: ≥ 0; with 0, an element whose gradient has always been 0 becomes NaN, as in optax.
-      eps_hat: which of the two forms; they differ in whether eps is added to √v or to √v̂.
+      eps_hat: whether eps is added to √v (True) or to √v̂ (False).
       bias_correction: whether to correct the bias of the moments, which start at zero; LAMB does
         not.
-      lazy: whether a row-sparse gradient changes only the moments of the rows that it touches; else
-        it becomes dense, and the moments of all rows decay. All rows share one step count.
+      lazy: whether a row-sparse gradient changes only the moments of the rows that it touches. If
+        not, it becomes dense, and the moments of all rows decay. All rows share one step count.
 
     State: step, and mu (m) and nu (v), 8 bytes per parameter; nu of a complex leaf is real.
 
-    Source: Kingma & Ba 2015, arXiv 1412.6980. eps_hat is the form of §2, "efficiency", and of the
-    fluid page; the other form is Algorithm 1, as in optax and torch.
+    Source: Kingma & Ba 2015, arXiv 1412.6980. eps_hat=True is the form of §2, "efficiency", and of
+    fluid's documentation; the other form is Algorithm 1, as in optax and torch.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
     eps = checks.nonnegative("eps", eps)

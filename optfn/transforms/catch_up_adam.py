@@ -88,13 +88,13 @@ def scale_by_catch_up_adam(
         m = β₁ⁿm;  v = β₂ⁿv                       the moments after n steps without a gradient
         u = u + the direction of `scale_by_adam` for g, m, v
 
-    Whenever a row is touched, its moments are those of dense Adam; `caught_up` returns those of all
-    rows. Between two touches the parameters of a row lag behind by the missed steps, whose sum is
-    below d·r/(1 − r), about 9 steps for the defaults. At a touch they differ from those of dense
-    Adam for three reasons: the sum uses the present learning rate for all missed steps; eps, where
-    √v is as small; and one bias correction stands for those of all missed steps. For the defaults
-    the last is up to 9 % of the way for a row that is touched in the first step and then not for
-    long, 0.2 % for a row touched at steps 10, 20, 30, and less later.
+    Whenever a row is touched, its moments are exactly those of dense Adam; `caught_up` returns
+    those of all rows. Between two touches, the parameters of a row lag behind by the missed steps,
+    whose sum is below d·r/(1 − r), about 9 steps for the defaults. At a touch, they differ from
+    those of dense Adam for three reasons: the sum uses the current learning rate for all missed
+    steps; eps matters if √v is as small; and one bias correction replaces those of all missed
+    steps. For the defaults, the last error is up to 9 % of the way for a row that is touched in the
+    first step and then not for long, 0.2 % for a row touched at steps 10, 20, 30, and less later.
 
     Args:
       b1: β₁, in [0, 1), with β₁² < β₂, so that the missed steps fade.
@@ -111,7 +111,7 @@ def scale_by_catch_up_adam(
     eps = checks.positive("eps", eps)
     eps_hat = checks.flag("eps_hat", eps_hat)
     if isinstance(b1, float) and isinstance(b2, float) and b1 * b1 >= b2:
-        raise ValueError(f"b1² must be < b2, or missed steps do not fade; got b1 {b1}, b2 {b2}")
+        raise ValueError(f"b1² must be < b2, so that missed steps fade; got b1 {b1}, b2 {b2}")
 
     def init(params: Params) -> ScaleByCatchUpAdamState:
         def never_touched(p: jax.Array) -> jax.Array:
@@ -149,9 +149,9 @@ def scale_by_catch_up_adam(
 
 
 def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
-    """Return the state with the moments of all rows as dense Adam has them at this step.
+    """Return the state with the moments that dense Adam would have for all rows at this step.
 
-    For inspection only: the parameters do not catch up, so continue training with `state` itself.
+    Use it only for inspection. The parameters do not catch up, so continue training with `state`.
     """
 
     begun = state.step.begun if isinstance(state.step, LateStepsState) else {}

@@ -36,7 +36,7 @@ def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
 
 @core.transform()
 def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Rule:
-    """Limit each element: g = min(max(g, min_value), max_value).
+    """Clip each element of the gradient: g = min(max(g, min_value), max_value).
 
     Args:
       max_value: the upper bound; > 0 if `min_value` is None.
@@ -66,7 +66,7 @@ def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Ru
 
 @core.transform(complex_leaves=True, reads_state=False)
 def clip_by_norm(max_norm: Number) -> core.Rule:
-    """Limit the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
+    """Clip the norm of each tensor: g = g·c/‖g‖ where ‖g‖ > c.
 
     Args:
       max_norm: c, > 0; with ∞ the gradient is unchanged.
@@ -112,10 +112,10 @@ def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
 
 @core.transform(complex_leaves=True, reads_state=False)
 def clip_by_global_norm(max_norm: Number) -> core.Rule:
-    """Limit the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
+    """Clip the norm of all tensors together: g = g·c/max(N, c), N = √∑‖g‖².
 
-    Each tensor is multiplied by one scalar factor, which XLA fuses into the operations that follow;
-    the result of an elementwise division would be kept in memory.
+    Each tensor is multiplied by one scalar factor, which XLA fuses into the following operations.
+    (The result of an elementwise division would be kept in memory.)
 
     Args:
       max_norm: c, > 0; with ∞ the gradient is unchanged.

@@ -2,9 +2,9 @@
 
 `split_float32` and `join_float32` write a float32 number as a bfloat16 one and a remainder.
 
-A moving average in few bits does not change when its steps are smaller than half the distance
-between two codes. Stochastic rounding rounds up with the probability that makes the mean exact, so
-that the average changes by the right amount in expectation (Gupta et al. 2015, arXiv 1502.02551).
+A moving average in few bits does not change if its steps are smaller than half the distance between
+two codes. Stochastic rounding rounds up with the probability that makes the mean exact, so the
+average changes by the right amount in expectation (Gupta et al. 2015, arXiv 1502.02551).
 The random bits are a hash of the element's number and a seed, which costs a few integer operations
 per element and needs no state.
 """

@@ -95,27 +95,27 @@ def ftrl_proximal(
         p' = (l1·sign(z) − z)/(n'^(−k)/lr + 2·l2) where |z| > l1, else 0
         u = p' − p
 
-    The recursion contains the rate, so no `scale_by_learning_rate` follows. As in fluid, 1e-10 is
-    added to l1 and l2. Where lr = 0, p, n and z do not change. A gradient whose square overflows
-    counts as 0. An element of a dense gradient that has always been 0 becomes 0.
+    The recursion contains the rate, so no `scale_by_learning_rate` may follow. As in fluid, 1e-10
+    is added to l1 and l2. If lr is 0, p, n and z do not change. A gradient whose square overflows
+    counts as 0. An element whose dense gradient has always been 0 becomes 0.
 
-    z', n' and p' are computed in three passes, one after the other, since z' reads the old n and p'
-    the new n and z: a compiled step with donated state changes all three in place.
+    z', n' and p' are computed in three passes, one after the other, because z' reads the old n, and
+    p' the new n and z. So a compiled step with donated state updates all three in place.
 
     Args:
       learning_rate: lr ≥ 0, as in `scale_by_learning_rate`.
-      l1: ≥ 0; makes parameters exactly zero.
-      l2: ≥ 0.
+      l1: the weight of the penalty on |p|, ≥ 0; it makes parameters exactly zero.
+      l2: the weight of the penalty on p², ≥ 0.
       lr_power: k, ≤ 0; −½ divides by the root of n.
-      lazy: whether a row-sparse gradient changes only n, z and p of the rows that it touches, as
-        Paddle's sparse operator; else it becomes dense, by which all rows that have never had a
-        gradient become 0. A dense gradient is treated the same in both.
+      lazy: whether a row-sparse gradient changes only n, z and p of the rows that it touches, as in
+        Paddle's sparse operator. If not, it becomes dense, and all rows that have never had a
+        gradient become 0. For dense gradients both are the same.
 
     State: accumulator (n) and linear (z), 8 bytes per parameter, and the rate. Needs params; real
     leaves.
 
-    Source: McMahan et al. 2013, "Ad click prediction", algorithm 1; fluid's FtrlOptimizer. Paddle
-    1.8.5 hands l1 over as l2 in Python; that is not repeated here.
+    Source: McMahan et al. 2013, "Ad click prediction", algorithm 1; fluid's FtrlOptimizer. (Paddle
+    1.8.5 passes l1 as l2 in Python, which is not repeated here.)
     """
     lr = rates.check_rate(learning_rate)
     l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)

@@ -1,4 +1,4 @@
-"""Updates in place, in passes over memory or under a condition, that can be differentiated."""
+"""Differentiable updates in place, in several passes over memory or under a condition."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,8 +18,8 @@ def in_passes(
 ) -> tuple[PyTree, ...]:
     """Return the carry after each of `fns`, one pass over the arrays after the other.
 
-    Nothing that one pass computes is kept for the next, but the carry, which changes in place; see
-    `when`. The barrier hides from XLA that the condition is always true.
+    Only the carry is passed from one pass to the next, and it is updated in place; see `when`. The
+    barrier hides from XLA that the condition is always true.
     """
     return when(jax.lax.optimization_barrier(jnp.asarray(True)), fns, carry, *reads)
 
@@ -32,9 +32,9 @@ def when(
 ) -> tuple[PyTree, ...]:
     """Return the carry after each of `fns` where `due`, a bool scalar, is true, else `carry`.
 
-    Each function gets (*carry, *reads) and runs in a loop of one iteration or none: the results of
-    a cond are new memory, the carry of a loop is updated in place, and nothing after it is fused
-    into it. One loop waits for the other, so that an array which one function reads may be
+    Each function gets (*carry, *reads) and runs in a loop of one iteration or none. The results of
+    a cond would be new memory, but the carry of a loop is updated in place, and nothing after the
+    loop is fused into it. One loop waits for the other, so an array that one function reads may be
     overwritten by the next. The derivative is that of a cond, which JAX can differentiate in both
     modes.
 
@@ -122,7 +122,7 @@ def _variant(left: jax.Array, values: PyTree) -> PyTree:
 def _less_one(left: jax.Array) -> jax.Array:
     """Return left − 1, computed by a sort, so that XLA on CPU keeps the loop multi-threaded.
 
-    From jaxlib 0.12 on, XLA on CPU takes a loop with an unknown number of iterations for small,
-    whatever its arrays, and runs it on one core; but not a loop with a sort in it.
+    From jaxlib 0.12 on, XLA on CPU runs a loop with an unknown number of iterations on one core,
+    however large its arrays are, unless the loop has a sort in it.
     """
     return jax.lax.sort(jnp.stack([left, left - 1]))[0]

@@ -47,15 +47,15 @@ def scale_by_lamb(
     bias_correction: bool = False,
     exclude: Pattern | None = None,
 ) -> core.Rule:
-    """Scale Adam's direction, with weight decay, to the norm of each tensor.
+    """Scale Adam's direction, with weight decay, by the norm of each tensor.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²
         r = m/(√v + eps) + wd·p,  or m̂/(√v̂ + eps) + wd·p with bias_correction
         u = q·r,  q = ‖p‖/‖r‖  where both > 0, else 1
 
     It is the chain scale_by_adam → add_decayed_weights → scale_by_trust_ratio, with the same names
-    in the state, without temporary memory: r is computed from the new moments twice, for its norm
-    and for u, and kept neither time.
+    in the state, but without temporary memory: r is computed from the new moments twice, for its
+    norm and for u, instead of being stored.
 
     Args:
       b1: β₁, in [0, 1).
@@ -139,8 +139,9 @@ def _update(
         q = leafwise.combine(trust_ratio, leafwise.tensor_norms(p), r_norms, coeff=inverse)
         return m, v, q
 
-    # Two passes, since one program would keep r for its second use. q starts at 1; times q, eps and
-    # wd are other scalars in each leaf: XLA would make an array of a shared one.
+    # Use two passes, since one program would keep r for its second use. q starts at 1. Multiplied
+    # by q, eps and wd are different scalars in each leaf; XLA would make an array of a shared
+    # scalar.
     ones = leafwise.combine(jnp.ones_like, leafwise.tensor_norms(params))
     mu, nu, q = in_passes([advance, ratios], (mu, nu, ones), updates, params)
     factor = leafwise.combine(lambda q, scale: q * scale, q, scale=scale)

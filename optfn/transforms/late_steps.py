@@ -1,10 +1,10 @@
 """Counts of steps for leaves whose moments begin later than the state that they are in.
 
-A frozen parameter has no moments. Where a run goes on with it trained, its moments begin at zero
-in a state that has counted steps for long, and a bias correction by that count would be none: the
-first steps of Adam would be too large, up to (1 − β₁)/√(1 − β₂) and more. So the state remembers
-at which step the moments of such a leaf began, and the leaf counts from there. `load_state_dict`
-makes these counts; a state in which all leaves began together has none.
+A frozen parameter has no moments. If a run continues and trains it, its moments begin at zero in a
+state that has counted many steps. With that count there would be hardly any bias correction, and
+the first steps of Adam would be too large, up to (1 − β₁)/√(1 − β₂) and more. So the state
+remembers at which step the moments of such a leaf began, and its steps are counted from there.
+`load_state_dict` makes these counts; a state in which all leaves began together has none.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from optfn.leaves.types import OptState, PyTree, Updates
 
 @traits(adds_no_word=True)
 class LateStepsState(NamedTuple):
-    """The count of a state some of whose leaves began late: int32, and 4 bytes for each of these.
+    """The step count of a state in which some leaves began late: int32, and 4 bytes for each leaf.
 
-    begun: by the path of a leaf, the count before its moments began.
+    begun: the count at which the moments of a leaf began, by its path.
     """
 
     step: jax.Array

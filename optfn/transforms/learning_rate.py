@@ -1,8 +1,8 @@
 """The learning rate as part of the state: a number, an array or a schedule.
 
-A Python or NumPy number is stored in the state and read from there, so that setting it recompiles
-nothing. A schedule or a JAX array drives the rate from outside, and the state only shows the rate.
-Both kinds of state have the same fields and differ in their type.
+A Python or NumPy number is stored in the state and read from there, so you can set it without
+recompiling anything. A schedule or a JAX array determines the rate from outside, and the state only
+shows it. Both kinds of state have the same fields, but different types.
 """
 
 from typing import Any, NamedTuple, TypeGuard
@@ -98,14 +98,16 @@ def at_step(
     """Return the value of a schedule at `step`, or of an array; errors name `argument`."""
     number = value(step) if callable(value) else value
     if not (checks.is_host_number(number) or isinstance(number, complex | jax.Array | np.ndarray)):
-        raise TypeError(f"{argument}: the schedule must give a number; got {checks.shown(number)}")
+        raise TypeError(
+            f"{argument}: the schedule must return a number; got {checks.shown(number)}"
+        )
     number = jnp.asarray(number)
     if number.shape != () or jnp.iscomplexobj(number):
         raise ValueError(
-            f"{argument} must be a real scalar; the schedule gave an array of shape "
+            f"{argument} must be a real scalar; the schedule returned an array of shape "
             f"{number.shape} and dtype {number.dtype}"
         )
-    # A copy: a step that is given the state to overwrite must not overwrite the caller's array.
+    # Copy it, because a step that overwrites the state must not overwrite the caller's array.
     return jnp.array(number, dtype, copy=True)
 
 
@@ -124,11 +126,11 @@ def scale_by_learning_rate(
 
     Args:
       learning_rate: lr ≥ 0. A Python or NumPy number is stored in the state, where
-        `set_learning_rate` changes it; a 0-d array or a schedule step -> lr drives the rate from
-        outside. A schedule is called with the 0-based step, int32.
+        `set_learning_rate` can change it. A 0-d array, or a schedule step -> lr, determines the
+        rate from outside. A schedule is called with the 0-based step, int32.
 
-    `update` takes `rate_factors`, a factor of the rate for each leaf; an optimizer with
-    `param_attrs` passes it.
+    `update` takes `rate_factors`, a factor of the rate for each leaf, which an optimizer with
+    `param_attrs` passes.
 
     State: the step and the rate last used (after init, that of step 0), float32, or float64 with
     `jax_enable_x64`. Real and complex leaves.
@@ -168,16 +170,17 @@ def _is_driven(x: RateState) -> bool:
 
 
 def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
-    """Return the learning rate in a state: that of step 0 after init, else of the last update.
+    """Return the learning rate in a state: that of the last update, or of step 0 after init.
 
     Args:
       opt_state: the state of an optimizer, however wrapped.
-      path: selects one of several rates (`optax.partition`) by the words of its state's name, such
-        as the label of the partition. With local steps None means the inner one, "outer" the other.
+      path: if there are several rates (`optax.partition`), words of the name of one's state, such
+        as the label of the partition. With local steps, None is the inner rate and "outer" the
+        outer one.
 
     Returns:
-      A scalar, float32, or float64 with `jax_enable_x64`; the largest where workers have rates of
-      their own.
+      A scalar, float32, or float64 with `jax_enable_x64`. If workers have different rates, it is
+      the largest.
 
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
@@ -190,7 +193,7 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
     if any(not _is_same(first, other) for other in others):
         listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
         raise ValueError(
-            f"the state holds several learning rates; choose one by path=. They are {listed}"
+            f"the state has several learning rates; choose one by path=. They are {listed}"
         )
     return first
 
@@ -199,20 +202,21 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
     """Return `opt_state` with another learning rate; nothing is recompiled.
 
     Args:
-      opt_state: the state of an optimizer, however wrapped.
-      value: the rate, a number ≥ 0 or a 0-d array.
-      path: selects one rate, as in `get_learning_rate`; None sets all.
+      opt_state: the state of an optimizer, however wrapped. If you have a TrainState, pass its
+        `opt_state`, or the whole TrainState.
+      value: the new rate, a number ≥ 0 or a 0-d array.
+      path: selects one rate, as in `get_learning_rate`; None sets all of them.
 
     Raises:
-      ValueError: the state has no rate, or a schedule or an array drives it.
+      ValueError: the state has no rate, or a schedule or an array determines it.
     """
     checks.nonnegative("value", value)
     found = _selected_rates(opt_state, path)
     driven = [name for name, rate in found.items() if _is_driven(rate)]
     if driven:
         raise ValueError(
-            f"the learning rate of {', '.join(map(repr, driven))} is driven by a schedule or an "
-            "array and cannot be set; make the optimizer with a Python number instead"
+            f"the learning rate of {', '.join(map(repr, driven))} cannot be set, since a schedule "
+            "or an array determines it. Make the optimizer with a Python number instead"
         )
     chosen = {id(rate) for rate in found.values()}
 
@@ -236,7 +240,7 @@ def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateStat
     plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
     found = {name: rates[name] for name in plateau or rates}
     if not found:
-        raise ValueError("the state holds no learning rate")
+        raise ValueError("the state has no learning rate")
     if path is None:
         return found
     chosen = {name: rate for name, rate in found.items() if f"/{path}/" in f"/{name}/"}
@@ -248,8 +252,8 @@ def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateStat
 def numbers_of_rates(opt_state: OptState) -> dict[str, float]:
     """Return the learning rates of a state that were given as numbers, by name.
 
-    Those that a schedule, an array or `reduce_on_plateau` drives are left out; where workers have
-    rates of their own, it is the largest of this process.
+    Rates that a schedule, an array or `reduce_on_plateau` determines are left out. If workers have
+    different rates, it is the largest of this process.
     """
     parts = state_names.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
     return {

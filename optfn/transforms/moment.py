@@ -89,8 +89,8 @@ def scale_by_momentum(
 ) -> core.Rule:
     """Accumulate a velocity: v = μv + g; u = v, or g + μv with nesterov.
 
-    There is no dampening. Where the learning rate belongs inside the velocity (LARS, RMSProp), this
-    transform follows `scale_by_learning_rate`.
+    There is no dampening. If the learning rate is part of the velocity (LARS, RMSProp), put this
+    transform after `scale_by_learning_rate`.
 
     Args:
       momentum: μ, in [0, 1]; with 1 the velocity is the sum of all gradients.
@@ -208,7 +208,7 @@ def adadelta_rule(
 
 @core.transform(complex_leaves=True)
 def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
-    """Rescale by past updates over past gradients.
+    """Scale the gradient by the ratio of past updates to past gradients.
 
         a = ρa + (1 − ρ)|g|²
         Δ = √((u + eps)/(a + eps))·g
@@ -221,8 +221,8 @@ def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
     State: squared_gradient (a) and squared_update (u), 8 bytes per parameter, both real. Real and
     complex leaves.
 
-    Source: Zeiler 2012, arXiv 1212.5701, algorithm 1; fluid's AdadeltaOptimizer. Paddle 1.8.5 reads
-    u after writing it and leaves out the learning rate; neither is repeated here.
+    Source: Zeiler 2012, arXiv 1212.5701, algorithm 1; fluid's AdadeltaOptimizer. (Paddle 1.8.5
+    reads u after writing it and leaves out the learning rate; neither is repeated here.)
     """
     rho = checks.decay("rho", rho)
     eps = checks.positive("eps", eps)
@@ -307,8 +307,8 @@ def scale_by_rms(
       eps: ≥ 0, inside the root; with 0, 0/0 is NaN, as in optax.
       centered: whether to subtract the square of the mean.
       moment_dtype: "bfloat16" or "int8" stores r in 16 or 8 bits, stochastically rounded, as
-        `scale_by_quantized_adam` does; None is float32. Not with `centered`, whose difference of
-        nearly equal numbers needs more bits.
+        `scale_by_quantized_adam` does; None is float32. It cannot be combined with `centered`,
+        whose difference of nearly equal numbers needs more bits.
 
     State: mean_square (r), real, 4 bytes per parameter; centered also mean (q), 8 in all. In
     bfloat16 2 bytes, in int8 1.02, and the step. Real leaves, and without `moment_dtype` complex
@@ -349,8 +349,8 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
 
-    d is summed anew at each step. Fluid updates it by d += g − y_i, which in float32 keeps the
-    rounding error of the largest gradient for ever.
+    d is summed again in each step. Fluid updates it by d += g − y_i, which in float32 keeps the
+    rounding error of the largest gradient forever.
 
     Args:
       batch_num: n, ≥ 1, static; the batches must come in the same order in every epoch.

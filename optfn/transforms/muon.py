@@ -61,7 +61,7 @@ def orthogonalized(
       eps: > 0.
       dtype: in which to iterate; None is that of x.
 
-    The iteration runs on xᵀ where that has fewer rows. Singular values of x/‖x‖ that are far below
+    The iteration runs on xᵀ if that has fewer rows. Singular values of x/‖x‖ that are far below
     1/∏a stay small.
     """
     norms = jnp.sqrt(jnp.sum(numerics.abs_squared(x), axis=(-2, -1), keepdims=True))
@@ -103,7 +103,7 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
         run = runs[path]
         axes = len(run.shape) - run.stacked
         if axes != 2:
-            beside = f" beside the {run.stacked} stacked" if run.stacked else ""
+            beside = f" besides the {run.stacked} stacked" if run.stacked else ""
             raise ValueError(
                 f"matrices: the pattern selects leaf {path!r} of shape {run.shape}, which has "
                 f"{axes} {'axis' if axes == 1 else 'axes'}{beside}; a matrix has two. Layers along "
@@ -149,25 +149,25 @@ def scale_by_muon(
     compute_dtype: str | None = None,
     moment_dtype: str | None = None,
 ) -> core.Rule:
-    """Orthogonalize the velocity of each matrix; other leaves pass unchanged.
+    """Orthogonalize the velocity of each matrix; other leaves pass through unchanged.
 
         v = μv + g;  m = g + μv with nesterov, else v
         x = m/(‖m‖ + eps);  x = a·x + (b·A + c·A²)·x,  A = x·xᵀ, five times: near U·Vᵀ of m = U·S·Vᵀ
         u = scale(rows, columns)·x
 
-    Each index of stacked axes is a matrix of its own, as is each leaf in a Packed.
+    Each index of stacked axes is a separate matrix, and so is each leaf in a Packed.
 
     Args:
       momentum: μ, in [0, 1].
       matrices: the leaves that are orthogonalized: a regular expression that matches their whole
-        path, or a function path -> bool. None: those with two axes beside the stacked ones.
+        path, or a function path -> bool. None: all leaves with two axes, not counting stacked ones.
       nesterov: whether to use Nesterov's momentum.
       coefficients: a, b, c: "jordan", which is (3.4445, −4.7750, 2.0315) five times; "dion", five
         different triples; three numbers, for five steps; or three numbers for each step.
       scale: "jordan", √max(1, columns/rows) for a weight that is used as x @ w; "moonlight",
-        0.2·√max(rows, columns), with which rates and decays of adamw fit; or a function
+        0.2·√max(rows, columns), for which the rates and decays of adamw fit; or a function
         (rows, columns) -> factor.
-      eps: > 0.
+      eps: > 0, added to the norm of m.
       compute_dtype: "bfloat16" for the products of the iteration; None is float32, or the dtype of
         a wider leaf.
       moment_dtype: "bfloat16" or "int8" for v, see `scale_by_momentum`.
@@ -176,7 +176,8 @@ def scale_by_muon(
     int8 1.02. Real and complex leaves; with `moment_dtype` real ones.
 
     Raises:
-      ValueError: `matrices` selects a leaf that is no matrix, or, a regular expression, no leaf.
+      ValueError: `matrices` selects a leaf that is not a matrix, or is a regular expression that
+        matches no leaf.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon (its moving average is v
     up to a factor, which the norm takes away); Liu et al. 2025, arXiv 2502.16982 ("moonlight", with

@@ -37,13 +37,13 @@ def reduce_on_plateau(
 ) -> core.Rule:
     """Multiply updates by a rate that falls when a metric stops improving.
 
-    Put it after an optimizer of rate 1, and before an average:
+    Put it after an optimizer with rate 1, and before an average:
 
         tx = optfn.chain(optfn.adam(1.0), optfn.schedules.reduce_on_plateau(1e-3))
         updates, state = tx.update(grads, state, params, value=loss)
 
-    The metric passed to an update takes effect at the next update. With v the metric passed to the
-    previous update:
+    A metric that you pass to an update takes effect in the next update. With v the metric passed to
+    the previous update:
 
         if cooling down: count down; otherwise
             better = v < best − gap (v > best + gap)     gap = threshold·best ("rel") or threshold
@@ -55,14 +55,14 @@ def reduce_on_plateau(
       learning_rate: the initial rate, a number ≥ 0.
       mode: "min" or "max": whether a smaller or a larger metric is better.
       decay_rate: the factor of a reduction, in (0, 1).
-      patience: how many values without improvement are accepted before a reduction, ≥ 0.
+      patience: after how many more values without improvement the rate is reduced, ≥ 0.
       threshold: the smallest change that counts as an improvement, ≥ 0.
       threshold_mode: "rel" or "abs".
       cooldown: how many values are ignored after a reduction, ≥ 0.
       min_lr: the smallest rate, ≥ 0.
 
-    `update` takes `value`, a scalar, or None at a step without a new metric, such as one between
-    two epochs. `get_learning_rate` and `set_learning_rate` refer to this rate.
+    `update` takes `value`, a scalar, or None in a step without a new metric, such as a step within
+    an epoch. `get_learning_rate` and `set_learning_rate` refer to this rate.
 
     State: the rate and its step, the best and the last value, two counters and a flag; 25 bytes.
 
@@ -100,7 +100,7 @@ def reduce_on_plateau(
         if "value" not in extra:
             raise ValueError(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
-                "value=metric), or value=None at a step without a metric"
+                "value=metric), or pass value=None in a step without a metric"
             )
         state = plateau.after_value(state)
         updates = leafwise.scale(updates, state.rate.learning_rate)

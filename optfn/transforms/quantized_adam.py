@@ -50,22 +50,22 @@ def scale_by_quantized_adam(
         state = encode(m, v)                  rounded up or down at random, exact in the mean
         m, v = decode(state);  u as in `scale_by_adam`
 
-    The random bits are a hash of step and element, so that a run can be repeated bit for bit; all
-    leaves use the same bits. Moments are computed in float32, also those of wider leaves.
+    The random bits are a hash of step and element, so a run can be repeated bit for bit; all leaves
+    use the same bits. Moments are computed in float32, even those of wider leaves.
 
     "int8" stores blocks of 256 consecutive elements. Each block has a scale s that no element
-    exceeds (s = βs + (1 − β)·max|g|); the codes have three bits of mantissa, for m down to 2⁻¹⁹·s
-    and for v down to 2⁻³⁵·s. A v > 0 never rounds to zero. A gradient that is not finite makes its
-    whole block unusable.
+    exceeds (s = βs + (1 − β)·max|g|). The codes have three bits of mantissa, for m down to 2⁻¹⁹·s
+    and for v down to 2⁻³⁵·s. A v > 0 never rounds to zero. A gradient that is not finite spoils its
+    whole block, so use `skip_nonfinite`.
 
-    The moments change in place, in a separate pass over the leaf: beside the gradient, a step needs
-    temporary memory of less than half a byte per parameter.
+    The moments are updated in place, in a separate pass over the leaf. Besides the gradient, a step
+    needs less than half a byte of temporary memory per parameter.
 
     Args:
       b1: β₁, in [0, 1).
       b2: β₂, in [0, 1).
       eps: > 0.
-      eps_hat: the form of the step, as in `scale_by_adam`.
+      eps_hat: where eps is added, as in `scale_by_adam`.
       bias_correction: whether to correct the bias of the moments.
       dtype: "bfloat16" or "int8".
 

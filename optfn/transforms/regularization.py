@@ -148,7 +148,7 @@ def add_decayed_weights(
 ) -> core.Rule:
     """Add decoupled weight decay to a direction: u = u + weight_decay·p.
 
-    Unlike `l2_decay` it follows the moments, so that they do not scale the decay. Where the
+    Unlike `l2_decay`, put it after the moments, so that they do not scale the decay. If the
     direction is row-sparse (Adam's lazy mode), only the rows in it decay.
 
     Args:
@@ -156,8 +156,8 @@ def add_decayed_weights(
       exclude: the leaves without decay: a regular expression that matches their whole path, or a
         function path -> bool.
 
-    `update` takes `decay_factors`, factors of weight_decay by path; an optimizer with `param_attrs`
-    passes them.
+    `update` takes `decay_factors`, factors of weight_decay by path, which an optimizer with
+    `param_attrs` passes.
 
     No state; with a schedule the step, 4 bytes. Needs params; real and complex leaves.
 

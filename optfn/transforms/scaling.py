@@ -41,7 +41,7 @@ def trust_ratio(
 def scale_by_trust_ratio() -> core.Rule:
     """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
 
-    q = 1 where either norm is 0.
+    If either norm is 0, q is 1.
 
     No state. Needs params; real and complex leaves.
 

@@ -1,4 +1,4 @@
-"""Moments stored in 8 or 16 bits: one mechanism for every rule that keeps moments of a gradient."""
+"""Storage of moments in 8 or 16 bits, for every rule that keeps moments of a gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias

@@ -1,1 +1,1 @@
-"""Wrappers of rules: attributes of parameters, averages, precision, accumulation, guards."""
+"""Wrappers of optimizers: attributes of parameters, averages, precision, accumulation, guards."""

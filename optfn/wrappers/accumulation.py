@@ -21,9 +21,9 @@ from optfn.transforms.in_place import when
 class AccumulateState(NamedTuple):
     """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
 
-    total: the sum of the gradients of leaves whose gradient is the same on all workers; at
-      micro-step 0 it is the last update, and the next gradient takes its place.
-    own_total: the sum, flat, for leaves whose gradient the inner optimizer takes from each worker.
+    total: the sum of the gradients, for leaves whose gradient is the same on all workers. At
+      micro-step 0 it is the last update, which the next gradient overwrites.
+    own_total: the sum, flat, for leaves of which the inner optimizer takes each worker's gradient.
     """
 
     micro_step: jax.Array
@@ -36,25 +36,25 @@ class AccumulateState(NamedTuple):
 def accumulate(
     tx: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Step once for every `every` gradients, with their mean.
+    """Take one step of an optimizer for `every` gradients, with their mean.
 
         total = g if n = 0, else total + g;  n += 1
         if n = every:  u = tx(total/every);  n = 0
         else:          u = −0.0
 
-    For a loss that is a mean over examples this is the step of the full batch. `tx` runs only at
-    every n-th call, so that its schedules and averages count real steps. Around an optimizer with
-    an exchange of gradients, each worker keeps the sum of its own gradients.
+    Use it if a batch does not fit in memory. For a loss that is a mean over examples, this is the
+    step of the whole batch. `tx` runs only in every n-th call, so its schedules and averages count
+    real steps. If the optimizer exchanges gradients itself, each worker keeps the sum of its own.
 
     Args:
       tx: an optimizer of optfn or optax.
-      every: the number of gradients in a step, ≥ 1.
+      every: the number of gradients for a step, ≥ 1.
 
     State: the micro-step n, the sum of gradients in float32, 4 bytes per parameter, and the state
     of `tx`.
 
     Raises:
-      TypeError: `tx` is not a gradient transformation, or `every` not a Python integer.
+      TypeError: `tx` is not a gradient transformation, or `every` is not a Python integer.
       ValueError: `every` < 1, or `tx` is an `on_each_device`; accumulate must be inside it.
     """
     every = checks.count("accumulate: every", every)
@@ -65,7 +65,7 @@ def accumulate(
         if has_workers_in_front(inner_state):
             raise ValueError(
                 "accumulate cannot wrap on_each_device, whose gradients have a leading axis of "
-                "workers; put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
+                "workers. Put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
             )
         return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
 
@@ -93,16 +93,13 @@ def accumulate(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
-        shared = tree.map(_without, state.own_total.value, totals)
-        owned = tree.map(_without, state.total, totals)
-        own_total = state.own_total._replace(value=owned)
-        return updated, AccumulateState(micro_step, shared, own_total, inner_state)
+        return updated, AccumulateState(micro_step, *_by_owner(totals, state), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
-    """Return zeros for the sums of gradients: those that all workers share, and each worker's."""
+    """Return zeros for the sums of gradients: those that all workers share, and each one's own."""
     own_axes = exchanged_axes(inner_state, params)
 
     def by_owner(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
@@ -113,8 +110,15 @@ def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
     return shared, PerWorker(owned, joined(*own_axes))
 
 
+def _by_owner(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
+    """Return the totals that all workers share, and each worker's, as `state` has them."""
+    shared = tree.map(_without, state.own_total.value, totals)
+    owned = tree.map(_without, state.total, totals)
+    return shared, state.own_total._replace(value=owned)
+
+
 def _without(other: Leaf, total: Leaf) -> Leaf:
-    """Return a total, masked where the `other` total has the leaf."""
+    """Return a total, masked if the `other` total has the leaf."""
     return total if tree.is_masked(other) else optax.MaskedNode()
 
 
@@ -124,7 +128,7 @@ def _is_summed(total: Leaf, g: Leaf) -> bool:
 
 
 def _added(is_first: jax.Array, shared: Leaf, own: Leaf, g: Leaf) -> Leaf:
-    """Return the total of a leaf, which is masked in one of the two, with a gradient added."""
+    """Return the total of a leaf, shared or own (the other is masked), with a gradient added."""
     total = shared if tree.is_masked(own) else own
     if not _is_summed(total, g):
         return total
@@ -138,7 +142,7 @@ def _mean(every: int, g: Leaf, total: Leaf) -> Leaf:
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the extra arguments that are trees of arrays, and the others.
 
-    Arguments about one gradient only are left out.
+    Arguments that concern only one gradient are left out.
     """
     extra = {k: v for k, v in extra.items() if k not in ("grad", "value_fn")}
 
@@ -156,11 +160,11 @@ def _step_when(
     inner_state: OptState,
     reads: PyTree,
 ) -> tuple[Updates, Updates, OptState]:
-    """Return (updates, totals, inner_state) after `step` where `due`.
+    """Return (updates, totals, inner_state) after `step` if `due`.
 
-    Elsewhere the updates are −0.0, and the totals and the state are those passed in. The updates
-    are written over the totals: arrays of their own would be allocated at every call. Updates of
-    integer leaves are zero in both cases, and stay outside the conditional.
+    Otherwise the updates are −0.0, and totals and state are unchanged. The updates overwrite the
+    totals, because new arrays would be allocated in every call. Updates of integer leaves are zero
+    in both cases, and stay outside the conditional.
     """
     shapes = jax.eval_shape(step, totals, inner_state, reads)[0]
 
@@ -181,7 +185,7 @@ def _in_place_of(total: Leaf, u: Leaf) -> Leaf:
 
 
 def _update_of(due: jax.Array, total: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the update that stands in the place of the total, and −0.0 where there was no step."""
+    """Return the update, which has overwritten the total, or −0.0 if there was no step."""
     return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
 
 

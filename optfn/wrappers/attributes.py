@@ -26,26 +26,26 @@ INHERIT = _Inherit()
 
 @dataclasses.dataclass(frozen=True)
 class ParamAttr:
-    """How an optimizer treats a parameter.
+    """How an optimizer treats a parameter: frozen, with another rate, without decay, and so on.
 
     Args:
-      learning_rate: a factor of the optimizer's rate, ≥ 0; exact for every rule, also where the
-        rate is inside a recursion.
+      learning_rate: a factor of the optimizer's rate, ≥ 0. It is exact for every rule, even if the
+        rate is part of a recursion.
       regularization: a transform such as `l2_decay(1e-4)` that replaces the optimizer's own; None
         for no regularization.
-      need_clip: whether the optimizer's `grad_clip` applies to the parameter; if not, it is left
-        out of the global norm and is not scaled.
+      need_clip: whether the optimizer's `grad_clip` applies to the parameter. If not, its gradient
+        does not count in the global norm and is not scaled.
       trainable: False freezes the parameter: it never changes and has no state.
       stacked: how many leading axes of the leaf count tensors, ≥ 0; 1 for layers that a model scans
         over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
-        separate leaf. The result of `optfn.distributed.stack_stages` needs no such attribute.
+        separate leaf. The result of `optfn.distributed.stack_stages` does not need this.
       weight_decay: a factor of the optimizer's own decay (`weight_decay`, `lars_weight_decay`),
-        ≥ 0; 0 for no decay. It does not concern `regularization`.
+        ≥ 0; 0 for no decay. It does not affect `regularization`.
 
     Raises:
-      TypeError: an argument of another type.
-      ValueError: a learning_rate, weight_decay or stacked that is negative. An optimizer without a
-        decay of its own refuses a weight_decay other than 1.
+      TypeError: an argument has the wrong type.
+      ValueError: learning_rate, weight_decay or stacked is negative. If weight_decay is not 1, an
+        optimizer that has no decay raises it too.
     """
 
     learning_rate: float = 1.0
@@ -111,7 +111,7 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
       ValueError: a pattern matches none of the paths.
     """
     attrs = dict.fromkeys(itertools.chain(*tree.names(params)), DEFAULT)
-    # Backwards, so that an earlier pattern overwrites a later one.
+    # Go backwards, so that an earlier pattern overwrites a later one.
     for pattern, attr in reversed(list(param_attrs.items())):
         attrs |= dict.fromkeys(tree.matching(pattern, params, "param_attrs"), attr)
     return attrs
@@ -120,8 +120,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
 def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str, ParamAttr]:
     """Return the attributes that an optimizer gives to the leaves of `params`, by path.
 
-    Optimizers inside wrappers and chains of optfn are included, those inside wrappers of other
-    libraries are not.
+    It finds optimizers inside wrappers and chains of optfn, but not inside those of other
+    libraries.
     """
     found: dict[str, ParamAttr] = {}
     if not isinstance(tx, core.Transform):
@@ -136,7 +136,7 @@ def for_leaves(
 ) -> optax.GradientTransformationExtraArgs:
     """Return `tx` for the leaves whose attributes `choose` selects; the others pass unchanged.
 
-    Only the selected leaves must be real where `tx` takes no complex leaves.
+    If `tx` takes no complex leaves, only the selected ones must be real.
     """
     rule = core.rule_of(tx)
 
@@ -165,10 +165,10 @@ def for_leaves(
 def attributed(
     name: str, tx: optax.GradientTransformationExtraArgs, param_attrs: ParamAttrs
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` with frozen leaves, per-leaf rates and stacked axes as `param_attrs` says.
+    """Return `tx` with the frozen leaves, per-leaf rates and stacked axes of `param_attrs`.
 
-    To `tx` a frozen leaf is masked. Its update is −0.0, which does not change a bit of it. The
-    factors of the rate and of the weight decay reach `tx` as the extra arguments `rate_factors` and
+    Frozen leaves are masked from `tx`. Their update is −0.0, which changes no bit of them. `tx`
+    gets the factors of the rate and of the weight decay as the extra arguments `rate_factors` and
     `decay_factors`.
 
     Args:
@@ -217,7 +217,7 @@ def _trained(values: PyTree, attrs: dict[str, ParamAttr]) -> PyTree:
     if any(attr.stacked and attr.trainable for attr in attrs.values()):
         for path, run in tree.runs(values).items():
             _check_stacked(path, run.shape, attrs[path])
-        # A gradient may be missing where nothing is trained, so no mark may be there either.
+        # A leaf that is not trained may have no gradient, so it must not be marked.
         values = mark_stacked(values, lambda path: attrs[path].stacked * attrs[path].trainable)
     return _trainable(values, attrs).keep(values)
 
@@ -225,18 +225,18 @@ def _trained(values: PyTree, attrs: dict[str, ParamAttr]) -> PyTree:
 def _check_stacked(path: str, shape: tuple[int, ...], attr: ParamAttr) -> None:
     if attr.trainable and attr.stacked > len(shape) > 0:
         raise ValueError(
-            f"param_attrs: stacked={attr.stacked} for leaf {path!r} of shape {shape}; it must be "
-            f"at most the number of axes, {len(shape)}"
+            f"param_attrs: stacked={attr.stacked} for leaf {path!r} must be at most {len(shape)}, "
+            f"the number of its axes; its shape is {shape}"
         )
 
 
 def refuse_decay_factors(name: str, attrs: ParamAttrs) -> None:
-    """Raise for factors of the weight decay of an optimizer that has none."""
+    """Raise a ValueError if attributes have factors of a weight decay, which `name` lacks."""
     for pattern, attr in attrs.items():
         if attr.weight_decay != 1.0:
             raise ValueError(
                 f"param_attrs[{pattern!r}]: weight_decay={attr.weight_decay:g} is a factor of the "
-                f"optimizer's own decay, and {name} has none; give the leaf a penalty by "
+                f"optimizer's own decay, but {name} has none. Give the leaf a penalty, "
                 "regularization=optfn.l2_decay(coeff), or use an optimizer such as adamw"
             )
 
@@ -249,13 +249,13 @@ def with_attributes(
     built: Callable[[list[optax.GradientTransformation]], optax.GradientTransformationExtraArgs],
     decays: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose clip, penalty, rates and frozen leaves are as `param_attrs` says.
+    """Return an optimizer with clip, penalty, rates and frozen leaves according to `param_attrs`.
 
     Args:
       name: the optimizer's name in errors.
       param_attrs: the argument of the optimizer.
-      grad_clip: likewise.
-      regularization: likewise.
+      grad_clip: the argument of the optimizer.
+      regularization: the argument of the optimizer.
       built: makes the optimizer from the transforms that precede its own chain.
       decays: whether that chain has a weight decay.
     """
@@ -271,7 +271,7 @@ def with_attributes(
 def regularizing(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
-    """Return transforms that regularize each leaf by its own penalty, else by the optimizer's."""
+    """Return transforms that regularize each leaf by its own penalty, or by the optimizer's."""
     penalties = {id(a.regularization): a.regularization for a in attrs.values()}
     if set(penalties) <= {id(INHERIT)}:
         return [] if regularization is None else [regularization]

@@ -1,7 +1,7 @@
-"""Averages of the parameters over the steps, for evaluation: EMA and fluid's ModelAverage.
+"""Averages of the parameters over the steps, for evaluation: EMA, and ModelAverage of fluid.
 
-They come last in a chain, where params + updates are the next parameters. `averaged_params` reads
-an average and changes neither state nor params, so that training continues with those.
+Put them last in a chain, where params + updates are the next parameters. `averaged_params` reads an
+average, and changes neither state nor params, so training can continue.
 """
 
 import functools
@@ -46,7 +46,7 @@ class ModelAverageState(NamedTuple):
 
 
 def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
-    """Return the parameters after the update, rounded as `apply_updates` rounds them."""
+    """Return the parameters after the update, with the rounding of `apply_updates`."""
     core.check_params_given(name, params)
     return leafwise.inexact(apply_updates(params, updates))
 
@@ -54,7 +54,7 @@ def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
 def _widen(p: jax.Array) -> jax.Array:
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
-        # XLA removes a rounding that is widened again, except for reduce_precision.
+        # XLA would remove a cast to bfloat16 and back; reduce_precision is kept.
         wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     return wide
 
@@ -63,24 +63,25 @@ def _widen(p: jax.Array) -> jax.Array:
 def exponential_moving_average(
     decay: Number = 0.999, *, thres_steps: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an exponential moving average of the parameters.
+    """Keep an exponential moving average of the parameters, for evaluation.
 
         d = decay, or min(decay, (1 + s)/(10 + s)) with thres_steps, s = t − 1
         e = d·e + (1 − d)·p        p after the update
         w = d·w + (1 − d)          the sum of the weights, 1 − ∏d
         the average is e/w
 
-    Updates pass through unchanged. Inside `master_weights` it averages the masters; inside
-    `accumulate` and `skip_nonfinite` it counts real steps only.
+    Put it last in a chain, and read the average by `averaged_params`. Updates pass through
+    unchanged. Inside `master_weights` it averages the masters; inside `accumulate` and
+    `skip_nonfinite` it counts only real steps.
 
     Args:
-      decay: in [0, 1).
+      decay: the weight of the old average, in [0, 1).
       thres_steps: whether the decay grows with the number of steps, so that early averages follow
         the parameters closely.
 
     State: step, weight, average; 4 bytes per parameter. Needs params.
 
-    Source: fluid's ExponentialMovingAverage. Paddle 1.8.5 corrects by the current d to the power t,
+    Source: fluid's ExponentialMovingAverage. Paddle 1.8.5 divides by 1 − dᵗ with the current d,
     which is 1 − ∏d only for a constant decay.
     """
     decay = checks.decay("decay", decay)
@@ -107,7 +108,7 @@ def exponential_moving_average(
         if thres_steps:
             s = state.step.astype(state.weight.dtype)
             d = jnp.minimum(decay, (1 + s) / (10 + s))
-            # 1 − d, but not computed from the rounded d.
+            # This is 1 − d, without the rounding error of d.
             complement = jnp.maximum(1 - decay, 9 / (10 + s))
         _, average = leafwise.apply(rule, p, state.average, d=d, complement=complement)
         weight = (d * state.weight + complement).astype(state.weight.dtype)
@@ -117,8 +118,8 @@ def exponential_moving_average(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-# As in fluid, the first sum moves into the second after this many updates: a float32 sum of fewer
-# terms is more accurate.
+# As in fluid, the first sum is moved into the second after this many updates, because a float32 sum
+# of fewer terms is more accurate.
 _SUM_LENGTH = 16384
 
 
@@ -131,7 +132,7 @@ def model_average_rule(
     full: jax.Array,
     close: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Return (p, s1, s2, s3) after p is added; `full` and `close` move the sums on."""
+    """Return (p, s1, s2, s3) after p is added; if `full` or `close`, sums are moved to the next."""
     s1 = s1 + _widen(p)
     s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
     total = s1 + s2
@@ -145,7 +146,7 @@ def model_average(
     min_average_window: int = 10000,
     max_average_window: int = 10000,
 ) -> optax.GradientTransformationExtraArgs:
-    """Average the parameters over a window of the last updates.
+    """Average the parameters over a window of the last updates, for evaluation.
 
         updates += 1;  acc += 1;  s1 += p                     p after the update
         if updates mod 16384 = 0:  s2 += s1;  s1 = 0
@@ -153,12 +154,13 @@ def model_average(
             s3 = s1 + s2;  s1 = s2 = 0;  old = acc;  acc = 0
         the average is (s1 + s2 + s3)/(acc + old)
 
-    Updates pass through unchanged. As in fluid, updates·rate is computed in float32.
+    Put it last in a chain, and read the average by `averaged_params`. Updates pass through
+    unchanged. As in fluid, updates·rate is computed in float32.
 
     Args:
-      average_window_rate: rate, ≥ 0.
-      min_average_window: ≥ 1, and ≤ max_average_window.
-      max_average_window: ≥ 1.
+      average_window_rate: rate, the length of the window as a fraction of all updates, ≥ 0.
+      min_average_window: the shortest window, in updates, ≥ 1 and ≤ max_average_window.
+      max_average_window: the longest window, in updates, ≥ 1.
 
     State: three sums and three int32 counters; 12 bytes per parameter. Needs params.
 
@@ -206,7 +208,7 @@ def read_average(state: OptState, params: Params) -> Params:
     """Return the average in `state`, in the structure and dtypes of `params`.
 
     Leaves without an average, and all leaves before the first update, are copies of those of
-    `params`: the result shares no buffer with its arguments. Wrappers around leaves are kept.
+    `params`, so the result shares no buffer with its arguments. Wrappers around leaves are kept.
     """
     if isinstance(state, ExponentialMovingAverageState):
         step, weight = (jax.tree.leaves(x)[0] for x in (state.step, state.weight))
@@ -223,7 +225,7 @@ def read_average(state: OptState, params: Params) -> Params:
             return jnp.array(p, copy=True)
         if jnp.shape(p) != parts[0].shape:
             raise ValueError(
-                f"averaged_params: leaf {place!r} has shape {jnp.shape(p)}, its average "
+                f"averaged_params: leaf {place!r} has shape {jnp.shape(p)}, but its average has "
                 f"{parts[0].shape}: the average was made for other params"
             )
         total = functools.reduce(operator.add, parts)

@@ -1,4 +1,4 @@
-"""A scale of the loss that follows the range of float16, as torch.amp.GradScaler."""
+"""A scale of the loss that adapts to the range of float16, like torch.amp.GradScaler."""
 
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ def dynamic_loss_scale(
     max_consecutive: int = 50,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Scale the loss, so that gradients in float16 do not underflow, and undo it for `tx`.
+    """Scale the loss so that gradients in float16 do not underflow, and unscale them for `tx`.
 
         bad = any gradient of scale·loss is NaN or infinite, on any worker
         u, state = (−0.0, state) if bad else tx(g/scale, state)
@@ -45,19 +45,19 @@ def dynamic_loss_scale(
         if good_steps = growth_interval: scale = scale·growth_factor;  good_steps = 0
 
     `make_train_step` and `minimize` find the scale in the state, multiply the loss by it before
-    they differentiate, and report the loss without it. In a loop of your own, multiply the loss by
-    `loss_scale(opt_state)`. Everything that reads gradients, such as a clip or `record_metrics`,
-    goes inside; only `accumulate` may go around it too. g/scale is float32 or wider. A scale that
-    would overflow stays.
+    they differentiate, and report the unscaled loss. In your own loop, multiply the loss by
+    `loss_scale(opt_state)`. Put everything that reads gradients, such as a clip or
+    `record_metrics`, inside; only `accumulate` may also go around it. g/scale is float32 or wider.
+    If a larger scale would overflow, the scale stays.
 
     Args:
-      tx: an optimizer of optfn or optax. Bad gradients are skipped by `skip_nonfinite` around it.
-      initial_scale: the first scale, above 0.
-      growth_factor: above 1.
-      backoff_factor: in (0, 1).
-      growth_interval: how many good gradients in a row make the scale larger, ≥ 1.
-      max_consecutive: as of `skip_nonfinite`.
-      axis_name: as of `skip_nonfinite`.
+      tx: an optimizer of optfn or optax; it is wrapped in `skip_nonfinite`, to skip bad gradients.
+      initial_scale: the first scale, > 0.
+      growth_factor: the factor by which the scale grows, > 1.
+      backoff_factor: the factor by which it shrinks, in (0, 1).
+      growth_interval: after how many good gradients in a row the scale grows, ≥ 1.
+      max_consecutive: as in `skip_nonfinite`.
+      axis_name: as in `skip_nonfinite`.
 
     State: scale (float32), good_steps (int32), and the state of `skip_nonfinite(tx)`.
 
@@ -118,23 +118,23 @@ def _in_dtype_of(like: Leaf, u: Leaf) -> Leaf:
 
 
 def loss_scale(opt_state: OptState) -> jax.Array:
-    """Return the factor of the loss whose gradients an optimizer wants, a float32 scalar.
+    """Return the factor by which to multiply the loss, a float32 scalar, in your own loop.
 
     Args:
-      opt_state: the state of the optimizer; without `dynamic_loss_scale` in it the factor is 1.
+      opt_state: the state of the optimizer. Without a `dynamic_loss_scale` the factor is 1.
 
     Raises:
-      ValueError: there are several `dynamic_loss_scale` in it.
+      ValueError: the optimizer has several `dynamic_loss_scale`.
     """
     scale = scale_of(opt_state)
     return jnp.ones((), jnp.float32) if scale is None else scale
 
 
 def scale_of(opt_state: OptState) -> jax.Array | None:
-    """Return the scale in a state, None where there is none.
+    """Return the scale in a state, or None if there is none.
 
     Raises:
-      ValueError: there are several, or one for each worker.
+      ValueError: there are several scales, or one for each worker.
     """
     found = nodes_of(DynamicLossScaleState, opt_state)
     if not found:
@@ -142,7 +142,7 @@ def scale_of(opt_state: OptState) -> jax.Array | None:
     scale: jax.Array = jax.tree.leaves(found[0].scale)[0]
     if len(found) > 1 or nodes_of(DynamicLossScaleState, found[0].inner_state) or scale.ndim:
         raise ValueError(
-            "the state holds several scales of dynamic_loss_scale, and a loss has one factor: put "
-            "it around all other transforms"
+            "the state has several scales of dynamic_loss_scale, but a loss has only one factor: "
+            "put a single dynamic_loss_scale around all other transforms"
         )
     return scale

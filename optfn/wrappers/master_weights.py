@@ -42,13 +42,13 @@ class MasterWeights24State(NamedTuple):
 
 
 class MasterForm(NamedTuple):
-    """How masters are kept.
+    """How masters are stored.
 
     state_type: the class of the state.
-    is_narrow: whether a parameter has a master.
-    start: p -> the array to keep for a master that is p.
-    read: (p, kept) -> the master.
-    write: (p, master[, step]) -> (u, kept), for which read(p + u, kept) is the master.
+    is_narrow: tells whether a parameter has a master.
+    start: p -> the array to store for a master that equals p.
+    read: (p, stored) -> the master.
+    write: (p, master[, step]) -> (u, stored), for which read(p + u, stored) is the master.
     """
 
     state_type: type[MasterWeightsState | MasterWeights32State | MasterWeights24State]
@@ -62,38 +62,40 @@ class MasterForm(NamedTuple):
 def master_weights(
     tx: optax.GradientTransformation, dtype: DType = jnp.float32, *, bits: int | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Run an optimizer on wide masters of narrow parameters.
+    """Run an optimizer on float32 masters of narrower parameters, so that small updates add up.
 
         M = M + tx(g, M)
-        u = M − p      in float32; rounded to the dtype of p, p + u is M
+        u = M − p      in float32; p + u, rounded to the dtype of p, is M rounded
 
-    With `bits` M is the parameter and a remainder together, where else the state has a copy of M:
+    The state has a copy of M. With `bits`, it has only a remainder e, and M is computed from the
+    parameter and e:
 
         bits(|M|) = bits(|p|)·2ᵏ + e,  k = bits − 16
 
-    Copies: after an update the parameters are the rounded masters, even if they were edited before.
-    Remainders: the edited parameter is moved by e, at most half a unit of its last place.
+    If you edit a parameter by hand, a copy overwrites your change: after the next update the
+    parameter is the rounded master again. With a remainder your change stays, and M is the edited
+    parameter moved by e, which is at most half a unit of its last place.
 
     Args:
       tx: an optimizer of optfn or optax; its params are the masters.
       dtype: the dtype of the masters, float32 or float64. Leaves that are at least as wide have no
         master.
-      bits: 32 or 24, for bfloat16 parameters and float32 masters; None keeps copies. 32: an int16
-        remainder, masters bit for bit those of copies; a parameter differs from theirs at an exact
-        tie, where it is the larger neighbour. 24: an int8 remainder, masters rounded at random to
-        24 bits at each step, exact in the mean; so that small steps are not lost.
+      bits: 32 or 24, for bfloat16 parameters and float32 masters; None keeps copies. With 32 the
+        remainder is int16, and masters are bit for bit those of copies; at an exact tie, the
+        parameter is the larger neighbour. With 24 the remainder is int8, and masters are rounded at
+        random to 24 bits in each step; their mean is exact, so small steps are not lost.
 
-    Where a master shrinks by a factor above 2¹⁶ in one step, p + u is rounded, and M is off by at
-    most 2⁻²⁴ of the old one. Masters below 2⁻¹²⁶ lose digits where XLA flushes denormals.
+    If a master shrinks by a factor above 2¹⁶ in one step, p + u is rounded, and M is off by at most
+    2⁻²⁴ of its old value. Masters below 2⁻¹²⁶ lose digits if XLA flushes denormals.
 
     State: per narrow parameter 4 bytes for a copy, 2 or 1 for a remainder, and the state of `tx`;
     with 24 bits also the step. The update of a leaf with a master has the dtype of the master.
     Needs params.
 
     Raises:
-      ValueError: `dtype` is neither float32 nor float64, or is float64 with `bits`; `bits` is
-        another number; at init, `dtype` is float64 without jax_enable_x64, or a leaf is narrower
-        than float32 and not bfloat16, with `bits`.
+      ValueError: `dtype` is neither float32 nor float64, or is float64 with `bits`; or `bits` is
+        another number. At init: `dtype` is float64 without jax_enable_x64; or with `bits`, a leaf
+        is narrower than float32 but not bfloat16.
       TypeError: `tx` is not a gradient transformation.
 
     Source: Micikevicius et al. 2018, arXiv 1710.03740, §3.1; fluid's multi_precision. Remainders of
@@ -148,18 +150,18 @@ def _is_narrower(p: Leaf, than: np.dtype[Any]) -> bool:
 def _check_dtype(place: tree.Place, p: jax.Array, bits: int | None) -> None:
     if bits is not None and p.dtype != jnp.bfloat16:
         raise ValueError(
-            f"master_weights: bits={bits} needs bfloat16 parameters, whose exponent is that of "
-            f"float32; leaf {place!r} is {p.dtype}. Without bits masters are float32 copies"
+            f"master_weights: bits={bits} needs bfloat16 parameters, because their exponent is "
+            f"that of float32; leaf {place!r} is {p.dtype}. Leave bits out to keep float32 copies"
         )
 
 
 def _form(dtype: np.dtype[Any], bits: int | None) -> MasterForm:
-    """Return the form that the arguments of `master_weights` ask for."""
+    """Return the form for these arguments of `master_weights`."""
     checks.choice("master_weights: bits", bits, (None, 32, 24))
     if bits is None:
         return _copies(dtype)
     if dtype != jnp.float32:
-        raise ValueError(f"master_weights: bits={bits} is for float32 masters; got dtype {dtype}")
+        raise ValueError(f"master_weights: bits={bits} needs float32 masters; got dtype {dtype}")
     return _remainders(bits)
 
 
@@ -175,7 +177,7 @@ def _copies(dtype: np.dtype[Any]) -> MasterForm:
 
 
 def _remainders(bits: int) -> MasterForm:
-    """Return the form of float32 masters that are a parameter and a remainder together."""
+    """Return the form of float32 masters that consist of a parameter and a remainder."""
 
     def write(
         p: jax.Array, master: jax.Array, step: jax.Array | None = None
@@ -209,11 +211,11 @@ def _wide_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
-    """Return the update u for which p + u is `master`, rounded to the dtype of p: master − p.
+    """Return the update u = master − p, for which p + u, rounded to the dtype of p, is `master`.
 
-    Where the difference itself is rounded, p + u may round to a neighbour of that number; there u
-    is the difference between the rounded master and p. A difference of zero is −0.0, so that
-    p = −0.0 keeps its sign.
+    If the difference is itself rounded, p + u may round to a neighbour of that number. Then u is
+    the difference between the rounded master and p. A difference of zero is −0.0, so that p = −0.0
+    keeps its sign.
     """
     wide = p.astype(master.dtype)
     rounded = master.astype(p.dtype)

@@ -1,4 +1,4 @@
-"""Norms, clip factor and learning rate of each step, recorded in the state."""
+"""A record of norms, clip factor and learning rate of each step, in the state."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from optfn.transforms.clipping import ClipState
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state.
 
-    groups: with `per`, three norms by name, each a scalar for each pattern.
+    groups: with `per`, three norms by name, each with a scalar for each pattern.
     """
 
     grad_norm: jax.Array
@@ -40,7 +40,7 @@ class RecordMetricsState(NamedTuple):
 
 
 MEASURED = RecordMetricsState._fields[:3]
-# The fields that a training step reports beside the learning rate.
+# The fields that a training step reports besides the learning rate.
 RECORDED = RecordMetricsState._fields[:4]
 
 
@@ -51,24 +51,25 @@ def record_metrics(
     per: str | Sequence[str] | None = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Record the norms of gradient, update and parameters, the clip factor and the rate.
+    """Record the norms of gradient, update and parameters, the clip factor and the learning rate.
 
-    `metrics(opt_state)` reads them. The structure is fixed, so that it works inside `lax.scan`.
+    You find them in the metrics of a training step, in the history and in the log; in your own
+    loop, `metrics(opt_state)` reads them. The structure is fixed, so it works inside `lax.scan`.
 
     Args:
       tx: an optimizer of optfn or optax.
-      per: patterns of paths, such as ("embed/.*", "layers/.*"): the norms are also recorded for the
-        leaves that each of these regular expressions matches as a whole path. Frozen leaves count
-        in param_norm.
-      axis_name: the mesh axes over which the squares of the norms are averaged, where each worker
-        has its own gradient; they must be bound by shard_map, pmap or vmap. `make_train_step`
-        adds its own axes. Around `on_each_device` the norm of the gradient is the same root
-        mean square over workers.
+      per: patterns of paths, such as ("embed/.*", "layers/.*"). For each of these regular
+        expressions the norms are also recorded over the leaves whose whole path it matches. Frozen
+        leaves count in param_norm.
+      axis_name: if each worker has its own gradient, the mesh axes over which the squares of the
+        norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
+        its own axes. Around `on_each_device`, the norm of the gradient is the same root mean square
+        over workers.
 
-    State: grad_norm, of the gradient passed in; update_norm; param_norm, before the update;
-    clip_factor, the smallest factor of the clips by norm in `tx`, 1 without one; learning_rate, NaN
-    where `tx` has none or several; 20 bytes, 12 more for each pattern, and the state of `tx`. Needs
-    params.
+    State: grad_norm, the norm of the gradient that is passed in; update_norm; param_norm, before
+    the update; clip_factor, the smallest factor of the clips by norm in `tx`, or 1 without one;
+    learning_rate, or NaN if `tx` has none or several; 20 bytes, 12 more for each pattern, and the
+    state of `tx`. Needs params.
 
     Raises:
       ValueError: at init and update, a pattern matches no path.
@@ -113,7 +114,8 @@ def _patterns(per: str | Sequence[str] | None) -> list[str]:
     patterns = [per] if isinstance(per, str) else [] if per is None else per
     if not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(
-            f"record_metrics: per must be patterns of paths, as text; got {checks.shown(per)}"
+            "record_metrics: per must be a regular expression of paths, or a sequence of them; "
+            f"got {checks.shown(per)}"
         )
     for pattern in patterns:
         tree.check_pattern("record_metrics: per", pattern)
@@ -159,17 +161,18 @@ def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
 def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array]:
     """Return the metrics that `record_metrics` has recorded, float32 scalars by name.
 
-    With `per` there are also "grad_norm/<pattern>", "update_norm/<pattern>" and
-    "param_norm/<pattern>", and "update_ratio/<pattern>", which is update_norm/param_norm.
+    The names are "grad_norm", "update_norm", "param_norm", "clip_factor" and "learning_rate". With
+    `per` there are also "grad_norm/<pattern>", "update_norm/<pattern>", "param_norm/<pattern>" and
+    "update_ratio/<pattern>", which is update_norm/param_norm.
 
     Args:
-      opt_state: the state of an optimizer with one `record_metrics` in it.
-      path: selects one of several by the words of its state's name, such as a label. With local
-        steps None means the inner optimizer, "outer" the other; the norms of the inner one are root
-        mean squares over the workers.
+      opt_state: the state of an optimizer with a `record_metrics` in it.
+      path: if there are several, words of the name of one's state, such as the label of a
+        partition. With local steps, None is the inner optimizer and "outer" the outer one; the
+        norms of the inner one are root mean squares over the workers.
 
     Raises:
-      ValueError: the state has no `record_metrics`, or several, also one inside another.
+      ValueError: the state has no `record_metrics`, or several, even if one is inside another.
     """
     state = state_names.main_part(opt_state) if path is None else opt_state
     parts = state_names.named_parts(state, stop=_is_recorder)
@@ -181,7 +184,7 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
     found = [x for node in recorders for x in (node, *_inside(node))]
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
-        raise ValueError(f"the state must hold one record_metrics{where}; it holds {len(found)}")
+        raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
     fields = zip(RecordMetricsState._fields[:5], recorder, strict=False)
     read = {name: _of_workers(name, jax.tree.leaves(value)[0]) for name, value in fields}
@@ -207,7 +210,7 @@ def _inside(recorder: RecordMetricsState) -> list[RecordMetricsState]:
 
 
 def _of_workers(name: str, value: jax.Array) -> jax.Array:
-    """Reduce the numbers of all workers to one, where each worker has recorded its own."""
+    """Reduce the values of all workers to one, if each worker has recorded its own."""
     if not value.ndim:
         return value
     if name.endswith("norm"):

@@ -1,4 +1,4 @@
-"""A guard that skips the update where a gradient is not finite."""
+"""A guard that skips an update if a gradient is not finite."""
 
 import functools
 from typing import Any, NamedTuple
@@ -59,7 +59,7 @@ def _flags(structure: PyTreeDef) -> list[int]:
 def unless_skipped(
     skip: jax.Array, updates: Updates, after: OptState, before: OptState
 ) -> tuple[Updates, OptState]:
-    """Return updates and the state after them; where `skip`, −0.0 and the state before."""
+    """Return updates and the state after them; if `skip`, −0.0 and the state before."""
 
     def update(u: Leaf) -> Leaf:
         if isinstance(u, LeafKind):
@@ -77,21 +77,21 @@ def skip_nonfinite(
     max_consecutive: int = 10,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip the update, and keep the state, where a gradient is not finite.
+    """Skip a step if a gradient is not finite: update nothing, and keep the state.
 
         bad = any gradient is NaN or infinite, on any worker
         consecutive = consecutive + 1 if bad else 0
         skip = bad and consecutive ≤ max_consecutive
         u, state = (−0.0, state) if skip else tx(g, state)
 
-    After `max_consecutive` bad gradients in a row the following ones are applied, as in
-    `optax.apply_if_finite`; `make_train_step` and `minimize` then raise a FloatingPointError.
+    After `max_consecutive` bad gradients in a row, the next ones are applied, as in
+    `optax.apply_if_finite`. `make_train_step` and `minimize` then raise a FloatingPointError.
 
     Args:
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
-      axis_name: the mesh axes over which the workers must agree, where each has its own gradient;
-        they must be bound by shard_map, pmap or vmap. `make_train_step` adds its own axes.
+      axis_name: if each worker has its own gradient, the mesh axes over which the workers must
+        agree; they must be bound by shard_map, pmap or vmap. `make_train_step` adds its own axes.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """

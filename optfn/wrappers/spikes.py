@@ -1,4 +1,4 @@
-"""A guard that skips an update much longer than the updates before it."""
+"""A guard that skips an update whose norm is far above that of the previous updates."""
 
 from typing import Any, NamedTuple
 
@@ -42,29 +42,29 @@ def skip_spikes(
     max_consecutive: int = 10,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip an update, and keep the state, where its norm is far above that of the updates before.
+    """Skip an update if its norm is far above that of the previous ones, and keep the state.
 
         n = ‖tx(g)‖                        the L2 norm over all parameters
-        m = median of the last `window` norms of updates that were made
+        m = median of the norms of the last `window` updates that were made
         spike = n > factor·m
         consecutive = consecutive + 1 if spike else 0
         skip = spike and consecutive ≤ max_consecutive
         u, state = (−0.0, state) if skip else tx(g, state)
 
-    Norms before the first update count as infinite, so that none is a spike until more than half of
-    the window is filled. After `max_consecutive` spikes in a row
-    the following ones pass, and become the norm. Norms that are zero, as between the steps of
-    `accumulate`, or not finite are not among the last; put `skip_nonfinite` around this guard to
-    skip the latter from the first step on.
+    Norms before the first update count as infinite, so nothing is a spike until more than half of
+    the window is filled. After `max_consecutive` spikes in a row, the next ones are applied, and
+    their norms enter the window. Norms that are zero (between the steps of `accumulate`) or not
+    finite do not enter it. Put `skip_nonfinite` around this guard to skip non-finite updates from
+    the first step on.
 
     Args:
       tx: an optimizer of optfn or optax.
-      factor: above 1.
-      window: of how many norms the median is taken, ≥ 1.
-      max_consecutive: how many spikes in a row are skipped, ≥ 0; with 0 the ratio n/m is only
+      factor: by which factor a spike exceeds the median, > 1.
+      window: the number of norms of which the median is taken, ≥ 1.
+      max_consecutive: how many spikes in a row are skipped, ≥ 0. With 0, the ratio n/m is only
         recorded.
-      axis_name: the mesh axes over whose workers the squares of the norms are averaged, where each
-        has its own update; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
+      axis_name: if each worker has its own update, the mesh axes over which the squares of the
+        norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
         its own axes.
 
     The metrics of a training step have "spike_ratio", n/m.

@@ -230,7 +230,7 @@ def test_bytes_by_formula():
 
 def rows_of_links():
     page = (Path(__file__).parents[2] / "docs" / "links.md").read_text()
-    section = re.search(r"^## To all, or by parts\?\n(.*?)^## ", page, re.M | re.S).group(1)
+    section = re.search(r"^## To all workers, or by parts\?\n(.*?)^## ", page, re.M | re.S).group(1)
     rows = re.findall(r"^\| [\d,]+ \|.*$", section, re.M)
     return [[float(x.replace(",", "")) for x in row.strip("| ").split("|")] for row in rows]
 
@@ -445,7 +445,11 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, is_sharded):
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: BY_PARTS(power_sgd(2)), ValueError, r"power_sgd\(2\) needs whole matrices"),
+        (
+            lambda: BY_PARTS(power_sgd(2)),
+            ValueError,
+            r"power_sgd\(2\) cannot: it needs whole matrices",
+        ),
         (lambda: BY_PARTS({"w": power_sgd(2)}), ValueError, 'route="parts" compressor must be'),
         (lambda: exchange(top_k(0.1), route="ring"), ValueError, "route must be one of 'gather'"),
     ],
@@ -459,5 +463,5 @@ def test_the_published_part_of_other_workers_is_refused():
     tx = BY_PARTS(top_k(0.1))
     state = init_state(tx, zeros(), data_mesh(4))
     halves = jax.tree.map(lambda x: x, state)
-    with pytest.raises(ValueError, match=r"exchange: .*'v' has shape"):
+    with pytest.raises(ValueError, match=r"exchange: .*'v' must have shape"):
         on_a_mesh(tx, data_mesh(2))(gradients(0, 2), halves)

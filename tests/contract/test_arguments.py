@@ -51,7 +51,7 @@ CASES = [
             W, optfn.add_decayed_weights(lambda t: 1.0).init(W), W
         ),
         TypeError,
-        "weight_decay: the schedule must give a number; got 'x'",
+        "weight_decay: the schedule must return a number; got 'x'",
     ),
     (lambda: optfn.momentum(0.1, 1.5), ValueError, r"momentum must be in \[0, 1\]; got 1\.5"),
     (lambda: optfn.momentum(0.1, 0.9, nesterov=1), TypeError, "nesterov must be True or False"),
@@ -147,9 +147,9 @@ CASES = [
     (lambda: D.data_mesh(axis_name=None), TypeError, "axis_name must be the name"),
     (lambda: step(value_and_grad=3), TypeError, "value_and_grad must be a function.*got 3"),
     (lambda: step(recompute=3), TypeError, "recompute must be a sequence of names; got 3"),
-    (lambda: optfn.pack(optfn.pack(W)), TypeError, "packed already"),
+    (lambda: optfn.pack(optfn.pack(W)), TypeError, "already packed"),
     (lambda: step().init({"w": "x"}), TypeError, "parameter 'w' must be a floating-point array"),
-    (lambda: step().init({"w": jnp.arange(3)}), TypeError, "must have a floating-point array"),
+    (lambda: step().init({"w": jnp.arange(3)}), TypeError, "must contain a floating-point array"),
     (lambda: step()(None, 1.0), TypeError, "state must be a TrainState.*got None"),
     (lambda: step()(step(packed=True).init(W), 1.0), TypeError, "packed=False.*packed params"),
     (lambda: step(packed=True)(step().init(W), 1.0), TypeError, "packed=True.*a tree of params"),
@@ -197,8 +197,8 @@ def test_what_a_loss_must_be(loss, error, words):
 @pytest.mark.parametrize(
     ("result", "error", "words"),
     [
-        (None, TypeError, "must return the pair"),
-        ((1.0,), TypeError, "must return the pair"),
+        (None, TypeError, "must return a pair"),
+        ((1.0,), TypeError, "must return a pair"),
         ((1.0, {"w": "x"}), TypeError, "gradient 'w' must be a floating-point array; got 'x'"),
         ((1.0, {"v": jnp.ones(2)}), ValueError, "missing 'w'; not expected 'v'"),
     ],
@@ -221,7 +221,7 @@ def test_a_value_and_grad_may_give_python_numbers():
 
 def test_averaged_params_of_other_shapes():
     tx = optfn.chain(optfn.sgd(0.1), optfn.exponential_moving_average())
-    with pytest.raises(ValueError, match=r"'w' has shape \(3,\), its average \(2,\)"):
+    with pytest.raises(ValueError, match=r"'w' has shape \(3,\), but its average has \(2,\)"):
         optfn.averaged_params(tx.init(W), {"w": jnp.ones(3)})
 
 
@@ -241,7 +241,7 @@ def test_pattern_that_matches_nothing_lists_the_paths():
 def test_pattern_function_must_give_a_bool():
     params = {"w": jnp.ones(2)}
     tx = optfn.lamb(0.1, exclude=lambda path: path)
-    with pytest.raises(TypeError, match=r"exclude must give True or False.*'w'"):
+    with pytest.raises(TypeError, match=r"exclude must return True or False.*'w'"):
         tx.update(params, tx.init(params), params)
 
 

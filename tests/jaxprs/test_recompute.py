@@ -471,12 +471,12 @@ def test_an_unknown_name_lists_those_that_there_are():
     def two(x):
         return checkpoint_name(checkpoint_name(x, "first") + 1, "second")
 
-    with pytest.raises(ValueError, match=r"'third'.*it names 'first', 'second'"):
+    with pytest.raises(ValueError, match=r"'third'.*names in it are 'first', 'second'"):
         optfn.recompute(two, checkpoints=("first", "third"))(X)
-    with pytest.raises(ValueError, match="it names none"):
+    with pytest.raises(ValueError, match="names in it are none"):
         optfn.recompute(lambda x: x, checkpoints=("first",))(X)
 
 
 def test_params_must_be_one_per_function():
-    with pytest.raises(ValueError, match="list of 2, one per function; got 3"):
+    with pytest.raises(ValueError, match="list of length 2, one per function; got 3"):
         optfn.recompute([layer] * 2, segments=1)(layers()[:3], X)

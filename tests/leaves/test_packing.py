@@ -284,7 +284,7 @@ def test_errors():
     tx = optfn.adamw(0.1, exclude="nothing")
     with pytest.raises(ValueError, match=r"matches no leaf.*'a/b', 'c/b', 'a/w'"):
         tx.update(pack_like(packed.layout, gradients(0)), tx.init(packed), packed)
-    with pytest.raises(ValueError, match=r"tables=.* cannot be with packed=True"):
+    with pytest.raises(ValueError, match=r"tables=.* cannot be combined with packed=True"):
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), tables="a/w", packed=True)
     with pytest.raises(TypeError, match="packed"):
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), packed="yes")

@@ -325,11 +325,11 @@ def of_an_integer(params, x):
     ("make", "error", "words"),
     [
         (with_aux({"name": "text"}), TypeError,
-         "aux must hold arrays .*'text' of type str at 'name"),
+         "aux must consist of arrays .*'text' of type str at 'name"),
         (lambda **k: run(optfn.sgd(0.1), [(X[0], "text")], **k), TypeError,
-         "the batch must hold arrays and numbers; leaf '1' is 'text' of type str"),
+         "the batch must consist of arrays and numbers; leaf '1' is 'text' of type str"),
         (lambda **k: run(optfn.sgd(0.1), [{"x": np.array(["a", "b"])}], **k), TypeError,
-         "the batch must hold arrays and numbers; leaf 'x'"),
+         "the batch must consist of arrays and numbers; leaf 'x'"),
         (lambda **k: run(optfn.sgd(0.1), loss=None, value_and_grad=of_another_shape, **k),
          ValueError, r"the gradient of 'w' is an array of shape \(8,\) and dtype float32; the"),
         (lambda **k: run(optfn.sgd(0.1), params={**PARAMS, "n": np.arange(3)}, loss=None,
@@ -348,8 +348,8 @@ def test_what_is_no_array_or_does_not_fit_is_named(options, make, error, words):
     ("options", "words"),
     [
         ({"data_axis": ("a", "a")}, r"data_axis must name each mesh axis once; got \('a', 'a'\)"),
-        ({"shard": {"w": P("a", "a")}}, "for 'w' must name each mesh axis once"),
-        ({"shard": {"w": P(("a", "b"), "b")}}, "for 'w' must name each mesh axis once"),
+        ({"shard": {"w": P("a", "a")}}, "for 'w' must not name a mesh axis twice"),
+        ({"shard": {"w": P(("a", "b"), "b")}}, "for 'w' must not name a mesh axis twice"),
     ],
 )
 def test_an_axis_named_twice(options, words):

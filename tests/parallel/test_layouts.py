@@ -159,7 +159,7 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
             for kind in ("exchange", "local_steps")
             for a, b in itertools.permutations(OF_WORKERS, 2)
         ],
-        every=13,
+        every=29,
     ),
 )
 def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, directory):
@@ -177,7 +177,9 @@ def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, d
 
 
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs the extra orbax")
-@pytest.mark.parametrize(("before", "after"), itertools.permutations(OF_WORKERS[-4:-1], 2))
+@pytest.mark.parametrize(
+    ("before", "after"), thinned(itertools.permutations(OF_WORKERS[-4:-1], 2), every=4)
+)
 def test_a_directory_goes_on_in_another_layout(before, after, tmp_path):
     step = step_of(before, "exchange")
     state = advanced(step, step.init(PARAMS), batches(2))

@@ -393,13 +393,13 @@ def test_a_checkpoint_resumes_bit_for_bit_and_moves_to_another_layout(tmp_path):
     ("options", "error", "words"),
     [
         ({"shard": "state", "mesh": None}, ValueError, "shard='state' needs mesh"),
-        ({"shard": "all"}, TypeError, 'must be "state", "params" or a mapping.*got \'all\''),
+        ({"shard": "all"}, TypeError, 'must be "state", "params", a mapping.*got \'all\''),
         ({"shard": {"w": "data"}}, TypeError, "must map patterns of paths to PartitionSpecs"),
         ({"shard": {"w": P("model")}}, ValueError, "no axis 'model' for 'w'"),
         (
             {"shard": "state", "local_steps": 2},
             ValueError,
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
     ],
 )
@@ -417,7 +417,11 @@ def test_bad_arguments(options, error, words):
             "shard: tx exchanges gradients",
         ),
         (lambda: optfn.sgd(0.1), {"nothing": P("data")}, "'nothing' matches no leaf"),
-        (lambda: optfn.sgd(0.1), {"odd": P("data")}, r"dimension 0 of leaf 'odd', of shape \(3,\)"),
+        (
+            lambda: optfn.sgd(0.1),
+            {"odd": P("data")},
+            r"dimension 0 of leaf 'odd', which has shape \(3,\)",
+        ),
         (lambda: optfn.sgd(0.1), {"b": P(None, "data")}, "more entries than leaf 'b'"),
     ],
 )

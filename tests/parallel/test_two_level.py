@@ -3,6 +3,8 @@
 The reference is the run of as many workers as there are groups, each of one device.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,9 +80,12 @@ DENSE = {
 IN_ROUNDS = [name for name in DENSE if name not in ("average", "masters")]  # these go outside
 
 
-@pytest.mark.parametrize("kind", ["params", "state"])
+RUNS = [(k, 1) for k in DENSE] + [(k, 3) for k in IN_ROUNDS]
+
+
 @pytest.mark.parametrize(
-    ("name", "steps"), thinned([(k, 1) for k in DENSE] + [(k, 3) for k in IN_ROUNDS], every=2)
+    ("name", "steps", "kind"),
+    thinned([(*run, kind) for run in RUNS for kind in ("params", "state")], every=3),
 )
 def test_it_is_the_run_of_undivided_workers(name, steps, kind):
     two, one = meshes()
@@ -124,8 +129,9 @@ EXCHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["params", "state"])
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize(
+    ("name", "kind"), thinned(itertools.product(EXCHANGES, ["params", "state"]), every=3)
+)
 def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kind):
     """Chunks divide the parts, so that they are those of whole leaves, and so are the residuals."""
     two, one = meshes()
@@ -250,7 +256,7 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.sgd(0.1),
             {"shard": "params", "local_steps": 2},
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
         (
             lambda: optfn.sgd(0.1),
@@ -260,12 +266,12 @@ def test_a_nan_in_one_part_of_one_worker_stops_all_parts(name):
         (
             lambda: optfn.sgd(0.1),
             {"shard": sharded({"embedding": P("slow")}, axis="fast")},
-            "for 'embedding' divides over 'slow', along which devices are workers",
+            "for 'embedding' divides over 'slow', but along that axis devices are workers",
         ),
         (
             lambda: optfn.sgd(0.1),
             {"tables": "embedding", "shard_tables": True, "local_steps": 2},
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
     ],
 )

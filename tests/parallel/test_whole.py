@@ -303,7 +303,7 @@ OF_LIST = {"layers": [{"in": np.ones((16, 16), np.float32)}] * 4}
     ("params", "pattern", "words"),
     [
         (OF_LIST, "layers/.*", "'layers/0/in' of shape .16, 16., which is not stacked.*Stacked"),
-        (None, "layers/b", "'layers/b' of shape .8, 16., which has 1 axes beside the 1 stacked"),
+        (None, "layers/b", "'layers/b' of shape .8, 16., which has 1 axes besides the 1 stacked"),
         (None, "layer", "whole: the pattern 'layer' matches no leaf"),
         (None, "embed", "'embed' of shape .32, 16., which is not stacked"),
     ],
@@ -317,14 +317,14 @@ def test_leaves_that_are_no_stacks_of_matrices_are_named(params, pattern, words)
 
 
 def test_whole_with_what_it_cannot_be_with():
-    with pytest.raises(ValueError, match=r'whole needs the kind "state" or "params".*got \{'):
+    with pytest.raises(ValueError, match=r'whole= needs the kind "state" or "params".*got \{'):
         sharded({"layers/in": P(None, "data")}, whole=MATRICES)
-    with pytest.raises(ValueError, match=r"whole needs the kind.*got None"):
+    with pytest.raises(ValueError, match=r"whole= needs the kind.*got None"):
         sharded(None, whole=MATRICES)
     with pytest.raises(TypeError, match="sharded: whole must be a regular expression"):
         sharded("state", whole=3)
     options = {"mesh": data_mesh(4), "shard": PADDED}
-    with pytest.raises(ValueError, match=r"whole=\) cannot be with packed=True"):
+    with pytest.raises(ValueError, match=r"whole=\) cannot be combined with packed=True"):
         optfn.make_train_step(scanned, muon(), packed=True, **options)
     step = optfn.make_train_step(scanned, optfn.sgd(0.1), tables="layers/in", **options)
     with pytest.raises(ValueError, match=r"'layers/in' .* a table, whose rows are divided"):

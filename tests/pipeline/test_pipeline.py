@@ -678,7 +678,7 @@ def make(stage_fn=block, loss_fn=mean_square, *, p=2, **options):
     [
         ({"axis_name": "model"}, ValueError, "axis_name must be an axis of the mesh.*'stage'"),
         ({"data_axis": "data"}, ValueError, "data_axis must be an axis of the mesh"),
-        ({"data_axis": "stage"}, ValueError, "data_axis must be another axis"),
+        ({"data_axis": "stage"}, ValueError, "data_axis and axis_name must be different"),
         ({"mesh": 4}, TypeError, "mesh must be a jax.sharding.Mesh"),
         (
             {"schedule": "2f2b"},
@@ -694,7 +694,11 @@ def make(stage_fn=block, loss_fn=mean_square, *, p=2, **options):
             ValueError,
             "num_microbatches.*virtual_stages",
         ),
-        ({"stage_fn": [block] * 3}, ValueError, "stage_fn: 3 functions for 2 devices"),
+        (
+            {"stage_fn": [block] * 3},
+            ValueError,
+            "stage_fn must be a list of 2 functions, for 2 devices",
+        ),
         ({"stage_fn": "block"}, TypeError, "stage_fn must be a function"),
         ({"loss_fn": None}, TypeError, "loss_fn must be a function"),
     ],
@@ -707,7 +711,7 @@ def test_wrong_arguments(options, error, words):
 @pytest.mark.parametrize(
     ("options", "stages", "size", "error", "words"),
     [
-        ({}, 3, 24, ValueError, "params: leaf 'bias' of shape .3, 9. must have the 2 stages"),
+        ({}, 3, 24, ValueError, "params: leaf 'bias' must have the 2 stages as its leading axis"),
         ({}, 2, 25, ValueError, "inputs: a batch of 25 cannot be split into num_microbatches=2"),
         ({"stage_fn": lambda w, x: x @ w["in"]}, 2, 24, ValueError, "stage_fn.*list of functions"),
         ({"stage_fn": lambda w, x: x.astype("bfloat16")}, 2, 24, ValueError, "stage_fn.*bfloat16"),
@@ -715,7 +719,7 @@ def test_wrong_arguments(options, error, words):
         ({"loss_fn": lambda y, t: (y - t) ** 2}, 2, 24, ValueError, "loss_fn must return a scalar"),
         ({"loss_fn": lambda y, t: (0.0, y)}, 2, 24, ValueError, "loss_fn must return a scalar"),
         ({"loss_fn": lambda y, t: jnp.int32(1)}, 2, 24, TypeError, "loss_fn must return a real"),
-        ({"stage_fn": [block, block]}, 2, 24, TypeError, "params must be the list"),
+        ({"stage_fn": [block, block]}, 2, 24, TypeError, "params must be a list"),
     ],
 )
 def test_wrong_data(options, stages, size, error, words):
@@ -727,19 +731,19 @@ def test_wrong_calls():
     params, (x, target) = stack_stages(blocks(2)), batch()
     with pytest.raises(ValueError, match="targets: every array must have the batch"):
         make()(params, x, target[:5])
-    with pytest.raises(ValueError, match="inputs must hold"):
+    with pytest.raises(ValueError, match="inputs must contain"):
         make()(params, {}, target)
-    with pytest.raises(ValueError, match="rng was given"):
+    with pytest.raises(ValueError, match="rng was passed"):
         make()(params, x, target, rng=jax.random.key(0))
-    with pytest.raises(ValueError, match="shared was given"):
+    with pytest.raises(ValueError, match="shared was passed"):
         make()(PipelineParams(params, {}), x, target)
-    with pytest.raises(ValueError, match="params: 3 stages for 2 functions"):
+    with pytest.raises(ValueError, match="params must be a list of 2 stages"):
         make([block, block])(blocks(3), x, target)
     with pytest.raises(ValueError, match=r"params.1.: leaf 'in'.*list of functions"):
         stack_stages([{"in": np.zeros(3)}, {"in": np.zeros(4)}])
     with pytest.raises(ValueError, match=r"stack_stages: params.1. must have the tree structure"):
         stack_stages([{"in": np.zeros(3)}, {"out": np.zeros(3)}])
-    with pytest.raises(ValueError, match="params: 4 stages, but axis 'stage' has 2"):
+    with pytest.raises(ValueError, match="params: 4 stages do not fit axis 'stage', which has 2"):
         stack_stages(blocks(4), mesh=mesh_of(2))
     with pytest.raises(ValueError, match="stacked: "):
         unstack_stages({"a": np.zeros((2, 3)), "b": np.zeros((3, 3))})

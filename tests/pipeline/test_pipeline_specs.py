@@ -124,10 +124,18 @@ def test_nothing_is_gathered_inside_the_loops():
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"specs": {"in": P("stage")}}, ValueError, "'stage' at 'in' must be another axis"),
-        ({"specs": {"in": P("x")}}, ValueError, "'x' at 'in' must be another axis"),
-        ({"specs": {"in": "model"}}, TypeError, "must hold PartitionSpecs; got 'model'"),
-        ({"grad_reduce": None}, ValueError, "grad_reduce=None cannot be with"),
+        (
+            {"specs": {"in": P("stage")}},
+            ValueError,
+            "'stage' at 'in' must be an axis of the mesh other",
+        ),
+        ({"specs": {"in": P("x")}}, ValueError, "'x' at 'in' must be an axis of the mesh other"),
+        ({"specs": {"in": "model"}}, TypeError, "must consist of PartitionSpecs; got 'model'"),
+        (
+            {"grad_reduce": None},
+            ValueError,
+            "grad_reduce=None each worker along this axis has a whole",
+        ),
     ],
 )
 def test_bad_specs(options, error, words):
@@ -138,7 +146,7 @@ def test_bad_specs(options, error, words):
 def test_specs_that_do_not_fit_params():
     params = stacked(STAGES)
     for specs, words in (
-        ({"in": P(), "out": P()}, "param_specs must be a tree like the params of a stage"),
+        ({"in": P(), "out": P()}, "param_specs must be a tree of PartitionSpecs like"),
         (SPECS | {"scale": P(None, "model")}, r"'scale' has more entries than \(8,\)"),
         (SPECS | {"scale": P(("data", "model"))}, None),
     ):
@@ -146,7 +154,9 @@ def test_specs_that_do_not_fit_params():
             with pytest.raises(ValueError, match=words):
                 make(mesh_of(), specs)(params, X, Y)
     narrow = {"in": params["in"][..., :3], "out": params["out"][:, :3], "scale": params["scale"]}
-    with pytest.raises(ValueError, match=r"divides 3 of a stage's shape \(8, 3\) over 2 devices"):
+    with pytest.raises(
+        ValueError, match=r"cannot divide 3, of a stage's shape \(8, 3\), over 2 devices"
+    ):
         make(mesh_of())(narrow, X, Y)
 
 
@@ -233,7 +243,7 @@ def test_heterogeneous_stages_train_as_one_device():
 
 
 def test_specs_that_do_not_fit_a_list():
-    with pytest.raises(ValueError, match="param_specs must be a tree like the params"):
+    with pytest.raises(ValueError, match="param_specs must be a tree of PartitionSpecs like"):
         make_unlike(mesh_of(), UNLIKE_SPECS[:1])(UNLIKE, X, Y)
     specs = [UNLIKE_SPECS[0], UNLIKE_SPECS[1] | {"bias": P("model", "data")}]
     with pytest.raises(ValueError, match=r"at '1/bias' has more entries than \(8,\)"):

@@ -90,7 +90,9 @@ def test_a_batch_is_a_pair_or_two_arguments():
     pair, two = f(params, (x, target)), f(params, x, targets=target)
     for a, b in zip(jax.tree.leaves(pair), jax.tree.leaves(two), strict=True):
         np.testing.assert_array_equal(a, b)
-    with pytest.raises(TypeError, match=r"targets are missing.*pair.*got ndarray alone"):
+    with pytest.raises(
+        TypeError, match=r"targets are missing.*pair.*got a single argument of type ndarray"
+    ):
         f(params, x)
 
 

@@ -258,14 +258,14 @@ def test_remainders_are_in_checkpoints_by_names_of_their_own():
         (
             lambda: optfn.sgd(0.1, multi_precision=16),
             TypeError,
-            "True or False, or 32 or 24; got 16",
+            "True, False, 32 or 24; got 16",
         ),
-        (lambda: optfn.sgd(0.1, multi_precision="32"), TypeError, "or 32 or 24; got '32'"),
+        (lambda: optfn.sgd(0.1, multi_precision="32"), TypeError, "32 or 24; got '32'"),
         (lambda: optfn.master_weights(optfn.sgd(0.1), bits=8), ValueError, "bits must be one of"),
         (
             lambda: optfn.master_weights(optfn.sgd(0.1), jnp.float64, bits=32),
             ValueError,
-            "bits=32 is for float32 masters",
+            "bits=32 needs float32 masters",
         ),
         (
             lambda: optfn.adam(0.1, multi_precision=24).init({"w": jnp.ones(2, jnp.float16)}),

@@ -236,7 +236,7 @@ def test_products_in_bfloat16_are_near_those_in_float32():
         ({"matrices": "none"}, "matrices: the pattern 'none' matches no leaf"),
         (
             {"matrices": "b", "param_attrs": {"b": optfn.ParamAttr(stacked=1)}},
-            "has 0 axes beside the 1 stacked",
+            "has 0 axes besides the 1 stacked",
         ),
     ],
 )

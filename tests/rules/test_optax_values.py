@@ -158,7 +158,7 @@ def test_inject_hyperparams_has_one_learning_rate_for_optax():
     assert float(updates["w"][0]) == pytest.approx(-0.5, rel=1e-5)
     assert float(optax.tree_utils.tree_get(state, "learning_rate")) == 0.5
     assert float(optfn.get_learning_rate(state)) == 0.5
-    with pytest.raises(ValueError, match="driven by a schedule or an array"):
+    with pytest.raises(ValueError, match="since a schedule or an array"):
         optfn.set_learning_rate(state, 0.1)
 
 

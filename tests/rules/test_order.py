@@ -24,19 +24,19 @@ def ema():
 MISPLACED = {
     "an average before a rule": (
         lambda: optfn.chain(ema(), optfn.sgd(0.1)),
-        "an average stands before other links",
+        "an average is followed by other transforms",
     ),
     "in optax's chain, inside a wrapper": (
         lambda: optfn.skip_nonfinite(optax.chain(ema(), optax.sgd(0.1))),
-        "an average stands before other links",
+        "an average is followed by other transforms",
     ),
     "a plateau after a rate of its own": (
         lambda: optfn.chain(optfn.adam(1e-3), optfn.schedules.reduce_on_plateau(1e-3)),
-        "whose learning rate is 0.001 already",
+        "already applied a learning rate of 0.001",
     ),
     "two exchanges": (
         lambda: optfn.chain(exchange(quantize(8)), exchange(quantize(1)), optfn.sgd(0.1)),
-        "two transforms that exchange over workers",
+        "two transforms that exchange gradients",
     ),
 }
 

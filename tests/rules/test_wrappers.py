@@ -573,7 +573,7 @@ def test_metrics_by_patterns_of_paths(packed):
     ("per", "error", "words"),
     [
         ("nothing", ValueError, "per: .*'nothing' matches no leaf|'nothing' matches no leaf"),
-        (("a/.*", 3), TypeError, "per must be patterns of paths"),
+        (("a/.*", 3), TypeError, "per must be a regular expression of paths"),
         ("(", ValueError, "not a regular expression"),
     ],
 )

@@ -205,9 +205,9 @@ def test_an_object_store_gets_directories_at_its_address(tmp_path, monkeypatch):
         assert sorted(p.name for p in epath.Path("gs://bucket/run").iterdir()) == [
             *("step_000000001", "step_000000002")
         ]
-        with pytest.raises(ValueError, match="sharded=False writes a file; the store of gs:"):
+        with pytest.raises(ValueError, match="sharded=False writes a file, but the store of gs:"):
             optfn.save_checkpoint("gs://bucket/run", state, sharded=False)
     with pytest.raises(ImportError, match=r"gs://bucket/run: .*install"):
         optfn.save_checkpoint("gs://bucket/run", state)
-    with pytest.raises(ValueError, match="ftp://bucket/run: checkpoints lie in directories"):
+    with pytest.raises(ValueError, match="ftp://bucket/run: checkpoints must be in a directory"):
         storage.directory_of("ftp://bucket/run")

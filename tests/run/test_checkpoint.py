@@ -71,7 +71,7 @@ def test_a_damaged_file_is_refused_and_the_one_before_loads(damage, tmp_path):
     length = {"truncated": len(data) // 2, "flipped": len(data), "empty": 0}[damage]
     newest.write_bytes(data[:length])
     template = optfn.make_train_step(loss_fn, optimizer()).init(jnp.zeros(3, jnp.bfloat16))
-    with pytest.raises(ValueError, match=rf"{newest.name} is not a whole checkpoint"):
+    with pytest.raises(ValueError, match=rf"{newest.name} is truncated or damaged"):
         optfn.load_checkpoint(newest, template)
     with pytest.warns(UserWarning, match=newest.name):
         state, _ = optfn.restore_checkpoint(tmp_path, template)
@@ -118,19 +118,19 @@ def header(shape):
 CHANGES = {
     "a bomb": (
         lambda a, path: a | {"train/params": (np.zeros(1 << 24), zipfile.ZIP_DEFLATED)},
-        "it would take 134,.* bytes, more than the 16,.* it may",
+        "it would take 134,.* bytes, more than 16,.*, the most",
     ),
     "a header that lies": (
         lambda a, path: a | {"train/params": header((1 << 40,))},
-        "has 12 bytes of data, which are no float32 array of shape",
+        "has 12 bytes of data, which cannot be an array of dtype float32",
     ),
     "a pickle": (
         lambda a, path: a | {"train/params": np.array([Run(path)], object)},
-        "which are no object array",
+        "which cannot be an array of dtype object",
     ),
     "no version": (
         lambda a, path: {k: v for k, v in a.items() if k != "version"},
-        "does not say the version of its format",
+        "lacks the version of its format",
     ),
     "a newer version": (lambda a, path: a | {"version": np.asarray(99)}, "format version 99"),
     "another run": (
@@ -171,7 +171,7 @@ def test_nothing_to_restore_and_nothing_that_loads(tmp_path):
     assert optfn.restore_checkpoint(tmp_path / "none", template) is None
     run(tmp_path, steps=2)
     other = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(jnp.zeros(3, jnp.bfloat16))
-    words = r"no checkpoint can be loaded: .*step_000000002\.npz is not of this run: the state"
+    words = r"no checkpoint can be loaded: .*step_000000002\.npz is from another run: the state"
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=words):
         optfn.restore_checkpoint(tmp_path, other)
 
@@ -190,7 +190,10 @@ def test_a_process_gets_a_copy_of_the_newest_checkpoint(tmp_path, monkeypatch):
         optfn.restore_checkpoint(tmp_path / "1", template)
     monkeypatch.setattr(processes, "send", lambda source, mine: content)
     for directory in ("1", "lost"):
-        with pytest.warns(UserWarning, match=r"10\.npz is a copy of the file of process 0"):
+        with pytest.warns(
+            UserWarning,
+            match=r"10\.npz was missing here, and is now a copy of the file of process 0",
+        ):
             state, _ = optfn.restore_checkpoint(tmp_path / directory, template)
         chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(want))
 

@@ -85,7 +85,7 @@ def test_a_fit_that_resumes_counts_the_steps_since_its_state(tmp_path):
     assert seen == [8, 9, 10, 11, 12] and history["loss"].shape == (8,)
     np.testing.assert_array_equal(state.params, run(X[:12], optfn.adam(0.1))[0].params)
     later, _ = fitted(step, state, X[12:20])
-    with pytest.raises(ValueError, match="is of step 12, before step 20 of state"):
+    with pytest.raises(ValueError, match="is from step 12, but state is from a later step, 20"):
         fitted(step, later, X[20:], checkpoint=tmp_path)
 
 
@@ -183,7 +183,7 @@ def test_monitor_names_the_number_that_has_to_fall():
 
     _, history = run(evaluate=evaluate([1, 2]), evaluate_every=1, patience=1, monitor="error")
     assert history["evaluation/error"].tolist() == [1.0, 2.0]
-    with pytest.raises(ValueError, match=r"monitor must be one of .*error, good; got 'loss'"):
+    with pytest.raises(ValueError, match=r"monitor must name one of .*error, good; got 'loss'"):
         run(evaluate=evaluate([1]), monitor="loss")
 
 
@@ -195,7 +195,7 @@ def test_a_dict_of_evaluations_needs_monitor_where_they_are_compared(options):
         seen.append(w)
         return {"good": 0.0, "error": 1.0}
 
-    words = "monitor must be one of the numbers that evaluate gives, error, good; got None"
+    words = "monitor must name one of the numbers that evaluate returns, error, good; got None"
     with pytest.raises(ValueError, match=words):
         run(evaluate=evaluate, evaluate_every=2, **options)
     assert len(seen) == 1
@@ -223,7 +223,7 @@ def without_keep_best_and_then_with(values, steps, directory):
 
 
 def test_a_better_evaluation_whose_state_was_not_kept_is_said(tmp_path):
-    words = "the state of step 4 comes back. The evaluation of step 1 is better, 1, but its state"
+    words = "the state of step 4. The evaluation of step 1 was better, 1, but its state"
     with pytest.warns(UserWarning, match=words) as caught:
         state, history = without_keep_best_and_then_with([1.0, 5.0, 4.0, 2.0, 3.0], 2, tmp_path)
     assert [entry.filename for entry in caught] == [__file__]
@@ -250,7 +250,7 @@ def test_a_kept_state_that_the_history_does_not_have_is_made_again(tmp_path):
     options = {"evaluate_every": 1, "keep_best": True, "checkpoint": tmp_path, "save_every": 4}
     with pytest.raises(RuntimeError, match="power cut"):
         run(_cut_after(7), evaluate=scripted([3.0, 2.0, 4.0, 4.0, 4.0, 1.0, 5.0]), **options)
-    with pytest.warns(UserWarning, match="step 5 comes back. The evaluation of step 2 is better"):
+    with pytest.warns(UserWarning, match="step 5. The evaluation of step 2 was better"):
         state, _ = run(steps=5, evaluate=scripted([3.5]), **options)
     np.testing.assert_allclose(state.params, params_after(5), rtol=1e-4)
     state, _ = run(steps=7, evaluate=scripted([1.0, 5.0]), **options)
@@ -390,15 +390,15 @@ def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples
 
 
 def test_batches_that_are_too_few_are_counted(tmp_path):
-    with pytest.raises(ValueError, match=r"batches gave 3 batches; 5 are needed for steps=5$"):
+    with pytest.raises(ValueError, match=r"batches gave 3 batches, but 5 are needed for steps=5$"):
         run(X[:3], steps=5)
-    with pytest.raises(ValueError, match=r"batches gave 0 batches; at least 1 are needed$"):
+    with pytest.raises(ValueError, match=r"batches gave 0 batches, but at least 1 are needed$"):
         run(iter([]))
     state, history = run(X[:10], checkpoint=tmp_path)
-    passed = "; the run passes over the first 10, used before$"
-    with pytest.raises(ValueError, match="gave 6 batches; 12 are needed for steps=12" + passed):
+    passed = ". The run has already used the first 10$"
+    with pytest.raises(ValueError, match="gave 6 batches, but 12 are needed for steps=12" + passed):
         run(X[:6], steps=12, checkpoint=tmp_path)
-    with pytest.raises(ValueError, match="gave 6 batches; at least 10 are needed" + passed):
+    with pytest.raises(ValueError, match="gave 6 batches, but at least 10 are needed" + passed):
         run(X[:6], checkpoint=tmp_path)
     for finished in ({"batches": X[:10]}, {"batches": X[:6], "steps": 8}):
         again, same = run(**finished, checkpoint=tmp_path)
@@ -417,7 +417,7 @@ def test_batches_that_are_too_few_are_counted(tmp_path):
         ({"evaluate": distance, "patience": 1.5}, TypeError, "patience must be"),
         ({"evaluate": lambda w: "x"}, TypeError, "must return a number or a dict.*got 'x'"),
         ({"evaluate": lambda w: {"a": w}}, TypeError, "for 'a'"),
-        ({"callback": "print"}, TypeError, r"callback must be a function of \(step, state"),
+        ({"callback": "print"}, TypeError, r"callback must be a function \(step, state"),
         ({"log": 3}, TypeError, "log must be a path; got 3"),
     ],
 )

@@ -132,7 +132,9 @@ def test_a_state_that_the_iterator_refuses_is_said_and_batches_are_passed_over(t
 
     run(Dataset(), tmp_path, steps=4)
     data = Dataset(number=refuse)
-    with pytest.warns(UserWarning, match="refuses the state in the checkpoint.*another dataset"):
+    with pytest.warns(
+        UserWarning, match="does not accept its state from the checkpoint.*another dataset"
+    ):
         state, _ = run(data, tmp_path)
     assert data.read == list(range(12))
     np.testing.assert_array_equal(state.params, run(X)[0].params)

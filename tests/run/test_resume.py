@@ -41,7 +41,7 @@ def test_a_run_that_is_finished_says_so(options, tmp_path, capfd):
     said = capfd.readouterr().err.splitlines()
     assert said == [
         f"resumed from step {int(state.step)} of {tmp_path}/",
-        f"the run in {tmp_path}/ is finished; no step was left to make",
+        f"the run in {tmp_path}/ is already finished; no step was taken",
     ]
     run(tmp_path, X[:4], progress=False, **options)
     assert not capfd.readouterr().err
@@ -58,7 +58,7 @@ def test_the_last_evaluation_is_saved_where_the_last_step_is_saved_before_it(tmp
 def test_resume_false_refuses_a_directory_with_a_checkpoint(tmp_path):
     run(tmp_path, X[:4], resume=False)
     newest = tmp_path / "step_000000004.npz"
-    with pytest.raises(ValueError, match=f"resume=False, and there is {newest}: give another"):
+    with pytest.raises(ValueError, match=f"resume=False, but there is {newest}. Pass another"):
         run(tmp_path, X, resume=False)
     assert [path.name for path in tmp_path.iterdir()] == [newest.name]
     with pytest.raises(TypeError, match="resume must be True or False"):
@@ -68,7 +68,9 @@ def test_resume_false_refuses_a_directory_with_a_checkpoint(tmp_path):
 def test_another_learning_rate_than_that_of_the_checkpoint_is_said_once(tmp_path):
     run(tmp_path, X[:4])
     slow = optfn.make_train_step(loss_fn, optfn.adam(1e-4))
-    words = "resumes at the learning rate of its checkpoint, 0.01, and not at that of tx, 0.0001"
+    words = (
+        "resumes with the learning rate of its checkpoint, 0.01, and not with that of tx, 0.0001"
+    )
     with pytest.warns(UserWarning, match=words) as caught:
         _, history = run(tmp_path, X, slow)
     assert [entry.filename for entry in caught] == [__file__]

@@ -290,7 +290,7 @@ def test_a_state_that_was_not_made_by_init_is_refused():
 
 
 def test_eight_bit_moments_have_no_rows():
-    with pytest.raises(ValueError, match=r"an array of shape \(1,\), which has no axis of rows"):
+    with pytest.raises(ValueError, match=r"an array of shape \(1,\), without an axis of rows"):
         sharded(optfn.adam(0.01, moment_dtype="int8")).init(PARAMS)
 
 
@@ -387,11 +387,11 @@ def test_ids_by_frequency_send_little_more_than_the_rows_that_are_needed():
         ({"tables": None}, ValueError, "shard_tables=True needs tables"),
         ({"mesh": None}, ValueError, "needs mesh"),
         ({"shard_tables": 1}, TypeError, "shard_tables must be"),
-        ({"packed": True}, ValueError, "tables='t' cannot be with packed=True"),
+        ({"packed": True}, ValueError, "tables='t' cannot be combined with packed=True"),
         (
             {"local_steps": 2},
             ValueError,
-            "local_steps=2 cannot be with params or state divided over all of data_axis",
+            "local_steps=2 cannot be combined with params or state divided over all of data_axis",
         ),
     ],
 )
@@ -402,7 +402,9 @@ def test_bad_arguments(options, error, words):
 
 
 def test_tables_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"dimension 0 of leaf 't', of shape \(63, 4\), must be"):
+    with pytest.raises(
+        ValueError, match=r"dimension 0 of leaf 't', which has shape \(63, 4\), must be"
+    ):
         sharded(optfn.sgd(0.1)).init(PARAMS | {"t": PARAMS["t"][:-1]})
     with pytest.raises(ValueError, match="'u' matches no leaf"):
         sharded(optfn.sgd(0.1), tables="u").init(PARAMS)

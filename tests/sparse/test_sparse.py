@@ -143,22 +143,22 @@ MISUSES = {
     "comparison": (lambda t: 1.0 if t != 0 else 0.0, "only be looked up.*ne"),
     "truth": (lambda t: 1.0 if t else 0.0, "only be looked up.*bool"),
     "floor": (lambda t: t // 2, "only be looked up.*floordiv"),
-    "slice": (lambda t: t[:3].sum(), r"table 'table' is looked up by integer ids.*slice"),
+    "slice": (lambda t: t[:3].sum(), r"table 'table' must be looked up by integer ids.*slice"),
     "float": (lambda t: t[jnp.ones(2)].sum(), "integer ids.*float32"),
     "mask": (lambda t: t[jnp.ones(ROWS, bool)].sum(), "integer ids.*bool"),
     "scan": (
         lambda t: jax.lax.scan(lambda c, i: (c + t[i].sum(), None), 0.0, jnp.arange(3))[0],
-        "inside the body of scan.*look up before it",
+        "inside the body of scan.*Look the rows up before it",
     ),
     "cond": (
         lambda t: jax.lax.cond(jnp.sum(jnp.ones(2)) > 0, lambda: t[0].sum(), lambda: 0.0),
-        "inside the body of cond.*look up before it",
+        "inside the body of cond.*Look the rows up before it",
     ),
     "take": (lambda t: jnp.take(t, jnp.arange(2), axis=0).sum(), "only be looked up"),
     "at": (lambda t: t.at[jnp.arange(2)].get(mode="clip").sum(), "only be looked up.*'at'"),
     "checkpoint": (
         lambda t: jax.checkpoint(lambda t: t[jnp.arange(2)].sum())(t),
-        "inside the body of .*look up before it",
+        "inside the body of .*Look the rows up before it",
     ),
 }
 

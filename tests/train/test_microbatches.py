@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grids import thinned
 from jax.sharding import Mesh
 
 import optfn
@@ -70,7 +71,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS))
 def test_the_step_is_that_of_the_whole_batch(way):
     options = WAYS[way]()
     loss = None if way == "own gradient" else loss_fn

@@ -141,7 +141,11 @@ def test_the_evaluation_gets_it_too():
     [
         (lambda w, s, b: jnp.sum(w), TypeError, r"model_state=True, loss_fn must return \(loss, "),
         (lambda w, s, b: (jnp.sum(w), {}), ValueError, "new model_state"),
-        (lambda w, s, b: (jnp.sum(w), {"m": jnp.ones(2)}), ValueError, r"float32\[2\] at 'm', the"),
+        (
+            lambda w, s, b: (jnp.sum(w), {"m": jnp.ones(2)}),
+            ValueError,
+            r"float32\[2\] at 'm', but the",
+        ),
         (lambda w, s, b: (jnp.sum(w), {"m": jnp.ones(3, int)}), ValueError, r"int32\[3\] at 'm'"),
     ],
 )

@@ -170,7 +170,7 @@ def test_errors_name_everything_that_is_wrong():
     for words in (
         "missing 'scale_by_momentum/velocity/a'",
         "not expected 'stranger'",
-        "'scale_by_momentum/velocity/b' has shape (3, 1), the template (3,)",
+        "'scale_by_momentum/velocity/b' has shape (3, 1), but the template has (3,)",
     ):
         assert words in str(error.value)
     with pytest.raises(ValueError, match=r"velocity/b' has shape"):

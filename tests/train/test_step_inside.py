@@ -74,7 +74,7 @@ def test_a_state_that_was_used_up_is_named(workers):
     step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=mesh)
     state = step.init(start())
     step(state, BATCHES[0])
-    with pytest.raises(ValueError, match="the state has been used up by an earlier call"):
+    with pytest.raises(ValueError, match="the state has been used up: an earlier call"):
         step(state, BATCHES[0])
 
 

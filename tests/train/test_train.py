@@ -142,7 +142,7 @@ def test_minimize_is_the_loop():
 
 
 def test_minimize_says_when_batches_run_out():
-    with pytest.raises(ValueError, match="gave 2 batches; 5 are needed for steps=5"):
+    with pytest.raises(ValueError, match="gave 2 batches, but 5 are needed for steps=5"):
         optfn.minimize(loss_fn, optfn.sgd(0.1), params(), [X] * 2, steps=5, progress=False)
     with pytest.raises(ValueError, match="gave 0 batches"):
         optfn.minimize(loss_fn, optfn.sgd(0.1), params(), [], progress=False)
@@ -200,7 +200,7 @@ def test_rng_must_be_a_key():
         with pytest.raises(error, match="rng must be"):
             optfn.make_train_step(loss_fn, optfn.sgd(0.1), rng=rng)
     with pytest.raises(
-        ValueError, match=r"rng=.* cannot be with value_and_grad: it concerns loss_fn"
+        ValueError, match=r"rng=.* cannot be combined with value_and_grad: it concerns loss_fn"
     ):
         optfn.make_train_step(
             loss_fn, optfn.sgd(0.1), rng=True, value_and_grad=lambda p, b: (0.0, p)
