@@ -162,9 +162,9 @@ def exchange(
     Row-sparse updates are exchanged as rows, without a residual. With packed params, chunks are
     those of the original leaves.
 
-    `update` takes `row_updates=True`, which `make_train_step` passes. Directions of `top_k` are then
-    Rows with the same bits, which `apply_updates` scatters into params, if all workers together
-    send at most one entry in 64 of a leaf.
+    `update` takes `row_updates=True`, which `make_train_step` passes. If all workers together send
+    at most one entry in 64 of a leaf, directions of `top_k` are then Rows with the same bits, which
+    `apply_updates` scatters into params.
 
     If an update of any worker is not finite, the direction of all workers is zero, and residuals
     and states of compressors stay as they were. Put `skip_nonfinite` around the chain to keep the
