@@ -31,12 +31,15 @@ MESH_GROUPS = re.compile(
 class Collective(NamedTuple):
     """A collective of a compiled program: its kind, the bytes of its results, and its devices.
 
+    size: the bytes of all times that it runs.
     devices: the numbers of the devices of one group; () for all of them.
+    times: how often it runs in a step.
     """
 
     kind: str
     size: float
     devices: tuple[int, ...]
+    times: int
 
 
 def bytes_sent(compiled: Any, devices: int, rounds: int = 1, branch: int | None = None) -> float:
@@ -56,7 +59,7 @@ def bytes_by_axes(compiled: Any, mesh: Mesh, rounds: int = 1) -> dict[tuple[str,
     """Return the bytes that a device sends along the axes of a mesh, in rings of each group."""
     sent: Counter[tuple[str, ...]] = Counter()
     numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
-    for kind, size, devices in collectives(compiled, rounds):
+    for kind, size, devices, _ in collectives(compiled, rounds):
         group = devices or tuple(range(numbers.size))
         places = np.argwhere(np.isin(numbers, group))
         along = tuple(
@@ -84,7 +87,7 @@ def collectives(compiled: Any, rounds: int = 1, branch: int | None = None) -> li
     def found_in(name: str, times: int) -> Iterator[Collective]:
         for line in bodies[name].splitlines()[1:]:
             for shapes, kind in COLLECTIVE.findall(line):
-                yield Collective(kind, times * _bytes(shapes), _group(line))
+                yield Collective(kind, times * _bytes(shapes), _group(line), times)
             known = TRIPS.search(line)
             trips = (int(known[1]) if known else rounds) if " while(" in line else 1
             for names in CALLED.findall(line):

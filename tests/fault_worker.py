@@ -18,12 +18,15 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import optfn
 from optfn.distributed import data_mesh, exchange, top_k
+from optfn.sparse.sharded_table import natural
 
 STEPS = 12
+ROWS = 24  # of the table
 OPTIONS = {
     "process": 0,
     "processes": 1,
@@ -38,7 +41,8 @@ OPTIONS = {
     "examples": 8,  # in a batch
     "bad": [],  # what steps 3, 4, … have in a target of the second of two workers
     "version": None,  # of optfn
-    "shard": None,  # "state": checkpoints in parts, in one directory
+    "shard": None,  # "state" or "params": checkpoints in parts, in one directory
+    "table": False,  # a further parameter whose rows are looked up, and divided with `shard`
     "exchange": False,  # of compressed gradients, with residuals
     "local_steps": 1,
     "two_level": False,  # a mesh of two machines
@@ -51,7 +55,10 @@ OPTIONS = {
 
 
 def loss_fn(params, batch):
-    hidden = jnp.tanh(batch[:, :6] @ params["w"] + params["b"])
+    x = batch[:, :6]
+    if "table" in params:
+        x = x + params["table"][jnp.int32(100 * jnp.abs(batch[:, 0])) % ROWS]
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
     return jnp.mean((hidden @ params["v"] - batch[:, 6:]) ** 2)
 
 
@@ -62,9 +69,11 @@ def optimizer(exchanges=False):
     return optfn.skip_nonfinite(tx)
 
 
-def params_of(seed=0):
+def params_of(seed=0, table=False):
     rng = np.random.default_rng(seed)
     shapes = {"w": (6, 16), "b": (16,), "v": (16, 2)}
+    if table:
+        shapes["table"] = (ROWS, 6)
     return {k: rng.standard_normal(s).astype(np.float32) * 0.3 for k, s in shapes.items()}
 
 
@@ -78,22 +87,34 @@ def batches(examples=8, bad=()):
 
 def digest(params):
     own = hashlib.sha256()
-    for x in jax.tree.leaves(params):
+    for x in jax.tree.leaves(natural(params)):
+        if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+            x = process_allgather(x, tiled=True)
         own.update(np.asarray(x).tobytes())
     return own.hexdigest()
 
 
 def train(
-    mesh, directory, batches, *, steps=STEPS, save_every=1, seed=0, exchange=False, **options
+    mesh,
+    directory,
+    batches,
+    *,
+    steps=STEPS,
+    save_every=1,
+    seed=0,
+    exchange=False,
+    table=False,
+    **options,
 ):
     return optfn.minimize(
         loss_fn,
         optimizer(exchange),
-        params_of(seed),
+        params_of(seed, table),
         batches,
         steps=steps,
         mesh=mesh,
         progress=False,
+        tables="table" if table else None,
         checkpoint=directory,
         save_every=save_every,
         compare_replicas_every=None if mesh is None else 1,
@@ -178,6 +199,7 @@ def main():
         callback=callback,
         shard=options["shard"],
         exchange=options["exchange"],
+        table=options["table"],
         local_steps=options["local_steps"],
         data_axis=data_axis,
     )

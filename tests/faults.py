@@ -508,6 +508,20 @@ def elastic_local_steps(directory: Path) -> str:
     return elastic(directory, Stage("abc", "kill c", "step 4 "), Stage("ab"), **options)
 
 
+@fault("kill −9 of one of three workers with divided state: on with two, then with three", ELASTIC)
+def elastic_state(directory: Path) -> str:
+    plan = Stage("abc", "kill b", "step 3 "), Stage("ac", "call", "step 7 "), Stage("abc")
+    return elastic(directory, *plan, shard="state")
+
+
+@fault(
+    "kill −9 of one of three workers with divided params and rows of a table: on with two", ELASTIC
+)
+def elastic_table(directory: Path) -> str:
+    plan = Stage("abc", "kill c", "step 4 "), Stage("ab")
+    return elastic(directory, *plan, shard="params", table=True)
+
+
 @fault(
     "kill −9 of one of three workers: steps made again, by `save_every`; and where all wait 20 s "
     "for its machine",

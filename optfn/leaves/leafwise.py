@@ -308,10 +308,10 @@ def _apply_to_leaf(
     p: Sequence[jax.Array],
     scalars: dict[str, Any],
 ) -> tuple[Any, ...]:
-    rule = partial(rule, **{k: _spread(v, g.shape) for k, v in scalars.items()})
+    scalars = {k: _spread(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, LeafKind):
-        return _in_own_dtypes(g.apply(rule, rows, accumulators, p), accumulators)
-    return _in_own_dtypes(rule(g, *accumulators, *p), accumulators)
+        return _in_own_dtypes(g.apply(rule, rows, accumulators, p, scalars), accumulators)
+    return _in_own_dtypes(rule(g, *accumulators, *p, **scalars), accumulators)
 
 
 def _spread(scalar: Any, shape: tuple[int, ...]) -> Any:

@@ -4,7 +4,8 @@ This module has their arithmetic; `optfn.sparse` computes such gradients.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -113,8 +114,10 @@ class Rows(LeafKind):
         rows: str,
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
+        scalars: Mapping[str, Any],
     ) -> Any:
         """Apply a rule to the rows, each once, or to the dense array; see `leafwise.apply`."""
+        rule = partial(rule, **scalars)
         if rows == "linear":
             return self.map(rule)
         if rows == "dense":

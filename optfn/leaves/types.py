@@ -1,7 +1,7 @@
 """Names for the kinds of values that functions here take and return, and of leaves."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -87,5 +87,6 @@ class LeafKind(abc.ABC):
         rows: str,
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
+        scalars: Mapping[str, Any],
     ) -> Any:
-        """Return the result of a rule for this gradient; see `leafwise.apply` for `rows`."""
+        """Return rule(g, *accumulators, *params, **scalars); see `leafwise.apply` for `rows`."""

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.mesh import Axes, joined, without
 
 _GOLDEN = np.uint32(0x9E3779B1)
 # Odd multipliers of the two sums: those of MurmurHash3's finalizer.
@@ -96,23 +97,32 @@ def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
 def replicas_differ(params: Params, specs: PyTree, mesh: Mesh) -> jax.Array:
     """Tell whether devices that should hold the same params hold different bits.
 
-    Each device sends a checksum of 8 bytes per leaf.
+    Each device sends a checksum of 8 bytes per leaf. A leaf, or a device's part of one, is compared
+    along the mesh axes that do not divide it.
 
     Args:
       params: arrays on the mesh.
-      specs: their PartitionSpecs; arrays that are divided over devices are not compared.
-      mesh: the mesh; devices along all of its axes are compared.
+      specs: their PartitionSpecs.
+      mesh: the mesh.
     """
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True)
-    whole = [x for x, spec in pairs if not any(spec)]
-    if not whole:
+    leaves, specs = jax.tree.leaves(params), jax.tree.leaves(specs)
+    copied_over = [without(mesh.axis_names, joined(*spec)) for spec in specs]
+    numbers = [i for i, names in enumerate(copied_over) if names]
+    if not numbers:
         return jnp.asarray(False)
 
-    def compare(leaves: list[jax.Array]) -> jax.Array:
-        sums = jnp.stack([fingerprint(x) for x in leaves])
-        axes = mesh.axis_names
-        return jnp.any(lax.pmin(sums, axes) != lax.pmax(sums, axes))
+    def compare(parts: list[jax.Array]) -> jax.Array:
+        groups: dict[Axes, list[jax.Array]] = {}
+        for i, part in zip(numbers, parts, strict=True):
+            groups.setdefault(copied_over[i], []).append(fingerprint(part))
+        differ = [
+            jnp.any(lax.pmin(jnp.stack(sums), names) != lax.pmax(jnp.stack(sums), names))
+            for names, sums in groups.items()
+        ]
+        number: jax.Array = lax.psum(jnp.sum(jnp.stack(differ)), mesh.axis_names)
+        return number > 0
 
-    run = jax.shard_map(compare, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    differ: jax.Array = run(whole)
+    in_specs = [specs[i] for i in numbers]
+    run = jax.shard_map(compare, mesh=mesh, in_specs=(in_specs,), out_specs=P(), check_vma=False)
+    differ: jax.Array = run([leaves[i] for i in numbers])
     return differ

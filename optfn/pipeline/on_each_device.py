@@ -89,8 +89,8 @@ class _OnEachDevice(NamedTuple):
 
     inner: the optimizer that runs on each device.
     mesh: the devices.
-    workers: how many there are.
-    placement: where params and state lie.
+    workers: the number of workers.
+    placement: the PartitionSpecs of params and state.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -116,8 +116,8 @@ class _OnEachDevice(NamedTuple):
     def update(
         self, updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        """Return the updates, arrays with the sharding of params, and the states of all devices."""
-        # Of the training step's extra arguments, only numbers are the same on all devices.
+        """Return the updates, with the sharding of params, and the states of all devices."""
+        # Of the extra arguments of a training step, only numbers are the same on all devices.
         extra = {k: v for k, v in extra.items() if k not in ("row_updates", "grad", "value_fn")}
         _check_workers(updates, self.workers, self.placement.data_axis)
         given = tree.map(_with_gradient, updates, updates)

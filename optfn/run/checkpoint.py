@@ -25,7 +25,7 @@ from optfn.run.background import copied, start, wait
 from optfn.run.checkpoint_file import load_file
 from optfn.run.storage import directory_of, is_remote, remove_directory, write_file
 from optfn.state.per_worker import has_own_state
-from optfn.state.placement import PER_WORKER_KEY, rescale_residuals
+from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
 from optfn.train.loading import ABOUT, Changes, load_named, on_host
 from optfn.train.state import TrainState
 from optfn.train.state_dict import named_arrays, named_leaves
@@ -250,8 +250,10 @@ def _load(
     try:
         loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
     except ValueError as error:
-        hint = ". With strict=False, all that fits is loaded" if choice.strict else ""
-        raise _Misfit(f"{path} is from another run: {error}{hint}") from error
+        words = f"{path} is from another run: {error}"
+        if choice.only is None:
+            words += ". To load the names that are in both, pass strict=False; to load some, only="
+        raise _Misfit(words) from error
     dropped = [*changes.dropped, *others]
     lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
     return loaded, history, Changes(*lists)
@@ -302,10 +304,8 @@ def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
     if PER_WORKER_KEY not in mapping or not has_own_state(state):
         return mapping
     own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    now, before = (
-        {int(on_host(x)) for name, x in arrays if f"/{name}".endswith("/num_workers")}
-        for arrays in (named_leaves(state), mapping.items())
-    )
+    both = dict(named_leaves(state)), mapping
+    now, before = ({int(on_host(x[name])) for name in count_names(x, own)} for x in both)
     if now == before or len(now) != 1 or not own:
         return mapping
     return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(own)}, now.pop())

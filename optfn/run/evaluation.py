@@ -24,12 +24,13 @@ class Evaluator:
 
     options: the options of the loop.
     history: where results are recorded; it may have those of an earlier part of the run.
+    per_call: the number of steps that one call of the step takes.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
     """
 
-    def __init__(self, options: LoopOptions, history: History) -> None:
-        self.options, self.history = options, history
+    def __init__(self, options: LoopOptions, history: History, per_call: int) -> None:
+        self.options, self.history, self.per_call = options, history, per_call
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
         self.sign = 1 if options.mode == "min" else -1
@@ -38,7 +39,8 @@ class Evaluator:
         earlier = history.earlier
         if self.key in earlier:
             for i, value in enumerate(earlier[self.key]):
-                self._compare(int(earlier["evaluation_step"][i]), float(value))
+                n = int(earlier["evaluation_step"][i])
+                self._compare(n, float(value), is_extra=self._is_extra(n))
 
     @property
     def worst(self) -> float:
@@ -49,14 +51,18 @@ class Evaluator:
         """Tell whether one monitored number is better than another; NaN never is."""
         return self.sign * value < self.sign * than
 
-    def is_due(self, n: int, per_call: int, ends_epoch: Callable[[], bool]) -> bool:
-        """Tell whether an evaluation is due in the `per_call` steps up to n."""
+    def is_due(self, n: int, ends_epoch: Callable[[], bool]) -> bool:
+        """Tell whether an evaluation is due in the call up to step n."""
         every = self.options.evaluate_every
         if self.options.evaluate is None or every is None:
             return False
         if every == EPOCH:
             return ends_epoch()
-        return n // int(every) > (n - per_call) // int(every)
+        return n // int(every) > (n - self.per_call) // int(every)
+
+    def _is_extra(self, n: int) -> bool:
+        """Tell whether there was an evaluation at n only because an earlier run ended there."""
+        return self.options.evaluate_every is not None and not self.is_due(n, lambda: True)
 
     @property
     def gave_up(self) -> bool:
@@ -95,9 +101,9 @@ class Evaluator:
     def _compares(self) -> bool:
         return self.options.patience is not None or self.options.keep_best
 
-    def _compare(self, n: int, value: float) -> None:
+    def _compare(self, n: int, value: float, *, is_extra: bool = False) -> None:
         self.monitored[n] = value
-        self.no_better += 1
+        self.no_better += not is_extra
         if self.is_better(value, self.best):
             self.best, self.best_step, self.no_better = value, n, 0
 

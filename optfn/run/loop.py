@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from optfn import checks
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import AxisName
@@ -179,7 +180,9 @@ def fit(
       mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
         accuracy. You get a warning if in all of three or more evaluations it went the other way.
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
-        If you start such a run again from its checkpoint, it takes no further step.
+        If you start such a run again from its checkpoint, it takes no further step. An evaluation
+        of the state in which an earlier run was stopped, between two multiples of
+        `evaluate_every`, does not count.
       keep_best: whether to return the state with the best evaluation instead of the last one. It is
         kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
         resumes compares the state kept there, the one that it resumes from, and those that it
@@ -225,7 +228,13 @@ def fit(
         checkpoint can be loaded; `evaluate` does not return the number that `monitor` names; or
         `patience` or `keep_best` need `monitor`, because `evaluate` returns a dict.
       FloatingPointError: `skip_nonfinite` gave up.
+      TypeError: `step` is not a TrainStep, or `state` is no state of it; an option is of a wrong
+        type.
     """
+    if not isinstance(step, TrainStep):
+        raise TypeError(
+            f"step must be a TrainStep, as make_train_step returns it; got {checks.shown(step)}"
+        )
     options = LoopOptions(
         steps=steps,
         epochs=epochs,
@@ -253,13 +262,14 @@ class _Run:
     def __init__(
         self, step: TrainStep, state: TrainState, batches: Iterable[Batch], options: LoopOptions
     ) -> None:
+        step.check_state(state)
         options.check_batches(batches, step.local_steps)
         begin = int(state.step)
         self.step, self.options = step, options
         self.saver = Saver(step, options)
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
-        self.evaluator = Evaluator(options, self.history)
+        self.evaluator = Evaluator(options, self.history, step.local_steps)
         self.best = Best(self.evaluator, self.saver)
         self.best.restore(self.state)
         self.remaining = Remaining(
@@ -306,7 +316,7 @@ class _Run:
         if self.remaining.epoch is not None:
             metrics["epoch"] = self.remaining.epoch
         self.history.append(metrics)
-        if self.evaluator.is_due(self.n, self.step.local_steps, self.remaining.ends_epoch):
+        if self.evaluator.is_due(self.n, self.remaining.ends_epoch):
             metrics |= self._evaluate()
         return metrics
 
@@ -317,7 +327,12 @@ class _Run:
 
     def _callback_stops(self, metrics: dict[str, Any]) -> bool:
         callback = self.options.callback
-        return callback is not None and callback(self.n, self.state, as_numbers(metrics)) is True
+        if callback is None:
+            return False
+        answer = callback(self.n, self.state, as_numbers(metrics))
+        if isinstance(answer, np.bool_ | np.ndarray | jax.Array):
+            return answer.dtype == bool and bool(answer)
+        return answer is True
 
     def _end(self, lines: RunLog) -> None:
         """Check, evaluate and save the last state."""

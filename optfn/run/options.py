@@ -6,13 +6,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
+import jax
+import numpy as np
+
 from optfn import checks
 from optfn.leaves.types import Batch
 from optfn.run.log import Logs
 from optfn.train.state import TrainState
 
+Bool: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array
 # (step, state, metrics) -> True to end the run.
-Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], bool | None]
+Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 
 # The value of `evaluate_every` for an evaluation at the end of each epoch.
 EPOCH = "epoch"

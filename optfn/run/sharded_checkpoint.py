@@ -163,15 +163,16 @@ def _read_parts(
     for name in names:
         like = _data(templates[name]) if name in templates else None
         shape, dtype = tuple(shapes[name].shape), shapes[name].dtype
-        if like is None or like.shape != shape or like.dtype != dtype:
-            wanted[name] = np.zeros(shape, dtype)
-        else:
+        fits = like is not None and like.shape == shape and like.dtype == dtype
+        if fits and isinstance(like, jax.Array | jax.ShapeDtypeStruct) and like.sharding:
             wanted[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=like.sharding)
+        else:  # on the host
+            wanted[name] = np.zeros(shape, dtype)
     arrays = restore(wanted)
     _check_sums(names, arrays, np.asarray(arrays.pop(_CHECKSUMS))[read])
     history = {name.removeprefix(_HISTORY): np.asarray(x) for name, x in beside.items()}
     # Arrays without elements are not written.
-    empty = {name: np.asarray(x) for name, x in templates.items() if not x.size}
+    empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
     return about, history, empty | arrays
 
 

@@ -1,4 +1,4 @@
-"""Lookups of tables in a loss: `Table`, the form of a table there, and the loss as a program."""
+"""Lookups in a loss: `Table`, an embedding table as the loss sees it, and the loss as a program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -128,11 +128,12 @@ class LossOfTables:
     Args:
       loss_fn: params -> loss, traced here with a `Table` for each table.
       params: the parameters.
-      pattern: the tables.
-      owners: the workers that keep their rows, of which params has parts; None where it has all.
+      pattern: the pattern of the paths of tables.
+      owners: the workers that keep the rows, if params have parts of tables; None if these are
+        whole.
 
     inputs: the variable of each array of params, in order.
-    tables: those of the tables, with their paths.
+    tables: the path of each table, by its variable.
     lookups: the equations that look up rows.
     """
 
@@ -150,7 +151,7 @@ class LossOfTables:
             if path not in paths:
                 return x
             _check_table(path, x)
-            # With the whole shape, or negative ids would count from the end of a part.
+            # Use the shape of the whole table. In a part, negative ids would count from its end.
             return Table(_whole(x, owners), path)
 
         self._program = Equations(loss_fn, tree.map_named(enter, params))
@@ -161,7 +162,7 @@ class LossOfTables:
         self.lookups = _lookups(self._program, self.tables)
 
     def look_up(self, known: Environment) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the ids and the rows of each lookup: the part of the program that has no gradient.
+        """Return the ids and the rows of each lookup, by the part of the program without gradients.
 
         Args:
           known: the values of the inputs.
@@ -182,14 +183,14 @@ class LossOfTables:
         return self._program.structure.unflatten(read(values, self._program.outputs))
 
     def gradients(self, ids: list[jax.Array], row_grads: list[jax.Array]) -> dict[Atom, Rows]:
-        """Return the gradient of each table, of those of the rows of each lookup."""
+        """Return the gradient of each table, from the gradients of the rows of each lookup."""
         found: dict[Atom, list[_Lookup]] = {v: [] for v in self.tables}
         for lookup in zip(self.lookups, ids, row_grads, strict=True):
             found[lookup[0].invars[0]].append(lookup)
         return {v: _rows(type_of(v), lookups) for v, lookups in found.items()}
 
 
-# The equation of a lookup, its ids, and the gradient of the rows that it gives.
+# The equation of a lookup, its ids, and the gradient of the rows that it returns.
 _Lookup = tuple[Equation, jax.Array, jax.Array]
 
 
@@ -206,8 +207,7 @@ def _from_owners(
     """Return the results of a lookup, fetched from the workers that keep the rows."""
     ids, rows = starts[..., 0], part.shape[1:]
     count = owners.num_rows(part)
-    # A gather reads the nearest row for an id that is out of range, unless its mode is
-    # FILL_OR_DROP.
+    # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
     inside = jnp.clip(ids, 0, count - 1)
     found = owners.lookup(part, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
     if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
@@ -277,8 +277,8 @@ def _rows(table: Any, lookups: list[_Lookup]) -> Rows:
     """Return the gradient of a table.
 
     Args:
-      table: its shape and dtype.
-      lookups: those of the table.
+      table: the shape and dtype of the table.
+      lookups: the lookups of this table.
     """
     num_rows, row = table.shape[0], table.shape[1:]
     # If there is no lookup, return one row of padding.

@@ -222,7 +222,7 @@ def check_rows(state: PyTree) -> None:
         for x in jax.tree.leaves(node.stored, is_leaf=is_own):
             if not is_own(x) and x.ndim and node.num_rows not in x.shape:
                 raise ValueError(
-                    f"the table of shape {(node.num_rows, ...)} has its rows divided over devices, "
+                    f"the table of {node.num_rows} rows has them divided over devices, "
                     f"but its optimizer state has an array of shape {x.shape}, without an axis of "
                     "rows (like the scales of 8-bit moments). Use another optimizer for the table"
                 )

@@ -7,7 +7,7 @@ more rounds. There is nothing to tune, and no id is dropped.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,10 +52,19 @@ class Owners(NamedTuple):
         place = ids % self.workers * (num_rows // self.workers) + ids // self.workers
         return jnp.where(ids < num_rows, place, num_rows)
 
-    def on_each(self, fn: Callable[..., Any], *arguments: Any) -> Any:
-        """Run `fn` on each worker's part of whole arrays, and return whole arrays."""
+    def on_each(self, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
+        """Run `fn` on each worker's part of whole arrays, and return whole arrays.
+
+        Scalars are the same on all workers. Inside the `shard_map` of other axes `fn` must not
+        close over arrays, whose types name the axes bound outside.
+        """
         spread = P(self.axes)
-        return meshes.mapped(fn, self.mesh, self.axes, spread, spread)(*arguments)
+
+        def on_worker(parts: Sequence[Any], scalars: Mapping[str, Any]) -> Any:
+            return fn(*parts, **scalars)
+
+        run = meshes.mapped(on_worker, self.mesh, self.axes, (spread, P()), spread)
+        return run(arguments, scalars)
 
     def lookup(self, part: jax.Array, ids: jax.Array) -> jax.Array:
         """Return the rows of a table, inside `shard_map`.
@@ -99,11 +108,10 @@ class Owners(NamedTuple):
             return lax.dynamic_update_slice(arrived, ids, (0, first))
 
         arrived = rounds.run(send_ids, jnp.full((self.workers, width), per_owner, jnp.int32))
-        indices, place = jnp.unique(
-            arrived, size=arrived.size, fill_value=per_owner, return_inverse=True
-        )
+        room = _room(width, self.workers, per_owner)
+        indices, place = jnp.unique(arrived, size=room, fill_value=per_owner, return_inverse=True)
         # Drop padding.
-        place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), arrived.size)
+        place = jnp.where(arrived < per_owner, place.reshape(arrived.shape), room)
 
         def send_values(first: jax.Array, size: int, sums: jax.Array) -> jax.Array:
             at = rounds.positions(first, size)
@@ -111,9 +119,9 @@ class Owners(NamedTuple):
             at = lax.dynamic_slice(place, (0, first), (self.workers, size))
             return sums.at[at].add(self._exchange(values), mode="drop")
 
-        zeros = jnp.zeros((arrived.size, *once.values.shape[1:]), once.values.dtype)
+        zeros = jnp.zeros((room, *once.values.shape[1:]), once.values.dtype)
         sums = rounds.run(send_values, zeros)
-        return OwnedRows(indices, sums / self.workers, grads.num_rows, self)
+        return OwnedRows(indices, sums / self.workers, grads.num_rows, self, width)
 
     def _exchange(self, x: jax.Array) -> jax.Array:
         """Send row k of x to worker k, and return the rows received from each worker."""
@@ -201,9 +209,23 @@ def bytes_of_round(ids: int, workers: int, row: int) -> int:
     return 2 * (workers - 1) * _capacity(ids, workers) * (4 + row)
 
 
-def num_arrived(ids: int, workers: int) -> int:
-    """Return how many rows of gradients an owner has room for, if workers look up `ids` each."""
-    return workers * (ids + _sizes(ids, workers)[0])
+def num_arrived(ids: int, workers: int, num_rows: int) -> int:
+    """Return how many rows of gradients an owner of a table has room for.
+
+    Args:
+      ids: how many ids each worker looks up.
+      workers: how many keep the rows.
+      num_rows: the rows of the table.
+    """
+    return _room(ids + _sizes(ids, workers)[0], workers, num_rows // workers)
+
+
+def _room(width: int, workers: int, per_owner: int) -> int:
+    """Return room for `width` ids of each worker, or for all rows of an owner where they are less.
+
+    It is a multiple of `width`.
+    """
+    return width * min(workers, -(-per_owner // width))
 
 
 def _capacity(ids: int, workers: int) -> int:
@@ -219,7 +241,7 @@ def _capacity(ids: int, workers: int) -> int:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["indices", "values"],
-    meta_fields=["num_rows", "owners"],
+    meta_fields=["num_rows", "owners", "at_a_time"],
 )
 @dataclasses.dataclass(frozen=True)
 class OwnedRows(LeafKind):
@@ -233,12 +255,15 @@ class OwnedRows(LeafKind):
     values: the rows, (N·k, …).
     num_rows: R, the number of rows of the table.
     owners: the workers.
+    at_a_time: how many rows a rule updates at a time, a divisor of k: as many as one worker may
+      send, since an owner seldom gets more.
     """
 
     indices: jax.Array
     values: jax.Array
     num_rows: int
     owners: Owners
+    at_a_time: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -318,14 +343,17 @@ class OwnedRows(LeafKind):
         rows: str,
         accumulators: Sequence[jax.Array],
         params: Sequence[jax.Array],
+        scalars: Mapping[str, Any],
     ) -> Any:
         """Apply a rule to the rows, on the workers that keep them, or to the dense array."""
         if rows == "linear":
-            return self.map(rule)
+            return self.map(partial(rule, **scalars))
         if rows == "dense":
-            return rule(self.dense(), *accumulators, *params)
+            return rule(self.dense(), *accumulators, *params, **scalars)
         run = partial(self._apply_on_owner, rule, len(accumulators))
-        values, *new = self.owners.on_each(run, self.indices, self.values, *accumulators, *params)
+        values, *new = self.owners.on_each(
+            run, self.indices, self.values, *accumulators, *params, **scalars
+        )
         update = dataclasses.replace(self, values=values)
         return (update, *new) if accumulators else update
 
@@ -336,13 +364,11 @@ class OwnedRows(LeafKind):
         indices: jax.Array,
         values: jax.Array,
         *arrays: jax.Array,
+        **scalars: jax.Array,
     ) -> tuple[jax.Array, ...]:
-        """Return the update of the rows of one worker, and its accumulators.
-
-        It takes as many rows at a time as one worker may send, since an owner seldom gets more.
-        """
+        """Return the update of the rows of one worker, and its accumulators."""
         accumulators, params = arrays[:num_accumulators], arrays[num_accumulators:]
-        chunk = indices.size // self.owners.workers
+        chunk = self.at_a_time
         size = self.num_rows // self.owners.workers
 
         def update(k: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -350,7 +376,7 @@ class OwnedRows(LeafKind):
             some = self._local(
                 *(lax.dynamic_slice_in_dim(x, k * chunk, chunk) for x in (indices, values))
             )
-            result = some.apply(rule, "touched", accumulators, params)
+            result = some.apply(rule, "touched", accumulators, params, scalars)
             u, *new = result if accumulators else (result,)
             values = lax.dynamic_update_slice_in_dim(
                 values, u.values.astype(values.dtype), k * chunk, 0

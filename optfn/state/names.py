@@ -23,13 +23,27 @@ def with_owners(
 ) -> Iterator[tuple[str | None, Any]]:
     """Yield leaves of a state with the path of the parameter that each belongs to.
 
-    The path is the longest of `paths` that the leaf's name ends with; None for counters and rates.
-    If the only parameter has no path, all arrays that are not scalars belong to it.
+    The path is the longest of `paths` that the leaf's name ends with, before any numbers (those of
+    a list of arrays for each parameter); None for counters and rates. If the only parameter has no
+    path, all arrays that are not scalars belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
     for name, leaf in parts:
-        ends = (p for p in longest_first if name.endswith(f"/{p}") or (p == "" and leaf.shape))
+        ends = (
+            path
+            for end in _without_numbers(name)
+            for path in longest_first
+            if end.endswith(f"/{path}") or (path == "" and leaf.shape)
+        )
         yield next(ends, None), leaf
+
+
+def _without_numbers(name: str) -> Iterator[str]:
+    """Yield a name, and the name without each number that it ends with."""
+    yield name
+    before, _, last = name.rpartition("/")
+    if last.isdigit():
+        yield from _without_numbers(before)
 
 
 def main_part(state: OptState) -> OptState:

@@ -7,7 +7,7 @@ so that each worker sees the (n, …) of `tx.init`. An array of which each worke
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -301,13 +301,7 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
         names = _unlisted_names(mapping)
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
-    count_keys = [
-        key
-        for key in mapping
-        if f"/{key}".endswith("/num_workers")
-        and key not in names
-        and any(name.startswith(key.removesuffix("num_workers")) for name in names)
-    ]
+    count_keys = count_names(mapping, names)
     old_count = _agreed([mapping[key] for key in count_keys])
     parts = {key: _parts(mapping[key], old_count, key) for key in names}
     encoded = encoded_names(parts)
@@ -323,6 +317,20 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     for key in count_keys:
         rescaled[key] = np.full_like(np.asarray(mapping[key]), count)
     return rescaled
+
+
+def count_names(names: Iterable[str], own: Sequence[str]) -> list[str]:
+    """Return the names of the numbers of workers that keep the per-worker arrays named `own`.
+
+    A number beside no such array, as in the local state of `sgd`, counts nothing.
+    """
+    return [
+        name
+        for name in names
+        if f"/{name}".endswith("/num_workers")
+        and name not in own
+        and any(x.startswith(name.removesuffix("num_workers")) for x in own)
+    ]
 
 
 def _worker_counts(opt_state: OptState) -> list[Leaf]:

@@ -62,31 +62,52 @@ def in_form_of(
     by_name: dict[str, Leaf] = dict(named)
     new: dict[str, Leaf] = {}
     used: set[str] = set()
-    for name, node in parts:
-        if not _has_masters(node):
-            continue
-        form = _FORMS[type(node)]
+    for name, form in [(name, _FORMS[type(x)]) for name, x in parts if _has_masters(x)]:
         for other in _FORMS.values():
             before = _renamed(name, form, other)
             field = f"{before}/{other.field}"
             saved = [x for x in mapping if state_names.is_within(x, [field])]
             if other == form or not saved:
                 continue
-            for source in saved:
-                path = source.removeprefix(field).removeprefix("/")
-                p = _param(path, by_name, mapping, np.shape(mapping[source]))
-                if p is None and form.bits is None:
-                    raise ValueError(
-                        f"the mapping has {source!r}, the remainder of a master, but not the "
-                        "parameter that the master is computed from. Load the state of the whole "
-                        "run: state_dict(state) of the TrainState, or a checkpoint"
-                    )
-                target = tree.join(name, form.field, path)
-                new[target] = _in_form(mapping[source], p, other.bits, form.bits)
+            paths = {x.removeprefix(field).removeprefix("/"): x for x in saved}
+            masters = _in_other_form(paths, other, form, by_name, mapping)
+            new |= {tree.join(name, form.field, path): x for path, x in masters.items()}
             used |= {f"{before}/step", *saved}
             if form.bits == 24:
                 new[f"{name}/step"] = np.zeros((), np.int32)  # the seed of the rounding
     return {k: v for k, v in mapping.items() if k not in used} | new if new else mapping
+
+
+def _in_other_form(
+    saved: Mapping[str, str],
+    before: _Form,
+    after: _Form,
+    by_name: Mapping[str, Leaf],
+    mapping: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Return the masters of one form in another, by the path of their parameter.
+
+    Args:
+      saved: the names of the saved masters in the mapping, by path.
+      before: the form in which they are saved.
+      after: the form of the result.
+      by_name: the arrays of the template, by name.
+      mapping: the saved arrays, by name.
+
+    Raises:
+      ValueError: the result is copies, and a parameter is not in the mapping.
+    """
+    found = {}
+    for path, name in saved.items():
+        p = _param(path, by_name, mapping, np.shape(mapping[name]))
+        if p is None and after.bits is None:
+            raise ValueError(
+                f"the mapping has {name!r}, the remainder of a master, but not the parameter that "
+                "the master is computed from. Load the state of the whole run: state_dict(state) "
+                "of the TrainState, or a checkpoint"
+            )
+        found[path] = _in_form(mapping[name], p, before.bits, after.bits)
+    return found
 
 
 def _renamed(name: str, form: _Form, other: _Form) -> str:

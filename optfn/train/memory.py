@@ -209,7 +209,7 @@ class _Rows(NamedTuple):
         over_parts, arrived = 0, ids
         if self.layout.tables is not None and ids:
             over_parts = self.microbatches * bytes_of_round(ids, parts, row)
-            arrived = num_arrived(ids, parts)
+            arrived = num_arrived(ids, parts, num_rows)
         if self.local_steps > 1:  # the drift of a table is a dense array
             drift = all_reduce_bytes(whole / parts, workers)
             return float(self.local_steps * over_parts + drift)

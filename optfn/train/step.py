@@ -156,7 +156,7 @@ class TrainStep:
             `model_state` or `local_steps`; or the batch contains text, or arrays of another library
             that NumPy cannot convert without a copy.
         """
-        self._check_state(state)
+        self.check_state(state)
         self.check(state)
         batch = as_arrays(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
@@ -203,7 +203,8 @@ class TrainStep:
                 "must begin with the same params and get the same updates"
             )
 
-    def _check_state(self, state: object) -> None:
+    def check_state(self, state: object) -> None:
+        """Raise the errors of a call with a state that this step does not take."""
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"state must be a TrainState, such as step.init(params); got {checks.shown(state)}"

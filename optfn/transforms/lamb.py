@@ -84,6 +84,10 @@ def scale_by_lamb(
         scale = scale / root
         return {"scale": scale, "eps": eps / root, "inverse": 1 / scale}
 
+    def init(params: Params) -> OptState:
+        tree.matching(exclude, params, "exclude")
+        return init_moments(ScaleByAdamState, params)
+
     def update(
         updates: Updates,
         state: OptState,
@@ -103,7 +107,7 @@ def scale_by_lamb(
         updates, mu, nu = _update(moments, updates, state.mu, state.nu, params, **scalars)
         return updates, ScaleByAdamState(step, mu, nu)
 
-    return core.Rule(partial(init_moments, ScaleByAdamState), update, decays=True)
+    return core.Rule(init, update, decays=True)
 
 
 def _update(

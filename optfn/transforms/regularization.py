@@ -73,6 +73,7 @@ def decaying(
     coeff: Scalar | Schedule,
     update: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
     state_type: Callable[[jax.Array], OptState],
+    exclude: Pattern | None,
 ) -> core.Rule:
     """Return a rule from (updates, params, coefficient, decay_factors) -> updates.
 
@@ -81,9 +82,11 @@ def decaying(
       coeff: a number, for which there is no state, or a schedule.
       update: the rule.
       state_type: makes the state of a schedule from the step.
+      exclude: a pattern of leaves, which `init` checks.
     """
 
     def init(params: Params) -> OptState:
+        tree.matching(exclude, params, "exclude")
         return state_type(core.first_step()) if callable(coeff) else optax.EmptyState()
 
     def decayed(
@@ -172,4 +175,4 @@ def add_decayed_weights(
         coeffs = decay_of_leaves(exclude, coeff, updates, factors)
         return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
-    return decaying("weight_decay", wd, update, AddDecayedWeightsState)
+    return decaying("weight_decay", wd, update, AddDecayedWeightsState, exclude)

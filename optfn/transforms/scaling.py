@@ -104,4 +104,4 @@ def scale_by_lars(
         updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
         return leafwise.scale(updates, factors)
 
-    return decaying("lars_weight_decay", wd, update, ScaleByLarsState)
+    return decaying("lars_weight_decay", wd, update, ScaleByLarsState, exclude)

@@ -424,7 +424,7 @@ def test_state_of_other_params():
     tx = deep_gradient_compression(0.9, min_size=1)
     state = stacked(tx.init({"w": jnp.zeros(5)}))
     run = jax.vmap(lambda g, s: tx.update(g, s), axis_name="data")
-    with pytest.raises(ValueError, match=r"'w' has shape \(5,\), not \(6,\).*init_state"):
+    with pytest.raises(ValueError, match=r"'w' must have shape \(6,\); got \(5,\).*init_state"):
         run({"w": jnp.zeros((N, 6))}, state)
 
 

@@ -231,11 +231,21 @@ def test_schedule_that_is_no_scalar():
         tx.init({"w": jnp.ones(2)})
 
 
-def test_pattern_that_matches_nothing_lists_the_paths():
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optfn.adamw(0.1, exclude="bias"),
+        optfn.lamb(0.1, exclude="bias"),
+        optfn.lars(0.1, 0.9, exclude="bias"),
+        optfn.add_decayed_weights(lambda step: 0.1, exclude="bias"),
+    ],
+    ids=["adamw", "lamb", "lars", "add_decayed_weights"],
+)
+def test_pattern_that_matches_nothing_lists_the_paths(tx):
     params = {"a": {"w": jnp.ones(2)}, "b": jnp.ones(2)}
-    tx = optfn.adamw(0.1, exclude="bias")
     with pytest.raises(ValueError, match=r"exclude.*'bias' matches no leaf.*'a/w', 'b'"):
-        tx.update(params, tx.init(params), params)
+        tx.init(params)
+    tx.init({})
 
 
 def test_pattern_function_must_give_a_bool():

@@ -114,7 +114,7 @@ def test_inject_hyperparams(factory, static):
         p = optax.apply_updates(p, updates)
     chex.assert_trees_all_close(p, run(factory(), params, grads)[0], rtol=1e-4, atol=1e-5)
     assert float(optfn.get_learning_rate(state)) == pytest.approx(factory.keywords["learning_rate"])
-    with pytest.raises(ValueError, match="driven"):
+    with pytest.raises(ValueError, match="a schedule or an array determines it"):
         optfn.set_learning_rate(state, 0.5)
 
 

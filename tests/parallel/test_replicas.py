@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optfn
-from optfn.distributed import data_mesh
+from optfn.distributed import data_mesh, sharded
 
 N = 4
 X = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
@@ -83,3 +83,26 @@ def test_bad_arguments():
         optfn.make_train_step(loss_fn, optfn.sgd(0.1), compare_replicas_every=1)
     with pytest.raises(ValueError, match="compare_replicas_every must be"):
         steps(0)
+
+
+def test_one_flipped_bit_in_a_part_that_two_groups_of_devices_have_is_found():
+    """On two levels a device compares its part with those of the same part in other groups."""
+    mesh = Mesh(np.array(jax.devices()[:N]).reshape(2, 2), ("slow", "fast"))
+    step = optfn.make_train_step(
+        loss_fn, optfn.adam(0.1), mesh=mesh, data_axis=("slow", "fast"),
+        shard=sharded("params", axis="fast"), compare_replicas_every=2,
+    )  # fmt: skip
+    state = step.init(PARAMS)
+    for _ in range(3):
+        state, _ = step(state, X)
+    v = state.params["v"]
+    assert v.sharding.spec == P(("fast",)) and v.addressable_shards[0].data.shape == (4, 6)
+    parts = [np.array(shard.data) for shard in v.addressable_shards]
+    parts[1].view(np.uint32)[0, 3] ^= 1 << 12
+    arrays = [
+        jax.device_put(part, s.device) for part, s in zip(parts, v.addressable_shards, strict=True)
+    ]
+    v = jax.make_array_from_single_device_arrays(v.shape, v.sharding, arrays)
+    state, _ = step(state._replace(params=state.params | {"v": v}), X)
+    with pytest.raises(RuntimeError, match="after step 4, since a step after 2"):
+        step.check(state)

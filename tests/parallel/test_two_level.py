@@ -187,6 +187,28 @@ def test_the_residual_of_a_divided_leaf_lies_on_its_devices():
     assert residual.addressable_data(0).size == residual.size // 8
 
 
+LAZY = {
+    "adam": lambda: optfn.adam(1e-3, lazy=True),
+    "clip": lambda: optfn.momentum(0.1, 0.9, grad_clip=CLIP),
+    "ftrl": lambda: optfn.ftrl(lambda step: 0.1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("kind", ["params", "state"])
+@pytest.mark.parametrize("name", LAZY)
+def test_the_devices_of_a_worker_divide_the_rows_of_a_table(name, kind):
+    """The rate and the factor of a clip, computed for all rows, reach the owners of rows."""
+    two, one = meshes()
+    expected, loss, _ = trained(LAZY[name](), one, calls=3, tables="embedding")
+    options = {"tables": "embedding", "shard_tables": True, "shard": sharded(kind, axis="fast")}
+    state, found, _ = trained(LAZY[name](), two, calls=3, **options)
+    assert found == pytest.approx(loss, rel=1e-4)
+    assert largest_difference(state.params["layers"], expected.params["layers"]) < 2e-4
+    table = np.asarray(state.params["embedding"])
+    np.testing.assert_allclose(table, expected.params["embedding"], atol=2e-4)
+    assert not np.array_equal(table, PARAMS["embedding"])
+
+
 def sent(tx, mesh, **options):
     axes = AXES if len(mesh.axis_names) == 2 else mesh.axis_names[0]
     step = optfn.make_train_step(loss_fn, tx, mesh=mesh, data_axis=axes, **options)

@@ -141,6 +141,34 @@ def test_the_trajectory_is_that_of_one_device(rule, kind, layers):
     assert step.compiled._cache_size() == 1
 
 
+def in_lists(tx):
+    """Keep the state of soap as a list of arrays for each leaf, as Kron of psgd-jax does."""
+
+    def init(params):
+        return {"factors": jax.tree.map(lambda *x: [*x], *tx.init(params))}
+
+    def update(updates, state, params=None):
+        each, four = jax.tree.structure(updates), jax.tree.structure([0] * 4)
+        before = SoapState(*jax.tree.transpose(each, four, state["factors"]))
+        updates, after = tx.update(updates, before, params)
+        return updates, {"factors": jax.tree.map(lambda *x: [*x], *after)}
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_list_of_arrays_for_each_leaf_is_divided_as_the_leaf_is():
+    params, tx = model(), in_lists(soap())
+    alone = run(optfn.make_train_step(scanned, tx), params, BATCHES)
+    step = optfn.make_train_step(
+        scanned, tx, mesh=data_mesh(4), shard=sharded("state", whole=MATRICES)
+    )
+    state = run(step, params, BATCHES)
+    assert away(state.params, alone.params) <= 1e-6 < 1e-2 < away(alone.params, params)
+    factors = state.opt_state["factors"]["layers"]
+    of_matrices = [*factors["in"], *factors["out"]]
+    assert [x.addressable_shards[0].data.shape[0] for x in of_matrices] == [2] * 8
+
+
 PADDED = sharded("state", whole=MATRICES)  # 6 layers on 4 devices are padded to 8
 
 

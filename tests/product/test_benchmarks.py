@@ -16,6 +16,7 @@ from benchmarks import __main__ as suite
 from benchmarks import (
     check,
     checkpoints,
+    compile_time,
     exchange,
     first_call,
     front,
@@ -28,6 +29,7 @@ from benchmarks import (
     pipeline,
     recompute,
     rows,
+    scale,
     selection,
     sharding,
     soak,
@@ -48,7 +50,8 @@ def toy(monkeypatch, tmp_path, capsys):
 
     def run(module, name):
         file = tmp_path / "rows.json"
-        arguments = [name, *suite.SUITE[name].arguments, "--toy", "--json", str(file)]
+        script = suite.SUITE.get(name, suite.Script(name))  # some are not in the suite
+        arguments = [name, *script.arguments, "--toy", "--json", str(file)]
         monkeypatch.setattr(sys, "argv", arguments)
         module.main()
         found = json.loads(file.read_text())
@@ -142,6 +145,15 @@ def test_first_call(toy, capsys):
 
 
 @pytest.mark.nightly
+def test_compile_time(toy):
+    before = jax.config.jax_compilation_cache_dir
+    found = by("step", toy(compile_time, "compile_time"))
+    assert jax.config.jax_compilation_cache_dir == before
+    assert list(found) == ["plain", "local steps", "DGC"]
+    assert found["plain"]["over_plain"] == 1
+
+
+@pytest.mark.nightly
 def test_packed(toy):
     found = toy(packed, "packed")
     assert [row["leaves"] for row in found] == [20, 3, 2, 2, 6]
@@ -186,6 +198,25 @@ def test_sharding(toy):
     for row in found:
         assert row["bytes"] == pytest.approx(row["ideal_bytes"], rel=0.01)
         assert row["sent"] == pytest.approx(row["ideal_sent"], rel=0.01)  # loops and all
+
+
+def test_scale(toy):
+    found = toy(scale, "scale")
+    assert [(row["division"], row["devices"]) for row in found] == [
+        (name, n) for name in ("FSDP", "two levels", "pipeline") for n in (4, 8)
+    ]
+    assert all(row["sent_over"] == pytest.approx(1, rel=0.02) for row in found)
+    halved = [row["kept"] for row in found if row["division"] == "FSDP"]
+    assert halved[1] == pytest.approx(halved[0] / 2, rel=0.01)
+
+
+def test_what_grows_with_the_devices_or_leaves_the_formula_is_found():
+    row = {"collectives": 3, "kept": 1000, "temporaries": 50, "sent_over": 1.0}
+    assert scale.grown([row, row | {"kept": 500}]) == []
+    assert scale.grown([row, row | {"collectives": 4, "temporaries": 52}]) == [
+        *("collectives", "temporaries")
+    ]
+    assert scale.grown([row, row | {"sent_over": 1.03}]) == ["sent"]
 
 
 def test_matrices(toy):

@@ -527,7 +527,7 @@ def test_metrics_are_norms_factor_and_rate():
     assert set(got) == set(want)
     for name, value in want.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-5, err_msg=name)
-    with pytest.raises(ValueError, match="holds 0"):
+    with pytest.raises(ValueError, match="it has 0"):
         optfn.metrics(state.inner_state)
 
 
@@ -693,7 +693,7 @@ def test_norms_are_taken_in_float32():
 
 def test_one_recorder_inside_another_is_several():
     tx = optfn.record_metrics(optfn.skip_nonfinite(optfn.record_metrics(optfn.sgd(0.1))))
-    with pytest.raises(ValueError, match="must hold one record_metrics; it holds 2"):
+    with pytest.raises(ValueError, match="must have one record_metrics; it has 2"):
         optfn.metrics(tx.init(PARAMS))
 
 

@@ -215,6 +215,14 @@ def test_a_run_that_patience_has_ended_stays_ended(tmp_path):
     assert history["evaluation"].tolist() == [3.0, 2.0, 2.5, 2.0, 1.0]
 
 
+def test_an_evaluation_where_a_run_was_stopped_does_not_count_for_patience(tmp_path):
+    options = {"evaluate_every": 2, "patience": 2, "checkpoint": tmp_path}
+    run(evaluate=scripted([3.0, 2.0, 2.5]), callback=lambda n, state, metrics: n == 5, **options)
+    state, history = run(evaluate=scripted([2.4, 1.0, 1.1, 1.2]), **options)
+    assert history["evaluation_step"].tolist() == [2, 4, 5, 6, 8, 10, 12]
+    assert int(state.step) == 12
+
+
 def without_keep_best_and_then_with(values, steps, directory):
     """Return what comes back, after a first run of so many steps that kept no best state."""
     options = {"evaluate": scripted(values), "evaluate_every": 1, "checkpoint": directory}
@@ -272,6 +280,17 @@ def test_the_callback_gets_numbers_and_may_stop():
         np.testing.assert_allclose(params, params_after(n), rtol=1e-4)
     assert ["evaluation" in metrics for _, metrics, _ in seen] == [False, True, False]
     assert history["evaluation_step"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("yes", [np.True_, np.array(True), jnp.array(True)])
+def test_a_callback_may_answer_with_a_bool_of_numpy_or_jax(yes):
+    state, _ = run(steps=10, callback=lambda n, state, metrics: yes if n == 3 else ~yes)
+    assert int(state.step) == 3
+
+
+def test_an_answer_of_a_callback_that_is_no_bool_ends_nothing():
+    state, _ = run(steps=3, callback=lambda n, state, metrics: metrics["loss"])
+    assert int(state.step) == 3
 
 
 def lines_of(path):
@@ -392,7 +411,9 @@ def test_examples_are_counted_where_the_batch_has_a_leading_axis(batch, examples
 def test_batches_that_are_too_few_are_counted(tmp_path):
     with pytest.raises(ValueError, match=r"batches gave 3 batches, but 5 are needed for steps=5$"):
         run(X[:3], steps=5)
-    with pytest.raises(ValueError, match=r"batches gave 0 batches, but at least 1 are needed$"):
+    with pytest.raises(
+        ValueError, match=r"gave 0 batches, but at least 1 are needed\. .* used up\?$"
+    ):
         run(iter([]))
     state, history = run(X[:10], checkpoint=tmp_path)
     passed = ". The run has already used the first 10$"
@@ -418,9 +439,21 @@ def test_batches_that_are_too_few_are_counted(tmp_path):
         ({"evaluate": lambda w: "x"}, TypeError, "must return a number or a dict.*got 'x'"),
         ({"evaluate": lambda w: {"a": w}}, TypeError, "for 'a'"),
         ({"callback": "print"}, TypeError, r"callback must be a function \(step, state"),
-        ({"log": 3}, TypeError, "log must be a path; got 3"),
+        ({"log": 3}, TypeError, "log must be a path or a SummaryWriter.*; got 3"),
     ],
 )
 def test_bad_arguments(options, error, words):
     with pytest.raises(error, match=words):
         run(steps=1, **options)
+
+
+def test_fit_says_what_it_takes():
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
+    state = step.init(jnp.zeros(3))
+    with pytest.raises(TypeError, match=r"step must be a TrainStep, as make_train_step.*loss_fn"):
+        fitted(loss_fn, state, X)
+    with pytest.raises(TypeError, match="state must be a TrainState, such as step.init"):
+        fitted(step, jnp.zeros(3), X)
+    fitted(step, state, X[:2])
+    with pytest.raises(ValueError, match="the state has been used up by an earlier call of the"):
+        fitted(step, state, X[2:])

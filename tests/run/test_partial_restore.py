@@ -67,7 +67,8 @@ def test_another_chain_loads_what_it_has_in_common_and_says_the_rest(sharded, tm
     with (
         pytest.warns(UserWarning, match="skipped"),
         pytest.raises(
-            ValueError, match=r"missing 'scale_by_adam/step'.*With strict=False, all that fits"
+            ValueError,
+            match=r"missing 'scale_by_adam/step'.*the names that are in both, pass strict=False",
         ),
     ):
         optfn.restore_checkpoint(tmp_path, template)
@@ -142,6 +143,15 @@ def test_params_alone_load_from_a_checkpoint_and_from_a_directory_of_them(sharde
         equal(loaded, jax.tree.map(lambda x: x.astype(jnp.float16), saved.params))
     packed = optfn.load_params(path, optfn.pack(PARAMS))
     equal(optfn.unpack(packed), saved.params)
+
+
+@BOTH_KINDS
+def test_a_template_may_be_on_the_host_or_shapes(sharded, tmp_path):
+    saved = trained(optfn.adam(0.1), tmp_path, sharded=sharded)
+    for template in (jax.device_get(PARAMS), jax.eval_shape(lambda: PARAMS)):
+        equal(optfn.load_params(tmp_path, template), saved.params)
+    template = jax.device_get(fresh(optfn.adam(0.1)))
+    equal(optfn.restore_checkpoint(tmp_path, template)[0], saved)
 
 
 def test_params_of_another_model_are_refused_by_name(tmp_path):

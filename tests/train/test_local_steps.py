@@ -10,7 +10,7 @@ import registry
 from grids import thinned
 
 import optfn
-from optfn.distributed import data_mesh, rescale_residuals
+from optfn.distributed import data_mesh, exchange, quantize, rescale_residuals
 from optfn.state.per_worker import PerWorker
 
 N, H = 4, 3
@@ -484,6 +484,30 @@ def test_a_state_of_other_workers_is_refused_and_converted_as_the_error_says(wor
     np.testing.assert_allclose(found.reshape(N, 5, 2), np.stack([mean] * N), rtol=1e-6)
     after, metrics = step(rescaled, X[0])
     assert np.isfinite(metrics["loss"]) and int(after.step) == 2 * H
+
+
+def test_a_checkpoint_goes_to_other_workers_where_only_the_outer_state_is_theirs(tmp_path):
+    """That of sgd is the same for all workers, and counts none."""
+
+    def of(workers):
+        outer = optfn.chain(exchange(quantize(8, chunk=4), min_size=1), optfn.sgd(1.0))
+        mesh = data_mesh(workers)
+        return optfn.make_train_step(
+            loss_fn, optfn.sgd(0.05), mesh=mesh, local_steps=H, outer=outer
+        )
+
+    state, _ = run(of(N), rounds=1)
+    optfn.save_checkpoint(tmp_path, state)
+    two = of(2)
+    restored, _ = optfn.restore_checkpoint(tmp_path, two.init(PARAMS))
+    before, after = (
+        np.asarray(optfn.state_dict(x.opt_state)["outer/exchange/residual/w"], np.float64)
+        for x in (state, restored)
+    )
+    assert np.any(before)
+    mean = before.reshape(N, 10).mean(0)
+    np.testing.assert_allclose(after.reshape(2, 10), np.stack([mean] * 2), rtol=1e-6, atol=1e-9)
+    two(restored, X[1])
 
 
 def test_batches_that_cannot_be_split():

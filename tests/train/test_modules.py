@@ -128,7 +128,7 @@ def test_the_line_for_equinox_trains_the_arrays_only():
 
 
 def test_text_in_a_module_has_the_hint_at_the_transform_too():
-    with pytest.raises(TypeError, match=r"type str\. A text is no parameter.*eqx\.partition\("):
+    with pytest.raises(TypeError, match=r"type str\. A text is not a parameter.*eqx\.partition\("):
         optfn.sgd(0.1).init({"axis_name": "batch"})
 
 
