@@ -5,9 +5,10 @@
 Four workers, devices of one CPU, train two models on text with adamw: the demo's transformer, and
 an MLP of the last eight bytes. All rows of a model have the same batches, initial params and rate;
 the loss is bits per byte of held-out text, paired with the dense row of the same seed. A run takes
-half an hour on two cores, and measures no time: it is not part of the suite. With `--kept FILE` the figure
-of each model, row and seed is kept in the file as soon as it is known, and not computed again:
-`--models`, `--rows` and `--seeds` choose pieces, and the last call, over all, prints the table.
+half an hour on two cores, and measures no time: it is not part of the suite. With `--kept FILE`
+the figure of each model, row and seed is kept in the file as soon as it is known, and not computed
+again: `--models`, `--rows` and `--seeds` choose pieces, and the last call, over all, prints the
+table.
 """
 
 import argparse
