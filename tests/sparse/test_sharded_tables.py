@@ -98,6 +98,19 @@ CASES = [(rule, "uniform") for rule in RULES]
 CASES += [(rule, kind) for rule in ("lazy", "lazy exact") for kind in IDS if kind != "uniform"]
 
 
+def test_rows_of_all_devices_that_are_more_than_an_owner_keeps_or_updates_at_a_time():
+    """160 ids go to the owner of 128 rows, which updates about 30 at a time."""
+    rng = np.random.default_rng(2)
+    params = PARAMS | {"t": rng.normal(size=(1024, WIDTH)).astype(np.float32)}
+    ids = N * rng.integers(0, 1024 // N, (STEPS, 32, 5)).astype(np.int32) + N - 1
+    assert min(np.unique(part).size for part in ids) > 80
+    data = list(zip(ids, TARGETS, strict=True))
+    want, losses = run(optfn.make_train_step(loss_fn, RULES["lazy"](), tables="t"), data, params)
+    state, found = run(sharded(RULES["lazy"]()), data, params)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(natural(state.params)["t"], want.params["t"], atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
 @pytest.mark.parametrize(("rule", "kind"), thinned(CASES, every=6))
 def test_it_is_the_unsharded_step(rule, kind):
