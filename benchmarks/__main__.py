@@ -55,6 +55,7 @@ SUITE = {
     "recompute": Script("recompute"),
     "sharding": Script("sharding"),
     "matrices": Script("matrices"),
+    "in_backward": Script("in_backward"),
     "tables": Script("tables"),
     "checkpoints": Script("checkpoints"),
 }

@@ -24,7 +24,7 @@ PUBLISHED = Path(__file__).parent / "results.json"
 FALL = 0.15
 # Columns in which more is better, and those in which less is.
 MORE = ("ratio", "ratio_min", "first_ratio", "torch_ratio", "torch_ratio_min", "speed")
-LESS = ("over_floor", "over_floor_min", "cpu_ratio")
+LESS = ("over_floor", "over_floor_min", "cpu_ratio", "flops_over", "sent_over", "cpu_over")
 
 # Ratios by script, row and column.
 Ratios = dict[str, dict[str, dict[str, float]]]

@@ -1,17 +1,22 @@
 """What do parts cost? The loss of exchanges by parts, and of packets in sharded training.
 
-    python -m benchmarks.parts [--steps 400] [--seeds 3] [--rows 'exchange*' ...]
+    python -m benchmarks.parts [--steps 400] [--rows 'exchange*' ...] [--kept FILE]
 
 Four workers, devices of one CPU, train two models on text with adamw: the demo's transformer, and
 an MLP of the last eight bytes. All rows of a model have the same batches, initial params and rate;
 the loss is bits per byte of held-out text, paired with the dense row of the same seed. A run takes
-a quarter of an hour, and measures no time: it is not part of the suite.
+half an hour on two cores, and measures no time: it is not part of the suite. With `--kept FILE`
+the figure of each model, row and seed is kept in the file as soon as it is known, and not computed
+again: `--models`, `--rows` and `--seeds` choose pieces, and the last call, over all, prints the
+table.
 """
 
 import argparse
 import fnmatch
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +29,7 @@ from benchmarks import measure
 from examples import demo, text, transformer
 from optfn.distributed import data_mesh, exchange, quantize, sharded
 
-WORKERS, BATCH, RATE, RECENT, WINDOWS = 4, 16, 1e-3, 8, 256
+WORKERS, BATCH, RECENT, WINDOWS = 4, 16, 8, 256
 
 
 class Model(NamedTuple):
@@ -88,13 +93,22 @@ ROWS: dict[str, dict[str, Any]] = {
             reduce=quantize(4, chunk=256, stochastic=True),
         )
     },
+    'sharded("params"), 8 and 4 bits in chunks of 64': {
+        "shard": sharded(
+            "params",
+            gather=quantize(8, chunk=256),
+            reduce=quantize(4, chunk=64, stochastic=True),
+        )
+    },
 }
 
 
-def trained(model: Model, row: dict[str, Any], steps: int, seeds: int) -> list[float]:
-    """Return the bits per byte of held-out text after a run with each seed."""
+def trained(
+    model: Model, row: dict[str, Any], rate: float, steps: int, seeds: list[int]
+) -> Iterator[float]:
+    """Yield the bits per byte of held-out text after a run with each seed."""
     options = {name: x for name, x in row.items() if name != "before"}
-    tx = optfn.adamw(demo.schedule(RATE, steps), 0.9, 0.99)
+    tx = optfn.adamw(demo.schedule(rate, steps), 0.9, 0.99)
     tx = optfn.chain(row["before"], tx) if "before" in row else tx
     step = optfn.make_train_step(
         lambda p, x: jnp.mean(model.losses(p, x)), tx, mesh=data_mesh(WORKERS), **options
@@ -102,14 +116,41 @@ def trained(model: Model, row: dict[str, Any], steps: int, seeds: int) -> list[f
     training, held_out = text.standard_library()
     windows = next(text.batches(held_out, WINDOWS, 128, 0))
     evaluate = jax.jit(lambda p: jnp.mean(model.losses(p, windows)) / np.log(2))
-    found = []
-    for seed in range(seeds):
-        state, batches = step.init(model.init(jax.random.key(seed))), None
+    for seed in seeds:
+        state = step.init(model.init(jax.random.key(seed)))
         batches = text.batches(training, BATCH, 128, seed)
         for _ in range(steps):
             state, _ = step(state, next(batches))
-        found.append(float(evaluate(jax.device_get(state.params))))
-    return found
+        yield float(evaluate(jax.device_get(state.params)))
+
+
+class Kept:
+    """The figures that are known already, in a file if there is one."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.path = options, options.kept and Path(options.kept)
+        self.figures: dict[str, float] = {}
+        self._read()
+
+    def _read(self) -> None:
+        if self.path and self.path.exists():
+            self.figures |= json.loads(self.path.read_text())
+
+    def bits(self, name: str, model: Model, scheme: str) -> list[float]:
+        """Return the bits per byte of a row with each seed; those that are new are computed."""
+        steps, seeds = self.options.steps, self.options.seeds
+        rate = self.options.rate
+        run = f"{name}, width {self.options.width}, rate {rate}, {steps} steps"
+        keys = {seed: f"{run}, seed {seed}: {scheme}" for seed in seeds}
+        missing = [seed for seed in seeds if keys[seed] not in self.figures]
+        if missing:
+            runs = trained(model, ROWS[scheme], rate, steps, missing)
+            for seed, figure in zip(missing, runs, strict=True):
+                self._read()  # another piece may have written
+                self.figures[keys[seed]] = figure
+                if self.path:
+                    self.path.write_text(json.dumps(self.figures, indent=1, sort_keys=True))
+        return [self.figures[keys[seed]] for seed in seeds]
 
 
 HEAD = "| model | step | bits per byte | from dense, % | of each seed |\n|---|---|---|---|---|"
@@ -117,14 +158,15 @@ HEAD = "| model | step | bits per byte | from dense, % | of each seed |\n|---|--
 
 def run(options: argparse.Namespace) -> list[measure.Row]:
     """Return the rows, and print them."""
-    rows = []
+    rows, kept = [], Kept(options)
     for name, model in models(options.width).items():
-        dense = []
+        if not any(fnmatch.fnmatch(name, p) for p in options.models):
+            continue
+        dense = kept.bits(name, model, "dense")
         for scheme in ROWS:
             if not any(fnmatch.fnmatch(scheme, p) for p in ["dense", *options.rows]):
                 continue
-            bits = trained(model, ROWS[scheme], options.steps, options.seeds)
-            dense = dense or bits
+            bits = kept.bits(name, model, scheme)
             percent = [100 * (b / a - 1) for a, b in zip(dense, bits, strict=True)]
             rows.append({"model": name, "step": scheme, "bits": bits, "percent": percent})
             each = ", ".join(f"{x:+.2f}" for x in percent)
@@ -139,10 +181,13 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN")
-    options = measure.parse(parser, steps=3, seeds=1, width=16)
+    parser.add_argument("--rate", type=float, default=1e-3, help="the learning rate")
+    parser.add_argument("--models", nargs="+", default=["*"], metavar="PATTERN")
+    parser.add_argument("--kept", metavar="FILE", help="the figures that are known already")
+    options = measure.parse(parser, steps=3, seeds=[0], width=16)
     measure.report(options, HEAD, lambda: run(options))
 
 

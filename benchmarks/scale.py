@@ -59,8 +59,8 @@ _PACKETS = 'the packets of all workers are gathered, which route="parts" does no
 TOLD = {
     ("two levels, quantize(4)", "temporaries"): _PACKETS,
     ("exchange, gathered", "temporaries"): _PACKETS,
-    ("tables", "temporaries"): "a device has room for the rows that all others may send it, up to "
-    "those that it keeps",
+    ("tables", "temporaries"): "a device has room for the ids that all others may send it, and for "
+    "rows of gradients up to those that it keeps",
 }
 
 
@@ -94,7 +94,6 @@ class Division(NamedTuple):
     activations: the bytes that a device sends and the plan does not count.
     pipeline: the microbatches of a pipeline; 0 for none.
     stage: the function of its stages.
-    most: for how many devices it is compiled at most.
     """
 
     params: Any
@@ -108,7 +107,6 @@ class Division(NamedTuple):
     activations: float = 0.0
     pipeline: int = 0
     stage: Callable[[Any, Any], Any] = layer
-    most: int = DEVICES
 
     def mesh(self, devices: int) -> Mesh:
         """Return a mesh of so many devices."""
@@ -174,11 +172,10 @@ def tables(size: Size) -> Division:
         jax.ShapeDtypeStruct((size.lookups,), jnp.int32),
         jax.ShapeDtypeStruct((size.lookups, 2), jnp.float32),
     )
-    # The CPU's compiler makes N pieces of an all-to-all: 512 of them take it longer than minutes.
     return Division(
         params, batch, loss=loss, tx=optfn.adam(1e-3, lazy=True),
         options={"tables": "table", "shard_tables": True},
-        planned={"lookups": size.lookups}, most=64,
+        planned={"lookups": size.lookups},
     )  # fmt: skip
 
 
@@ -302,9 +299,7 @@ def run(options: argparse.Namespace, size: Size) -> list[measure.Row]:
         if not any(fnmatch.fnmatch(name, pattern) for pattern in options.only):
             continue
         least = 2 * math.prod(division.inner.values())  # so that there are workers
-        own = [
-            measured(name, division, max(n, least)) for n in options.devices if n <= division.most
-        ]
+        own = [measured(name, division, max(n, least)) for n in options.devices]
         columns = grown(own)
         for column in columns:
             why = TOLD.get((name, column))

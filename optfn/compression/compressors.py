@@ -29,6 +29,7 @@ import jax
 
 from optfn import checks, core
 from optfn.leaves import tree
+from optfn.leaves.rows import Rows
 from optfn.leaves.types import Params, PyTree
 from optfn.mesh import Axes
 
@@ -62,13 +63,14 @@ class LeafInExchange(NamedTuple):
     """A leaf before and after it is sent.
 
     direction: zeros, to which the mean may be added in place; afterwards the mean over workers.
+      Rows if the mean is wanted as Rows.
     residual: the accumulated updates of a worker, flat float32; afterwards the part not sent.
     state: the state of the compressor.
     published: the part of the mean that a worker, as the owner of a slice, has not sent yet, flat
       float32 (see `by_parts`); None if packets are sent to all workers.
     """
 
-    direction: jax.Array
+    direction: jax.Array | Rows
     residual: jax.Array
     state: PyTree
     published: jax.Array | None = None
@@ -116,6 +118,15 @@ class BaseCompressor(Compressor):
     def add_to(self, total: jax.Array, packet: PyTree, scale: float | jax.Array) -> jax.Array:
         """Return total + scale·decode(packet)."""
         return total + scale * self.decode(packet, total.shape).reshape(total.shape)
+
+    def num_entries(self, size: int) -> int | None:
+        """Return how many entries of a leaf a packet has, with their indices; None for all."""
+        del size
+        return None
+
+    def entries(self, packet: PyTree, size: int) -> tuple[jax.Array, jax.Array]:
+        """Return the rising indices and the values of the entries, if `num_entries` tells some."""
+        raise NotImplementedError
 
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:

@@ -28,11 +28,14 @@ from optfn.compression.compressors import (
     check_choice,
     chosen,
 )
+from optfn.compression.gathering import empty_rows
 from optfn.compression.on_parts import update_on_parts
 from optfn.compression.sending import Sending, exchanged_densely
 from optfn.compression.traffic import traffic_of
 from optfn.leaves import leafwise, packed, tree
 from optfn.leaves.nodes import is_packed
+from optfn.leaves.rows import Rows
+from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, AxisName
 from optfn.parallel.means import Parts, mean_on_parts
@@ -41,6 +44,7 @@ from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, excha
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
 
+@traits(passes_rows=True)
 class ExchangeState(NamedTuple):
     """State of `exchange` with a compressor.
 
@@ -76,6 +80,7 @@ class _Options:
     warmup_steps: int
     route: str = "gather"
     parts: Parts | None = None
+    row_updates: bool = False
 
     @property
     def sending(self) -> Sending:
@@ -91,6 +96,13 @@ class _Options:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
         pairs = zip(chosen(self.compressors, params), tree.flatten(params)[0], strict=True)
         return [compressor if self._compresses(compressor, p) else None for compressor, p in pairs]
+
+    def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
+        """Return zeros for the mean of a leaf; as Rows where these are wanted, and cost less."""
+        rows = None
+        if self.row_updates and self.route == "gather" and not self.warmup_steps:
+            rows = empty_rows(compressor, g.shape, self.axis_name)
+        return mesh.zeros_of_mean(g, self.axis_name) if rows is None else rows
 
     def _compresses(self, compressor: BaseCompressor | None, p: Leaf) -> bool:
         if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
@@ -149,6 +161,10 @@ def exchange(
     that are exchanged densely (small ones, and those wider than float32) share one all-reduce.
     Row-sparse updates are exchanged as rows, without a residual. With packed params, chunks are
     those of the original leaves.
+
+    `update` takes `row_updates=True`, which `make_train_step` passes. If all workers together send
+    at most one entry in 64 of a leaf, directions of `top_k` are then Rows with the same bits, which
+    `apply_updates` scatters into params.
 
     If an update of any worker is not finite, the direction of all workers is zero, and residuals
     and states of compressors stay as they were. Put `skip_nonfinite` around the chain to keep the
@@ -262,10 +278,13 @@ def _compressed_mean(
     params: Params | None = None,
     *,
     parts: Parts | None = None,
+    row_updates: bool = False,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
     del params, extra
-    options = dataclasses.replace(options, parts=parts)
+    has_buffers = any(map(is_packed, jax.tree.leaves(updates, is_leaf=is_packed)))
+    row_updates = row_updates and parts is None and not has_buffers
+    options = dataclasses.replace(options, parts=parts, row_updates=row_updates)
 
     def update(updates: Updates, state: ExchangeState, params: None) -> Any:
         return _compressed_mean_of_parts(options, updates, state)
@@ -278,14 +297,15 @@ def _compressed_mean(
 
 
 def _check_compressors_of_parts(updates: Updates, states: PyTree, parts: Parts | None) -> None:
-    """Raise a ValueError if the compressor of a divided leaf keeps a state for the whole leaf."""
+    """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf."""
     if parts is None:
         return
     of_leaves = tree.flatten(updates)[1].flatten_up_to(states)
     for place, spec in tree.items(parts.specs_of(updates)):
-        if not tree.is_masked(spec) and any(spec) and jax.tree.leaves(of_leaves[place.number]):
+        has_arrays = any(map(jnp.ndim, jax.tree.leaves(of_leaves[place.number])))
+        if not tree.is_masked(spec) and any(spec) and has_arrays:
             raise ValueError(
-                f"exchange: the compressor of leaf {place!r} keeps a state for the whole leaf (as "
+                f"exchange: the compressor of leaf {place!r} keeps arrays for the whole leaf (as "
                 "power_sgd does), but the leaf is divided over devices, which exchange only their "
                 "parts. Choose another compressor for this leaf, or do not divide it"
             )
@@ -306,10 +326,9 @@ def _compressed_mean_of_parts(
     if numbers:
         of_leaves = chosen(options.compressors, whole)
         compressors = [c for i in numbers if (c := of_leaves[i]) is not None]
-        zeros = [mesh.zeros_of_mean(leaves[i], options.axis_name) for i in numbers]
-        pairs = zip(zeros, numbers, strict=True)
-        pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for zero, i in pairs]
         own = [leaves[i] for i in numbers]
+        pairs = zip(map(options.zeros, compressors, own), numbers, strict=True)
+        pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for zero, i in pairs]
         sent = options.sending.compressed(compressors, nonfinite, step, own, pending)
         for i, leaf in zip(numbers, sent, strict=True):
             directions[i], residuals[i], states[i], published[i] = leaf

@@ -1,13 +1,15 @@
 """The mean over workers of decoded packets, by one all-gather."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
+from optfn.leaves.rows import Rows
 from optfn.leaves.types import PyTree
 from optfn.mesh import Axes
 
@@ -28,17 +30,53 @@ def mean_by_all_gather(
     xs, states = [leaf.accumulated for leaf in leaves], [leaf.state for leaf in leaves]
     encoded = encode_all(compressors, xs, states)
     packets = [packet for packet, _ in encoded]
+    residuals = [c.add_to(xs[i], packets[i], -1.0) for i, c in enumerate(compressors)]
+    gathered = _of_all_workers(packets, axis_name)
+    zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
-        columns = zip(compressors, totals, packets, strict=True)
-        return [compressor.add_to(total, packet, scale) for compressor, total, packet in columns]
+        columns = zip(zeros, totals, packets, strict=True)
+        return [compressors[i].add_to(total, packet, scale) for i, total, packet in columns]
 
-    residuals = add(xs, packets, -1.0)
-    means = mean_of_packets(packets, [leaf.direction for leaf in leaves], add, axis_name)
+    means = _mean_of_gathered([gathered[i] for i in zeros], list(zeros.values()), add, axis_name)
+    directions: dict[int, jax.Array | Rows] = dict(zip(zeros, means, strict=True))
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf.direction, Rows):
+            directions[i] = _mean_of_entries(compressors[i], gathered[i], leaf.direction)
     return [
-        LeafInExchange(mean, residual.reshape(-1), state)
-        for mean, residual, (_, state) in zip(means, residuals, encoded, strict=True)
+        LeafInExchange(directions[i], residual.reshape(-1), encoded[i][1])
+        for i, residual in enumerate(residuals)
     ]
+
+
+def empty_rows(compressor: BaseCompressor, shape: tuple[int, ...], axis_name: Axes) -> Rows | None:
+    """Return Rows of zeros with a place for each entry of all workers' packets of a leaf.
+
+    None where packets have no entries, or so many that an array costs less than to sort them.
+    """
+    size, number = math.prod(shape), compressor.num_entries(math.prod(shape))
+    count = mesh.axis_size(axis_name) * (number or 0)
+    if not count or count * _SORTED > size:
+        return None
+    return Rows(jnp.full(count, size, jnp.int32), jnp.zeros(count), size, unique=True, view=shape)
+
+
+# To sort an entry takes as long as a pass of an update over so many elements.
+_SORTED = 64
+
+
+def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) -> Rows:
+    """Return the mean over workers as Rows, each entry once: the bits are those of the array."""
+    indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
+    workers = indices.shape[0]
+    parts = Rows(
+        indices.reshape(-1).astype(jnp.int32),
+        (1 / workers) * values.reshape(-1),
+        like.num_rows,
+        parts=workers,
+        view=like.view,
+    )
+    return parts.merged()
 
 
 def encode_all(
@@ -67,13 +105,22 @@ def mean_of_packets(
       add: adds a multiple of a decoded packet to arrays.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """
-    workers = mesh.axis_size(axis_name)
+    return _mean_of_gathered(_of_all_workers(packet, axis_name), zeros, add, axis_name)
+
+
+def _of_all_workers(packet: PyTree, axis_name: Axes) -> PyTree:
+    """Return the packets of all workers, with a leading axis, by one all-gather."""
     arrays, structure = jax.tree.flatten(packet)
-    gathered = mesh.gather_in_one(arrays, axis_name)
+    return jax.tree.unflatten(structure, mesh.gather_in_one(arrays, axis_name))
+
+
+def _mean_of_gathered(
+    packets: PyTree, zeros: list[jax.Array], add: Adder, axis_name: Axes
+) -> list[jax.Array]:
+    workers = mesh.axis_size(axis_name)
 
     def add_worker(worker: jax.Array, means: list[jax.Array]) -> list[jax.Array]:
-        of_worker: Any = jax.tree.unflatten(structure, [x[worker] for x in gathered])
-        return add(means, of_worker, 1 / workers)
+        return add(means, jax.tree.map(lambda x: x[worker], packets), 1 / workers)
 
-    varying = frozenset().union(*map(mesh.varying_axes, gathered))
+    varying = frozenset().union(*map(mesh.varying_axes, jax.tree.leaves(packets)))
     return lax.fori_loop(0, workers, add_worker, [mesh.vary(x, varying) for x in zeros])

@@ -11,7 +11,7 @@ from optfn import checks
 from optfn.compression import bits as packing
 from optfn.compression.compressors import ShownAsCall, showing_call
 from optfn.compression.segments import Chunks, chunks_of
-from optfn.compression.values import ValueFormat, scaled
+from optfn.compression.values import ValueFormat, scaled, sums_of_bits
 from optfn.leaves.types import PyTree
 from optfn.transforms.codes import random_bits
 
@@ -44,7 +44,8 @@ class Quantize(ShownAsCall):
         scales = chunks.map(self.format.scales, flat, chunks.lengths)
         noise = None
         if self.stochastic:
-            noise, state = _noise(flat, state), state + 1
+            total = jnp.sum(chunks.map(sums_of_bits, flat), dtype=jnp.uint32)
+            noise, state = _noise(flat.shape, total, state), state + 1
         codes = self.format.encode(flat, chunks.spread(scales), noise)
         words = packing.pack_fields([codes], [self.bits])
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
@@ -63,13 +64,12 @@ class Quantize(ShownAsCall):
         return 4 * (self._chunks(size).count + packing.num_words([self.bits], [size]))
 
 
-def _noise(x: jax.Array, step: jax.Array) -> jax.Array:
-    """Return 32 random bits for each entry: a hash of its number, of x and of the step.
+def _noise(shape: tuple[int, ...], total: jax.Array, step: jax.Array) -> jax.Array:
+    """Return 32 random bits for each entry: a hash of its number, the step and a sum of all bits.
 
-    The sum of the bits of x makes the hash different for each leaf and worker.
+    The sum makes the hash different for each leaf and worker.
     """
-    seed = step + jnp.sum(lax.bitcast_convert_type(x, jnp.uint32), dtype=jnp.uint32)
-    return random_bits(x.shape, random_bits((), seed))
+    return random_bits(shape, random_bits((), step + total))
 
 
 @showing_call

@@ -75,6 +75,15 @@ class TopK(ShownAsCall):
         (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
         return added.reshape(total.shape)
 
+    def num_entries(self, size: int) -> int:
+        """Return how many entries of a leaf a packet has."""
+        return self.format(size).count
+
+    def entries(self, packet: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+        """Return the rising indices and the values of the entries."""
+        values, index = self.format(size).decode(packet)
+        return index, values
+
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
         return self.format(math.prod(shape)).num_bytes

@@ -61,7 +61,7 @@ class ValueFormat(NamedTuple):
             return _divided(_sum_of_magnitudes(x), counts.astype(np.float32))
         if self.bits == 2 and not self.is_stochastic:
             return _two_bit_scales(x, counts)
-        largest = _reduced_magnitudes(x, jnp.maximum, jnp.max)
+        largest = _reduced(x, jnp.abs, jnp.maximum, jnp.max)
         return _divided(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
@@ -138,7 +138,7 @@ def _two_bit_scales(x: jax.Array, counts: np.ndarray) -> jax.Array:
     new s can only reduce the error, so after any number of steps the encoding is a contraction. A
     sort would find the least of all such errors, but takes twenty times as long.
     """
-    largest = _reduced_magnitudes(x, jnp.maximum, jnp.max)
+    largest = _reduced(x, jnp.abs, jnp.maximum, jnp.max)
     # Measured in units of the largest entry, no sum overflows.
     x = _divided(jnp.abs(x), jnp.where(largest > 0, largest, 1.0)[:, None])
     total, counts = _sum_of_magnitudes(x), counts.astype(np.float32)
@@ -154,20 +154,32 @@ def _two_bit_scales(x: jax.Array, counts: np.ndarray) -> jax.Array:
 
 
 def _sum_of_magnitudes(x: jax.Array) -> jax.Array:
-    return _reduced_magnitudes(x, jnp.add, jnp.sum)
+    return _reduced(x, jnp.abs, jnp.add, jnp.sum)
 
 
-def _reduced_magnitudes(
-    x: jax.Array, of_two: Callable[..., jax.Array], of_row: Callable[..., jax.Array]
+def sums_of_bits(x: jax.Array) -> jax.Array:
+    """Return the sum of the bits of each row of float32 numbers, as uint32 modulo 2³²."""
+    return _reduced(x, _bits, jnp.add, functools.partial(jnp.sum, dtype=jnp.uint32))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _reduced(
+    x: jax.Array,
+    each: Callable[[jax.Array], jax.Array],
+    of_two: Callable[..., jax.Array],
+    of_row: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Return the sum or the maximum of each row of |x|, (rows,).
+    """Return the sum or the maximum of each row of each(x), (rows,), for each(each(x)) = each(x).
 
-    XLA on CPU does not vectorize a floating-point reduction along a row, so eighths of the row are
-    first combined with each other.
+    XLA on CPU does not vectorize a floating-point reduction along a row, and writes each(x) to
+    memory for it, so eighths of the row are first combined with each other.
     """
     for _ in range(2 if x.shape[1] % 64 == 0 else 0):
-        x = functools.reduce(of_two, [jnp.abs(part) for part in jnp.split(x, 8, axis=1)])
-    return of_row(jnp.abs(x), axis=1)
+        x = functools.reduce(of_two, [each(part) for part in jnp.split(x, 8, axis=1)])
+    return of_row(each(x), axis=1)
 
 
 def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:

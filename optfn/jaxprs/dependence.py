@@ -1,5 +1,7 @@
 """Which results of a function depend on which of its arguments, read from its equations."""
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,19 +11,21 @@ import jax.extend.core as jex
 from optfn.jaxprs.equations import Atom, Equation, Jaxpr, called, scan_groups
 from optfn.leaves.types import PyTree
 
-Flags = list[bool]
+# For each value its marks: a bool for one mark, an integer with a bit for each of several.
+Flags = list[int]
 
 
 def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]) -> PyTree:
-    """Tell for each leaf of fn(*args) whether it may depend on the leaves that are marked.
+    """Tell for each leaf of fn(*args) on which marked leaves it may depend.
 
     Args:
       fn: a function of trees of arrays; it is traced, not run.
       args: arrays or ShapeDtypeStructs.
-      varying: for each argument a tree of bools like it: which leaves are marked.
+      varying: for each argument a tree of marks like it: bools, or integers of a bit a mark.
 
     Returns:
-      A tree of bools like the result. A result whose dependence is unknown counts as dependent.
+      A tree like the result: the marks of all leaves that each may depend on, joined by `|`. A
+      result whose dependence is unknown counts as dependent.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     found = _of_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))
@@ -30,16 +34,16 @@ def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence
 
 def _of_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     """Return which outputs of a jaxpr depend on the inputs that are marked."""
-    marked = {v for v, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
+    marked = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def flags(atoms: Sequence[Atom]) -> Flags:
-        return [not isinstance(a, jex.Literal) and a in marked for a in atoms]
+        return [False if isinstance(a, jex.Literal) else marked.get(a, False) for a in atoms]
 
     for equation in jaxpr.eqns:
         given = flags(equation.invars)
         if any(given):
             found = _of_equation(equation, given)
-            marked.update(v for v, flag in zip(equation.outvars, found, strict=True) if flag)
+            marked.update(zip(equation.outvars, found, strict=True))
     return flags(jaxpr.outvars)
 
 
@@ -49,7 +53,11 @@ def _of_equation(equation: Equation, given: Flags) -> Flags:
         found = rule(equation.params, given)
     elif inner is not None:
         found = _of_jaxpr(inner, given)
-    return [any(given)] * len(equation.outvars) if found is None else found
+    return [_union(given)] * len(equation.outvars) if found is None else found
+
+
+def _union(flags: Flags) -> int:
+    return functools.reduce(operator.or_, flags, False)
 
 
 def _of_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
@@ -73,20 +81,25 @@ def _of_while(params: Mapping[str, Any], given: Flags) -> Flags:
     def once(carry: Flags) -> Flags:
         # All results depend on the number of iterations.
         (condition,) = _of_jaxpr(params["cond_jaxpr"].jaxpr, [*of_condition, *carry])
-        return [condition or x for x in _of_jaxpr(params["body_jaxpr"].jaxpr, [*of_body, *carry])]
+        return [condition | x for x in _of_jaxpr(params["body_jaxpr"].jaxpr, [*of_body, *carry])]
 
     return _fixed_point(once, carry)
 
 
 def _of_cond(params: Mapping[str, Any], given: Flags) -> Flags:
     branches = [_of_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
-    return [given[0] or any(flags) for flags in zip(*branches, strict=True)]
+    return [_union([given[0], *flags]) for flags in zip(*branches, strict=True)]
+
+
+def _of_barrier(params: Mapping[str, Any], given: Flags) -> Flags:
+    return given
 
 
 _RULES: dict[str, Callable[[Mapping[str, Any], Flags], Flags | None]] = {
     "scan": _of_scan,
     "while": _of_while,
     "cond": _of_cond,
+    "optimization_barrier": _of_barrier,
 }
 
 
@@ -97,7 +110,7 @@ def _split(flags: Flags, first: int, second: int) -> tuple[Flags, Flags, Flags]:
 def _fixed_point(step: Callable[[Flags], Flags], carry: Flags) -> Flags:
     """Return the flags of a loop's carry when another iteration marks no more."""
     while True:
-        new = [a or b for a, b in zip(carry, step(carry), strict=True)]
+        new = [a | b for a, b in zip(carry, step(carry), strict=True)]
         if new == carry:
             return carry
         carry = new

@@ -200,7 +200,7 @@ def merged(rows: Rows) -> Rows:
     target = jnp.zeros_like(target).at[order].set(target)
     return Rows(
         jnp.full_like(indices, rows.num_rows).at[place].set(rising),
-        jnp.zeros_like(rows.values).at[target].add(rows.values, mode="drop"),
+        _add_parts(jnp.zeros_like(rows.values), dataclasses.replace(rows, indices=target)),
         rows.num_rows,
         unique=True,
         view=rows.view,

@@ -161,7 +161,12 @@ def with_paths(tree: PyTree) -> list[tuple[str, Leaf]]:
 
 def array_paths(tree: PyTree) -> list[str]:
     """Return the path of each leaf that is not masked, in the order of `jax.tree.leaves`."""
-    return [path for path, leaf in with_paths(tree) if not is_masked(leaf)]
+    return [path for path, _ in arrays_with_paths(tree)]
+
+
+def arrays_with_paths(tree: PyTree) -> list[tuple[str, Leaf]]:
+    """Return the path of each leaf that is not masked, and the leaf."""
+    return [(path, leaf) for path, leaf in with_paths(tree) if not is_masked(leaf)]
 
 
 def is_transparent(x: object) -> bool:

@@ -5,9 +5,10 @@ device that keeps this part.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -143,8 +144,41 @@ class _Part(NamedTuple):
         return gather(part, of_layer, self.layout, self.in_packets)
 
 
-# The parts of the arrays that a loss function sees whole, by their id, while it is traced.
-_parts: ContextVar[dict[int, _Part]] = ContextVar("parts", default={})  # noqa: B039
+# (fn, leaves of stacked layers, x) -> x after x = fn(leaves of a layer, x) for each layer.
+Scan: TypeAlias = Callable[[Callable[[list[Leaf], PyTree], PyTree], Sequence[Leaf], PyTree], PyTree]
+
+
+def _scan_parts(
+    known: Mapping[int, _Part],
+    fn: Callable[[list[Leaf], PyTree], PyTree],
+    stacked: Sequence[Leaf],
+    x: PyTree,
+) -> PyTree:
+    """Scan over layers that are gathered one at a time; `known` has their parts by the id."""
+    found = [x and x.of_each_layer() for x in map(known.get, map(id, stacked))]
+    parts = [leaf if x is None else x.part for leaf, x in zip(stacked, found, strict=True)]
+
+    def body(x: PyTree, parts: list[jax.Array]) -> tuple[PyTree, None]:
+        pairs = zip(parts, found, strict=True)
+        return fn([part if x is None else x.layer(part) for part, x in pairs], x), None
+
+    if any(x is not None for x in found):
+        body = jax.checkpoint(body, prevent_cse=False)
+    return lax.scan(body, x, parts)[0]
+
+
+# How `scan_layers` goes over the layers, while a loss is traced.
+_scan: ContextVar[Scan] = ContextVar("scan", default=functools.partial(_scan_parts, {}))  # noqa: B039
+
+
+@contextlib.contextmanager
+def scanning_by(scan: Scan) -> Iterator[None]:
+    """Let `scan_layers` go over the layers in another way."""
+    token = _scan.set(scan)
+    try:
+        yield
+    finally:
+        _scan.reset(token)
 
 
 @contextlib.contextmanager
@@ -171,11 +205,9 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
         found[id(gathered)] = part
         return gathered
 
-    token = _parts.set(found)
-    try:
-        yield jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
-    finally:
-        _parts.reset(token)
+    whole_params = jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
+    with scanning_by(functools.partial(_scan_parts, found)):
+        yield whole_params
 
 
 def mean_gradients(
@@ -209,8 +241,9 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
     Use it in the loss for `make_train_step(..., shard="params")`, so that a device never holds all
     layers at once: the layers are gathered one at a time, in the forward pass and again in the
     backward pass. A device then keeps its part of all layers, one whole layer, and x after each
-    layer; activations inside a layer are recomputed in the backward pass. Without sharded params,
-    this is `jax.lax.scan`.
+    layer; activations inside a layer are recomputed in the backward pass. With
+    `update_in_backward` they are recomputed too, and each layer is updated as soon as it has its
+    gradient. Otherwise this is `jax.lax.scan`.
 
     Args:
       fn: a function (params of one layer, x) -> x.
@@ -231,19 +264,12 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
-    known = _parts.get()
     leaves, structure = jax.tree.flatten(_unmarked(stacked))
-    found = [x and x.of_each_layer() for x in map(known.get, map(id, leaves))]
-    parts = [leaf if x is None else x.part for leaf, x in zip(leaves, found, strict=True)]
 
-    def body(x: PyTree, parts: list[jax.Array]) -> tuple[PyTree, None]:
-        pairs = zip(parts, found, strict=True)
-        layer = [part if x is None else x.layer(part) for part, x in pairs]
-        return fn(jax.tree.unflatten(structure, layer), x), None
+    def of_leaves(layer: list[Leaf], x: PyTree) -> PyTree:
+        return fn(jax.tree.unflatten(structure, layer), x)
 
-    if any(x is not None for x in found):
-        body = jax.checkpoint(body, prevent_cse=False)
-    return lax.scan(body, x, parts)[0]
+    return _scan.get()(of_leaves, leaves, x)
 
 
 def _unmarked(stacked: PyTree) -> PyTree:

@@ -215,9 +215,8 @@ class StackedStages(StagePlacement):
 
     def _check_stacked(self, stages: Params) -> None:
         v, p = self.plan.virtual_stages, self.plan.num_stages
-        leaves = jax.tree.leaves(stages)
         folded = self._is_folded(stages)
-        for name, x in zip(tree.array_paths(stages), leaves, strict=True):
+        for name, x in tree.arrays_with_paths(stages):
             if x.shape[:2] != (v, p) if folded else x.shape[:1] != (v * p,):
                 raise ValueError(
                     f"params: leaf {name!r} must have the {v * p} stages as its leading axis ({p} "

@@ -29,7 +29,7 @@ def scan_batch(
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
     """
-    for path, x in zip(tree.array_paths(batch), jax.tree.leaves(batch), strict=True):
+    for path, x in tree.arrays_with_paths(batch):
         if jnp.ndim(x) and jnp.shape(x)[0] % count:
             raise ValueError(
                 f"{argument}={count} must divide the leading axis of a worker's part of the batch; "

@@ -136,7 +136,7 @@ def _loss(who: str, loss: Any) -> jax.Array:
 
 def _check_aux(who: str, aux: PyTree) -> None:
     """Raise a TypeError unless the leaves of aux are arrays and numbers."""
-    for path, x in zip(tree.array_paths(aux), jax.tree.leaves(aux), strict=True):
+    for path, x in tree.arrays_with_paths(aux):
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""
             raise TypeError(f"{who}: aux must consist of arrays and numbers; got {shown(x)}{at}")

@@ -1,15 +1,15 @@
 """The training step: gradients, update, new params (fluid's backward and apply_gradients).
 
 `make_train_step` compiles it once, and it updates params and state in place. All options are
-composed of the same four parts:
+composed of the same parts (composition.py):
 
     layout       how params, state and batch are divided over a mesh          parallel/layout.py
     objective    loss and gradients; means over the part axes of the layout   objective.py
     update       means over the worker axes, or an exchange; the optimizer    worker_step.py
+    layers       updated inside the backward pass, the others by the update   in_backward.py
     rounds       local steps of each worker, and an outer step on the drift   local_steps.py
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,9 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn.leaves import mismatch, tree
@@ -29,33 +27,20 @@ from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
-from optfn.mesh import Axes, AxisName
-from optfn.optimizers.sgd import sgd
+from optfn.mesh import AxisName
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Layout
-from optfn.parallel.sharding import Kind, Sharded, layout_of
+from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
 from optfn.sparse.tables import Owners
 from optfn.train.batches import as_arrays
+from optfn.train.composition import composed, local_rounds
 from optfn.train.local_steps import LocalSteps, check_rounds
-from optfn.train.microbatches import in_microbatches
-from optfn.train.objective import (
-    Form,
-    Objective,
-    Seen,
-    gathered,
-    of_loss,
-    of_packed,
-    of_sharded_tables,
-    of_value_and_grad,
-    on_parts,
-)
 from optfn.train.options import StepOptions, check_loss
 from optfn.train.order import warn_of_lazy, warn_of_order
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
-from optfn.train.worker_step import keys_of, worker_step
 from optfn.wrappers.nonfinite import gave_up
 
 
@@ -274,6 +259,7 @@ def make_train_step(
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
     shard_tables: bool = False,
+    update_in_backward: Pattern | None = None,
     compare_replicas_every: int | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -340,6 +326,10 @@ def make_train_step(
         `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
         are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
         such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
+      update_in_backward: the leaves that are updated inside the backward pass, layer by layer, so
+        that the gradients of all layers are never in memory at once; a pattern of leaves of a
+        `Stacked` that the loss passes to `optfn.distributed.scan_layers`. The update of each leaf
+        must depend on its own gradient alone; see docs/training.md.
       compare_replicas_every: after how many steps the devices of `mesh` compare their params, by a
         checksum of 8 bytes per leaf. If they differ, the next call raises. None: never.
       donate: whether the step may overwrite the state that you pass.
@@ -384,6 +374,7 @@ def make_train_step(
         outer=outer,
         shard=shard,
         shard_tables=shard_tables,
+        update_in_backward=tree.check_pattern("update_in_backward", update_in_backward),
         compare_replicas_every=compare_replicas_every,
         donate=donate,
     )
@@ -391,92 +382,6 @@ def make_train_step(
     layout = None
     if mesh is not None:
         layout = layout_of(shard, mesh, data_axis, tables if shard_tables or shard else None)
-    local = _local_steps(options, extra_tx, layout)
-    step = _composed(_objective(loss_fn, options, layout), extra_tx, options, layout, local)
+    local = local_rounds(options, extra_tx, layout)
+    step = composed(loss_fn, extra_tx, options, layout, local)
     return TrainStep(loss_fn, extra_tx, options, layout, local, step)
-
-
-def _composed(
-    objective: Objective,
-    tx: optax.GradientTransformationExtraArgs,
-    options: StepOptions,
-    layout: Layout | None,
-    local: LocalSteps | None,
-) -> StepFn:
-    """Return the step of all devices."""
-    workers = Axes() if layout is None else layout.worker_axes
-    key_of = keys_of(options.rng, workers)
-    step = worker_step(objective, tx, key_of, workers if local is None else Axes(), layout)
-    if local is not None:
-        step = local.round(step)
-    if layout is not None and workers:
-        step = parallel.on_workers(step, layout.mesh, workers)
-    if layout is not None and layout.divides:
-        step = _placed(step, layout)
-    return step
-
-
-def _placed(step: StepFn, layout: Layout) -> StepFn:
-    """Return a step whose new state is placed as the layout says."""
-
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        old = state._replace(opt_state=layout.in_update(state.opt_state))
-        new, metrics = step(old, batch)
-        new = new._replace(opt_state=layout.stored(new.opt_state, state.params))
-        specs = jax.tree.map(lambda x: P(), new)._replace(
-            params=layout.of_params(state.params),
-            opt_state=layout.of_state(new.opt_state, state.params),
-        )
-        return lax.with_sharding_constraint(new, layout.place(specs)), metrics
-
-    return run
-
-
-def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | None) -> Objective:
-    """Return the objective of one device, or of all devices of the part axes if there are some."""
-    form = Form(options.model_state, options.has_aux)
-    owners = None
-    if layout is not None and layout.tables is not None:
-        owners = Owners(layout.mesh, layout.part_axes)
-
-    def make(seen: Seen = contextlib.nullcontext) -> Objective:
-        once = isinstance(options.shard, Sharded) and options.shard.gathers_once
-        if not (once or options.packed):
-            return in_microbatches(of_one(seen), options.microbatches)
-        whole = in_microbatches(of_one(), options.microbatches)
-        return gathered(of_packed(whole) if options.packed else whole, seen)
-
-    def of_one(seen: Seen = contextlib.nullcontext) -> Objective:
-        if options.value_and_grad is not None:
-            return of_value_and_grad(options.value_and_grad, form, seen)
-        assert loss_fn is not None
-        return of_loss(
-            loss_fn,
-            form,
-            seen,
-            tables=options.tables,
-            owners=owners,
-            recompute=options.recompute,
-        )
-
-    if layout is None or not layout.part_axes:
-        return make()
-    objective = on_parts(make, layout)
-    return objective if owners is None else of_sharded_tables(objective)
-
-
-def _local_steps(
-    options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
-) -> LocalSteps | None:
-    """Return the parts of a round; None if a call is one step."""
-    if options.local_steps == 1 or layout is None:
-        return None
-    if not layout.worker_axes:
-        raise ValueError(
-            f"local_steps={options.local_steps} cannot be combined with params or state divided "
-            f"over all of data_axis, {(*layout.part_axes,)}: workers that train apart have "
-            "different params, so none can keep a part for the others. Divide over some of the "
-            "axes, shard=sharded(..., axis=)"
-        )
-    outer = sgd(1.0) if options.outer is None else core.check_transform("outer", options.outer)
-    return LocalSteps(options.local_steps, tx, optax.with_extra_args_support(outer), layout)

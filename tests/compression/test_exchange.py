@@ -758,18 +758,16 @@ def test_averaged_updates_and_axes_that_are_not_bound():
     def body(x):
         return tx.update({"w": jax.lax.psum(x, "data")}, tx.init(g))[0]
 
-    with pytest.raises(
-        ValueError, match=r"exchange: the gradient of 'w' is already summed or averaged"
-    ):
+    words = "exchange: the gradient of 'w' is already summed or averaged"
+    with pytest.raises(ValueError, match=words):
         jax.shard_map(body, mesh=data_mesh(N), in_specs=P("data"), out_specs=P())(jnp.ones(8000))
 
 
 def test_the_residual_of_other_params():
     tx = exchange(top_k(0.1))
     state = stacked(tx.init({"w": jnp.zeros(2000)}))
-    with pytest.raises(
-        ValueError, match=r"exchange: .*'w' must have shape \(2001,\); got \(2000,\)"
-    ):
+    words = r"exchange: .*'w' must have shape \(2001,\); got \(2000,\)"
+    with pytest.raises(ValueError, match=words):
         simulated(tx)({"w": jnp.zeros((N, 2001))}, state)
 
 
@@ -875,10 +873,11 @@ def test_skip_nonfinite_stops_what_follows_too():
 
 
 @pytest.mark.nightly  # test_pipeline_compression.py has DGC there
-def test_beside_a_pipeline():
+@pytest.mark.parametrize("route", ["gather", "parts"])
+def test_beside_a_pipeline(route):
     """on_each_device: each stage exchanges with the same stage of the other workers."""
     choice = {".*in": top_k(0.2), ".*out": quantize(1)}
-    tx = optfn.chain(exchange(choice, min_size=20), optfn.momentum(0.05, 0.9))
+    tx = optfn.chain(exchange(choice, min_size=20, route=route), optfn.momentum(0.05, 0.9))
     mesh, batches = problems.mesh_of(False), [problems.batch(k) for k in range(3)]
     params = stack_stages(problems.blocks(), mesh=mesh)
     losses, state = pipelined(tx, problems.block, params, batches, mesh, P("stage"))
@@ -890,6 +889,34 @@ def test_beside_a_pipeline():
         stages = np.stack([x[k] for x in expected], axis=1)
         np.testing.assert_allclose(got[k].reshape(stages.shape), stages, atol=1e-5)
         assert np.abs(stages).max() > 1e-3
+
+
+def test_row_updates_are_those_of_arrays_bit_for_bit():
+    """Entries that several workers send are added in the order of the workers; few are sent."""
+    params = {"w": normal((64, 128), 0), "v": normal((1100,), 1), "b": normal((5,), 2)}
+    tx = optfn.chain(exchange({"w": top_k(0.001), ".*": quantize(8)}), optfn.sgd(0.1))
+    series = [{k: normal((N, *x.shape), 10 + t) for k, x in params.items()} for t in range(4)]
+    for g in series:
+        g["w"][:, 3, 5:8] += 20  # all workers send it
+    series[2]["v"][1, 0] = np.nan
+    found, kinds = {}, set()
+    for row_updates in (False, True):
+
+        def update(g, state, p, row_updates=row_updates):
+            updates, state = tx.update(g, state, p, row_updates=row_updates)
+            kinds.add((row_updates, type(updates["w"]), type(updates["v"])))
+            return optfn.apply_updates(p, updates), state
+
+        run = jax.jit(jax.vmap(update, axis_name="data"))
+        p, state = stacked(params), stacked(tx.init(params))
+        for g in series:
+            p, state = run(g, state, p)
+        found[row_updates] = jax.device_get((p, state))
+    assert {kind[1] for kind in kinds if kind[0]} == {Rows}
+    assert all(kind[2] is not Rows and (kind[0] or kind[1] is not Rows) for kind in kinds)
+    chex.assert_trees_all_equal(found[True], found[False])
+    moved = np.flatnonzero(found[True][0]["w"][0] != params["w"])
+    assert 3 <= moved.size <= 3 * N * 8 and int(found[True][1][0].step[0]) == 3
 
 
 # State seen from outside

@@ -153,7 +153,9 @@ def test_bad_input():
     tx = on_each_device(compressing(), mesh, spec=P("stage"))
     params = stack_stages(blocks(), mesh=mesh)
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"'bias' of shape \(4, 9\).*2 workers.*grad_reduce=None"):
+    with pytest.raises(
+        ValueError, match=r"'bias' must have the 2 workers.*\(4, 9\).*grad_reduce=None"
+    ):
         tx.update(params, state, params)
     with pytest.raises(ValueError, match="no axis 'stages'"):
         on_each_device(compressing(), mesh, spec=P("stages"))

@@ -21,6 +21,7 @@ from benchmarks import (
     first_call,
     front,
     fused_adam,
+    in_backward,
     matrices,
     measure,
     moments,
@@ -228,6 +229,11 @@ def test_matrices(toy):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
+def test_in_backward(toy):
+    rows = toy(in_backward, "in_backward")
+    assert [row["step"] for row in rows] == ["as it is", "recomputed", "in backward"] * 3
+
+
 def test_checkpoints(toy):
     found = by("checkpoint", toy(checkpoints, "checkpoints"))
     assert list(found) == ["one file, at once", "one file", "parts"]

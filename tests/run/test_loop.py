@@ -462,5 +462,5 @@ def test_fit_says_what_it_takes():
     with pytest.raises(TypeError, match=r"state must be a TrainState, such as step\.init"):
         fitted(step, jnp.zeros(3), X)
     fitted(step, state, X[:2])
-    with pytest.raises(ValueError, match="the state has been used up: an earlier call of the"):
+    with pytest.raises(ValueError, match="the state has been used up: an earlier call of the step"):
         fitted(step, state, X[2:])
