@@ -145,7 +145,7 @@ def flag(name: str, value: object) -> bool:
 def takes(name: str, function: object, arguments: Sequence[str]) -> None:
     """Raise a TypeError unless `function` can be called with so many arguments."""
     if not callable(function):
-        raise TypeError(f"{name} must be a function of ({', '.join(arguments)}); got {function!r}")
+        raise TypeError(f"{name} must be a function ({', '.join(arguments)}); got {function!r}")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # one of C, which does not tell
