@@ -187,7 +187,7 @@ def test_tables(toy):
     for seed in range(tables.BATCHES):
         ids = tables.IDS["Zipf"](np.random.default_rng(seed), 1024, 256)
         fullest = max(max(np.bincount(np.unique(part) % 8)) for part in np.split(ids, 8))
-        sizes.append(2 * -(-fullest // 2))  # eighths of 16: 4 of 32 ids and 4·√4
+        sizes.append(8 * -(-fullest // 8))  # halves of 16: 4 of 32 ids and 4·√4
     assert max(sizes) <= 16
     words = 8 * np.mean(sizes) * (1 + 8 + 1 + 8)
     assert spread["sent"] == pytest.approx(7 / 8 * 4 * words, rel=0.01, abs=200)
