@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--ids", type=int, default=4096, help="in a step, of all devices")
     parser.add_argument("--rounds", type=int, default=9)
-    options = measure.parse(parser, kinds=["Zipf"], rows=1024, width=8, ids=256, rounds=1)
+    options = measure.parse(parser, kinds=["Zipf"], rows=1024, width=8, ids=1024, rounds=1)
     sizes = options.rows, options.width, options.ids
     measure.report(
         options, HEAD, lambda: run(options.kinds, *sizes, options.rounds), devices=DEVICES

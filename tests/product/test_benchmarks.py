@@ -181,14 +181,14 @@ def test_pipeline(toy):
 def test_tables(toy):
     """Ids and rows of a lookup, ids and gradients, of an even number of ids for each owner."""
     whole, spread = toy(tables, "tables")
-    assert whole["cpu_ratio"] == 1 and spread["ideal"] == whole["ideal"] < 2 * 32 * 8 * 4
+    assert whole["cpu_ratio"] == 1 and spread["ideal"] == whole["ideal"] < 2 * 128 * 8 * 4
     assert spread["bytes"] < whole["bytes"] / 7
     sizes = []
     for seed in range(tables.BATCHES):
-        ids = tables.IDS["Zipf"](np.random.default_rng(seed), 1024, 256)
+        ids = tables.IDS["Zipf"](np.random.default_rng(seed), 1024, 1024)
         fullest = max(max(np.bincount(np.unique(part) % 8)) for part in np.split(ids, 8))
-        sizes.append(8 * -(-fullest // 8))  # halves of 16: 4 of 32 ids and 4·√4
-    assert max(sizes) <= 16
+        sizes.append(8 * -(-fullest // 8))  # quarters of 32: 16 of 128 ids and 4·√16
+    assert max(sizes) <= 32
     words = 8 * np.mean(sizes) * (1 + 8 + 1 + 8)
     assert spread["sent"] == pytest.approx(7 / 8 * 4 * words, rel=0.01, abs=200)
 
