@@ -113,7 +113,7 @@ def load_named(
         raise Misfit(refused, wrong)
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     if is_converted:
-        loaded = _placed(pack_state(bare(opt_state), loaded), bare(opt_state))
+        loaded = _placed_like(pack_state(bare(opt_state), loaded), bare(opt_state))
     return stored_as(opt_state, loaded), changes
 
 
@@ -233,8 +233,8 @@ def _copied_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
     """Return copies of params, such as new masters, that a mapping with params lacks."""
-    parts = state_names.named_parts(state, stop=_copies, unnamed=rates.is_rate)
-    fields = [tree.join(name, traits_of(part).copies) for name, part in parts if _copies(part)]
+    parts = state_names.named_parts(state, stop=_has_copies, unnamed=rates.is_rate)
+    fields = [tree.join(name, traits_of(part).copies) for name, part in parts if _has_copies(part)]
     by_name, copied = dict(named), {}
     for field in fields:
         for name, leaf in named:
@@ -283,7 +283,7 @@ def _sums(x: object) -> bool:
     return bool(traits_of(x).sums)
 
 
-def _copies(x: object) -> bool:
+def _has_copies(x: object) -> bool:
     return bool(traits_of(x).copies)
 
 
@@ -327,7 +327,7 @@ def _shape_on_host(leaf: Leaf) -> Leaf:
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
-def _placed(state: OptState, like: OptState) -> OptState:
+def _placed_like(state: OptState, like: OptState) -> OptState:
     """Return a state whose buffers and padded arrays have the shardings of those of `like`."""
 
     def place(like: PyTree, node: PyTree) -> PyTree:

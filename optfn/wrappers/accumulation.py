@@ -83,7 +83,7 @@ def accumulate(
 
         def step(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
             params, arrays = reads
-            mean = tree.map(partial(_mean, every), updates, totals)
+            mean = tree.map(partial(_mean_gradient, every), updates, totals)
             updated, inner_state = inner.update(mean, inner_state, params, **arrays, **others)
             if params is None:
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
@@ -135,7 +135,7 @@ def _added(is_first: jax.Array, shared: Leaf, own: Leaf, g: Leaf) -> Leaf:
     return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
 
 
-def _mean(every: int, g: Leaf, total: Leaf) -> Leaf:
+def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
     return total.reshape(jnp.shape(g)) / every if _is_summed(total, g) else g
 
 
