@@ -12,7 +12,8 @@ from optfn.wrappers.metrics import RECORDED
 # The metrics of each step that the history keeps; for nested ones such as "aux/accuracy", the first
 # word.
 PER_STEP = (
-    "loss", "learning_rate", "bytes_sent", "epoch", "aux", "loss_scale", "spike_ratio", *RECORDED,
+    "loss", "learning_rate", "bytes_sent", "epoch", "aux", "loss_scale",
+    "spike_ratio", "update_ratio", *RECORDED,
 )  # fmt: skip
 
 # When this many steps have their metrics on the device, all of them are moved to the host.

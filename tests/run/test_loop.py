@@ -454,6 +454,15 @@ def test_bad_arguments(options, error, words):
         run(steps=1, **options)
 
 
+def test_the_ratios_of_groups_are_in_the_history():
+    tx = optfn.record_metrics(optfn.sgd(0.1), per=["w"])
+    _, history = optfn.minimize(
+        lambda p, x: jnp.sum(p["w"] * x), tx, {"w": jnp.full(3, 2.0)}, X[:2], progress=False
+    )
+    first = 0.1 * np.linalg.norm(X[0].sum(0)) / np.sqrt(12.0)
+    np.testing.assert_allclose(history["update_ratio/w"][0], first, rtol=1e-6)
+
+
 def test_fit_says_what_it_takes():
     step = optfn.make_train_step(loss_fn, optfn.sgd(0.1))
     state = step.init(jnp.zeros(3))
