@@ -171,7 +171,7 @@ def test_what_is_no_axes_is_an_error_that_says_so(name):
         ("losses", ({},), ValueError, "history must not be empty"),
         ("losses", ({"cost": [1.0]},), ValueError, "must have 'loss'; it has cost"),
         ("losses", ({"loss": [[1.0]]},), ValueError, r"history\['loss'\] must have one number"),
-        ("norms", ({"loss": [1.0]},), ValueError, "'grad_norm'; it has loss; wrap the optimizer in record_metrics"),
+        ("norms", ({"loss": [1.0]},), ValueError, "'grad_norm'; it has loss; wrap the optimizer"),
         ("learning_rate", ({"loss": [1.0]},), ValueError, "must have 'learning_rate'"),
         (
             "history",
