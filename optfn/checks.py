@@ -4,15 +4,15 @@ The values of Python and NumPy numbers are checked at once. A JAX array may be t
 shape and dtype are checked; its value never decides a branch.
 """
 
+import contextlib
 import importlib
 import inspect
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import jax
@@ -36,16 +36,18 @@ def shown(value: object, most: int = 100) -> str:
     return f"{text} of type {type(value).__name__}"
 
 
+def package(module: str) -> str:
+    """Return the name of the package in which a module of this name is."""
+    return module.partition(".")[0]
+
+
 def warn(message: str) -> None:
     """Warn at the line that called the library, through JAX or not."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _package(frame) in ("optfn", "optax", "jax", "contextlib"):
+    inner = ("optfn", "optax", "jax", "contextlib")
+    while frame.f_back is not None and package(str(frame.f_globals.get("__name__"))) in inner:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, UserWarning, stacklevel=level)
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_host_number(value: object) -> TypeGuard[float]:
@@ -142,8 +144,14 @@ def flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def takes(name: str, function: object, arguments: Sequence[str]) -> None:
-    """Raise a TypeError unless `function` can be called with so many arguments."""
+def takes(
+    name: str,
+    function: object,
+    arguments: Sequence[str],
+    keywords: Iterable[str] = (),
+    hint: str = "",
+) -> None:
+    """Raise a TypeError, which ends with `hint`, unless `function` takes so many arguments."""
     if not callable(function):
         raise TypeError(f"{name} must be a function ({', '.join(arguments)}); got {function!r}")
     try:
@@ -151,11 +159,29 @@ def takes(name: str, function: object, arguments: Sequence[str]) -> None:
     except (TypeError, ValueError):  # one of C, which does not tell
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
+        given = ", ".join([*arguments, *(f"{keyword}=" for keyword in keywords)])
         raise TypeError(
-            f"{name} is called with ({', '.join(arguments)}); it takes {signature}: {error}"
+            f"{name} is called with ({given}); it takes {signature}: {error}{hint}"
         ) from None
+
+
+@contextlib.contextmanager
+def naming_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Replace Python's error for a call of `function` that does not fit by one that lists them."""
+    try:
+        yield
+    except TypeError as error:
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            names = ", ".join(signature.parameters)
+            raise TypeError(f"{error}; its arguments are {names}") from None
+        raise
 
 
 def choice(name: str, value: T, options: Sequence[T]) -> T:

@@ -66,12 +66,14 @@ class Transform(optax.GradientTransformationExtraArgs):
     rule: the rule behind the edge; None for a wrapper of other transformations.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
+    module: the module of the factory.
     origin: the transformation that JAX has flattened, if its functions are replaced.
     """
 
     rule: Rule | None = None
     param_attrs: Any = None
     call: Call = ("Transform", (), {})
+    module: str = ""
     origin: "Transform | None" = None
 
     def __new__(
@@ -132,11 +134,13 @@ def named(
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        made = factory(*args, **kwargs)
-        call = factory.__name__, args, kwargs
-        if isinstance(made, Transform):
-            return Transform(*made, rule=made.rule, param_attrs=made.param_attrs, call=call)
-        return Transform(*optax.with_extra_args_support(made), call=call)
+        with checks.naming_arguments(factory, args, kwargs):
+            made = factory(*args, **kwargs)
+        known = made if isinstance(made, Transform) else Transform(*made)
+        functions, call = optax.with_extra_args_support(made), (factory.__name__, args, kwargs)
+        tx = Transform(*functions, rule=known.rule, param_attrs=known.param_attrs, call=call)
+        tx.module = factory.__module__
+        return tx
 
     return make
 
@@ -244,8 +248,9 @@ def check_length(name: str, state: OptState, length: int) -> None:
 
 
 def _of_another(name: str, expected: str, state: OptState) -> TypeError:
-    kind = type(state).__name__
-    came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else kind
+    kind, package = type(state).__name__, checks.package(type(state).__module__)
+    came = kind if package == "optfn" else f"{kind} of {package}"
+    came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else came
     return TypeError(
         f"{name}: the state must be {expected}, which its init returns; got {came}, which was "
         "made by another optimizer"

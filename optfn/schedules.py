@@ -69,7 +69,9 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
-        return _Schedule(factory(*args, **kwargs), (factory.__name__, args, kwargs))
+        with checks.naming_arguments(factory, args, kwargs):
+            rule = factory(*args, **kwargs)
+        return _Schedule(rule, (factory.__name__, args, kwargs))
 
     return make
 

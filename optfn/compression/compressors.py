@@ -198,7 +198,7 @@ def chosen(
     """Return the compressor of each leaf of a tree: the first whose pattern matches its path.
 
     Raises:
-      ValueError: a pattern matches none of the paths.
+      ValueError: a pattern matches none of the paths, or only those of earlier patterns.
     """
-    selected = [(tree.matching(p, params, "compressor"), c) for p, c in choice.items()]
+    selected = list(tree.first_matches(choice, params, "compressor"))
     return [next((c for names, c in selected if n in names), None) for (n,) in tree.names(params)]

@@ -167,23 +167,23 @@ def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
 
 def merge_rows(updates: Updates) -> Updates:
     """Return `updates` with repeated rows of row-sparse leaves added up, as norms need it."""
-    return _map_kinds(lambda g: g.merged(), updates)
+    return _map_kinds(lambda place, g: g.merged(), updates)
 
 
 def to_dense(updates: Updates, warning: str = "") -> Updates:
     """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
 
-    def dense(g: LeafKind) -> jax.Array:
+    def dense(place: tree.Place, g: LeafKind) -> jax.Array:
         if warning:
-            checks.warn(f"{warning}; it costs the whole table")
+            checks.warn(f"{warning}; it costs the whole table {place!r}")
         return g.dense()
 
     return _map_kinds(dense, updates)
 
 
-def _map_kinds(fn: Callable[[LeafKind], Leaf], updates: Updates) -> Updates:
+def _map_kinds(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
     def convert(place: tree.Place, g: Leaf) -> Leaf:
-        return fn(_checked(place, g)) if isinstance(g, LeafKind) else g
+        return fn(place, _checked(place, g)) if isinstance(g, LeafKind) else g
 
     return tree.map_named(convert, updates)
 

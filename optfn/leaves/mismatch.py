@@ -22,6 +22,12 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
       kind: "gradient" where `params` are gradients, because there are no params.
     """
     for place, x in tree.items(params):
+        if _is_of_another_library(x):
+            raise TypeError(
+                f"{name}: {kind} {place!r} must be an array of JAX or NumPy; got a "
+                f"{type(x).__name__} of {checks.package(type(x).__module__)}. Convert it, as in "
+                "np.asarray(x.detach())"
+            )
         is_complex = tree.is_inexact(x) and jnp.iscomplexobj(x)
         if (tree.is_inexact(x) and not (real_only and is_complex)) or _may_be_untrained(x, kind):
             continue
@@ -31,6 +37,16 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
             raise TypeError(f"{who} is not defined for complex leaves; {leaf} has dtype {x.dtype}")
         came = f"dtype {x.dtype}" if tree.is_array(x) else checks.shown(x)
         raise TypeError(f"{name}: {leaf} must be a floating-point array; got {came}{_hint(x)}")
+
+
+def _is_of_another_library(x: object) -> bool:
+    """Tell whether `x` is an array of another library than JAX and NumPy, such as torch."""
+    dtype = x.dtype if tree.is_array(x) else None
+    return dtype is not None and checks.package(type(dtype).__module__) not in (
+        "numpy",
+        "jax",
+        "ml_dtypes",
+    )
 
 
 def _may_be_untrained(x: Leaf, kind: str) -> bool:

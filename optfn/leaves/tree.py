@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -20,6 +20,7 @@ import optax
 from jax.tree_util import PyTreeDef
 
 from optfn import checks
+from optfn.checks import T
 from optfn.leaves.layout import BufferLayout, Run, plain
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, LeafKind, PyTree
@@ -276,6 +277,26 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
             f"it must match a whole path. The paths are: {listed(known)}"
         )
     return chosen
+
+
+def first_matches(
+    choice: Mapping[Any, T], tree: PyTree, argument: str
+) -> Iterator[tuple[frozenset[str], T]]:
+    """Yield the names of leaves for which a pattern is the first that matches, and its value.
+
+    Raises:
+      ValueError: a pattern matches no leaf, or only leaves that an earlier pattern has.
+    """
+    taken: frozenset[str] = frozenset()
+    for pattern, value in choice.items():
+        names = matching(pattern, tree, argument)
+        if names and names <= taken:
+            raise ValueError(
+                f"{argument}: the pattern {pattern!r} has no effect, since the first match counts "
+                f"and earlier patterns match all its leaves, {listed(sorted(names))}. Put it first"
+            )
+        yield names - taken, value
+        taken |= names
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:

@@ -157,6 +157,12 @@ def _scan_parts(
     """Scan over layers that are gathered one at a time; `known` has their parts by the id."""
     found = [x and x.of_each_layer() for x in map(known.get, map(id, stacked))]
     parts = [leaf if x is None else x.part for leaf, x in zip(stacked, found, strict=True)]
+    if len({np.shape(x)[:1] for x in parts}) > 1:
+        shapes = ", ".join(str(np.shape(x)) for x in parts)
+        raise ValueError(
+            "scan_layers: the leading axis of each leaf of stacked must be that of the layers; got "
+            f"shapes {shapes}"
+        )
 
     def body(x: PyTree, parts: list[jax.Array]) -> tuple[PyTree, None]:
         pairs = zip(parts, found, strict=True)
@@ -256,6 +262,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
     Raises:
       TypeError: `fn` is not a function, or `stacked` is a list of layers that are not stacked.
+      ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
     """
     if not callable(fn):
         raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")

@@ -181,8 +181,7 @@ class ShardBySpec(Layout):
     def dense_params(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf."""
         specs = super().dense_params(params)
-        for pattern, spec in reversed(list(self.specs.items())):
-            paths = tree.matching(pattern, params, "shard")
+        for paths, spec in tree.first_matches(self.specs, params, "shard"):
             specs = self._with_spec(spec, paths, specs, params)
         return specs
 

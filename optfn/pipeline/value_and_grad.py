@@ -407,12 +407,19 @@ class _Pipeline:
             )
 
     def _check_keywords(self, has_shared: bool, has_rng: bool) -> None:
-        for name, given, fns in (
-            ("shared", has_shared, (*self.stage_fns, self.loss_fn)),
-            ("rng", has_rng, self.stage_fns),
-        ):
-            if given and not any(name in _keywords(fn) for fn in fns):
-                raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
+        given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
+        of_loss = _keywords(self.loss_fn) - {"rng"}
+        for name in sorted(given.difference(of_loss, *map(_keywords, self.stage_fns))):
+            raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
+        for fn in self.stage_fns:
+            checks.takes("stage_fn", fn, ("params", "x"), given & _keywords(fn), _BY_NAME)
+        checks.takes("loss_fn", self.loss_fn, ("outputs", "targets"), given & of_loss, _BY_NAME)
+
+
+_BY_NAME = (
+    ". Shared params, those of PipelineParams, are passed by the name of a parameter `shared`, "
+    "and keys by `rng`"
+)
 
 
 def _keywords(fn: Callable[..., Any]) -> frozenset[str]:

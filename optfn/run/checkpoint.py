@@ -242,7 +242,8 @@ def _load(
     try:
         loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
     except ValueError as error:
-        raise OtherRun(f"{path} is from another run: {error}{_remedy(error)}") from error
+        reason = str(error).replace("'train/", "'")  # names as `only` takes them
+        raise OtherRun(f"{path} is from another run: {reason}{_remedy(error)}") from error
     dropped = [*changes.dropped, *others]
     lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
     return loaded, history, Changes(*lists)
@@ -270,7 +271,10 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
       ValueError: the checkpoint is truncated or damaged, or its params have other names or shapes.
         To load some of them, use `restore_checkpoint(..., only=)`.
       FileNotFoundError: there is no checkpoint at `path`.
+      TypeError: `params` is a TrainState.
     """
+    if isinstance(params, TrainState):
+        raise TypeError("load_params: params must be the parameters alone; got a TrainState")
     wait()
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
     choice = _Choice(only=lambda name: name == "params" or name.startswith("params/"))

@@ -142,8 +142,7 @@ def _real(who: str, key: str, value: Any) -> float:
     ):
         name = f" for {key!r}" if key else ""
         raise TypeError(
-            f"{who} must return a number or a dict of numbers; got {value!r}{name} of type "
-            f"{type(value).__name__}"
+            f"{who} must return a number or a dict of numbers; got {checks.shown(value)}{name}"
         )
     return float(value)
 
@@ -186,6 +185,8 @@ def over_batches(
     compiled = jax.jit(fn)
 
     def evaluate(*arguments: Any) -> float | dict[str, float]:
+        names = ("params", "model_state")[: len(arguments)]
+        checks.takes("over_batches: fn", fn, (*names, "batch"))
         rows = []
         for batch in map(as_arrays, batches):
             rows.append((_num_examples(batch), _numbers_by_key(compiled(*arguments, batch))))

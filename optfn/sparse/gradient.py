@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from optfn import core
+from optfn import checks, core
 from optfn.leaves import leafwise, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
@@ -72,6 +72,8 @@ def value_and_grad(
     >>> grads["table"].indices.tolist(), grads["table"].num_rows
     ([3, 5, 3], 1000)
     """
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function (params, *args); got {checks.shown(loss_fn)}")
     pattern = tree.check_pattern("tables", tables)
     if pattern is None:
         raise TypeError("tables must be a pattern of the paths of leaves; got None")

@@ -31,9 +31,10 @@ def scan_batch(
     """
     for path, x in tree.arrays_with_paths(batch):
         if jnp.ndim(x) and jnp.shape(x)[0] % count:
+            leaf = f"that of leaf {path!r}" if path else "it"
             raise ValueError(
                 f"{argument}={count} must divide the leading axis of a worker's part of the batch; "
-                f"that of leaf {path!r} has length {jnp.shape(x)[0]}"
+                f"{leaf} has length {jnp.shape(x)[0]}"
             )
     split = jax.tree.map(
         lambda x: jnp.reshape(x, (count, -1, *jnp.shape(x)[1:])) if jnp.ndim(x) else None, batch

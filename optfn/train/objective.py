@@ -100,6 +100,11 @@ class Form:
         new, aux = None, rest
         if self.has_model_state:
             new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
+            is_pair = isinstance(rest, tuple) and len(rest) == 2
+            if not self.has_aux and is_pair and _is_like(rest[0], model_state):
+                raise TypeError(
+                    f"{who} returned (loss, (model_state, aux)); pass has_aux=True for that"
+                )
             _check_model_state(who, new, model_state)
         _check_aux(who, aux)
         return Values(_loss(who, loss), new, aux)
@@ -140,6 +145,10 @@ def _check_aux(who: str, aux: PyTree) -> None:
         if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
             at = f" at {path!r}" if path else ""
             raise TypeError(f"{who}: aux must consist of arrays and numbers; got {shown(x)}{at}")
+
+
+def _is_like(new: PyTree, old: PyTree) -> bool:
+    return tree.paths(new) == tree.paths(old)
 
 
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:

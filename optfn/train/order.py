@@ -1,8 +1,8 @@
 """Warnings of transforms whose position in a chain, or in a step, defeats their purpose.
 
 None of these fails, but each does something else than intended: an average averages other params, a
-rate counts twice, gradients are exchanged a second time, or a rule for row-sparse gradients never
-sees one.
+rate counts twice or not at all, gradients are exchanged a second time, a clip sees gradients that
+are still scaled, or a rule for row-sparse gradients never sees one.
 """
 
 from collections.abc import Iterator
@@ -16,12 +16,17 @@ from optfn.leaves.types import OptState, Params
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.wrappers.averaging import is_average
+from optfn.wrappers.loss_scale import DynamicLossScaleState
+from optfn.wrappers.metrics import RecordMetricsState
+from optfn.wrappers.nonfinite import SkipNonfiniteState
 
 
 def warn_of_order(opt_state: OptState) -> None:
-    """Warn of transforms at the wrong position in a chain, as the chain's state shows it."""
+    """Warn of transforms at the wrong position in a chain or wrapper, as the state shows it."""
+    for message in _around_scales(opt_state):
+        checks.warn(message)
     for links in _chains(opt_state):
-        for message in (*_averages(links), *_rates(links), *_exchanges(links)):
+        for message in (*_averages(links), *_rates(links), *_exchanges(links), *_scales(links)):
             checks.warn(message)
 
 
@@ -45,6 +50,12 @@ def _averages(links: tuple[OptState, ...]) -> Iterator[str]:
 
 
 def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
+    descends = [i for i, x in enumerate(links) if _descends(x)]
+    if len(descends) > 1:
+        yield (
+            f"a chain applies a learning rate in part {descends[0]} and another in part "
+            f"{descends[1]}. Each turns the direction round, so that the step goes uphill: keep one"
+        )
     is_plateau = [isinstance(x, rates.PlateauLearningRateState) for x in map(_rate_of, links)]
     if True not in is_plateau:
         return
@@ -60,6 +71,13 @@ def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
             )
 
 
+def _descends(state: OptState) -> bool:
+    """Tell whether a state has a learning rate that turns a direction into a step."""
+    kinds = rates.LearningRateState, rates.GivenLearningRateState
+    found = [x for kind in kinds for x in nodes_of(kind, state)]
+    return any(not isinstance(x, rates.PlateauLearningRateState) for x in found)
+
+
 def _rate_of(link: OptState) -> OptState:
     return getattr(link, "rate", None)
 
@@ -70,6 +88,48 @@ def _exchanges(links: tuple[OptState, ...]) -> Iterator[str]:
             "a chain has two transforms that exchange gradients between workers. The second one "
             "compresses a mean that all workers have already: remove one of them"
         )
+
+
+def _scales(links: tuple[OptState, ...]) -> Iterator[str]:
+    if any(nodes_of(DynamicLossScaleState, links[1:])):
+        yield (
+            "dynamic_loss_scale is not the first part of its chain, so the parts before it get "
+            "gradients that are multiplied by the scale: put them inside, as in "
+            "dynamic_loss_scale(chain(clip_by_global_norm(1.0), adam(1e-3)))"
+        )
+
+
+_AROUND_SCALES = {
+    SkipNonfiniteState: "skip_nonfinite is around dynamic_loss_scale, so the scale never falls "
+    "when gradients overflow: leave skip_nonfinite out, since dynamic_loss_scale skips such steps",
+    RecordMetricsState: "record_metrics is around dynamic_loss_scale, so its gradient norms are "
+    "multiplied by the scale: put record_metrics inside",
+}
+
+
+def _around_scales(state: OptState) -> Iterator[str]:
+    for kind, message in _AROUND_SCALES.items():
+        if any(nodes_of(DynamicLossScaleState, tuple(x)) for x in nodes_of(kind, state)):
+            yield message
+
+
+def warn_of_ascent(argument: str, tx: optax.GradientTransformation, params: Params) -> None:
+    """Warn of an optimizer that goes uphill, since no learning rate turns its direction round.
+
+    Only transforms of optfn are judged, because those of others may turn a direction themselves.
+    """
+    if _is_of_optfn(tx) and not _descends(jax.eval_shape(tx.init, params)):
+        checks.warn(
+            f"{argument}={tx!r} applies no learning rate, so its steps go uphill: end it with one, "
+            "as in chain(exchange(...), sgd(1.0)) or chain(scale_by_adam(), "
+            "scale_by_learning_rate(1e-3))"
+        )
+
+
+def _is_of_optfn(tx: optax.GradientTransformation) -> bool:
+    """Tell whether a transformation and all its parts are made by factories of optfn."""
+    own = isinstance(tx, core.Transform) and checks.package(tx.module) == "optfn"
+    return own and all(map(_is_of_optfn, tx.parts))
 
 
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:

@@ -39,7 +39,7 @@ from optfn.train.batches import as_arrays
 from optfn.train.composition import composed, local_rounds
 from optfn.train.local_steps import LocalSteps, check_rounds
 from optfn.train.options import StepOptions, check_loss
-from optfn.train.order import warn_of_lazy, warn_of_order
+from optfn.train.order import warn_of_ascent, warn_of_lazy, warn_of_order
 from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
 from optfn.wrappers.nonfinite import gave_up
 
@@ -121,6 +121,9 @@ class TrainStep:
             step, model_state = self.layout.replicate((np.int32(0), model_state))
             state = distinct(TrainState(step, params, opt_state, model_state))
         warn_of_order(state.opt_state)
+        warn_of_ascent("tx", self.tx, params)
+        if self.options.outer is not None:
+            warn_of_ascent("outer", self.options.outer, params)
         if self.options.tables is None and self.options.value_and_grad is None:
             warn_of_lazy(self.tx, params)
         return state

@@ -108,12 +108,11 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
     """Return the attributes of each leaf by path: those of the first pattern that matches.
 
     Raises:
-      ValueError: a pattern matches none of the paths.
+      ValueError: a pattern matches none of the paths, or only those of earlier patterns.
     """
     attrs = dict.fromkeys(itertools.chain(*tree.names(params)), DEFAULT)
-    # Go backwards, so that an earlier pattern overwrites a later one.
-    for pattern, attr in reversed(list(param_attrs.items())):
-        attrs |= dict.fromkeys(tree.matching(pattern, params, "param_attrs"), attr)
+    for names, attr in tree.first_matches(param_attrs, params, "param_attrs"):
+        attrs |= dict.fromkeys(names, attr)
     return attrs
 
 

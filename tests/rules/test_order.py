@@ -2,9 +2,12 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 from registry import OPTIMIZERS
 
 import optfn
@@ -38,6 +41,28 @@ MISPLACED = {
         lambda: optfn.chain(exchange(quantize(8)), exchange(quantize(1)), optfn.sgd(0.1)),
         "two transforms that exchange gradients",
     ),
+    "two learning rates": (
+        lambda: optfn.chain(optfn.adam(1e-3), optfn.record_metrics(optfn.sgd(1.0))),
+        "learning rate in part 0 and another in part 1",
+    ),
+    "a clip before a scale of the loss": (
+        lambda: optfn.chain(
+            optfn.clip_by_global_norm(1.0), optfn.dynamic_loss_scale(optfn.sgd(0.1))
+        ),
+        "not the first part of its chain",
+    ),
+    "a guard around a scale of the loss": (
+        lambda: optfn.skip_nonfinite(optfn.dynamic_loss_scale(optfn.sgd(0.1))),
+        "the scale never falls",
+    ),
+    "norms around a scale of the loss": (
+        lambda: optfn.record_metrics(optfn.dynamic_loss_scale(optfn.sgd(0.1))),
+        "norms are multiplied by the scale",
+    ),
+    "no learning rate": (
+        lambda: optfn.chain(optfn.clip_by_global_norm(1.0), optfn.scale_by_adam()),
+        "applies no learning rate",
+    ),
 }
 
 
@@ -67,7 +92,24 @@ RIGHT = {
         },
         {"w": "a"},
     ),
+    "a scale around a clip, norms and a guard": lambda: optfn.accumulate(
+        optfn.dynamic_loss_scale(
+            optfn.skip_nonfinite(
+                optfn.record_metrics(optfn.sgd(0.1, grad_clip=optfn.clip_by_global_norm(1.0)))
+            )
+        ),
+        2,
+    ),
+    "a direction of optfn and a rate of optax": lambda: optfn.chain(
+        optfn.scale_by_adam(), optax.scale(-1e-3)
+    ),
+    "a user's own rule without a rate": lambda: halved_gradient(),
 } | {name: x.make for name, x in OPTIMIZERS.items()}
+
+
+@optfn.core.transform()
+def halved_gradient():
+    return optfn.core.stateless(lambda updates, params: jax.tree.map(lambda g: -g / 2, updates))
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -75,3 +117,19 @@ def test_a_right_chain_gives_no_warning(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         init(RIGHT[name]())
+
+
+def test_an_exchange_alone_as_the_outer_optimizer_warns():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def step(outer):
+        return optfn.make_train_step(
+            lambda p, x: jnp.mean((p["w"] - x) ** 2), optfn.sgd(0.1),
+            mesh=mesh, local_steps=2, outer=outer,
+        )  # fmt: skip
+
+    with pytest.warns(UserWarning, match="outer=exchange.* applies no learning rate"):
+        state = step(exchange(quantize(8))).init(PARAMS)
+    batch = np.zeros((4, 4), np.float32)
+    state, _ = step(exchange(quantize(8)))(state, batch)
+    assert np.sum(state.params["w"] ** 2) > np.sum(PARAMS["w"] ** 2)

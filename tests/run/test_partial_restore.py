@@ -201,7 +201,7 @@ def test_params_of_another_model_are_refused_by_name(tmp_path):
         optfn.load_params(path, PARAMS | {"tail": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"another model: not expected 'params/head'"):
         optfn.load_params(path, {"body": PARAMS["body"]})
-    with pytest.raises(ValueError, match=r"'train/params/head' has shape \(2,\)"):
+    with pytest.raises(ValueError, match=r" 'params/head' has shape \(2,\)"):
         optfn.load_params(path, PARAMS | {"head": jnp.ones(3)})
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         optfn.load_params(tmp_path / "none", PARAMS)

@@ -351,7 +351,7 @@ def test_rows_give_the_dense_result(name):
 
 
 def warned(tx, params, grads):
-    with pytest.warns(UserWarning, match="becomes dense; it costs the whole table"):
+    with pytest.warns(UserWarning, match="becomes dense; it costs the whole table 'table'"):
         tx.update(grads, tx.init(params), params)
 
 
