@@ -285,18 +285,21 @@ def first_matches(
     """Yield the names of leaves for which a pattern is the first that matches, and its value.
 
     Raises:
-      ValueError: a pattern matches no leaf, or only leaves that an earlier pattern has.
+      ValueError: a pattern matches no leaf, or an earlier pattern matches all its leaves and more.
+        (A last pattern for the rest is no error, even if no leaf is left for it.)
     """
-    taken: frozenset[str] = frozenset()
+    earlier: dict[Any, frozenset[str]] = {}
     for pattern, value in choice.items():
         names = matching(pattern, tree, argument)
-        if names and names <= taken:
+        wider = next((p for p, others in earlier.items() if names and names < others), None)
+        if wider is not None:
             raise ValueError(
-                f"{argument}: the pattern {pattern!r} has no effect, since the first match counts "
-                f"and earlier patterns match all its leaves, {listed(sorted(names))}. Put it first"
+                f"{argument}: the pattern {pattern!r} has no effect, since the first match counts, "
+                f"and {wider!r} before it matches all its leaves, {listed(sorted(names))}. Put "
+                f"{pattern!r} first"
             )
-        yield names - taken, value
-        taken |= names
+        yield names.difference(*earlier.values()), value
+        earlier[pattern] = names
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:

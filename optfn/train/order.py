@@ -113,12 +113,12 @@ def _around_scales(state: OptState) -> Iterator[str]:
             yield message
 
 
-def warn_of_ascent(argument: str, tx: optax.GradientTransformation, params: Params) -> None:
+def warn_of_ascent(argument: str, tx: optax.GradientTransformation, opt_state: OptState) -> None:
     """Warn of an optimizer that goes uphill, since no learning rate turns its direction round.
 
     Only transforms of optfn are judged, because those of others may turn a direction themselves.
     """
-    if _is_of_optfn(tx) and not _descends(jax.eval_shape(tx.init, params)):
+    if _is_of_optfn(tx) and not _descends(opt_state):
         checks.warn(
             f"{argument}={tx!r} applies no learning rate, so its steps go uphill: end it with one, "
             "as in chain(exchange(...), sgd(1.0)) or chain(scale_by_adam(), "

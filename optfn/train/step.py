@@ -121,9 +121,11 @@ class TrainStep:
             step, model_state = self.layout.replicate((np.int32(0), model_state))
             state = distinct(TrainState(step, params, opt_state, model_state))
         warn_of_order(state.opt_state)
-        warn_of_ascent("tx", self.tx, params)
-        if self.options.outer is not None:
-            warn_of_ascent("outer", self.options.outer, params)
+        if self.local is None:
+            warn_of_ascent("tx", self.tx, state.opt_state)
+        else:
+            warn_of_ascent("tx", self.tx, state.opt_state.inner)
+            warn_of_ascent("outer", self.local.outer, state.opt_state.outer)
         if self.options.tables is None and self.options.value_and_grad is None:
             warn_of_lazy(self.tx, params)
         return state

@@ -64,7 +64,7 @@ MISTAKES = {
     ),
     "a forgotten argument of a schedule": (
         lambda: optfn.schedules.cosine(0.1, 50),
-        TypeError, r"cosine\(\) .*'epochs'; its arguments are learning_rate, step_each_epoch, epochs",
+        TypeError, r"cosine\(\) .*'epochs'; its arguments are .*step_each_epoch, epochs",
     ),
     "a tensor among the params": (
         lambda: optfn.make_train_step(lambda p, x: 0.0, optfn.sgd(0.1)).init({"w": ForeignArray()}),
@@ -149,3 +149,13 @@ def test_names_of_a_checkpoint_that_does_not_fit_are_those_that_only_takes(tmp_p
         optfn.restore_checkpoint(tmp_path, step.init(wider))
     with pytest.raises(TypeError, match="params must be the parameters alone; got a TrainState"):
         optfn.load_params(tmp_path, step.init(PARAMS))
+
+
+def test_a_last_pattern_for_the_rest_may_find_no_leaf_left():
+    tx = optfn.sgd(1.0, param_attrs={
+        "head/.*": optfn.ParamAttr(learning_rate=0.5), "scale": optfn.ParamAttr(),
+        ".*": optfn.ParamAttr(trainable=False),
+    })  # fmt: skip
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    np.testing.assert_array_equal(updates["head"]["w"], -0.5 * np.ones((4, 3)))
+    np.testing.assert_array_equal(updates["scale"], -np.ones(3))
