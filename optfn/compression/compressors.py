@@ -198,7 +198,7 @@ def chosen(
     """Return the compressor of each leaf of a tree: the first whose pattern matches its path.
 
     Raises:
-      ValueError: a pattern matches none of the paths, or an earlier pattern all of its leaves and more.
+      ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
     selected = list(tree.first_matches(choice, params, "compressor"))
     return [next((c for names, c in selected if n in names), None) for (n,) in tree.names(params)]

@@ -108,7 +108,7 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
     """Return the attributes of each leaf by path: those of the first pattern that matches.
 
     Raises:
-      ValueError: a pattern matches none of the paths, or an earlier pattern all of its leaves and more.
+      ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
     attrs = dict.fromkeys(itertools.chain(*tree.names(params)), DEFAULT)
     for names, attr in tree.first_matches(param_attrs, params, "param_attrs"):
