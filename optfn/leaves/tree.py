@@ -271,7 +271,8 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
         return frozenset(name for name in known if _is_chosen(pattern, name, argument))
     compiled = re.compile(pattern)
     chosen = frozenset(name for name in known if compiled.fullmatch(name))
-    if not (chosen or _matched_before(compiled, tree) or all(is_masked(x) for x in leaves(tree))):
+    matched_before = any(map(compiled.fullmatch, _names_before(tree)))
+    if not (chosen or matched_before or all(is_masked(x) for x in leaves(tree))):
         raise ValueError(
             f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
             f"it must match a whole path. The paths are: {listed(known)}"
@@ -280,7 +281,7 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
 
 
 def first_matches(
-    choice: Mapping[Any, T], tree: PyTree, argument: str
+    choice: Mapping[str, T], tree: PyTree, argument: str
 ) -> Iterator[tuple[frozenset[str], T]]:
     """Yield the names of leaves for which a pattern is the first that matches, and its value.
 
@@ -288,18 +289,20 @@ def first_matches(
       ValueError: a pattern matches no leaf, or an earlier pattern matches all its leaves and more.
         (A last pattern for the rest is no error, even if no leaf is left for it.)
     """
-    earlier: dict[Any, frozenset[str]] = {}
+    earlier: dict[str, frozenset[str]] = {}
+    known, taken = [*itertools.chain(*names(tree)), *_names_before(tree)], frozenset[str]()
     for pattern, value in choice.items():
-        names = matching(pattern, tree, argument)
-        wider = next((p for p, others in earlier.items() if names and names < others), None)
+        found = matching(pattern, tree, argument)
+        matched = frozenset(name for name in known if re.fullmatch(pattern, name))
+        wider = next((p for p, others in earlier.items() if matched and matched < others), None)
         if wider is not None:
             raise ValueError(
                 f"{argument}: the pattern {pattern!r} has no effect, since the first match counts, "
-                f"and {wider!r} before it matches all its leaves, {listed(sorted(names))}. Put "
+                f"and {wider!r} before it matches all its leaves, {listed(sorted(matched))}. Put "
                 f"{pattern!r} first"
             )
-        yield names.difference(*earlier.values()), value
-        earlier[pattern] = names
+        yield found - taken, value
+        earlier[pattern], taken = matched, taken | found
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:
@@ -309,10 +312,10 @@ def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool
     return chosen
 
 
-def _matched_before(pattern: re.Pattern[str], tree: PyTree) -> bool:
-    """Tell whether a pattern matches a leaf that a node of named leaves had when it was packed."""
+def _names_before(tree: PyTree) -> Iterator[str]:
+    """Yield the names of the leaves that nodes of named leaves had when they were packed."""
     nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
-    return any(pattern.fullmatch(path) for node in nodes for path in node.layout.paths)
+    return (path for node in nodes for path in node.layout.paths)
 
 
 def select(pattern: Pattern | None, tree: PyTree, argument: str) -> list[tuple[bool, ...]]:
