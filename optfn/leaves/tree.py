@@ -271,7 +271,7 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
         return frozenset(name for name in known if _is_chosen(pattern, name, argument))
     compiled = re.compile(pattern)
     chosen = frozenset(name for name in known if compiled.fullmatch(name))
-    matched_before = any(map(compiled.fullmatch, _names_before(tree)))
+    matched_before = any(compiled.fullmatch(name) for name in _names_before(tree))
     if not (chosen or matched_before or all(is_masked(x) for x in leaves(tree))):
         raise ValueError(
             f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
