@@ -3,6 +3,7 @@
 import os
 
 os.environ["NETKET_ENABLE_X64"] = "0"  # within this file's tests only
+os.environ["NETKET_SHARDING"] = "0"  # or it sets a mesh for all programs of the process
 
 import jax
 import jax.numpy as jnp
