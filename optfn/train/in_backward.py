@@ -79,7 +79,7 @@ class _Layers:
         self.leaves = _selected(pattern, state.params)
         arrays, self.structure = jax.tree.flatten((state.params, state.opt_state))
         self.owners = owners_of(state.params, state.opt_state)
-        check_independent(tx, state.params, state.opt_state, self.leaves)
+        check_independent(tx, state.params, state.opt_state, self.owners, self.leaves)
         self.arrays = {i: jax.new_ref(x) if self._is_own(i) else x for i, x in enumerate(arrays)}
 
     def _is_own(self, i: int) -> bool:
