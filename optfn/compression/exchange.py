@@ -32,7 +32,7 @@ from optfn.compression.gathering import empty_rows
 from optfn.compression.on_parts import update_on_parts
 from optfn.compression.sending import Sending, exchanged_densely
 from optfn.compression.traffic import traffic_of
-from optfn.leaves import leafwise, packed, tree
+from optfn.leaves import leafwise, mismatch, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows
 from optfn.leaves.traits import traits
@@ -246,7 +246,7 @@ def _plain_mean(
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
-    core.check_state("exchange", state, ExchangeDenseState)
+    mismatch.check_state("exchange", state, ExchangeDenseState)
     check_own_gradients("exchange", leafwise.inexact(updates), options.axis_name)
     return mean_on_parts(updates, (), options.axis_name, parts)[0], state
 
