@@ -29,7 +29,8 @@ from optfn.mesh import Axes
 from optfn.parallel.means import mean_over_workers
 from optfn.parallel.parts import scanning_by
 from optfn.train.independence import check_independent, extra_arguments, owners_of, refusal
-from optfn.train.objective import Objective, Seen, Values
+from optfn.train.loss_form import Values
+from optfn.train.objective import Objective, Seen
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.in_place import in_passes
 
