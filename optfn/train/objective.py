@@ -14,7 +14,7 @@ from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.packed import unpack, unpacked
+from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.mesh import Axes, restricted
@@ -147,22 +147,33 @@ def _as_array(x: Leaf) -> Leaf:
 
 def of_packed(objective: Objective) -> Objective:
     """Return the objective as a function of packed params, with packed gradients."""
-
-    def value(packed: Params, *others: Any) -> Values:
-        return objective.value(unpack(packed), *others)
-
-    return Objective(value, unpacked(objective.value_and_grad))
+    return _of_form(objective, unpack, lambda packed, grads: pack_like(packed.layout, grads))
 
 
 def of_sharded_tables(objective: Objective) -> Objective:
     """Return the objective as a function of params with ShardedTables, and gradients to match."""
+    return _of_form(objective, bare, dressed)
+
+
+def _of_form(
+    objective: Objective,
+    read: Callable[[Params], Params],
+    write: Callable[[Params, Updates], Updates],
+) -> Objective:
+    """Return the objective as a function of params in another form, with gradients in that form.
+
+    Args:
+      objective: the objective.
+      read: returns the params that the objective takes.
+      write: (params, gradients of `objective`) -> the gradients.
+    """
 
     def value(params: Params, *others: Any) -> Values:
-        return objective.value(bare(params), *others)
+        return objective.value(read(params), *others)
 
     def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(bare(params), *others)
-        return values, dressed(params, grads)
+        values, grads = objective.value_and_grad(read(params), *others)
+        return values, write(params, grads)
 
     return Objective(value, value_and_grad)
 
