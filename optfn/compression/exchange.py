@@ -94,7 +94,7 @@ class _Options:
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
-        pairs = zip(chosen(self.compressors, params), tree.flatten(params)[0], strict=True)
+        pairs = zip(chosen(self.compressors, params), tree.leaves(params), strict=True)
         return [compressor if self._compresses(compressor, p) else None for compressor, p in pairs]
 
     def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
@@ -318,7 +318,7 @@ def _compressed_mean_of_parts(
     nonfinite, step = agree(whole, state.step, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
-    residuals = tree.flatten(state.residual.value)[0]
+    residuals = tree.leaves(state.residual.value)
     states = structure.flatten_up_to(state.compressor)
     numbers = _compressed(whole, state.residual.value)
     directions = exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
@@ -351,12 +351,12 @@ def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[
       ValueError: an array has the size neither of one slice nor of all.
     """
     if not isinstance(state.published, Divided):
-        return [None] * len(tree.flatten(updates)[0])
+        return [None] * len(tree.leaves(updates))
     workers = mesh.axis_size(axis_name)
     for place, g, x in tree.items(updates, state.published.value):
         if not (tree.is_masked(x) or isinstance(g, LeafKind) or x.shape == (g.size,)):
             check_state_of_leaf("exchange", place, x, (-(-g.size // workers),))
-    return tree.flatten(state.published.value)[0]
+    return tree.leaves(state.published.value)
 
 
 def _compressed(updates: Updates, residuals: PyTree) -> list[int]:

@@ -1,4 +1,4 @@
-"""Errors about leaves and states: each names the leaf, what was passed and what is needed."""
+"""Errors about leaves and states: each names the value that was passed and the one needed."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

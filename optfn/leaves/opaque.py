@@ -68,6 +68,7 @@ def _refusing(operation: str) -> Callable[..., Any]:
     return refuse
 
 
+# Python looks up operators in the class, not by __getattr__.
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
     setattr(OpaqueLeaf, f"__{_name}__", _refusing(_name))
     setattr(OpaqueLeaf, f"__r{_name}__", _refusing(_name))

@@ -113,15 +113,15 @@ class StashPolicy(NamedTuple):
 def loss_dtype_of(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> DType:
     """Return the dtype of the loss, after checking that it is a real scalar."""
     loss = jax.eval_shape(loss_fn, y, target, shared)
-    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
-    if shape != () or dtype is None:
-        got = type(loss).__name__ if shape is None else f"an array of shape {shape}"
+    is_array = isinstance(loss, jax.ShapeDtypeStruct)
+    if not is_array or loss.shape != ():
+        got = f"an array of shape {loss.shape}" if is_array else type(loss).__name__
         raise ValueError(
             f"loss_fn must return a scalar, the mean over the examples that it gets; got {got}"
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"loss_fn must return a real number; got dtype {dtype}")
-    return dtype
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
+    return loss.dtype
 
 
 def _loss_and_gradients(

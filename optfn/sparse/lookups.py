@@ -46,8 +46,8 @@ class Table(OpaqueLeaf):
             return self
         if isinstance(ids, list | int | np.ndarray | np.integer):
             ids = jnp.asarray(np.asarray(ids))
-        if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
-            came = f"an array of dtype {ids.dtype}" if hasattr(ids, "dtype") else repr(ids)
+        if not tree.is_array(ids) or not jnp.issubdtype(ids.dtype, jnp.integer):
+            came = f"an array of dtype {ids.dtype}" if tree.is_array(ids) else repr(ids)
             raise TypeError(
                 f"table {self.path!r} must be looked up by integer ids, table[ids]; got {came}"
             )
@@ -176,8 +176,8 @@ def _constant(x: jax.Array, *arguments: object) -> list[jax.Array]:
 
 
 def _check_table(path: str, leaf: Leaf) -> None:
-    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        came = getattr(leaf, "dtype", type(leaf).__name__)
+    if not tree.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        came = leaf.dtype if tree.is_array(leaf) else type(leaf).__name__
         raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
     if not leaf.ndim or not leaf.shape[0]:
         raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn import mesh as meshes
-from optfn.leaves.tree import is_key, on_key_data
+from optfn.leaves.tree import is_array, is_key, on_key_data
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
@@ -49,7 +49,7 @@ def _counts_workers(x: PyTree) -> bool:
     if "num_workers" not in getattr(x, "_fields", ()):
         return False
     counts = jax.tree.leaves(x.num_workers)
-    is_int32 = [getattr(count, "dtype", None) == jnp.int32 for count in counts]
+    is_int32 = [is_array(count) and count.dtype == jnp.int32 for count in counts]
     return is_int32 == [True] and bool(nodes_of(PerWorker, x) or nodes_of(Exchanged, x))
 
 

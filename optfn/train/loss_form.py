@@ -111,12 +111,12 @@ def _check_aux(who: str, aux: PyTree) -> None:
 def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
     """Raise a ValueError unless the new model state has the arrays of the old one."""
     tree.check_same_structure(who, "the new model_state", new, "the old one", old)
-    for path, a, b in zip(tree.paths(old), tree.flatten(new)[0], tree.flatten(old)[0], strict=True):
+    for place, b, a in tree.items(old, new):
         if tree.is_masked(b):
             continue
         a, b = jax.typeof(jnp.asarray(a)), jax.typeof(jnp.asarray(b))
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"{who}: the new model_state has {a.dtype}{list(a.shape)} at {path!r}, but the old "
-                f"one has {b.dtype}{list(b.shape)}; they must agree"
+                f"{who}: the new model_state has {a.dtype}{list(a.shape)} at {place!r}, but the "
+                f"old one has {b.dtype}{list(b.shape)}; they must agree"
             )
