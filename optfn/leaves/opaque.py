@@ -46,7 +46,7 @@ class OpaqueLeaf(ABC):
         """The number of elements of the leaf."""
         return self._array.size
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         raise self._refusal(f"the index {index!r}")
 
     def __getattr__(self, name: str) -> Any:
