@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.distributed import data_mesh, init_state
-from optfn.parallel.fingerprint import fingerprint
+from optfn.parallel.fingerprint import fingerprint, fingerprints
 from optfn.run.background import wait
 from optfn.sparse.sharded_table import natural
 from optfn.train.state import TrainState
@@ -199,6 +199,17 @@ def test_a_checksum_depends_on_every_element_and_its_place_not_on_the_layout(x):
         {np.asarray(jax.random.key_data(v) if "key" in str(v.dtype) else v).tobytes() for v in x}
     )
     assert len(seen) >= min(swapped, len(x))
+
+
+def test_checksums_of_many_arrays_are_those_of_each():
+    """Arrays of two kinds by turns, more than one program computes."""
+    mesh = data_mesh(8)
+    spread = [NamedSharding(mesh, P("data")), NamedSharding(mesh, P())]
+    arrays = [jax.device_put(jnp.arange(16.0) + k, spread[k % 2]) for k in range(22)]
+    found = fingerprints([*arrays, np.arange(3)])
+    want = [np.asarray(fingerprint(x)) for x in [*arrays, jnp.arange(3)]]
+    np.testing.assert_array_equal(found, want)
+    assert len({x.tobytes() for x in found}) == 23
 
 
 @pytest.mark.optimized
