@@ -93,7 +93,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 
 
 def _to_host(leaf: Leaf) -> Leaf:
-    if checks.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
+    if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
 
@@ -176,7 +176,7 @@ def summary(
     check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
-    names, leaves = tree.paths(params), tree.flatten(params)[0]
+    names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
     treatments = state_names.treated(state, lambda traits: traits.treatment, names)
     lies = []
@@ -219,7 +219,7 @@ def _layout_columns(
             "are divided"
         )
     layout = layout_of(shard, mesh, data_axis, tables)
-    names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
+    names, specs = tree.paths(params), tree.leaves(layout.of_gradients(params))
 
     def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
         def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -230,7 +230,7 @@ def _layout_columns(
     state = jax.eval_shape(layout.stored, state, params)
     parts = on_a_device(state, layout.of_state(state, params))
     kept = _bytes_by_leaf(parts, names)
-    of_params = tree.flatten(on_a_device(params, layout.of_params(params)))[0]
+    of_params = tree.leaves(on_a_device(params, layout.of_params(params)))
     sizes = [
         0 if tree.is_masked(p) else _bytes(p) + kept[name]
         for name, p in zip(names, of_params, strict=True)
@@ -258,9 +258,7 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
     """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
     found = {path for part in getattr(tx, "parts", []) for path in _without_decay(part, params)}
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
-        selected = tree.select(tx.call[2]["exclude"], params, "exclude")
-        paths = zip(tree.names(params), selected, strict=True)
-        found |= {name for leaf in paths for name, flag in zip(*leaf, strict=True) if flag}
+        found |= tree.matching(tx.call[2]["exclude"], params, "exclude")
     return found
 
 
