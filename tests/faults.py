@@ -449,7 +449,8 @@ def stages(directory: Path, plan: list[Stage], **options: Any) -> list[Went]:
     return found
 
 
-EACH = {"examples": 12, "pause": 0.2, "heartbeat": 5}
+# The pause after each step leaves the time to act on what a step has printed.
+EACH = {"examples": 12, "pause": 0.5, "heartbeat": 5}
 
 
 def without_deaths(directory: Path, went: list[Went], **options: Any) -> str:
@@ -552,12 +553,12 @@ def elastic_torchrun(directory: Path) -> str:
     if importlib.util.find_spec("torch") is None:
         raise Skipped("torch is not installed")
     port, run = free_port(), fresh(directory / "run")
-    agents = [torchrun(run / name, port) for name in "abc"]
+    agents = [torchrun(run / name, port, name == "a") for name in "abc"]
     try:
         wait_for_line(run / "c.out", "step 4 ")
         end_machine(run / "c.out", agents.pop())
-        for agent in agents:
-            require(agent.wait(BOUND) == 0, (run / "a.out").read_text()[-1000:])
+        for name, agent in zip("ab", agents, strict=True):
+            require(agent.wait(BOUND) == 0, (run / f"{name}.err").read_text()[-1000:])
     finally:
         for name, agent in zip("abc", agents, strict=False):
             end_machine(run / f"{name}.out", agent)
@@ -576,11 +577,16 @@ def elastic_torchrun(directory: Path) -> str:
     return f"3 from step 0, 2 from step {went[1].begin}: the same bits"
 
 
-def torchrun(directory: Path, port: int) -> "subprocess.Popen[bytes]":
-    """Start the agent of a machine, whose worker saves in `directory`."""
+def torchrun(directory: Path, port: int, is_host: bool) -> "subprocess.Popen[bytes]":
+    """Start the agent of a machine, whose worker saves in `directory`.
+
+    The agents meet at a store that the host keeps. Without a host by name it is the first to come,
+    and a run ends with the machine that has the store.
+    """
     words = json.dumps(EACH | {"agent": True, "directory": str(directory)})
-    patience = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
-    options = [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={patience}"]
+    settings = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
+    settings += f",is_host={int(is_host)}"
+    options = [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={settings}"]
     options += ["--nnodes=1:3", "--nproc-per-node=1", "--rdzv-backend=c10d", "--max-restarts=9"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1"]
     with open(f"{directory}.out", "w") as out, open(f"{directory}.err", "w") as error:
@@ -629,12 +635,12 @@ def other_params(directory: Path) -> str:
 
 @fault("a worker with batches of another shape", "an error in all processes before the first step")
 def other_batches(directory: Path) -> str:
-    return differs(directory, r"same batches; those of process 1 are others", examples=12)
+    return differs(directory, r"same batches, but those of process 1 differ", examples=12)
 
 
 @fault("a worker with another version of optfn", "an error in all processes before the first step")
 def other_version(directory: Path) -> str:
-    return differs(directory, r"same versions; those of process 1 are others", version="0.0.9")
+    return differs(directory, r"same versions, but those of process 1 differ", version="0.0.9")
 
 
 @fault(
@@ -643,7 +649,8 @@ def other_version(directory: Path) -> str:
     "finite, and those of one process",
 )
 def bad_gradients(directory: Path) -> str:
-    bad = (float("nan"), float("inf"), 3e38, 1e-40)
+    # Twice the third, which the gradient of a square may have on its way, is a float32 as well.
+    bad = (float("nan"), float("inf"), 1e38, 1e-40)
     with Processes(directory, bad=bad) as run:
         step, found, skipped = run.ends()[0]
     require((step, skipped) == (STEPS, 2), f"{skipped} of {step} steps were skipped")

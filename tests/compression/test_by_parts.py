@@ -88,7 +88,7 @@ def in_slices(x, workers=N):
     return np.pad(x, (0, -x.size % workers)).reshape(workers, -1)
 
 
-@pytest.mark.parametrize(("name", "beta"), thinned([(k, 1.0) for k in SENDS] + [("top_k", 0.5)], 3))
+@pytest.mark.parametrize(("name", "beta"), thinned([(k, 1.0) for k in SENDS] + [("top_k", 0.5)], 5))
 def test_follows_the_equations(name, beta):
     """Both residuals and the direction of each step, from those of the step before."""
     compressor, send = SENDS[name]
@@ -117,7 +117,7 @@ def test_follows_the_equations(name, beta):
     assert isinstance(state.published["b"], type(state.residual["b"]))  # both are masked
 
 
-@pytest.mark.parametrize("name", thinned(["quantize_4", "quantize_2", "top_k"], 2))
+@pytest.mark.parametrize("name", thinned(["quantize_4", "quantize_2", "top_k"], 3, 1))
 def test_residuals_are_those_of_packets_to_all_bit_for_bit(name):
     """Chunks divide the slices of w; directions differ by the part that owners keep."""
     states, sums = {}, {}
@@ -281,7 +281,7 @@ def trained(step, state, count=4, rows=32):
     return state, losses
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", thinned([False, True], first=1))
 def test_a_training_step(packed):
     """The update of all workers at once, and the bytes of the formula in the metrics."""
     tx = optimizer()
@@ -328,7 +328,7 @@ def test_the_outer_exchange_of_local_steps():
     assert published.addressable_data(0).size == MODEL["in"].size // 4
 
 
-@pytest.mark.parametrize("kind", ["params", "state"])
+@pytest.mark.parametrize("kind", thinned(["params", "state"]))
 def test_two_levels(kind):
     """Each device exchanges slices of its part; residuals are those of packets to all."""
     devices = np.array(jax.devices()[:8]).reshape(2, 4)
@@ -379,8 +379,9 @@ def test_bytes_of_two_levels():
 # State seen from outside
 
 
-@pytest.mark.parametrize("as_mapping", [False, True])
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize(
+    ("as_mapping", "workers"), thinned([(False, 2), (True, 2), (False, 5), (True, 5)], every=3)
+)
 def test_another_number_of_workers(as_mapping, workers):
     """Published parts stay one whole leaf, whose slices have other owners; residuals are meaned."""
     params = {"w": np.zeros((37, 41), np.float32)}
@@ -417,7 +418,7 @@ def test_another_number_of_workers(as_mapping, workers):
     np.testing.assert_allclose(total, mean + before.published["w"][:1517], atol=1e-6)
 
 
-@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_sharded", thinned([False, True], first=1))
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, is_sharded):
     if is_sharded:
         pytest.importorskip("orbax.checkpoint")

@@ -218,6 +218,7 @@ def test_the_selection_at_large_sizes():
             np.testing.assert_array_equal(got, reference.top_k(data, **options))
 
 
+@pytest.mark.nightly
 def test_leaves_are_searched_together():
     """Shorter leaves, shorter last chunks and ties beside each other do not change a packet."""
     xs = [normal((50, 50), 0), normal(7, 1), with_ties(normal(4000, 2)), normal(1000, 3)]
@@ -343,6 +344,7 @@ def test_power_sgd_follows_its_equations():
         np.testing.assert_allclose(direction["v"][3], g["v"].mean(axis=0), atol=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "compressor", thinned([top_k(0.05, values="int8"), quantize(1), power_sgd(2)], every=3)
 )
@@ -667,6 +669,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", thinned(OPTIMIZERS, every=4))
 def test_training_on_a_mesh(name):
     """make_train_step follows the simulation; all devices have the same bits; the loss falls."""
@@ -723,6 +726,7 @@ def test_all_ways_to_run_agree():
         chex.assert_trees_all_close(jax.device_get(params), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compressor", thinned([top_k(0.1), power_sgd(2)]), ids=repr)
 def test_several_axes(compressor):
     """Workers along two axes, with all that has collectives of its own, where JAX tracks axes."""
@@ -842,6 +846,7 @@ def test_packed_params():
     assert set(optfn.state_dict(state.opt_state)) == set(optfn.state_dict(plain))
 
 
+@pytest.mark.nightly
 def test_accumulate_keeps_each_workers_own_sum():
     """Two half batches are one step of the whole one, and the residuals are the same."""
     tx = optfn.chain(exchange(top_k(0.1)), optfn.sgd(0.1))

@@ -56,6 +56,7 @@ def test_exact(n, k, kind):
     check(kinds(n)[kind], k)
 
 
+@pytest.mark.nightly
 def test_a_million():
     """Large enough that the sample is one entry in 256."""
     x = np.random.default_rng(0).standard_normal(1_200_007).astype(np.float32)

@@ -73,7 +73,7 @@ def test_update_is_pure_and_keeps_the_spec_of_its_state(entry):
 
 
 @pytest.mark.optimized
-@by_entry(registry.PROGRAMS, every=8)
+@by_entry(registry.PROGRAMS, every=15)
 def test_jit_equals_eager_and_scan(entry):
     """Three steps: eager, and jitted inside one lax.scan."""
 

@@ -132,7 +132,7 @@ def gradients():
 
 @pytest.mark.parametrize(
     "name",
-    thinned((k for k, v in registry.OPTIMIZERS.items() if not v.quantized), every=12, first=11),
+    thinned((k for k, v in registry.OPTIMIZERS.items() if not v.quantized), every=24, first=11),
 )
 def test_a_pipeline_trains_with_every_optimizer_as_one_device(gradients, name):
     pipelined, alone = gradients

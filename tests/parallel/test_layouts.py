@@ -137,7 +137,7 @@ def assert_same_values(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), thinned(list(itertools.permutations(LAYOUTS, 2)), every=13)
+    ("before", "after"), thinned(list(itertools.permutations(LAYOUTS, 2)), every=31)
 )
 def test_a_run_goes_on_in_another_layout(before, after, directory):
     where, mapping = saved(before, "dense", directory)
@@ -159,7 +159,7 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
             for kind in ("exchange", "local_steps")
             for a, b in itertools.permutations(OF_WORKERS, 2)
         ],
-        every=29,
+        every=61,
     ),
 )
 def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, directory):
@@ -178,7 +178,7 @@ def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, d
 
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs the extra orbax")
 @pytest.mark.parametrize(
-    ("before", "after"), thinned(itertools.permutations(OF_WORKERS[-4:-1], 2), every=4)
+    ("before", "after"), thinned(itertools.permutations(OF_WORKERS[-4:-1], 2), every=6)
 )
 def test_a_directory_goes_on_in_another_layout(before, after, tmp_path):
     step = step_of(before, "exchange")

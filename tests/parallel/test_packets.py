@@ -89,7 +89,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS))
 def test_the_loss_sees_rounded_params_and_exact_ones_are_kept(way):
     """The gradient is that at the rounded params, and is added to the exact ones."""
     kind, options = WAYS[way]
@@ -105,7 +105,7 @@ def test_the_loss_sees_rounded_params_and_exact_ones_are_kept(way):
     assert table.addressable_data(0).size == table.size // N
 
 
-@pytest.mark.parametrize("kind", ["params", "state"])
+@pytest.mark.parametrize("kind", thinned(["params", "state"]))
 def test_gradients_are_means_of_packets(kind):
     """Each device sends every owner a packet of its slice; small leaves are exact."""
     step = made(sharded(kind, reduce=Q8))
@@ -166,7 +166,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(RUNS, every=2))
+@pytest.mark.parametrize("name", thinned(RUNS, every=4))
 def test_training_follows_the_exact_run(name):
     options, losses = RUNS[name](), {}
     for way in ("packets", "exact"):
@@ -203,7 +203,7 @@ def compiled(step, mesh, examples=48):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("kind", ["params", "state"])
+@pytest.mark.parametrize("kind", thinned(["params", "state"]))
 @pytest.mark.parametrize("codecs", thinned([BOTH, {"gather": Q8, "reduce": Q8}, {"reduce": Q4}], 3))
 def test_the_plan_counts_packets(kind, codecs):
     shard, mesh = sharded(kind, **codecs), data_mesh(N)

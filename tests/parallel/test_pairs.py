@@ -33,7 +33,7 @@ TRIPLES = [
     "exchange + accumulate + skip",
     "params + pipeline + microbatches",
 ]
-FEW = 12
+FEW = 23
 
 
 @pytest.mark.filterwarnings("ignore:.*row-sparse gradient becomes dense")

@@ -216,6 +216,7 @@ def test_small_leaves_share_an_all_reduce_with_the_metrics():
     assert metrics["aux"]["mean"] == x.mean() and metrics["aux"]["count"] == N
 
 
+@pytest.mark.nightly
 def test_a_mesh_of_explicit_axes():
     """jax.make_mesh makes them so."""
     mesh, params = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,)), start()
@@ -226,6 +227,7 @@ def test_a_mesh_of_explicit_axes():
     chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(want.params))
 
 
+@pytest.mark.nightly
 def test_two_axes():
     """The batch is split over both axes of a mesh."""
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))

@@ -6,13 +6,14 @@
 import math
 
 import pytest
+from grids import thinned
 
 from benchmarks.scale import TOY, divisions, measured
 
 DIVISIONS = divisions(TOY)
 
 
-@pytest.mark.parametrize("name", DIVISIONS)
+@pytest.mark.parametrize("name", thinned(DIVISIONS))
 def test_more_devices_add_no_collective(name):
     division = DIVISIONS[name]
     least = 2 * math.prod(division.inner.values())  # two workers

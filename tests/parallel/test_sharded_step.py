@@ -90,7 +90,7 @@ def run_alone(name):
     return run(optfn.make_train_step(loss_fn, ALL[name]()))
 
 
-@pytest.mark.parametrize(("name", "shard"), thinned(CASES, every=7))
+@pytest.mark.parametrize(("name", "shard"), thinned(CASES, every=13))
 @pytest.mark.filterwarnings("ignore:.*has no effect without tables")
 def test_the_trajectory_is_that_of_one_device(name, shard):
     make, shard = ALL[name], SHARDS[shard]

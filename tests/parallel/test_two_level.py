@@ -85,7 +85,7 @@ RUNS = [(k, 1) for k in DENSE] + [(k, 3) for k in IN_ROUNDS]
 
 @pytest.mark.parametrize(
     ("name", "steps", "kind"),
-    thinned([(*run, kind) for run in RUNS for kind in ("params", "state")], every=3),
+    thinned([(*run, kind) for run in RUNS for kind in ("params", "state")], every=5),
 )
 def test_it_is_the_run_of_undivided_workers(name, steps, kind):
     two, one = meshes()
@@ -130,7 +130,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), thinned(itertools.product(EXCHANGES, ["params", "state"]), every=3)
+    ("name", "kind"), thinned(itertools.product(EXCHANGES, ["params", "state"]), every=5)
 )
 def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kind):
     """Chunks divide the parts, so that they are those of whole leaves, and so are the residuals."""
@@ -194,8 +194,7 @@ LAZY = {
 }
 
 
-@pytest.mark.parametrize("kind", ["params", "state"])
-@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize(("name", "kind"), thinned(itertools.product(LAZY, ["params", "state"]), 3))
 def test_the_devices_of_a_worker_divide_the_rows_of_a_table(name, kind):
     """The rate and the factor of a clip, computed for all rows, reach the owners of rows."""
     two, one = meshes()

@@ -100,6 +100,7 @@ def test_heterogeneous_stages_that_share_weights_train_as_two_simulated_workers(
     assert_close(state.params, want_params)
 
 
+@pytest.mark.nightly
 @pytest.mark.optimized
 def test_shared_weights_and_integers_beside_stacked_stages():
     """`spec` is for the stages; shared weights are replicated; integers have no update or state."""

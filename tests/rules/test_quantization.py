@@ -204,7 +204,7 @@ IN_PLACE = {"adam": 2, "adamw": 2, "momentum": 1, "adamax": 2, "nesterov": 1, "r
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("name", thinned(IN_PLACE))
+@pytest.mark.parametrize("name", thinned(IN_PLACE, 4))
 @pytest.mark.parametrize(("moment_dtype", "most"), [("bfloat16", 2.005), ("int8", 1.05)])
 def test_bytes_of_state_and_of_temporaries(name, moment_dtype, most):
     """Beside gradients that are given, a train step needs less than half a byte a parameter."""

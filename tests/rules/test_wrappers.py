@@ -367,7 +367,7 @@ def test_wide_leaves_have_no_master():
 # Accumulation
 
 
-@by_entry(registry.OPTIMIZERS, every=5)
+@by_entry(registry.OPTIMIZERS, every=9)
 def test_accumulate_is_the_step_of_the_mean_gradient(entry):
     """Every third call steps; the others change neither params nor inner state."""
     tx = optfn.accumulate(entry.make(), 3)

@@ -183,7 +183,7 @@ def test_another_model_is_refused_by_name(tmp_path):
             (1 + 2j) * jnp.arange(8.0),
             jax.random.split(jax.random.key(0), 8),
         ],
-        every=3,
+        every=6,
     ),
     ids=lambda x: str(x.dtype),
 )

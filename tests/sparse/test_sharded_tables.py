@@ -98,6 +98,7 @@ CASES = [(rule, "uniform") for rule in RULES]
 CASES += [(rule, kind) for rule in ("lazy", "lazy exact") for kind in IDS if kind != "uniform"]
 
 
+@pytest.mark.nightly
 def test_rows_of_all_devices_that_are_more_than_an_owner_keeps_or_updates_at_a_time():
     """160 ids go to the owner of 128 rows, which updates about 30 at a time."""
     rng = np.random.default_rng(2)
@@ -128,6 +129,7 @@ def test_it_is_the_unsharded_step(rule, kind):
     assert state.params["t"].addressable_shards[0].data.shape == (ROWS // N, WIDTH)
 
 
+@pytest.mark.nightly
 def test_metrics_are_of_the_whole_tables():
     state, _ = run(sharded(RULES["guarded, measured"]()), batches("zipf"))
     want, _ = alone("guarded, measured", "zipf")
@@ -307,6 +309,7 @@ def test_eight_bit_moments_have_no_rows():
         sharded(optfn.adam(0.01, moment_dtype="int8")).init(PARAMS)
 
 
+@pytest.mark.nightly
 def test_explicit_axes_and_a_checked_layout():
     mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Explicit,))
     step = sharded(optfn.adam(0.01, lazy=True), mesh=mesh)
@@ -378,6 +381,7 @@ def bytes_of_batches(step, draw, width=64, count=20):
     return np.mean(sent), np.mean(least)
 
 
+@pytest.mark.nightly
 @pytest.mark.optimized
 def test_ids_by_frequency_send_little_more_than_the_rows_that_are_needed():
     """Zipf's law, exponent 1.05, on 262,144 rows: 1.6 times the ideal, hashed or not."""

@@ -77,7 +77,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "pair"), thinned(itertools.product(LAYOUTS, PAIRS), 5))
+@pytest.mark.parametrize(("layout", "pair"), thinned(itertools.product(LAYOUTS, PAIRS), 11))
 def test_a_run_goes_on_with_masters_of_another_form(pair, layout):
     before, after = pair
     first, second = step_of(before), step_of(after, **LAYOUTS[layout])

@@ -75,7 +75,7 @@ def trained(step, state, batches):
 
 
 @pytest.mark.parametrize(
-    ("name", "workers"), thinned(itertools.product(OF_THE_TREE, [4, 1]), 6, first=1)
+    ("name", "workers"), thinned(itertools.product(OF_THE_TREE, [4, 1]), 12, first=2)
 )
 def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, workers):
     tree, packed = (
@@ -91,7 +91,7 @@ def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, worker
         np.testing.assert_allclose(packed[key], x, rtol=2e-2, atol=1e-4, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "here", "there", "sharded"), thinned(WAYS, 24, first=5))
+@pytest.mark.parametrize(("name", "here", "there", "sharded"), thinned(WAYS, 48, first=5))
 def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, tmp_path):
     """From packed params (`here`) or the tree into packed params (`there`) or the tree."""
     if sharded:
@@ -114,6 +114,7 @@ def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, 
     assert other.compiled._cache_size() == compiled
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "sharded"), thinned(itertools.product(RUNS, [False, True]), 16))
 def test_a_packed_run_goes_on_with_half_of_the_workers(name, sharded, tmp_path):
     step = made(name, True)

@@ -113,6 +113,7 @@ def test_bfloat16_is_kept_as_bits(tmp_path):
     chex.assert_trees_all_equal(optfn.load_state_dict(state, raw), state)  # as npz gives it back
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_round_trip_through_orbax(tmp_path):
     """Every optimizer, transform and wrapper, in one checkpoint.
