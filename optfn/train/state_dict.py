@@ -159,8 +159,8 @@ def summary(
       tx: an optimizer, however wrapped. Nothing is allocated, and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
       mesh: with `shard` or `shard_tables`, the mesh over which params and state are divided.
-      shard: as for `make_train_step`. There are then two more columns: the mesh axes that divide
-        the state of each leaf, and the bytes of params and state on a device.
+      shard: as for `make_train_step`. There are then two more columns: the placement of each leaf
+        (the mesh axes that divide it, or "whole"), and the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
       tables: as for `make_train_step`.
       shard_tables: as for `make_train_step`: the rows of `tables` are divided.
@@ -179,12 +179,12 @@ def summary(
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
     treatments = state_names.treated(state, lambda traits: traits.treatment, names)
-    lies = []
+    placement = []
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
     if shard is not None or shard_tables:
-        lies = _layout_columns(state, params, mesh, shard, data_axis, tables)
-    titles = ["lies", "bytes a device"] if lies else []
+        placement = _layout_columns(state, params, mesh, shard, data_axis, tables)
+    titles = ["placement", "bytes a device"] if placement else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
         if tree.is_masked(p):
@@ -194,13 +194,13 @@ def summary(
         words = [treatments[name]] if name in treatments else []
         words += _attribute_words(attrs.get(name, DEFAULT), p, name in without_decay)
         row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
-        rows.append((*row, *(lies[i] if lies else ())))
+        rows.append((*row, *(placement[i] if placement else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
     total = sum(_bytes(leaf) for _, leaf in named_leaves(state))
     per = f"{total / count:.2f}" if count else "-"
     last = (f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per)
-    rows.append((*last, *(lies[-1] if lies else ())))
+    rows.append((*last, *(placement[-1] if placement else ())))
     return _table(rows)
 
 
