@@ -200,7 +200,7 @@ def chained(links: Sequence[Rule]) -> Rule:
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        check_length("chain", state, len(links))
+        mismatch.check_length("chain", state, len(links))
         new = []
         for link, old in zip(links, state, strict=True):
             updates, after = link.update(updates, old, params, **extra)
@@ -217,44 +217,6 @@ def check_params_given(name: str, params: Params | None) -> None:
     """Raise a ValueError if a transformation that needs params is called without."""
     if params is None:
         raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
-
-
-def check_state(name: str, state: OptState, kind: type) -> None:
-    """Raise a TypeError unless `state` is of the type that the transformation's init returns."""
-    if not isinstance(state, kind):
-        raise _of_another(name, f"a {kind.__name__}", state)
-
-
-def check_state_types(name: str, state: OptState, expected: OptState) -> None:
-    """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
-    if type(expected) is not tuple:
-        if hasattr(expected, "_fields") and not (_is_empty(expected) and _is_empty(state)):
-            check_state(name, state, type(expected))
-        return
-    check_length(name, state, len(expected))
-    for part, expected_part in zip(state, expected, strict=True):
-        check_state_types(name, part, expected_part)
-
-
-def _is_empty(state: OptState) -> bool:
-    """Tell whether a state is None, () or an EmptyState, as users of optax pass for no state."""
-    return state is None or (isinstance(state, tuple) and not state)
-
-
-def check_length(name: str, state: OptState, length: int) -> None:
-    """Raise a TypeError unless `state` is a tuple of the states of `length` transformations."""
-    if not isinstance(state, tuple | list) or len(state) != length:
-        raise _of_another(name, f"a tuple of {length}", state)
-
-
-def _of_another(name: str, expected: str, state: OptState) -> TypeError:
-    kind, package = type(state).__name__, checks.package(type(state).__module__)
-    came = kind if package == "optfn" else f"{kind} of {package}"
-    came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else came
-    return TypeError(
-        f"{name}: the state must be {expected}, which its init returns; got {came}, which was "
-        "made by another optimizer"
-    )
 
 
 def rule_of(tx: optax.GradientTransformation) -> Rule:
@@ -289,8 +251,8 @@ def behind_edge(name: str, rule: Rule) -> Transform:
     ) -> tuple[Updates, OptState]:
         if rule.needs_params:
             check_params_given(name, params)
-        if rule.reads_state or not _is_empty(state):
-            check_state_types(name, state, expected_state())
+        if rule.reads_state or not mismatch.is_empty(state):
+            mismatch.check_state_types(name, state, expected_state())
         updates = _as_arrays(updates)
         if params is None:
             mismatch.check_params(name, updates, rule.real_only, "gradient")

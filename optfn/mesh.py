@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import slices
+from optfn.leaves.groups import in_groups
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -158,14 +159,13 @@ def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
     If JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
     """
-    means: dict[int, jax.Array] = {}
-    kinds = [(str(x.dtype), *sorted(map(str, varying_axes(x)))) for x in g]
-    for kind in sorted(set(kinds)):
-        numbers = [i for i, other in enumerate(kinds) if other == kind]
-        bucket = pmean(jnp.concatenate([g[i].reshape(-1) for i in numbers]), names)
-        parts = slices.split(bucket, [g[i].size for i in numbers])
-        means |= {i: part.reshape(g[i].shape) for i, part in zip(numbers, parts, strict=True)}
-    return [means[i] for i in range(len(g))]
+
+    def means(arrays: list[jax.Array]) -> list[jax.Array]:
+        bucket = pmean(jnp.concatenate([x.reshape(-1) for x in arrays]), names)
+        parts = slices.split(bucket, [x.size for x in arrays])
+        return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+
+    return in_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
 
 
 def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
@@ -195,19 +195,20 @@ def all_to_all_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
 def _in_one(g: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
     """Return arrays of rows after a collective over rows, (rows, size) -> (N, size), of all."""
-    words = [x if x.dtype.itemsize != 4 else lax.bitcast_convert_type(x, jnp.uint32) for x in g]
-    received: dict[int, jax.Array] = {}
-    for dtype in sorted({x.dtype for x in words}, key=str):
-        numbers = [i for i, x in enumerate(words) if x.dtype == dtype]
-        rows = [words[i].reshape(words[i].shape[0], -1) for i in numbers]
-        parts = slices.split(send(jnp.concatenate(rows, axis=1)), [x.shape[1] for x in rows])
-        received |= dict(zip(numbers, parts, strict=True))
-    return [
-        (
-            lax.bitcast_convert_type(received[i], x.dtype) if x.dtype.itemsize == 4 else received[i]
-        ).reshape(-1, *x.shape[1:])
-        for i, x in enumerate(g)
-    ]
+
+    def as_words(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.uint32) if x.dtype.itemsize == 4 else x
+
+    def received(arrays: list[jax.Array]) -> list[jax.Array]:
+        rows = [x.reshape(x.shape[0], -1) for x in arrays]
+        return slices.split(send(jnp.concatenate(rows, axis=1)), [x.shape[1] for x in rows])
+
+    def restored(x: jax.Array, like: jax.Array) -> jax.Array:
+        x = lax.bitcast_convert_type(x, like.dtype) if like.dtype.itemsize == 4 else x
+        return x.reshape(-1, *like.shape[1:])
+
+    words = list(map(as_words, g))
+    return list(map(restored, in_groups(received, words, lambda x: x.dtype), g))
 
 
 def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
@@ -216,7 +217,7 @@ def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for
     an array with an equivalent sharding.
     """
-    if AxisType.Explicit in mesh.axis_types:
+    if mesh.explicit_axes:
         spec = PartitionSpec(*spec, *[None] * (ndim - len(spec)))
     return NamedSharding(mesh, spec)
 

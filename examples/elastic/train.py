@@ -42,7 +42,7 @@ def loss_fn(params: dict[str, jax.Array], batch: tuple[jax.Array, jax.Array]) ->
 
 
 def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the batches of all workers; 1, 2, 3, 4 and 6 of them divide 48 examples."""
+    """Yield the batches of all workers; 1, 2, 3, 4, 6 or 8 of them divide 48 examples."""
     rng = np.random.default_rng(0)
     target = rng.standard_normal((16, 4))
     for _ in range(STEPS):

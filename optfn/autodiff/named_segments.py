@@ -14,6 +14,7 @@ from optfn.jaxprs.equations import (
     Value,
     Variable,
     as_function_of_arrays,
+    bindings,
     read,
     type_of,
     variables,
@@ -45,15 +46,14 @@ def recompute_function(
         program = Equations(of_arrays, arrays)
         _check_names(program, names, argument)
         *segments, tail = _segments(program, names)
-        values = {**program.constants, **dict(zip(program.inputs, arrays, strict=True))}
+        values = program.constants | bindings(program.inputs, arrays)
         run_tail: Callable[..., Any] = partial(_run_segment, program, tail)
         if not _is_loss(program.outputs):
             run_tail = jax.checkpoint(run_tail)
         for segment in segments:
             run = jax.checkpoint(partial(_run_segment, program, segment))
-            results = run(read(values, segment.inputs))
-            values.update(zip(segment.outputs, results, strict=True))
-        values.update(zip(tail.outputs, run_tail(read(values, tail.inputs)), strict=True))
+            values |= bindings(segment.outputs, run(read(values, segment.inputs)))
+        values |= bindings(tail.outputs, run_tail(read(values, tail.inputs)))
         return jax.tree.unflatten(program.structure, read(values, program.outputs))
 
     return recomputed
@@ -84,7 +84,7 @@ def _segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
 
 
 def _run_segment(program: Equations, segment: _Segment, inputs: list[Value]) -> list[Value]:
-    known = dict(zip(segment.inputs, inputs, strict=True))
+    known = bindings(segment.inputs, inputs)
     return read(program.run(segment.equations, known), segment.outputs)
 
 

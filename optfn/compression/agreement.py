@@ -51,7 +51,7 @@ def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array
     Both are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on them
     remains a branch.
     """
-    arrays = [g.values if isinstance(g, LeafKind) else g for g in tree.flatten(updates)[0]]
+    arrays = [g.values if isinstance(g, LeafKind) else g for g in tree.leaves(updates)]
     # Turn each leaf into bits in one pass, then reduce the bits of all leaves at once.
     bits = [pack_mask(~jnp.isfinite(g.reshape(-1))) for g in arrays if not tree.is_masked(g)]
     nonfinite = jnp.any(jnp.concatenate(bits) > 0) if bits else jnp.asarray(False)

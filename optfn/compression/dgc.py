@@ -228,7 +228,7 @@ class DgcTraffic:
 
 
 def _bytes_of_leaves(options: Options, params: Params) -> DgcTraffic:
-    leaves = [p for p in tree.flatten(params)[0] if not tree.is_masked(p)]
+    leaves = tree.arrays(params)
     large = [p for p in leaves if options.compresses(p)]
     small = [p for p in leaves if not options.compresses(p)]
     return DgcTraffic(
@@ -277,7 +277,7 @@ def _accumulate_and_send_parts(
 
     directions, structure = tree.flatten(g)
     parts = state.velocity, state.local_velocity.value, state.residual.value
-    velocity, u, v = (tree.flatten(part)[0] for part in parts)
+    velocity, u, v = map(tree.leaves, parts)
     # A leaf is masked in `velocity` if it is compressed, and in `residual` if it is not.
     small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]

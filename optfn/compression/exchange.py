@@ -32,7 +32,7 @@ from optfn.compression.gathering import empty_rows
 from optfn.compression.on_parts import update_on_parts
 from optfn.compression.sending import Sending, exchanged_densely
 from optfn.compression.traffic import traffic_of
-from optfn.leaves import leafwise, packed, tree
+from optfn.leaves import leafwise, mismatch, packed, tree
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows
 from optfn.leaves.traits import traits
@@ -94,7 +94,7 @@ class _Options:
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
-        pairs = zip(chosen(self.compressors, params), tree.flatten(params)[0], strict=True)
+        pairs = zip(chosen(self.compressors, params), tree.leaves(params), strict=True)
         return [compressor if self._compresses(compressor, p) else None for compressor, p in pairs]
 
     def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
@@ -246,7 +246,7 @@ def _plain_mean(
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
-    core.check_state("exchange", state, ExchangeDenseState)
+    mismatch.check_state("exchange", state, ExchangeDenseState)
     check_own_gradients("exchange", leafwise.inexact(updates), options.axis_name)
     return mean_on_parts(updates, (), options.axis_name, parts)[0], state
 
@@ -318,7 +318,7 @@ def _compressed_mean_of_parts(
     nonfinite, step = agree(whole, state.step, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
-    residuals = tree.flatten(state.residual.value)[0]
+    residuals = tree.leaves(state.residual.value)
     states = structure.flatten_up_to(state.compressor)
     numbers = _compressed(whole, state.residual.value)
     directions = exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
@@ -351,12 +351,12 @@ def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[
       ValueError: an array has the size neither of one slice nor of all.
     """
     if not isinstance(state.published, Divided):
-        return [None] * len(tree.flatten(updates)[0])
+        return [None] * len(tree.leaves(updates))
     workers = mesh.axis_size(axis_name)
     for place, g, x in tree.items(updates, state.published.value):
         if not (tree.is_masked(x) or isinstance(g, LeafKind) or x.shape == (g.size,)):
             check_state_of_leaf("exchange", place, x, (-(-g.size // workers),))
-    return tree.flatten(state.published.value)[0]
+    return tree.leaves(state.published.value)
 
 
 def _compressed(updates: Updates, residuals: PyTree) -> list[int]:

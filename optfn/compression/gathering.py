@@ -9,6 +9,7 @@ from jax import lax
 
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
+from optfn.leaves.groups import in_groups
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import PyTree
 from optfn.mesh import Axes
@@ -83,13 +84,12 @@ def encode_all(
     compressors: Sequence[BaseCompressor], xs: Sequence[jax.Array], states: Sequence[PyTree]
 ) -> list[tuple[PyTree, PyTree]]:
     """Return packet and next state of each leaf; equal compressors encode their leaves together."""
-    encoded: dict[int, tuple[PyTree, PyTree]] = {}
-    for i, compressor in enumerate(compressors):
-        if i not in encoded:
-            equal = [j for j, other in enumerate(compressors) if other == compressor]
-            results = compressor.encode_all([xs[j] for j in equal], [states[j] for j in equal])
-            encoded |= dict(zip(equal, results, strict=True))
-    return [encoded[i] for i in range(len(xs))]
+
+    def encode(group: list[int]) -> list[tuple[PyTree, PyTree]]:
+        compressor = compressors[group[0]]
+        return compressor.encode_all([xs[i] for i in group], [states[i] for i in group])
+
+    return in_groups(encode, range(len(xs)), lambda i: compressors[i])
 
 
 def mean_of_packets(

@@ -1,6 +1,6 @@
 """How accumulated updates are sent: densely, as packets to all workers, or by parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import with_feedback
 from optfn.compression.gathering import mean_by_all_gather
 from optfn.leaves import tree
+from optfn.leaves.groups import in_groups
 from optfn.leaves.types import Leaf, LeafKind
 from optfn.mesh import Axes
 from optfn.transforms.in_place import when
@@ -72,20 +73,18 @@ class Sending(NamedTuple):
         """Send the accumulated updates, and keep the rest."""
         if self.route == "parts":
             return (mean_by_parts(compressors, leaves, self.axis_name, self.error_feedback),)
+
+        def together(group: list[int]) -> list[LeafInExchange]:
+            own, first = [leaves[i] for i in group], compressors[group[0]]
+            if first.is_reduced:
+                return first.reduced(own, self.axis_name)
+            return mean_by_all_gather([compressors[i] for i in group], own, self.axis_name)
+
+        def kind(i: int) -> object:
+            return compressors[i].is_reduced and compressors[i].reduced
+
         # Matrices of all ranks share their all-reduces, and all gathered packets one all-gather.
-        groups: dict[Callable[..., list[LeafInExchange]] | None, list[int]] = {}
-        for i, compressor in enumerate(compressors):
-            groups.setdefault(compressor.reduced if compressor.is_reduced else None, []).append(i)
-        sent = list(leaves)
-        for reduced, numbers in groups.items():
-            group = [leaves[i] for i in numbers]
-            if reduced is None:
-                group = mean_by_all_gather([compressors[i] for i in numbers], group, self.axis_name)
-            else:
-                group = reduced(group, self.axis_name)
-            for i, leaf in zip(numbers, group, strict=True):
-                sent[i] = leaf
-        return (sent,)
+        return (in_groups(together, range(len(leaves)), kind),)
 
 
 def exchanged_densely(

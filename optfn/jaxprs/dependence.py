@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from optfn.jaxprs.equations import Atom, Equation, Jaxpr, called, scan_groups
+from optfn.jaxprs.equations import Atom, Equation, Jaxpr, bindings, called, scan_groups
 from optfn.leaves.types import PyTree
 
 # For each value its marks: a bool for one mark, an integer with a bit for each of several.
@@ -34,7 +34,7 @@ def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence
 
 def _of_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     """Return which outputs of a jaxpr depend on the inputs that are marked."""
-    marked = dict(zip(jaxpr.invars, inputs, strict=True))
+    marked = bindings(jaxpr.invars, inputs)
 
     def flags(atoms: Sequence[Atom]) -> Flags:
         return [False if isinstance(a, jex.Literal) else marked.get(a, False) for a in atoms]
@@ -42,8 +42,7 @@ def _of_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     for equation in jaxpr.eqns:
         given = flags(equation.invars)
         if any(given):
-            found = _of_equation(equation, given)
-            marked.update(zip(equation.outvars, found, strict=True))
+            marked |= bindings(equation.outvars, _of_equation(equation, given))
     return flags(jaxpr.outvars)
 
 

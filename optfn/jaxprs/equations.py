@@ -40,7 +40,7 @@ class Equations:
         self.structure: Any = jax.tree.structure(shape)
         self.inputs, self.outputs = list(inlined.jaxpr.invars), list(inlined.jaxpr.outvars)
         self.equations = list(inlined.jaxpr.eqns)
-        self.constants = dict(zip(inlined.jaxpr.constvars, inlined.consts, strict=True))
+        self.constants = bindings(inlined.jaxpr.constvars, inlined.consts)
 
     @property
     def has_effects(self) -> bool:
@@ -82,12 +82,12 @@ class Equations:
         `overrides` maps the id of an equation to a function that replaces it, from the values of
         its arguments to those of its results.
         """
-        values = {**self.constants, **known}
+        values = self.constants | known
         for equation in equations:
             arguments = read(values, equation.invars)
             override = (overrides or {}).get(id(equation))
             results = override(*arguments) if override else _bind(equation, arguments)
-            _assign(values, equation, results)
+            values |= bindings(equation.outvars, results)
         return values
 
 
@@ -131,6 +131,11 @@ def read(values: Environment, atoms: Iterable[Atom]) -> list[Value]:
     return [a.val if isinstance(a, jex.Literal) else values[a] for a in atoms]
 
 
+def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
+    """Return the environment in which variables have these values: the inverse of `read`."""
+    return dict(zip(names, values, strict=True))
+
+
 def called(equation: Equation) -> Jaxpr | None:
     """Return the jaxpr that an equation runs once on its operands; None if it does not call one."""
     if equation.primitive.name not in _CALLS:
@@ -156,10 +161,6 @@ def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _assign(values: Environment, equation: Equation, results: Sequence[Value]) -> None:
-    values.update(zip(equation.outvars, results, strict=True))
-
-
 def _bind(equation: Equation, arguments: Sequence[Value]) -> list[Value]:
     primitive = equation.primitive
     with equation.ctx.manager:
@@ -169,15 +170,16 @@ def _bind(equation: Equation, arguments: Sequence[Value]) -> list[Value]:
 
 def _run_inlined(closed: jex.ClosedJaxpr, arguments: Iterable[Value]) -> list[Value]:
     """Run a jaxpr equation by equation, including those of jitted functions in it."""
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values.update(zip(closed.jaxpr.invars, arguments, strict=True))
+    values = bindings(closed.jaxpr.constvars, closed.consts)
+    values |= bindings(closed.jaxpr.invars, arguments)
     for equation in closed.jaxpr.eqns:
         operands = read(values, equation.invars)
         inner = _inner(equation)
         if equation.primitive.name in _JITTED and isinstance(inner, jex.ClosedJaxpr):
-            _assign(values, equation, _run_inlined(inner, operands))
+            results = _run_inlined(inner, operands)
         else:
-            _assign(values, equation, _bind(equation, operands))
+            results = _bind(equation, operands)
+        values |= bindings(equation.outvars, results)
     return read(values, closed.jaxpr.outvars)
 
 
@@ -186,14 +188,14 @@ def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
     needed = program.dependencies(targets)
 
     def run(*leaves: Value) -> list[Value]:
-        values = {**program.constants, **dict(zip(program.inputs, leaves, strict=True))}
+        values = program.constants | bindings(program.inputs, leaves)
         for equation in program.equations:
             operands = read(values, equation.invars)
             if equation.primitive.name == "scan":
                 results = _run_split_scan(equation, operands, needed)
             else:
                 results = _bind(equation, operands)
-            _assign(values, equation, results)
+            values |= bindings(equation.outvars, results)
         return read(values, program.outputs)
 
     split = Equations(run, *shapes_of(program.inputs))
@@ -303,11 +305,11 @@ class _Scan(NamedTuple):
         element_inputs = self.body.inputs[len(self.constants) + len(self.init) :]
         pairs = [(a, x) for a, x in zip(element_inputs, self.elements, strict=True) if a in reads]
         per_iteration = [*(a for a, _ in pairs), *received]
-        constants = dict(zip(self.body.inputs, self.constants, strict=False))
+        constants = bindings(self.body.inputs[: len(self.constants)], self.constants)
 
         def iteration(carry: list[Value], elements: list[Value]) -> Any:
-            known = constants | dict(zip(self.carry_inputs(carried), carry, strict=True))
-            known |= dict(zip(per_iteration, elements, strict=True))
+            known = constants | bindings(self.carry_inputs(carried), carry)
+            known |= bindings(per_iteration, elements)
             values = self.body.run(equations, known)
             carry, ys = read(values, self.outputs(carried)), read(values, self.outputs(stacked))
             return carry, (ys, read(values, passed_on))

@@ -245,7 +245,7 @@ def apply(
         if isinstance(g, LeafKind):
             _checked(place, g)
         accumulators, p = others[: len(state)], others[len(state) :]
-        mismatch.check_state(place, g, accumulators, shapes)
+        mismatch.check_accumulators(place, g, accumulators, shapes)
         own = {k: _scalar_at(v, place.number) for k, v in arrays.items()}
         results: tuple[Any, ...] = program(g, accumulators, p, own)
         return results

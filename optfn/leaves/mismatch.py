@@ -1,4 +1,4 @@
-"""Errors about leaves: each names the leaf, the value that was passed and the one needed."""
+"""Errors about leaves and states: each names the value that was passed and the one needed."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from optfn import checks
 from optfn.leaves import tree
-from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
+from optfn.leaves.types import DType, Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 
 def check_params(name: str, params: Params, real_only: str, kind: str = "parameter") -> None:
@@ -117,7 +117,45 @@ def naming_integer_leaves(updates: Updates) -> Iterator[None]:
         ) from error
 
 
-def check_state(
+def check_state(name: str, state: OptState, kind: type) -> None:
+    """Raise a TypeError unless `state` is of the type that the transformation's init returns."""
+    if not isinstance(state, kind):
+        raise _of_another(name, f"a {kind.__name__}", state)
+
+
+def check_state_types(name: str, state: OptState, expected: OptState) -> None:
+    """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
+    if type(expected) is not tuple:
+        if hasattr(expected, "_fields") and not (is_empty(expected) and is_empty(state)):
+            check_state(name, state, type(expected))
+        return
+    check_length(name, state, len(expected))
+    for part, expected_part in zip(state, expected, strict=True):
+        check_state_types(name, part, expected_part)
+
+
+def is_empty(state: OptState) -> bool:
+    """Tell whether a state is None, () or an EmptyState, as users of optax pass for no state."""
+    return state is None or (isinstance(state, tuple) and not state)
+
+
+def check_length(name: str, state: OptState, length: int) -> None:
+    """Raise a TypeError unless `state` is a tuple of the states of `length` transformations."""
+    if not isinstance(state, tuple | list) or len(state) != length:
+        raise _of_another(name, f"a tuple of {length}", state)
+
+
+def _of_another(name: str, expected: str, state: OptState) -> TypeError:
+    kind, package = type(state).__name__, checks.package(type(state).__module__)
+    came = kind if package == "optfn" else f"{kind} of {package}"
+    came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else came
+    return TypeError(
+        f"{name}: the state must be {expected}, which its init returns; got {came}, which was "
+        "made by another optimizer"
+    )
+
+
+def check_accumulators(
     place: tree.Place,
     g: Leaf,
     accumulators: Sequence[Leaf],

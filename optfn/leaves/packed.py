@@ -296,17 +296,3 @@ def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], part: Leaf, w
         pieces.append(array[at : at + size])
         start, start_of_part = start + size, start_of_part + size * is_chosen
     return jnp.concatenate(pieces)
-
-
-def unpacked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn` for packed params: (packed, *args) -> (value, packed gradients).
-
-    Args:
-      fn: (params, *args) -> (value, gradients), a function of the tree.
-    """
-
-    def packed_fn(packed: Packed, *args: Any) -> tuple[Any, Packed]:
-        value, grads = fn(unpack(packed), *args)
-        return value, pack_like(packed.layout, grads)
-
-    return packed_fn

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn import checks
+from optfn.leaves.tree import is_array
 from optfn.leaves.types import Leaf, LeafKind
 
 
@@ -52,9 +53,7 @@ class Rows(LeafKind):
 
     def __post_init__(self) -> None:
         checks.count("Rows: num_rows", self.num_rows, low=0)
-        indices, values = (
-            x if hasattr(x, "dtype") else np.asarray(x) for x in (self.indices, self.values)
-        )
+        indices, values = (x if is_array(x) else np.asarray(x) for x in (self.indices, self.values))
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise TypeError(f"Rows: indices must be int32; got dtype {indices.dtype}")
         if not jnp.issubdtype(values.dtype, jnp.inexact):

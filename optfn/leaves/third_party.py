@@ -48,8 +48,7 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
             result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)
             return result
         except (TypeError, ValueError) as error:
-            pairs = zip(tree.paths(updates), tree.flatten(updates)[0], strict=True)
-            sparse = [path for path, x in pairs if isinstance(x, LeafKind)]
+            sparse = [str(place) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
             if sparse and _is_defined(of_dense):
                 raise TypeError(
                     f"{argument} takes no row-sparse gradients, but the gradient of "

@@ -239,6 +239,12 @@ def names(tree: PyTree) -> list[tuple[str, ...]]:
     return found
 
 
+def with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
+    """Return each name of each leaf, see `names`, and the leaf."""
+    pairs = zip(names(tree), leaves(tree), strict=True)
+    return [(name, leaf) for group, leaf in pairs for name in group]
+
+
 def has_names(x: object) -> bool:
     """Tell whether `x` is a node whose leaves have names of their own, such as `Packed`."""
     return hasattr(type(x), "leaf_names")
@@ -316,15 +322,6 @@ def _names_before(tree: PyTree) -> Iterator[str]:
     """Yield the names of the leaves that nodes of named leaves had when they were packed."""
     nodes = filter(has_names, jax.tree.leaves(tree, is_leaf=has_names))
     return (path for node in nodes for path in node.layout.paths)
-
-
-def select(pattern: Pattern | None, tree: PyTree, argument: str) -> list[tuple[bool, ...]]:
-    """Return for each leaf of `tree` whether `pattern` selects it, see `matching`.
-
-    Each leaf has a tuple of one bool; a buffer of a Packed has one bool for each leaf in it.
-    """
-    chosen = matching(pattern, tree, argument)
-    return [tuple(name in chosen for name in group) for group in names(tree)]
 
 
 def check_pattern(argument: str, pattern: object) -> Pattern | None:

@@ -58,7 +58,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
             return tree.on_key_data(place, leaf)
-        return put(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
+        return placed_copy(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)
 
@@ -77,16 +77,17 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
     """
     workers = num_workers(mesh, data_axis)
-    leaves, structure = jax.tree.flatten(batch)
 
-    def place(i: int, x: Leaf) -> Leaf:
+    def part(place: tree.Place, x: Leaf) -> Leaf:
+        if tree.is_masked(x):
+            return x
         if jnp.ndim(x) and np.shape(x)[0] % (workers * local_steps):
             parts = f"the {workers} workers" + (
                 f" times {local_steps} local steps" if local_steps > 1 else ""
             )
             raise ValueError(
                 f"the leading axis of the batch must be divisible by {parts}; "
-                f"{_leaf_of(batch, i)} has shape {np.shape(x)}"
+                f"{f'leaf {place!r}' if str(place) else 'it'} has shape {np.shape(x)}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
         if checks.is_traced(x):
@@ -95,12 +96,12 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
             return x
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
-        return put(x, placement)
+        return placed_copy(x, placement)
 
-    return jax.tree.unflatten(structure, [place(i, x) for i, x in enumerate(leaves)])
+    return tree.map_named(part, batch)
 
 
-def put(x: Leaf, placement: NamedSharding) -> jax.Array:
+def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Return a copy of an array on all devices of `placement`, even those of other processes."""
     if checks.is_traced(x):
         traced: jax.Array = x
@@ -111,8 +112,3 @@ def put(x: Leaf, placement: NamedSharding) -> jax.Array:
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
     # Each device gets a copy of its part, because the step overwrites it.
     return jax.make_array_from_callback(host.shape, placement, lambda part: host[part].copy())
-
-
-def _leaf_of(batch: Batch, i: int) -> str:
-    path = tree.paths(batch)[i]
-    return f"leaf {path!r}" if path else "it"

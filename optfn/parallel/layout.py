@@ -24,7 +24,7 @@ from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, axes, joined, restricted, without
-from optfn.parallel.data_parallel import put, replicate
+from optfn.parallel.data_parallel import placed_copy, replicate
 from optfn.parallel.means import Parts
 from optfn.parallel.owners import Codec
 from optfn.state import names as state_names
@@ -255,7 +255,7 @@ class Layout:
     def put(self, params: Params) -> Params:
         """Return copies of params, placed by their specs."""
         return jax.tree.map(
-            lambda spec, x: put(x, meshes.sharding(self.mesh, spec, jnp.ndim(x))),
+            lambda spec, x: placed_copy(x, meshes.sharding(self.mesh, spec, jnp.ndim(x))),
             self.of_params(params), params, is_leaf=is_spec,
         )  # fmt: skip
 

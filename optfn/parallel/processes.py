@@ -80,7 +80,7 @@ def compare_params(params: Params) -> None:
         return
     _check_same("versions", f"optfn {_version.__version__}, jax {jax.__version__}")
     _check_same("params", spec_of(params))
-    names, leaves = zip(*_listed(params), strict=True)
+    names, leaves = zip(*tree.arrays_with_paths(params), strict=True)
     digests = gather_values([_digest(_content(x)) for x in leaves])
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
         raise ValueError(
@@ -97,15 +97,10 @@ def compare_batch(batch: Batch) -> None:
 def spec_of(values: PyTree) -> str:
     """Return the names, shapes and dtypes of a tree in words."""
     words = [
-        f"{name or 'one array'} {np.shape(x)} {getattr(x, 'dtype', type(x).__name__)}"
-        for name, x in _listed(values)
+        f"{name or 'one array'} {np.shape(x)} {x.dtype if tree.is_array(x) else type(x).__name__}"
+        for name, x in tree.arrays_with_paths(values)
     ]
     return ", ".join(words) or "no arrays"
-
-
-def _listed(values: PyTree) -> list[tuple[str, Leaf]]:
-    pairs = zip(tree.paths(values), tree.flatten(values)[0], strict=True)
-    return [(name, x) for name, x in pairs if not tree.is_masked(x)]
 
 
 def _check_same(noun: str, text: str) -> None:

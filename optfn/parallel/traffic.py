@@ -48,7 +48,7 @@ def traffic_metrics(
       after: the state of the optimizer after the update.
       axis_name: the mesh axes of the workers.
     """
-    leaves = tree.flatten(grads)[0]
+    leaves = tree.leaves(grads)
     states = list(zip(_exchanging(before), _exchanging(after), strict=True))
     is_known = len(states) == len(nodes_of(Exchanged, after)) and all(
         new.exchanged.traffic != () for _, new in states

@@ -56,6 +56,19 @@ def work_item(microbatches: Microbatches, index: Index, stage: Index) -> WorkIte
     return WorkItem(stage, model_input, target, key)
 
 
+class Task(NamedTuple):
+    """The work of a device in a tick, and the weights for it.
+
+    chunk: the number of the stage among those of the device.
+    valid: whether there is such work; False in the bubble.
+    """
+
+    item: WorkItem
+    chunk: Index
+    weights: Weights
+    valid: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """A model and the plan by which it runs; call `run` inside a shard_map over `axis_name`.
@@ -106,8 +119,8 @@ class Engine:
     def _forward(self, carry: Carry, tick: jax.Array) -> Carry:
         k, valid = self._position("F", tick - lax.axis_index(self.axis_name))
         index, chunk = forward_order(k, self.plan.num_stages, self.plan.virtual_stages)
-        item, weights = self._work_item(index, chunk), self._chunk_weights(chunk)
-        activation, stash = self.model.forward(item, weights, carry.activation)
+        task = self._task(index, chunk, valid)
+        activation, stash = self.model.forward(task.item, task.weights, carry.activation)
         ring = _write(carry.stash, stash, k, self.plan.stash_slots, valid)
         return carry._replace(activation=self._pass_on(activation, 1), stash=ring)
 
@@ -116,9 +129,10 @@ class Engine:
         stages_after = plan.num_stages - 1 - lax.axis_index(self.axis_name)
         k, valid = self._position("B", tick - stages_after)
         index, chunk, forward_k = plan.backward_order(k)
-        item, weights = self._work_item(index, chunk), self._chunk_weights(chunk)
+        task = self._task(index, chunk, valid)
+        stash = _at(carry.stash, forward_k % plan.stash_slots)
         loss, shared_gradient, cotangent, context = self.model.backward(
-            item, weights, _at(carry.stash, forward_k % plan.stash_slots), carry.cotangent
+            task.item, task.weights, stash, carry.cotangent
         )
         sums = carry.gradient
         carry = carry._replace(
@@ -129,25 +143,17 @@ class Engine:
         if plan.splits_backward:
             ring = _write(carry.context, context, k, plan.context_slots, valid)
             return carry._replace(context=ring)
-        return self._add_gradient(carry, item, weights, context, chunk, valid)
+        return self._add_gradient(carry, task, context)
 
     def _weight_gradient(self, carry: Carry, tick: jax.Array) -> Carry:
         plan = self.plan
         k, valid = self._position("W", tick)
         index, chunk, _ = plan.backward_order(k)
         context = _at(carry.context, k % plan.context_slots)
-        item = self._work_item(index, chunk)
-        return self._add_gradient(carry, item, self._chunk_weights(chunk), context, chunk, valid)
+        return self._add_gradient(carry, self._task(index, chunk, valid), context)
 
-    def _add_gradient(
-        self,
-        carry: Carry,
-        item: WorkItem,
-        weights: Weights,
-        context: Context,
-        chunk: Index,
-        valid: jax.Array,
-    ) -> Carry:
+    def _add_gradient(self, carry: Carry, task: Task, context: Context) -> Carry:
+        item, chunk, weights, valid = task
         stage_gradient, shared_gradient = self.model.weight_gradient(item, weights, context)
         sums = carry.gradient
 
@@ -164,9 +170,10 @@ class Engine:
         k = stage_tick - self.plan.windows[work][0]
         return jnp.clip(k, 0, self.plan.work_items - 1), (k >= 0) & (k < self.plan.work_items)
 
-    def _work_item(self, index: Index, chunk: Index) -> WorkItem:
+    def _task(self, index: Index, chunk: Index, valid: jax.Array) -> Task:
         stage = chunk * self.plan.num_stages + lax.axis_index(self.axis_name)
-        return work_item(self.microbatches, index, stage)
+        item = work_item(self.microbatches, index, stage)
+        return Task(item, chunk, self._chunk_weights(chunk), valid)
 
     def _chunk_weights(self, chunk: Index) -> Weights:
         return Weights(_at(self.weights.stage, chunk), self.weights.shared)

@@ -57,6 +57,13 @@ class Weights(NamedTuple):
 WeightsFn: TypeAlias = Callable[[Weights, PyTree, Key], PyTree]
 
 
+class ModelFunctions(NamedTuple):
+    """The functions of the stages of a model, one if they are homogeneous, and of its loss."""
+
+    stages: Sequence[WeightsFn]
+    loss: StageLossFn
+
+
 class Gradient(NamedTuple):
     """The gradient of `Weights`, inexact leaves only."""
 
@@ -106,15 +113,15 @@ class StashPolicy(NamedTuple):
 def loss_dtype_of(loss_fn: StageLossFn, y: PyTree, target: PyTree, shared: Params) -> DType:
     """Return the dtype of the loss, after checking that it is a real scalar."""
     loss = jax.eval_shape(loss_fn, y, target, shared)
-    shape, dtype = getattr(loss, "shape", None), getattr(loss, "dtype", None)
-    if shape != () or dtype is None:
-        got = type(loss).__name__ if shape is None else f"an array of shape {shape}"
+    is_array = isinstance(loss, jax.ShapeDtypeStruct)
+    if not is_array or loss.shape != ():
+        got = f"an array of shape {loss.shape}" if is_array else type(loss).__name__
         raise ValueError(
             f"loss_fn must return a scalar, the mean over the examples that it gets; got {got}"
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"loss_fn must return a real number; got dtype {dtype}")
-    return dtype
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"loss_fn must return a real number; got dtype {loss.dtype}")
+    return loss.dtype
 
 
 def _loss_and_gradients(
@@ -144,8 +151,7 @@ def _split_gradient(weights: Weights, leaves: Leaves) -> Gradient:
 
 
 def homogeneous_model(
-    stage_fn: WeightsFn,
-    loss_fn: StageLossFn,
+    functions: ModelFunctions,
     policy: StashPolicy,
     num_stages: int,
     weights: Weights,
@@ -156,6 +162,7 @@ def homogeneous_model(
     `weights` and `item` are examples, to trace with.
     """
     activation = jax.eval_shape(lambda x: x, item.model_input)
+    (stage_fn,), loss_fn = functions
     fn = _check_output(activation, stage_fn)
     loss_dtype = loss_dtype_of(loss_fn, activation, item.target, weights.shared)
     stage = policy.make_stage(fn, weights, item.model_input, item.key, keep_output=True)
@@ -220,8 +227,7 @@ def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
 
 
 def heterogeneous_model(
-    stage_fns: Sequence[WeightsFn],
-    loss_fn: StageLossFn,
+    functions: ModelFunctions,
     policy: StashPolicy,
     params: Sequence[Params],
     weights: Weights,
@@ -230,15 +236,14 @@ def heterogeneous_model(
     """Return the model whose stages are different functions.
 
     Args:
-      stage_fns: functions (weights, x, key) -> y; weights.stage are the params of that stage.
-      loss_fn: a function (y, target, shared) -> scalar.
+      functions: those of the stages and of the loss; weights.stage are the params of a stage.
       policy: which values are saved between forward and backward.
       params: the params of each stage; only their shapes are read.
       weights: an example to trace with: the params of one stage, ravelled, and the shared ones.
       item: an example to trace with.
     """
-    stages = _RavelledStages(stage_fns, loss_fn, policy, params, weights, item)
-    indices = range(len(stage_fns))
+    stages = _RavelledStages(functions, policy, params, weights, item)
+    indices = range(len(functions.stages))
 
     def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
         branches = [partial(stages.forward, i) for i in indices]
@@ -264,26 +269,27 @@ class _RavelledStages:
 
     def __init__(
         self,
-        stage_fns: Sequence[WeightsFn],
-        loss_fn: StageLossFn,
+        functions: ModelFunctions,
         policy: StashPolicy,
         params: Sequence[Params],
         weights: Weights,
         item: WorkItem,
     ) -> None:
-        self.loss_fn = loss_fn
-        self.last = len(stage_fns) - 1
+        self.loss_fn = functions.loss
+        self.last = len(functions.stages) - 1
         self.params = params
         self.inputs = [jax.eval_shape(lambda x: x, item.model_input)]
         self.stages: list[Stage] = []
         self.stashes: list[Stash] = []
-        for i, (fn, stage_params) in enumerate(zip(stage_fns, params, strict=True)):
+        for i, (fn, stage_params) in enumerate(zip(functions.stages, params, strict=True)):
             example = (Weights(stage_params, weights.shared), self.inputs[i], item.key)
             self.stages.append(policy.make_stage(fn, *example, keep_output=i == self.last))
             y, stash = jax.eval_shape(self.stages[i].forward, *example)
             self.inputs.append(y)
             self.stashes.append(stash)
-        self.loss_dtype = loss_dtype_of(loss_fn, self.inputs.pop(), item.target, weights.shared)
+        self.loss_dtype = loss_dtype_of(
+            self.loss_fn, self.inputs.pop(), item.target, weights.shared
+        )
         self.activation_lengths = buffers.lengths_for(self.inputs[1:])
         self.cotangent_lengths = buffers.inexact_lengths(self.activation_lengths)
         weight_lengths = {k: x.size for k, x in weights.stage.items()}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import tree
@@ -148,7 +148,7 @@ def unstack_stages(stacked: Params, *, virtual_stages: int = 1) -> list[Params]:
 
 def _index(index: tuple[int, ...], x: Leaf) -> Leaf:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+    if sharding is None or not sharding.mesh.explicit_axes:
         return x[index]
     # Indexing along an explicit axis needs an output sharding. Here all devices get the stage.
     out = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[len(index) :]))

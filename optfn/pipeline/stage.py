@@ -18,6 +18,7 @@ from optfn.jaxprs.equations import (
     Equations,
     Value,
     Variable,
+    bindings,
     read,
     shapes_of,
     variables,
@@ -165,22 +166,22 @@ class _ResidualProgram:
     def forward(self, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Stash]:
         """Return y, and the residuals that depend on x."""
         program = self.program
-        known = dict(zip(program.inputs, jax.tree.leaves((weights, x, key)), strict=True))
+        known = bindings(program.inputs, jax.tree.leaves((weights, x, key)))
         values = program.run(program.equations, known)
         y = jax.tree.unflatten(self.y_structure, read(values, self.y))
         return y, read(values, self.stashed)
 
     def restore(self, weights: Params, stash: Stash) -> tuple[PyTree, list[Value]]:
         """Return y (None if it is not kept) and all residuals."""
-        known = dict(zip(self.weight_inputs, jax.tree.leaves(weights), strict=True))
+        known = bindings(self.weight_inputs, jax.tree.leaves(weights))
         values = self.program.run(self.from_weights, known)
-        values.update(zip(self.stashed, stash, strict=True))
+        values |= bindings(self.stashed, stash)
         y = jax.tree.unflatten(self.y_structure, read(values, self.y)) if self.keep_output else None
         return y, read(values, self.residuals)
 
     def residuals_of_weights(self, weights: Params) -> dict[int, Value]:
         """Return the residuals that depend only on the weights, by their positions."""
-        known = dict(zip(self.weight_inputs, jax.tree.leaves(weights), strict=True))
+        known = bindings(self.weight_inputs, jax.tree.leaves(weights))
         values = self.program.run(self.from_weights, known)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
 
@@ -223,12 +224,12 @@ class _SplitPullback:
 
     def backward(self, residuals: list[Value], cotangent: Leaves) -> tuple[Leaves, Context]:
         """Return (cotangent of x, context)."""
-        known = dict(zip(self.program.inputs, [*residuals, *cotangent], strict=True))
+        known = bindings(self.program.inputs, [*residuals, *cotangent])
         values = self.program.run(self.first, known)
         return read(values, self.cotangent), read(values, self.context)
 
     def weight_gradient(self, residuals_of_weights: dict[int, Value], context: Context) -> Leaves:
         """Return the gradient of the weights."""
         known = {self.program.inputs[i]: a for i, a in residuals_of_weights.items()}
-        known.update(zip(self.context, context, strict=True))
+        known |= bindings(self.context, context)
         return read(self.program.run(self.second, known), self.gradients)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
@@ -63,8 +63,7 @@ class StagePlacement:
           arrays: a tree.
           spec: their PartitionSpec, or a tree of them.
         """
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        explicit = {name for name, kind in types if kind == AxisType.Explicit}
+        explicit = self.mesh.explicit_axes
         if not explicit:
             return arrays
 
@@ -341,6 +340,5 @@ class ListedStages(StagePlacement):
 
     def _placed(self, x: jax.Array, spec: P) -> jax.Array:
         x = self.along_explicit_axes(x, spec)
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        rest = restricted(spec, {name for name, kind in types if kind != AxisType.Explicit})
-        return meshes.constrained(x, self.mesh, rest)
+        others = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
+        return meshes.constrained(x, self.mesh, restricted(spec, others))

@@ -5,10 +5,9 @@ runs the stages by the schedule of `plan`.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,11 @@ from optfn import checks
 from optfn import mesh as meshes
 from optfn.jaxprs.pullback import Key, inexact_leaves
 from optfn.leaves import tree
-from optfn.leaves.types import LossFn, Params, PyTree, Updates
+from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import axes
 from optfn.parallel.layout import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item
+from optfn.pipeline.functions import StageFunction, UserFunctions
 from optfn.pipeline.model import (
     Gradient,
     Model,
@@ -37,9 +37,6 @@ from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, marked, unmarked
 from optfn.pipeline.stage import Leaves
 from optfn.pipeline.stage_placement import ListedStages, StackedStages
-
-# (params, x) -> x; it also gets `shared` and `rng` if it has parameters of these names.
-StageFunction: TypeAlias = Callable[..., PyTree]
 
 _STASHES = ("input", "residual")
 _REDUCTIONS: Sequence[Any] = ("mean", None)
@@ -144,30 +141,18 @@ def pipeline_value_and_grad(
     Source: as `plan`. Running the phases as scans, with the vjp of each stage taken explicitly, is
     this library's own way: differentiating through one scan yields only gpipe.
     """
-    stage_fns, homogeneous = _stage_functions(stage_fn)
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function (outputs, targets) -> loss; got {loss_fn!r}")
+    functions = UserFunctions.checked(stage_fn, loss_fn)
     _check_axes(mesh, axis_name, data_axis)
     pipeline_plan = plan(mesh.shape[axis_name], num_microbatches, virtual_stages, schedule)
-    num_stages = pipeline_plan.num_stages * virtual_stages
-    if not homogeneous and len(stage_fns) != num_stages:
-        raise ValueError(
-            f"stage_fn must be a list of {num_stages} functions, for {pipeline_plan.num_stages} "
-            f"devices along {axis_name!r} with virtual_stages={virtual_stages}; got "
-            f"{len(stage_fns)}"
-        )
+    functions.check_number(pipeline_plan, axis_name)
     if stash is None:
         stash = pipeline_plan.default_stash
     checks.choice("stash", stash, _STASHES)
     checks.choice("grad_reduce", grad_reduce, _REDUCTIONS)
-
     if param_specs is not None:
         _check_specs(param_specs, mesh, axis_name, data_axis, grad_reduce)
-
     pipeline = _Pipeline(
-        stage_fns,
-        homogeneous,
-        loss_fn,
+        functions,
         mesh,
         axis_name,
         pipeline_plan,
@@ -192,19 +177,6 @@ def pipeline_value_and_grad(
         return compiled(params, inputs, targets, rng)
 
     return value_and_grad
-
-
-def _stage_functions(
-    stage_fn: StageFunction | Sequence[StageFunction],
-) -> tuple[tuple[StageFunction, ...], bool]:
-    """Return the stage functions, and whether the stages are homogeneous (one function)."""
-    if callable(stage_fn):
-        return (stage_fn,), True
-    if isinstance(stage_fn, list | tuple) and stage_fn and all(map(callable, stage_fn)):
-        return tuple(stage_fn), False
-    raise TypeError(
-        f"stage_fn must be a function (params, x) -> x or a list of them; got {stage_fn!r}"
-    )
 
 
 def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
@@ -256,9 +228,7 @@ def _check_specs(
 class _Pipeline:
     """The arguments of `pipeline_value_and_grad`, checked."""
 
-    stage_fns: tuple[StageFunction, ...]
-    homogeneous: bool
-    loss_fn: LossFn
+    functions: UserFunctions
     mesh: Mesh
     axis_name: str
     plan: Plan
@@ -276,7 +246,7 @@ class _Pipeline:
     def placement(self) -> StackedStages | ListedStages:
         """The placement of params and gradients."""
         worker_axis = self.data_axis if self.grad_reduce is None else None
-        form = StackedStages if self.homogeneous else ListedStages
+        form = StackedStages if self.functions.homogeneous else ListedStages
         return form(
             self.mesh, self.axis_name, self.plan, worker_axis, self.data_axis, self.param_specs
         )
@@ -290,12 +260,11 @@ class _Pipeline:
         has_shared = isinstance(params, PipelineParams)
         stages, shared = params if has_shared else (params, None)
         stages, marks = unmarked(stages)
-        self._check_keywords(has_shared, rng is not None)
+        self.functions.check_keywords(has_shared, rng is not None)
         placement = dataclasses.replace(self.placement, marks=marks)
-        stage_weights = placement.weights(stages)
-        by_worker = P(self.data_axis)
-        arguments = (stage_weights, shared, inputs, targets, rng)
-        specs = (placement.weight_specs(stages), P(), by_worker, by_worker, P())
+        weights = Weights(placement.weights(stages), shared)
+        arguments = (weights, (inputs, targets), rng)
+        specs = (Weights(placement.weight_specs(stages), P()), P(self.data_axis), P())
         leading_axes = placement.leading_axes
         run = meshes.mapped(
             partial(self._run_on_device, placement.shapes(stages)),
@@ -305,7 +274,7 @@ class _Pipeline:
             (P(), (placement.gradient_specs(stages), P(*leading_axes))),
         )
         loss, (stage_gradients, shared_gradients) = run(
-            *map(placement.along_explicit_axes, arguments, specs)
+            *placement.along_explicit_axes(arguments, specs)
         )
         grads = marked(placement.gradients(stages, stage_gradients), marks)
         if has_shared:
@@ -313,13 +282,7 @@ class _Pipeline:
         return loss, grads
 
     def _run_on_device(
-        self,
-        shapes: Params,
-        stage_weights: Params,
-        shared: Params,
-        inputs: PyTree,
-        targets: PyTree,
-        rng: Key,
+        self, shapes: Params, weights: Weights, batch: Batch, rng: Key
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
         """Run the pipeline on one device; `shapes` are those of the params, or of its parts."""
         m = self.plan.num_microbatches
@@ -328,12 +291,11 @@ class _Pipeline:
             return x.reshape(m, x.shape[0] // m, *x.shape[1:])
 
         worker = 0 if self.data_axis is None else lax.axis_index(self.data_axis)
-        microbatches = Microbatches(
-            jax.tree.map(split, inputs), jax.tree.map(split, targets), worker * m, rng
-        )
-        stage_weights = jax.tree.map(lambda x: x[:, 0], stage_weights)
-        weights = Weights(self.placement.whole_along_data(stage_weights), shared)
-        example = Weights(jax.tree.map(lambda x: x[0], weights.stage), shared)
+        inputs, targets = jax.tree.map(split, batch)
+        microbatches = Microbatches(inputs, targets, worker * m, rng)
+        of_device = jax.tree.map(lambda x: x[:, 0], weights.stage)
+        weights = weights._replace(stage=self.placement.whole_along_data(of_device))
+        example = weights._replace(stage=jax.tree.map(lambda x: x[0], weights.stage))
         model = self._model(shapes, example, work_item(microbatches, 0, 0))
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)
         loss, gradients = self._reduce(*engine.run(), weights)
@@ -341,13 +303,11 @@ class _Pipeline:
 
     def _model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
         """Return the model; `weights` and `item` are examples to trace with."""
-        fns = [partial(_call_stage, fn, _keywords(fn)) for fn in self.stage_fns]
-        loss_fn = partial(_call_loss, self.loss_fn, _keywords(self.loss_fn))
-        policy = self.stash_policy
-        if self.homogeneous:
+        functions, policy = self.functions.of_weights(), self.stash_policy
+        if self.functions.homogeneous:
             num_stages = self.plan.num_stages * self.plan.virtual_stages
-            return homogeneous_model(fns[0], loss_fn, policy, num_stages, weights, item)
-        return heterogeneous_model(fns, loss_fn, policy, shapes, weights, item)
+            return homogeneous_model(functions, policy, num_stages, weights, item)
+        return heterogeneous_model(functions, policy, shapes, weights, item)
 
     def _reduce(
         self, loss: jax.Array, gradient: Gradient, weights: Weights
@@ -405,42 +365,3 @@ class _Pipeline:
             raise ValueError(
                 f"inputs: a batch of {size[0]} cannot be split into num_microbatches={m}{workers}"
             )
-
-    def _check_keywords(self, has_shared: bool, has_rng: bool) -> None:
-        given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
-        of_loss = _keywords(self.loss_fn) - {"rng"}
-        for name in sorted(given.difference(of_loss, *map(_keywords, self.stage_fns))):
-            raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
-        for fn in self.stage_fns:
-            checks.takes("stage_fn", fn, ("params", "x"), given & _keywords(fn), _BY_NAME)
-        checks.takes("loss_fn", self.loss_fn, ("outputs", "targets"), given & of_loss, _BY_NAME)
-
-
-_BY_NAME = (
-    ". Shared params, those of PipelineParams, are passed by the name of a parameter `shared`, "
-    "and keys by `rng`"
-)
-
-
-def _keywords(fn: Callable[..., Any]) -> frozenset[str]:
-    """Return which of `shared` and `rng` a function has as parameters."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a callable without a signature
-        return frozenset()
-    return frozenset({"shared", "rng"} & set(parameters))
-
-
-def _call_stage(
-    fn: StageFunction, keywords: frozenset[str], weights: Weights, x: PyTree, key: Key
-) -> PyTree:
-    options = {"shared": weights.shared, "rng": key}
-    passed = {k: v for k, v in options.items() if k in keywords and v is not None}
-    return fn(weights.stage, x, **passed)
-
-
-def _call_loss(
-    fn: LossFn, keywords: frozenset[str], outputs: PyTree, targets: PyTree, shared: Params
-) -> jax.Array:
-    passed = {"shared": shared} if "shared" in keywords and shared is not None else {}
-    return fn(outputs, targets, **passed)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from optfn import checks, core
+from optfn.jaxprs.equations import Environment, bindings
 from optfn.leaves import leafwise, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
@@ -81,11 +82,11 @@ def value_and_grad(
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         loss = LossOfTables(lambda p: loss_fn(p, *args, **kwargs), params, pattern, owners)
         arrays, structure = jax.tree.flatten(params)  # masked leaves are part of the structure
-        known = dict(zip(loss.inputs, arrays, strict=True))
+        known = bindings(loss.inputs, arrays)
         dense = [v for v in loss.inputs if v not in loss.tables]
 
         def of_rows(values: list[jax.Array], rows: list[jax.Array]) -> Any:
-            return loss.value(known | dict(zip(dense, values, strict=True)), rows)
+            return loss.value(known | bindings(dense, values), rows)
 
         ids, rows = loss.look_up(known)
         value, (grads, row_grads) = jax.value_and_grad(
@@ -94,9 +95,7 @@ def value_and_grad(
             has_aux=has_aux,
             allow_int=True,
         )([known[v] for v in dense], rows)
-        found: dict[Any, Any] = loss.gradients(ids, row_grads) | dict(
-            zip(dense, grads, strict=True)
-        )
+        found: Environment = loss.gradients(ids, row_grads) | bindings(dense, grads)
         if owners is not None:
             found |= {v: owners.send(found[v]) for v in loss.tables}
         return value, jax.tree.unflatten(structure, [found[v] for v in loss.inputs])

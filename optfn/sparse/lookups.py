@@ -19,14 +19,15 @@ from optfn.jaxprs.equations import (
     variables,
 )
 from optfn.leaves import tree
+from optfn.leaves.opaque import OpaqueLeaf
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import DType, Leaf, Params
+from optfn.leaves.types import Leaf, Params
 from optfn.sparse.tables import Owners
 
 
 @jax.tree_util.register_pytree_node_class
-class Table:
+class Table(OpaqueLeaf):
     """An embedding table as a loss sees it: it can be looked up, and nothing else.
 
     `table[ids]` returns the rows for integer ids of any shape, (*ids.shape, …). Ids out of range
@@ -40,57 +41,26 @@ class Table:
       TypeError: the loss does something else with the table than to look up integer ids.
     """
 
-    def __init__(self, array: jax.Array, path: str) -> None:
-        self._array, self._path = array, path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the leaf."""
-        return self._array.shape
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of the leaf."""
-        return self._array.dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the leaf."""
-        return self._array.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the leaf."""
-        return self._array.size
-
     def __getitem__(self, ids: Leaf) -> Any:
         if ids is Ellipsis:  # nnx reads a Variable by [...]
             return self
         if isinstance(ids, list | int | np.ndarray | np.integer):
             ids = jnp.asarray(np.asarray(ids))
-        if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
-            came = f"an array of dtype {ids.dtype}" if hasattr(ids, "dtype") else repr(ids)
+        if not tree.is_array(ids) or not jnp.issubdtype(ids.dtype, jnp.integer):
+            came = f"an array of dtype {ids.dtype}" if tree.is_array(ids) else repr(ids)
             raise TypeError(
-                f"table {self._path!r} must be looked up by integer ids, table[ids]; got {came}"
+                f"table {self.path!r} must be looked up by integer ids, table[ids]; got {came}"
             )
         # JAX reads a single id of an array by a slice, and moves its start into the array if it is
         # out of range. The gradient goes to the row that was read. This gather does the same.
         return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
 
-    def __jax_array__(self) -> Any:
-        raise TypeError(_dense_use(self._path, "an operation on the whole array"))
-
-    def __array__(self, *args: object, **options: object) -> Any:
-        raise TypeError(_dense_use(self._path, "a conversion to NumPy"))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise TypeError(_dense_use(self._path, f"its attribute {name!r}"))
+    def _refusal(self, use: str) -> TypeError:
+        return _dense_use(self.path, use)
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], str]:
         """Return the array and, as static data, the path."""
-        return (self._array,), self._path
+        return (self._array,), self.path
 
     @classmethod
     def tree_unflatten(cls, path: str, children: tuple[jax.Array]) -> "Table":
@@ -98,25 +68,8 @@ class Table:
         return cls(children[0], path)
 
 
-def _refuse(operation: str) -> Callable[..., Any]:
-    def refuse(self: Table, *args: object) -> Any:
-        raise TypeError(_dense_use(self._path, operation))
-
-    return refuse
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
-    setattr(Table, f"__{_name}__", _refuse(_name))
-    setattr(Table, f"__r{_name}__", _refuse(_name))
-for _name in (
-    *("neg", "abs", "len", "iter", "bool", "contains", "float", "int"),
-    *("eq", "ne", "lt", "le", "gt", "ge"),
-):
-    setattr(Table, f"__{_name}__", _refuse(_name))
-
-
-def _dense_use(path: str, use: str) -> str:
-    return (
+def _dense_use(path: str, use: str) -> TypeError:
+    return TypeError(
         f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
         f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
@@ -223,8 +176,8 @@ def _constant(x: jax.Array, *arguments: object) -> list[jax.Array]:
 
 
 def _check_table(path: str, leaf: Leaf) -> None:
-    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        came = getattr(leaf, "dtype", type(leaf).__name__)
+    if not tree.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        came = leaf.dtype if tree.is_array(leaf) else type(leaf).__name__
         raise TypeError(f"table {path!r} must be a floating-point array; got {came}")
     if not leaf.ndim or not leaf.shape[0]:
         raise TypeError(f"table {path!r} must have rows; got shape {leaf.shape}")
@@ -251,11 +204,11 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
                     f"table {path!r} is used inside the body of {name}, where lookups cannot be "
                     "found. Look the rows up before it, and pass them in"
                 )
-            raise TypeError(_dense_use(path, name))
+            raise _dense_use(path, name)
         found.append(equation)
     for v in variables(program.outputs):
         if v in path_of:
-            raise TypeError(_dense_use(path_of[v], "it is returned"))
+            raise _dense_use(path_of[v], "it is returned")
     return found
 
 

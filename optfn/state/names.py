@@ -154,9 +154,13 @@ def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) 
     }
 
 
-def is_within(name: str, fields: Iterable[str]) -> bool:
-    """Tell whether a name is one of the fields, or of an array in one of them."""
-    return any(f"{name}/".startswith(f"{field}/") for field in fields)
+def names_within(names: Iterable[str], field: str) -> dict[str, str]:
+    """Return the names of a field and of the arrays in it, by their paths in the field.
+
+    All names are in the field "".
+    """
+    start = field and f"{field}/"
+    return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 
 
 def retired_fields(

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import checks, core
 from optfn import mesh as meshes
-from optfn.leaves.tree import is_key, on_key_data
+from optfn.leaves.tree import is_array, is_key, on_key_data
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
+from optfn.state.names import names_within
 from optfn.state.per_worker import (
     Divided,
     Exchanged,
@@ -48,7 +49,7 @@ def _counts_workers(x: PyTree) -> bool:
     if "num_workers" not in getattr(x, "_fields", ()):
         return False
     counts = jax.tree.leaves(x.num_workers)
-    is_int32 = [getattr(count, "dtype", None) == jnp.int32 for count in counts]
+    is_int32 = [is_array(count) and count.dtype == jnp.int32 for count in counts]
     return is_int32 == [True] and bool(nodes_of(PerWorker, x) or nodes_of(Exchanged, x))
 
 
@@ -324,13 +325,12 @@ def count_names(names: Iterable[str], own: Sequence[str]) -> list[str]:
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
     """
-    return [
-        name
-        for name in names
-        if f"/{name}".endswith("/num_workers")
-        and name not in own
-        and any(x.startswith(name.removesuffix("num_workers")) for x in own)
-    ]
+
+    def counts(name: str) -> bool:
+        owner, _, field = name.rpartition("/")
+        return field == "num_workers" and bool(names_within(own, owner))
+
+    return [name for name in names if name not in own and counts(name)]
 
 
 def _worker_counts(opt_state: OptState) -> list[Leaf]:
@@ -359,7 +359,7 @@ def _unlisted_names(mapping: Mapping[str, Any]) -> list[str]:
     """Return the names of the per-worker arrays of a mapping that does not list them."""
     owners = [key.removesuffix("num_workers") for key in mapping if key.endswith("/num_workers")]
     fields = [f"{owner}{field}" for owner in owners for field in _FIELDS_BEFORE_THE_LIST]
-    return [key for key in mapping if any(f"{key}/".startswith(f"{field}/") for field in fields)]
+    return [name for field in fields for name in names_within(mapping, field).values()]
 
 
 def _agreed(counts: list[Leaf]) -> int:

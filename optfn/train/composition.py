@@ -19,9 +19,9 @@ from optfn.parallel.sharding import Sharded
 from optfn.sparse.tables import Owners
 from optfn.train.in_backward import updating_in_backward
 from optfn.train.local_steps import LocalSteps
+from optfn.train.loss_form import Form
 from optfn.train.microbatches import in_microbatches
 from optfn.train.objective import (
-    Form,
     Objective,
     Seen,
     gathered,

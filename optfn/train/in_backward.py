@@ -12,7 +12,7 @@ All other leaves are updated by the ordinary step, in which those of the layers 
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -22,13 +22,15 @@ from jax import lax
 
 from optfn import core
 from optfn.leaves import tree
+from optfn.leaves.opaque import OpaqueLeaf
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, DType, Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.mesh import Axes
 from optfn.parallel.means import mean_over_workers
 from optfn.parallel.parts import scanning_by
 from optfn.train.independence import check_independent, extra_arguments, owners_of, refusal
-from optfn.train.objective import Objective, Seen, Values
+from optfn.train.loss_form import Values
+from optfn.train.objective import Objective, Seen
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.in_place import in_passes
 
@@ -78,7 +80,7 @@ class _Layers:
         self.leaves = _selected(pattern, state.params)
         arrays, self.structure = jax.tree.flatten((state.params, state.opt_state))
         self.owners = owners_of(state.params, state.opt_state)
-        check_independent(tx, state.params, state.opt_state, self.leaves)
+        check_independent(tx, state.params, state.opt_state, self.owners, self.leaves)
         self.arrays = {i: jax.new_ref(x) if self._is_own(i) else x for i, x in enumerate(arrays)}
 
     def _is_own(self, i: int) -> bool:
@@ -216,12 +218,10 @@ class _Layers:
             self.leaves[path].is_updated = True
 
 
-class _LayersOfLeaf:
-    """The form of such a leaf inside the loss: `scan_layers` takes it once, and nothing else."""
+class _LayersOfLeaf(OpaqueLeaf):
+    """A selected leaf as the loss sees it: it can be given to `scan_layers` once, and no more."""
 
-    def __init__(self, path: str, shape: tuple[int, ...], dtype: DType) -> None:
-        self.path, self.shape, self.dtype = path, shape, dtype
-        self.is_used = self.is_updated = False
+    is_used = is_updated = False
 
     def use(self, trace: object) -> None:
         """Raise a ValueError if the leaf is used already, or not where the loss is traced."""
@@ -235,19 +235,9 @@ class _LayersOfLeaf:
             )
         self.is_used = True
 
-    def __jax_array__(self) -> Any:
-        self._refuse("the loss uses it outside of scan_layers")
-
-    def __getitem__(self, index: object) -> Any:
-        self._refuse(f"the loss uses it outside of scan_layers, by the index {index!r}")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        self._refuse(f"the loss uses it outside of scan_layers, by its attribute {name!r}")
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise TypeError(str(refusal(self.path, why)))
+    def _refusal(self, use: str) -> TypeError:
+        why = f"the loss uses it outside of scan_layers ({use})"
+        return TypeError(str(refusal(self.path, why)))
 
 
 def _selected(pattern: Pattern, params: Params) -> dict[str, _LayersOfLeaf]:
@@ -260,5 +250,5 @@ def _selected(pattern: Pattern, params: Params) -> dict[str, _LayersOfLeaf]:
         if path in chosen and not (stacked[place.number] and tree.is_inexact(x)):
             raise refusal(path, "it is no floating-point leaf of an optfn.Stacked")
         if path in chosen:
-            found[path] = _LayersOfLeaf(path, x.shape, x.dtype)
+            found[path] = _LayersOfLeaf(x, path)
     return found

@@ -1,6 +1,6 @@
 """Which leaves an optimizer updates by their own gradient alone, read from its equations."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -37,11 +37,19 @@ def check_independent(
     tx: optax.GradientTransformationExtraArgs,
     params: Params,
     opt_state: OptState,
+    owners: Sequence[str | None],
     selected: Collection[str],
 ) -> None:
     """Raise a ValueError unless the update of each selected leaf depends on no other leaf.
 
     Neither may another leaf, or a counter or rate that leaves share, depend on a selected one.
+
+    Args:
+      tx: the optimizer.
+      params: the params.
+      opt_state: the state of tx for them.
+      owners: as `owners_of` returns them.
+      selected: the paths of the leaves.
     """
     if exchanges(opt_state):
         raise ValueError(
@@ -49,7 +57,6 @@ def check_independent(
             "after the backward pass"
         )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, opt_state))
-    owners = owners_of(*shapes)
     sizes = {path: x.shape for path, x in tree.arrays_with_paths(shapes[0])}
     marks: dict[str | None, int] = {name: 1 << k for k, name in enumerate([*sizes, _LOSS])}
     marks[None] = 0

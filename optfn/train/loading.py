@@ -20,7 +20,7 @@ from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
-from optfn.state.names import is_within
+from optfn.state.names import names_within
 from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
 from optfn.train import masters
 from optfn.train.changes import Changes, Misfit
@@ -163,7 +163,7 @@ def _late_leaves(
         if not counts_steps(node) or f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
-        paths = [x.removeprefix(field).removeprefix("/") for x in names if is_within(x, [field])]
+        paths = names_within(names, field)
         saved = {path for path in paths if tree.join(name, "begun", path) in mapping}
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
         found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the values
@@ -237,12 +237,11 @@ def _copied_params(
     fields = [tree.join(name, traits_of(part).copies) for name, part in parts if _has_copies(part)]
     by_name, copied = dict(named), {}
     for field in fields:
-        for name, leaf in named:
-            source = f"train/params{name.removeprefix(field)}"
-            is_copy = is_within(name, [field]) and source in by_name
-            if is_copy and name not in mapping and source in mapping:
+        for path, name in names_within(by_name, field).items():
+            source = tree.join("train/params", path)
+            if source in by_name and name not in mapping and source in mapping:
                 param, _ = _fitted(mapping[source], by_name[source])
-                copied[name] = param.astype(leaf.dtype)
+                copied[name] = param.astype(by_name[name].dtype)
     return copied
 
 
@@ -262,9 +261,10 @@ def _begun_sums(
     ]
     by_name, begun, at_zero = dict(named), {}, []
     for field, weight in fields:
-        lacking = [name for name in by_name if is_within(name, [field]) and name not in mapping]
-        for name in lacking if weight in mapping else ():
-            source = f"train/params{name.removeprefix(field)}"
+        for path, name in names_within(by_name, field).items():
+            if name in mapping or weight not in mapping:
+                continue
+            source = tree.join("train/params", path)
             if source in by_name:
                 param, _ = _fitted(mapping.get(source, by_name[source]), by_name[source])
                 wide = param.astype(by_name[name].dtype)
@@ -292,7 +292,8 @@ def _refused(state: OptState, changes: Changes) -> list[str]:
     retired = state_names.retired_fields(state, unnamed=rates.is_rate)
     is_report = state_names.reports_of(state)
     missing = [name for name in changes.new if not is_report(name)]
-    extra = [name for name in changes.dropped if not (is_report(name) or is_within(name, retired))]
+    known = {x for field in retired for x in names_within(changes.dropped, field).values()}
+    extra = [name for name in changes.dropped if not (is_report(name) or name in known)]
     wrong = [f"missing {tree.listed(missing)}"] if missing else []
     return wrong + ([f"not expected {tree.listed(extra)}"] if extra else [])
 

@@ -66,13 +66,12 @@ def in_form_of(
         for other in _FORMS.values():
             before = _renamed(name, form, other)
             field = f"{before}/{other.field}"
-            saved = [x for x in mapping if state_names.is_within(x, [field])]
+            saved = state_names.names_within(mapping, field)
             if other == form or not saved:
                 continue
-            paths = {x.removeprefix(field).removeprefix("/"): x for x in saved}
-            masters = _in_other_form(paths, other, form, by_name, mapping)
+            masters = _in_other_form(saved, other, form, by_name, mapping)
             new |= {tree.join(name, form.field, path): x for path, x in masters.items()}
-            used |= {f"{before}/step", *saved}
+            used |= {f"{before}/step", *saved.values()}
             if form.bits == 24:
                 new[f"{name}/step"] = np.zeros((), np.int32)  # the seed of the rounding
     return {k: v for k, v in mapping.items() if k not in used} | new if new else mapping

@@ -10,7 +10,8 @@ from jax import lax
 from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.means import sum_dtype
-from optfn.train.objective import Objective, Values
+from optfn.train.loss_form import Values
+from optfn.train.objective import Objective
 
 Carry = TypeVar("Carry")
 

@@ -1,23 +1,20 @@
 """The loss of a training step and its gradients, for all forms of loss functions."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
-from optfn.checks import shown
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.packed import unpack, unpacked
+from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.mesh import Axes, restricted
@@ -27,20 +24,13 @@ from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
+from optfn.train.loss_form import Form, Values
 from optfn.train.loss_scale import (
     check_unscaled,
     current_factor,
     scaling_losses,
     with_factor,
 )
-
-
-class Values(NamedTuple):
-    """The results of a loss function: the loss, the new model state and auxiliary data."""
-
-    loss: jax.Array
-    model_state: PyTree = None
-    aux: PyTree = None
 
 
 class Objective(NamedTuple):
@@ -52,117 +42,6 @@ class Objective(NamedTuple):
 
     value: Callable[..., Values]
     value_and_grad: Callable[..., tuple[Values, Updates]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """The arguments and results of a loss function besides params, batch and loss."""
-
-    has_model_state: bool
-    has_aux: bool
-
-    def arguments(self, model_state: PyTree, *others: Any) -> tuple[Any, ...]:
-        """Return the arguments that follow the params in a call."""
-        # Make a new tree for each call, because equinox marks a State as used up.
-        return (jax.tree.map(lambda x: x, model_state), *others) if self.has_model_state else others
-
-    @property
-    def result(self) -> str:
-        """The results that the function must return, as error messages show them."""
-        rest = {
-            (False, False): "",
-            (False, True): "aux",
-            (True, False): "model_state",
-            (True, True): "(model_state, aux)",
-        }[self.has_model_state, self.has_aux]
-        return f"(loss, {rest})" if rest else "loss"
-
-    def values(self, who: str, returned: Any, model_state: PyTree) -> Values:
-        """Return the checked results of a function.
-
-        Args:
-          who: the function's name in errors.
-          returned: its results.
-          model_state: the one passed to the function; the new one must be like it.
-
-        Raises:
-          TypeError: the results are not of this form, or the loss is not a real number.
-          ValueError: the loss is not a scalar, or the model state has changed its structure.
-        """
-        if not (self.has_model_state or self.has_aux):
-            if isinstance(returned, tuple):
-                raise TypeError(
-                    f"{who} returned a tuple; pass has_aux=True if it returns (loss, aux), or "
-                    "model_state=True if it returns (loss, model_state)"
-                )
-            return Values(_loss(who, returned))
-        loss, rest = self._pair(who, returned)
-        new, aux = None, rest
-        if self.has_model_state:
-            new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
-            is_pair = isinstance(rest, tuple) and len(rest) == 2
-            if not self.has_aux and is_pair and _is_like(rest[0], model_state):
-                raise TypeError(
-                    f"{who} returned (loss, (model_state, aux)); pass has_aux=True for that"
-                )
-            _check_model_state(who, new, model_state)
-        _check_aux(who, aux)
-        return Values(_loss(who, loss), new, aux)
-
-    def _pair(self, who: str, returned: Any) -> Any:
-        if isinstance(returned, tuple) and len(returned) == 2:
-            return returned
-        flags = {"model_state": self.has_model_state, "has_aux": self.has_aux}
-        given = " and ".join(f"{name}=True" for name, flag in flags.items() if flag)
-        raise TypeError(
-            f"with {given}, {who} must return {self.result}; got {_described(returned)}"
-        )
-
-
-def _described(returned: Any) -> str:
-    if isinstance(returned, jax.Array):
-        return f"an array of shape {returned.shape}"
-    size = f" of length {len(returned)}" if isinstance(returned, tuple) else ""
-    return f"a value of type {type(returned).__name__}{size}"
-
-
-def _loss(who: str, loss: Any) -> jax.Array:
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float | int):
-        raise TypeError(
-            f"{who} must return a real scalar as the loss; got {loss!r} of type "
-            f"{type(loss).__name__}"
-        )
-    if jnp.shape(loss) != ():
-        raise ValueError(f"{who} must return a scalar; got an array of shape {jnp.shape(loss)}")
-    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        raise TypeError(f"{who} must return a real number; got dtype {jnp.result_type(loss)}")
-    return jnp.asarray(loss)
-
-
-def _check_aux(who: str, aux: PyTree) -> None:
-    """Raise a TypeError unless the leaves of aux are arrays and numbers."""
-    for path, x in tree.arrays_with_paths(aux):
-        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
-            at = f" at {path!r}" if path else ""
-            raise TypeError(f"{who}: aux must consist of arrays and numbers; got {shown(x)}{at}")
-
-
-def _is_like(new: PyTree, old: PyTree) -> bool:
-    return tree.paths(new) == tree.paths(old)
-
-
-def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
-    """Raise a ValueError unless the new model state has the arrays of the old one."""
-    tree.check_same_structure(who, "the new model_state", new, "the old one", old)
-    for path, a, b in zip(tree.paths(old), tree.flatten(new)[0], tree.flatten(old)[0], strict=True):
-        if tree.is_masked(b):
-            continue
-        a, b = jax.typeof(jnp.asarray(a)), jax.typeof(jnp.asarray(b))
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"{who}: the new model_state has {a.dtype}{list(a.shape)} at {path!r}, but the old "
-                f"one has {b.dtype}{list(b.shape)}; they must agree"
-            )
 
 
 # A context manager from stored params to those that a function sees while it is traced.
@@ -268,22 +147,33 @@ def _as_array(x: Leaf) -> Leaf:
 
 def of_packed(objective: Objective) -> Objective:
     """Return the objective as a function of packed params, with packed gradients."""
-
-    def value(packed: Params, *others: Any) -> Values:
-        return objective.value(unpack(packed), *others)
-
-    return Objective(value, unpacked(objective.value_and_grad))
+    return _of_form(objective, unpack, lambda packed, grads: pack_like(packed.layout, grads))
 
 
 def of_sharded_tables(objective: Objective) -> Objective:
     """Return the objective as a function of params with ShardedTables, and gradients to match."""
+    return _of_form(objective, bare, dressed)
+
+
+def _of_form(
+    objective: Objective,
+    read: Callable[[Params], Params],
+    write: Callable[[Params, Updates], Updates],
+) -> Objective:
+    """Return the objective as a function of params in another form, with gradients in that form.
+
+    Args:
+      objective: the objective.
+      read: returns the params that the objective takes.
+      write: (params, gradients of `objective`) -> the gradients.
+    """
 
     def value(params: Params, *others: Any) -> Values:
-        return objective.value(bare(params), *others)
+        return objective.value(read(params), *others)
 
     def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(bare(params), *others)
-        return values, dressed(params, grads)
+        values, grads = objective.value_and_grad(read(params), *others)
+        return values, write(params, grads)
 
     return Objective(value, value_and_grad)
 

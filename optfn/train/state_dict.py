@@ -93,7 +93,7 @@ def _check_distinct(names: Iterable[str]) -> None:
 
 
 def _to_host(leaf: Leaf) -> Leaf:
-    if checks.is_traced(leaf) or not getattr(leaf, "is_fully_addressable", True):
+    if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
 
@@ -159,8 +159,8 @@ def summary(
       tx: an optimizer, however wrapped. Nothing is allocated, and no mesh axis is needed.
       params: the parameters, arrays or ShapeDtypeStructs.
       mesh: with `shard` or `shard_tables`, the mesh over which params and state are divided.
-      shard: as for `make_train_step`. There are then two more columns: the mesh axes that divide
-        the state of each leaf, and the bytes of params and state on a device.
+      shard: as for `make_train_step`. There are then two more columns: the placement of each leaf
+        (the mesh axes that divide it, or "whole"), and the bytes of params and state on a device.
       data_axis: as for `make_train_step`.
       tables: as for `make_train_step`.
       shard_tables: as for `make_train_step`: the rows of `tables` are divided.
@@ -176,15 +176,15 @@ def summary(
     check_split("summary", params)
     attrs, without_decay = attributes_of(tx, params), _without_decay(tx, params)
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
-    names, leaves = tree.paths(params), tree.flatten(params)[0]
+    names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
     treatments = state_names.treated(state, lambda traits: traits.treatment, names)
-    lies = []
+    placement = []
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")
     if shard is not None or shard_tables:
-        lies = _layout_columns(state, params, mesh, shard, data_axis, tables)
-    titles = ["lies", "bytes a device"] if lies else []
+        placement = _layout_columns(state, params, mesh, shard, data_axis, tables)
+    titles = ["placement", "bytes a device"] if placement else []
     rows = [("parameter", "shape", "dtype", "attributes", "state bytes", "per element", *titles)]
     for i, (name, p) in enumerate(zip(names, leaves, strict=True)):
         if tree.is_masked(p):
@@ -194,13 +194,13 @@ def summary(
         words = [treatments[name]] if name in treatments else []
         words += _attribute_words(attrs.get(name, DEFAULT), p, name in without_decay)
         row = (name or ".", shape, str(p.dtype), ", ".join(words), f"{kept[name]:,}", per)
-        rows.append((*row, *(lies[i] if lies else ())))
+        rows.append((*row, *(placement[i] if placement else ())))
     arrays = [p for p in leaves if not tree.is_masked(p)]
     count, size = sum(p.size for p in arrays), sum(p.size * p.dtype.itemsize for p in arrays)
     total = sum(_bytes(leaf) for _, leaf in named_leaves(state))
     per = f"{total / count:.2f}" if count else "-"
     last = (f"total of {len(arrays)}", f"{count:,}", f"{size:,} bytes", "", f"{total:,}", per)
-    rows.append((*last, *(lies[-1] if lies else ())))
+    rows.append((*last, *(placement[-1] if placement else ())))
     return _table(rows)
 
 
@@ -219,7 +219,7 @@ def _layout_columns(
             "are divided"
         )
     layout = layout_of(shard, mesh, data_axis, tables)
-    names, specs = tree.paths(params), tree.flatten(layout.of_gradients(params))[0]
+    names, specs = tree.paths(params), tree.leaves(layout.of_gradients(params))
 
     def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
         def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -230,7 +230,7 @@ def _layout_columns(
     state = jax.eval_shape(layout.stored, state, params)
     parts = on_a_device(state, layout.of_state(state, params))
     kept = _bytes_by_leaf(parts, names)
-    of_params = tree.flatten(on_a_device(params, layout.of_params(params)))[0]
+    of_params = tree.leaves(on_a_device(params, layout.of_params(params)))
     sizes = [
         0 if tree.is_masked(p) else _bytes(p) + kept[name]
         for name, p in zip(names, of_params, strict=True)
@@ -258,9 +258,7 @@ def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]
     """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
     found = {path for part in getattr(tx, "parts", []) for path in _without_decay(part, params)}
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
-        selected = tree.select(tx.call[2]["exclude"], params, "exclude")
-        paths = zip(tree.names(params), selected, strict=True)
-        found |= {name for leaf in paths for name, flag in zip(*leaf, strict=True) if flag}
+        found |= tree.matching(tx.call[2]["exclude"], params, "exclude")
     return found
 
 

@@ -37,10 +37,10 @@ from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, 
 from optfn.sparse.tables import Owners
 from optfn.train.batches import as_arrays
 from optfn.train.composition import composed, local_rounds
-from optfn.train.local_steps import LocalSteps, check_rounds
+from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepOptions, check_loss
 from optfn.train.order import warn_of_ascent, warn_of_lazy, warn_of_order
-from optfn.train.state import StepFn, TrainState, copy, distinct, on_one_mesh
+from optfn.train.state import TrainState, copy, distinct, on_one_mesh
 from optfn.wrappers.nonfinite import gave_up
 
 
@@ -58,12 +58,10 @@ class TrainStep:
         tx: optax.GradientTransformationExtraArgs,
         options: StepOptions,
         layout: Layout | None,
-        local: LocalSteps | None,
-        step: StepFn,
     ) -> None:
-        self.loss_fn, self.tx, self.options, self.layout, self.local = (
-            loss_fn, tx, options, layout, local,
-        )  # fmt: skip
+        self.loss_fn, self.tx, self.options, self.layout = loss_fn, tx, options, layout
+        self.local = local_rounds(options, tx, layout)
+        step = composed(loss_fn, tx, options, layout, self.local)
         self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())
         self._has_run = False
 
@@ -89,7 +87,8 @@ class TrainStep:
         processes, all must pass the same params, which is checked.
 
         You get a warning if a transform is at the wrong position in a chain, such as an average
-        before others, or if an optimizer has `lazy` although no gradient is row-sparse.
+        before others, if no learning rate or two of them make steps that go uphill, or if an
+        optimizer has `lazy` although no gradient is row-sparse.
 
         Args:
           params: the parameters to train.
@@ -387,6 +386,4 @@ def make_train_step(
     layout = None
     if mesh is not None:
         layout = layout_of(shard, mesh, data_axis, tables if shard_tables or shard else None)
-    local = local_rounds(options, extra_tx, layout)
-    step = composed(loss_fn, extra_tx, options, layout, local)
-    return TrainStep(loss_fn, extra_tx, options, layout, local, step)
+    return TrainStep(loss_fn, extra_tx, options, layout)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optfn import checks
+from optfn.leaves.groups import in_groups
 from optfn.leaves.types import PyTree
 from optfn.mesh import varying_axes
 
@@ -109,14 +110,11 @@ def _variant(left: jax.Array, values: PyTree) -> PyTree:
     same axes.
     """
     leaves, structure = jax.tree.flatten(values)
-    groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(leaves):
-        groups.setdefault(varying_axes(x), []).append(i)
-    for group in groups.values():
-        passed = jax.lax.optimization_barrier([left, *(leaves[i] for i in group)])
-        for i, x in zip(group, passed[1:], strict=True):
-            leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)
+
+    def passed(group: list[jax.Array]) -> list[jax.Array]:
+        return jax.lax.optimization_barrier([left, *group])[1:]
+
+    return jax.tree.unflatten(structure, in_groups(passed, leaves, varying_axes))
 
 
 def _less_one(left: jax.Array) -> jax.Array:

@@ -104,7 +104,7 @@ def scale_by_lamb(
             "weight_decay": decay_of_leaves(exclude, decay, updates, decay_factors),
         }
         moments = partial(adam_moments, b1=b1, b2=b2)
-        updates, mu, nu = _update(moments, updates, state.mu, state.nu, params, **scalars)
+        updates, mu, nu = _update(moments, updates, (state.mu, state.nu), params, **scalars)
         return updates, ScaleByAdamState(step, mu, nu)
 
     return core.Rule(init, update, decays=True)
@@ -113,8 +113,7 @@ def scale_by_lamb(
 def _update(
     moments: Callable[..., tuple[jax.Array, ...]],
     updates: Updates,
-    mu: PyTree,
-    nu: PyTree,
+    old: tuple[PyTree, PyTree],
     params: Params | None,
     *,
     inverse: PyTree,
@@ -126,8 +125,7 @@ def _update(
     Args:
       moments: (g, m, v) -> (g, m, v) with the new moments.
       updates: gradients, dense.
-      mu: m.
-      nu: v.
+      old: the moments before, m and v.
       params: p.
       inverse: 1/scale.
       scale: see `lamb_direction`; this and all others are numbers, or one for each leaf.
@@ -147,7 +145,7 @@ def _update(
     # by q, eps and wd are different scalars in each leaf; XLA would make an array of a shared
     # scalar.
     ones = leafwise.combine(jnp.ones_like, leafwise.tensor_norms(params))
-    mu, nu, q = in_passes([advance, ratios], (mu, nu, ones), updates, params)
+    mu, nu, q = in_passes([advance, ratios], (*old, ones), updates, params)
     factor = leafwise.combine(lambda q, scale: q * scale, q, scale=scale)
     new: tuple[PyTree, ...] = leafwise.apply(
         _scaled_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars

@@ -118,12 +118,7 @@ def l1_decay(coeff: Number) -> core.Rule:
 
     Source: fluid.regularizer.L1Decay.
     """
-    coeff = checks.nonnegative("coeff", coeff)
-    return core.stateless(
-        lambda updates, params: leafwise.apply(
-            l1_penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
-        )
-    )
+    return _decay(l1_penalty, coeff)
 
 
 @core.transform(needs_params=True, complex_leaves=True)
@@ -137,10 +132,15 @@ def l2_decay(coeff: Number) -> core.Rule:
 
     Source: fluid.regularizer.L2Decay.
     """
+    return _decay(l2_penalty, coeff)
+
+
+def _decay(penalty: Callable[..., jax.Array], coeff: Number) -> core.Rule:
+    """Return the rule of a function (g, p, *, coeff) that adds the gradient of a penalty."""
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
-            l2_penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
+            penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
         )
     )
 

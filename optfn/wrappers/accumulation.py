@@ -72,7 +72,7 @@ def accumulate(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        core.check_state("accumulate", state, AccumulateState)
+        mismatch.check_state("accumulate", state, AccumulateState)
         mismatch.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:
             mismatch.check_shapes("accumulate", updates, "params", params)

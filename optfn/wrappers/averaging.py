@@ -14,7 +14,7 @@ import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, Updates
 from optfn.leaves.updates import apply_updates
@@ -102,7 +102,7 @@ def exponential_moving_average(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
-        core.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
+        mismatch.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
@@ -182,7 +182,7 @@ def model_average(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
-        core.check_state("model_average", state, ModelAverageState)
+        mismatch.check_state("model_average", state, ModelAverageState)
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
         acc = state.num_accumulates + 1

@@ -8,7 +8,7 @@ import optax
 
 from optfn import checks, core
 from optfn.checks import Number
-from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
 from optfn.mesh import AxisName
@@ -79,7 +79,7 @@ def dynamic_loss_scale(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        core.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
+        mismatch.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
         if "grad" in extra:
             extra["grad"] = _unscaled(extra["grad"], state.scale)
         like = updates if params is None else None

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optfn import checks, core
-from optfn.leaves import tree
+from optfn.leaves import mismatch, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
 from optfn.leaves.updates import apply_updates
@@ -125,7 +125,7 @@ def master_weights(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         core.check_params_given("master_weights", params)
-        core.check_state("master_weights", state, form.state_type)
+        mismatch.check_state("master_weights", state, form.state_type)
         kept, inner_state, *steps = state
         tree.check_same_structure("master_weights", "the state", kept, "params", params)
         wide = tree.map(lambda k, p: p if tree.is_masked(k) else form.read(p, k), kept, params)

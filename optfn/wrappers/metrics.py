@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optfn import checks, core
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.selection import Selection
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
@@ -89,7 +89,7 @@ def record_metrics(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         core.check_params_given("record_metrics", params)
-        core.check_state("record_metrics", state, RecordMetricsState)
+        mismatch.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         names = joined(axis_name, extra.get("axis_name"))
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]

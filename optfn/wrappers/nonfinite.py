@@ -9,7 +9,7 @@ import optax
 from jax.tree_util import PyTreeDef
 
 from optfn import checks, core
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
 from optfn.mesh import AxisName, check_axis, check_names, joined
@@ -106,7 +106,7 @@ def skip_nonfinite(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        core.check_state("skip_nonfinite", state, SkipNonfiniteState)
+        mismatch.check_state("skip_nonfinite", state, SkipNonfiniteState)
         bad = ~leafwise.all_finite(updates)
         axes = joined(axis_name, extra.get("axis_name"))
         if axes:

@@ -9,7 +9,7 @@ import optax
 
 from optfn import checks, core
 from optfn.checks import Number
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, mismatch
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import AxisName, check_axis, check_names, joined
@@ -86,7 +86,7 @@ def skip_spikes(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        core.check_state("skip_spikes", state, SkipSpikesState)
+        mismatch.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         norm = leafwise.global_norm(leafwise.inexact(updates)).astype(jnp.float32)
         axes = joined(axis_name, extra.get("axis_name"))

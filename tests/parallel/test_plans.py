@@ -74,10 +74,10 @@ def test_the_plan_is_that_of_the_compiled_step(pair):
     assert plan.sent == pytest.approx(sent, rel=0.02)
 
 
-def test_a_summary_says_how_tables_lie():
+def test_a_summary_has_the_placement_of_tables():
     params = {"t": np.zeros((64, 4), np.float32), "w": np.zeros(3, np.float32)}
     tx, options = optfn.adam(0.1, lazy=True), {"mesh": data_mesh(8), "tables": "t"}
-    assert "lies" not in optfn.summary(tx, params, **options)  # whole, as in a step made so
+    assert "placement" not in optfn.summary(tx, params, **options)  # whole, as in a step made so
     with pytest.raises(ValueError, match="shard_tables=True needs tables"):
         optfn.summary(tx, params, mesh=data_mesh(8), shard_tables=True)
     text = optfn.summary(tx, params, **options, shard_tables=True)

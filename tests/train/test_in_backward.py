@@ -254,6 +254,18 @@ LOSSES = {
         "outside of scan_layers",
     ),
     "an attribute": (lambda p, x: jnp.mean(scanned(p, x)) + p["layers"]["up"].sum(), "'sum'"),
+    "an operator": (
+        lambda p, x: jnp.mean(scanned(p, x)) + jnp.sum(2 * p["layers"]["up"]),
+        r"leaf 'layers/up' .* the loss uses it outside of scan_layers \(mul\)",
+    ),
+    "a comparison": (
+        lambda p, x: jnp.mean(scanned(p, x)) * (p["layers"]["up"] != 0),
+        r"outside of scan_layers \(ne\)",
+    ),
+    "NumPy": (
+        lambda p, x: jnp.mean(scanned(p, x)) * np.size(np.asarray(p["layers"]["up"])),
+        r"outside of scan_layers \(a conversion to NumPy\)",
+    ),
     "vmap": (lambda p, x: jnp.mean(jax.vmap(lambda x: scanned(p, x))(x)), "inside another"),
     "jit": (lambda p, x: jnp.mean(jax.jit(lambda x: scanned(p, x))(x)), "inside another"),
     "checkpoint": (

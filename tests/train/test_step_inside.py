@@ -91,6 +91,12 @@ def test_a_batch_that_is_one_array_has_no_empty_name():
         step(step.init(start()), np.zeros((7, 16), np.float32))
 
 
+def test_the_array_of_a_batch_that_workers_cannot_split_is_named_beside_a_none():
+    step = optfn.make_train_step(loss_fn, optfn.sgd(0.1), mesh=data_mesh(4))
+    with pytest.raises(ValueError, match=r"4 workers; leaf 'x' has shape \(7, 16\)"):
+        step(step.init(start()), {"mask": None, "x": np.zeros((7, 16), np.float32)})
+
+
 def test_a_loss_beside_value_and_grad_is_not_needed():
     step = optfn.make_train_step(None, optfn.sgd(0.1), value_and_grad=jax.value_and_grad(loss_fn))
     assert trained(step)[0] == trained(optfn.make_train_step(loss_fn, optfn.sgd(0.1)))[0]

@@ -77,7 +77,11 @@ def test_a_thawed_leaf_counts_its_own_steps(name):
 
 
 def test_the_first_steps_of_a_thawed_leaf_are_as_large_as_the_rate():
-    """With the count of the others they would be up to 6.5 times as large."""
+    """With the count of the others they would be up to 1.6 times as large, here after 50 steps.
+
+    In step k of the leaf and step t of all, the factor is
+    (1 − β₁ᵏ)/√(1 − β₂ᵏ)·√(1 − β₂ᵗ)/(1 − β₁ᵗ), which for large t is up to 6.6.
+    """
     params, state = thawed(optfn.adam, tree(0))
     tx = optfn.adam()
     for k in range(20):

@@ -1,0 +1,100 @@
+"""The functions that a user passes for the stages of a pipeline and for its loss."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+
+from optfn import checks
+from optfn.jaxprs.pullback import Key
+from optfn.leaves.types import LossFn, Params, PyTree
+from optfn.pipeline.model import ModelFunctions, Weights
+from optfn.pipeline.plan import Plan
+
+# (params, x) -> x; it also gets `shared` and `rng` if it has parameters of these names.
+StageFunction: TypeAlias = Callable[..., PyTree]
+
+
+class UserFunctions(NamedTuple):
+    """The arguments `stage_fn` and `loss_fn` of `pipeline_value_and_grad`.
+
+    stages: the functions of the stages; one if they are homogeneous.
+    loss: (outputs, targets) -> loss; it also gets `shared` if it has a parameter of this name.
+    """
+
+    stages: tuple[StageFunction, ...]
+    loss: LossFn
+    homogeneous: bool
+
+    @classmethod
+    def checked(
+        cls, stage_fn: StageFunction | Sequence[StageFunction], loss_fn: LossFn
+    ) -> "UserFunctions":
+        """Return the functions, or raise a TypeError that names the argument."""
+        stages = (stage_fn,) if callable(stage_fn) else stage_fn
+        if not (isinstance(stages, list | tuple) and stages and all(map(callable, stages))):
+            raise TypeError(
+                f"stage_fn must be a function (params, x) -> x or a list of them; got {stage_fn!r}"
+            )
+        if not callable(loss_fn):
+            raise TypeError(
+                f"loss_fn must be a function (outputs, targets) -> loss; got {loss_fn!r}"
+            )
+        return cls(tuple(stages), loss_fn, callable(stage_fn))
+
+    def check_number(self, plan: Plan, axis_name: str) -> None:
+        """Raise a ValueError unless heterogeneous stages are as many as the plan has chunks."""
+        needed = plan.num_stages * plan.virtual_stages
+        if not self.homogeneous and len(self.stages) != needed:
+            raise ValueError(
+                f"stage_fn must be a list of {needed} functions, for {plan.num_stages} devices "
+                f"along {axis_name!r} with virtual_stages={plan.virtual_stages}; got "
+                f"{len(self.stages)}"
+            )
+
+    def check_keywords(self, has_shared: bool, has_rng: bool) -> None:
+        """Raise an error if no function takes `shared` or `rng`, or a function takes more."""
+        given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
+        of_loss = _keywords(self.loss) - {"rng"}
+        for name in sorted(given.difference(of_loss, *map(_keywords, self.stages))):
+            raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
+        for fn in self.stages:
+            checks.takes("stage_fn", fn, ("params", "x"), given & _keywords(fn), _BY_NAME)
+        checks.takes("loss_fn", self.loss, ("outputs", "targets"), given & of_loss, _BY_NAME)
+
+    def of_weights(self) -> ModelFunctions:
+        """Return the functions as the model calls them."""
+        stages = [partial(_call_stage, fn, _keywords(fn)) for fn in self.stages]
+        return ModelFunctions(stages, partial(_call_loss, self.loss, _keywords(self.loss)))
+
+
+_BY_NAME = (
+    ". Shared params, those of PipelineParams, are passed by the name of a parameter `shared`, "
+    "and keys by `rng`"
+)
+
+
+def _keywords(fn: Callable[..., Any]) -> frozenset[str]:
+    """Return which of `shared` and `rng` a function has as parameters."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a callable without a signature
+        return frozenset()
+    return frozenset({"shared", "rng"} & set(parameters))
+
+
+def _call_stage(
+    fn: StageFunction, keywords: frozenset[str], weights: Weights, x: PyTree, key: Key
+) -> PyTree:
+    options = {"shared": weights.shared, "rng": key}
+    passed = {k: v for k, v in options.items() if k in keywords and v is not None}
+    return fn(weights.stage, x, **passed)
+
+
+def _call_loss(
+    fn: LossFn, keywords: frozenset[str], outputs: PyTree, targets: PyTree, shared: Params
+) -> jax.Array:
+    passed = {"shared": shared} if "shared" in keywords and shared is not None else {}
+    return fn(outputs, targets, **passed)

@@ -1,0 +1,127 @@
+"""The arguments and results of a loss function, with the checks of its results."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.checks import shown
+from optfn.leaves import tree
+from optfn.leaves.types import PyTree
+
+
+class Values(NamedTuple):
+    """The results of a loss function: the loss, the new model state and auxiliary data."""
+
+    loss: jax.Array
+    model_state: PyTree = None
+    aux: PyTree = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The arguments and results of a loss function besides params, batch and loss."""
+
+    has_model_state: bool
+    has_aux: bool
+
+    def arguments(self, model_state: PyTree, *others: Any) -> tuple[Any, ...]:
+        """Return the arguments that follow the params in a call."""
+        # Make a new tree for each call, because equinox marks a State as used up.
+        return (jax.tree.map(lambda x: x, model_state), *others) if self.has_model_state else others
+
+    @property
+    def result(self) -> str:
+        """The results that the function must return, as error messages show them."""
+        rest = {
+            (False, False): "",
+            (False, True): "aux",
+            (True, False): "model_state",
+            (True, True): "(model_state, aux)",
+        }[self.has_model_state, self.has_aux]
+        return f"(loss, {rest})" if rest else "loss"
+
+    def values(self, who: str, returned: Any, model_state: PyTree) -> Values:
+        """Return the checked results of a function.
+
+        Args:
+          who: the function's name in errors.
+          returned: its results.
+          model_state: the one passed to the function; the new one must be like it.
+
+        Raises:
+          TypeError: the results are not of this form, or the loss is not a real number.
+          ValueError: the loss is not a scalar, or the model state has changed its structure.
+        """
+        if not (self.has_model_state or self.has_aux):
+            if isinstance(returned, tuple):
+                raise TypeError(
+                    f"{who} returned a tuple; pass has_aux=True if it returns (loss, aux), or "
+                    "model_state=True if it returns (loss, model_state)"
+                )
+            return Values(_loss(who, returned))
+        loss, rest = self._pair(who, returned)
+        new, aux = None, rest
+        if self.has_model_state:
+            new, aux = self._pair(who, rest) if self.has_aux else (rest, None)
+            is_pair = isinstance(rest, tuple) and len(rest) == 2
+            if not self.has_aux and is_pair and tree.paths(rest[0]) == tree.paths(model_state):
+                raise TypeError(
+                    f"{who} returned (loss, (model_state, aux)); pass has_aux=True for that"
+                )
+            _check_model_state(who, new, model_state)
+        _check_aux(who, aux)
+        return Values(_loss(who, loss), new, aux)
+
+    def _pair(self, who: str, returned: Any) -> Any:
+        if isinstance(returned, tuple) and len(returned) == 2:
+            return returned
+        flags = {"model_state": self.has_model_state, "has_aux": self.has_aux}
+        given = " and ".join(f"{name}=True" for name, flag in flags.items() if flag)
+        raise TypeError(
+            f"with {given}, {who} must return {self.result}; got {_described(returned)}"
+        )
+
+
+def _described(returned: Any) -> str:
+    if isinstance(returned, jax.Array):
+        return f"an array of shape {returned.shape}"
+    size = f" of length {len(returned)}" if isinstance(returned, tuple) else ""
+    return f"a value of type {type(returned).__name__}{size}"
+
+
+def _loss(who: str, loss: Any) -> jax.Array:
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float | int):
+        raise TypeError(
+            f"{who} must return a real scalar as the loss; got {loss!r} of type "
+            f"{type(loss).__name__}"
+        )
+    if jnp.shape(loss) != ():
+        raise ValueError(f"{who} must return a scalar; got an array of shape {jnp.shape(loss)}")
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise TypeError(f"{who} must return a real number; got dtype {jnp.result_type(loss)}")
+    return jnp.asarray(loss)
+
+
+def _check_aux(who: str, aux: PyTree) -> None:
+    """Raise a TypeError unless the leaves of aux are arrays and numbers."""
+    for path, x in tree.arrays_with_paths(aux):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
+            at = f" at {path!r}" if path else ""
+            raise TypeError(f"{who}: aux must consist of arrays and numbers; got {shown(x)}{at}")
+
+
+def _check_model_state(who: str, new: PyTree, old: PyTree) -> None:
+    """Raise a ValueError unless the new model state has the arrays of the old one."""
+    tree.check_same_structure(who, "the new model_state", new, "the old one", old)
+    for place, b, a in tree.items(old, new):
+        if tree.is_masked(b):
+            continue
+        a, b = jax.typeof(jnp.asarray(a)), jax.typeof(jnp.asarray(b))
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"{who}: the new model_state has {a.dtype}{list(a.shape)} at {place!r}, but the "
+                f"old one has {b.dtype}{list(b.shape)}; they must agree"
+            )
