@@ -135,7 +135,7 @@ CHANGES = {
     "a newer version": (lambda a, path: a | {"version": np.asarray(99)}, "format version 99"),
     "another run": (
         lambda a, path: a | {"train/params": np.zeros(4, np.uint16)},
-        r"'train/params' has shape \(4,\)",
+        r"'params' has shape \(4,\)",
     ),
 }
 
