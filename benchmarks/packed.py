@@ -22,7 +22,7 @@ import optax
 import optfn
 from benchmarks import measure
 from benchmarks.update import PAIRS
-from optfn.leaves.packed import unpacked
+from optfn.leaves.packed import pack_like
 
 HEAD = (
     "| what | leaves | step ms, packed (min) | optfn on the tree | optax on the tree "
@@ -84,8 +84,11 @@ def of_train_step(layers: int, width: int) -> dict[str, Callable[[], Side]]:
         return Side(step, step.init(measure.arrays(shapes, 0)), x)
 
     def gradient() -> Side:
-        value_and_grad = unpacked(jax.value_and_grad(loss_fn))
-        step = jax.jit(lambda params, x: (params, value_and_grad(params, x)), donate_argnums=0)
+        def run(params: Any, x: jax.Array) -> Any:
+            value, grads = jax.value_and_grad(loss_fn)(optfn.unpack(params), x)
+            return params, (value, pack_like(params.layout, grads))
+
+        step = jax.jit(run, donate_argnums=0)
         return Side(step, optfn.pack(measure.arrays(shapes, 0)), x)
 
     return _sides("adam", make) | {"gradient": gradient}
