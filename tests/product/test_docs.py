@@ -137,10 +137,12 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h.lower()).strip()) for h in headings}
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [*PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
 def test_links_lead_somewhere(page):
-    for target, anchor in LINK.findall(FENCE.sub("", PAGES[page].read_text())):
-        path = PAGES[page].parent / target if target else PAGES[page]
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text())):
+        path = page.parent / target if target else page
         assert path.is_file(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
 
