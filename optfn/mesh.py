@@ -99,6 +99,20 @@ def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return laid_out
 
 
+def on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return fn(x), an array like x, with matrices (…, m, n) that no explicit mesh axis divides.
+
+    JAX does not decide how the product of two divided matrices lies along explicit axes.
+    """
+    placement = jax.typeof(x).sharding
+    spec = placement.spec
+    if not any(spec[-2:]):
+        return fn(x)
+    whole = NamedSharding(placement.mesh, PartitionSpec(*spec[:-2], None, None))
+    result: jax.Array = jax.sharding.reshard(fn(jax.sharding.reshard(x, whole)), placement)
+    return result
+
+
 def axis_size(names: Axes) -> int:
     """Return the number of workers along the axes."""
     return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))

@@ -50,7 +50,10 @@ def _averages(links: tuple[OptState, ...]) -> Iterator[str]:
 
 
 def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
-    descends = [i for i, x in enumerate(links) if _descends(x)]
+    # A masked optimizer and another may have leaves of their own.
+    descends = [
+        i for i, x in enumerate(links) if _descends(x) and not isinstance(x, optax.MaskedState)
+    ]
     if len(descends) > 1:
         yield (
             f"a chain applies a learning rate in part {descends[0]} and another in part "

@@ -15,6 +15,7 @@ from optfn.leaves.selection import Selection
 from optfn.leaves.traits import traits
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn.mesh import on_whole_matrices
 from optfn.transforms.moment import velocity_rule
 
 # (a, b, c) of one step of the iteration.
@@ -190,7 +191,7 @@ def scale_by_muon(
     velocity = velocity_rule(mu, checks.flag("nesterov", nesterov), moment_dtype)
 
     def orthogonalize(x: jax.Array) -> jax.Array:
-        return factor(*x.shape[-2:]) * direction(x)
+        return factor(*x.shape[-2:]) * on_whole_matrices(direction, x)
 
     def init(params: Params) -> ScaleByMuonState:
         return ScaleByMuonState(velocity.init(select_matrices(matrices, params).keep(params)))

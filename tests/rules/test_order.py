@@ -92,6 +92,9 @@ RIGHT = {
         },
         {"w": "a"},
     ),
+    "a rate for some leaves, one for others": lambda: optfn.chain(
+        optax.masked(optfn.adam(1e-3), {"w": True}), optax.masked(optfn.sgd(0.1), {"w": False})
+    ),
     "a scale around a clip, norms and a guard": lambda: optfn.accumulate(
         optfn.dynamic_loss_scale(
             optfn.skip_nonfinite(
