@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     quantized: bool = False  # moments in fewer bits, of other shapes
     bfloat16_only: bool = False  # of the narrow dtypes
     of_any_params: bool = False  # nothing in the state has the shape of a parameter
-    copies: bool = False  # XLA copies an array that is overwritten and read afterwards
+    copies: bool = False  # an update is not in place: XLA copies or keeps arrays of a leaf's size
     extra: Any = ()  # keyword arguments of update, as pairs
 
 
@@ -163,8 +163,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
         calls={
             "rmsprop": at(0.01, momentum=0.5),
             "rmsprop_centered": at(0.01, centered=True),
-            "rmsprop_bfloat16": at(
-                0.01, momentum=0.5, moment_dtype="bfloat16", quantized=True, complex_leaves=False
+            "rmsprop_bfloat16": at(  # a direction between the two moments
+                0.01,
+                momentum=0.5,
+                moment_dtype="bfloat16",
+                quantized=True,
+                complex_leaves=False,
+                copies=True,
             ),
         },
         references={
@@ -252,9 +257,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "exclude=None, others=None, coefficients='jordan', scale='jordan', eps=1e-7, "
         "compute_dtype=None, moment_dtype=None",
         calls={
-            "muon": at(0.1, weight_decay=0.1),
+            "muon": at(0.1, weight_decay=0.1, copies=True),  # the matrices of the iteration
             "muon_int8": at(
-                0.1, scale="moonlight", moment_dtype="int8", quantized=True, complex_leaves=False
+                0.1,
+                scale="moonlight",
+                moment_dtype="int8",
+                quantized=True,
+                complex_leaves=False,
+                copies=True,
             ),
         },
         references={
