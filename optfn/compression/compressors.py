@@ -200,5 +200,7 @@ def chosen(
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
-    selected = list(tree.first_matches(choice, params, "compressor"))
-    return [next((c for names, c in selected if n in names), None) for (n,) in tree.names(params)]
+    found: dict[str, BaseCompressor | None] = {}
+    for names, compressor in tree.first_matches(choice, params, "compressor"):
+        found |= dict.fromkeys(names, compressor)
+    return [found.get(name) for (name,) in tree.names(params)]

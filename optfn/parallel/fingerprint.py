@@ -68,8 +68,8 @@ def _as_words(x: jax.Array) -> jax.Array:
 _fingerprints = jax.jit(lambda leaves: jnp.stack([fingerprint(x) for x in leaves]))
 
 
-# A program of 20 ms to compile per array, for 8 arrays of one kind or for one, serves models with
-# many equal layers. One program for all arrays took half a minute for 600 leaves and their moments.
+# A program is compiled for 8 arrays of one kind, and one for a single array, since the time to
+# compile one for all arrays grows with their number. Models have few kinds and many arrays.
 _AT_A_TIME = 8
 _IN_FLIGHT = 16  # programs
 
