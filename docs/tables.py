@@ -9,7 +9,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,16 @@ def chain(optimizer: Factory) -> str:
     return _links(factory(**dict.fromkeys(needed, 0.5)))
 
 
-def _links(tx: Any) -> str:
-    """Return the transforms of a chain, or those of matrices and those of other leaves."""
-    name, parts = tx.call[0], tx.parts
-    if name == "_apart":
-        return f"({'; others: '.join(map(_links, parts))})"
-    if name == "chain":
-        return " → ".join(_links(part) for part in parts if part.call[0] != "dense_rows")
-    return str(name)
+def _links(rules: Sequence[Any]) -> str:
+    """Return the names of the rules of a chain."""
+    return " → ".join(_link(rule) for rule in rules if rule.name != "dense_rows")
+
+
+def _link(rule: Any) -> str:
+    """Return the name of a rule; of rules side by side, those of matrices and of other leaves."""
+    if rule.name == "_apart":
+        return f"({'; others: '.join(_links(x.links or [x]) for x in rule.links)})"
+    return str(rule.name)
 
 
 def recordings(name: str) -> str:

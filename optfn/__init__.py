@@ -42,7 +42,8 @@ from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
 from optfn.leaves.updates import apply_updates
 from optfn.optimizers.adagrad import adadelta, adagrad, decayed_adagrad, rmsprop
-from optfn.optimizers.adam import adam, adamax, adamw, lamb
+from optfn.optimizers.adam import adam
+from optfn.optimizers.adam_family import adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.muon import muon
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
@@ -59,16 +60,13 @@ from optfn.train.loading import load_state_dict
 from optfn.train.state import TrainState
 from optfn.train.state_dict import averaged_params, state_dict, summary
 from optfn.train.step import TrainStep, make_train_step
-from optfn.transforms.adam import scale_by_adam, scale_by_adamax
+from optfn.transforms.adam import scale_by_adam
+from optfn.transforms.adamax import scale_by_adamax
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from optfn.transforms.ftrl import ftrl_proximal
 from optfn.transforms.lamb import scale_by_lamb
-from optfn.transforms.learning_rate import (
-    get_learning_rate,
-    scale_by_learning_rate,
-    set_learning_rate,
-)
+from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
@@ -79,6 +77,7 @@ from optfn.transforms.moment import (
 )
 from optfn.transforms.muon import scale_by_muon
 from optfn.transforms.quantized_adam import scale_by_quantized_adam
+from optfn.transforms.rates import get_learning_rate, set_learning_rate
 from optfn.transforms.regularization import add_decayed_weights, l1_decay, l2_decay
 from optfn.transforms.scaling import scale_by_lars, scale_by_trust_ratio
 from optfn.wrappers.accumulation import accumulate

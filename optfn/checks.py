@@ -61,7 +61,12 @@ def is_host_number(value: object) -> TypeGuard[float]:
 
 def is_traced(values: Any) -> bool:
     """Tell whether an array of a tree is traced: under `jit`, `vmap` or a derivative."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
+    return any_traced(jax.tree.leaves(values))
+
+
+def any_traced(arrays: Iterable[Any]) -> bool:
+    """Tell whether one of some arrays is traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
 def number(
@@ -85,14 +90,20 @@ def number(
       ValueError: it is NaN, infinite or out of range, or an array that is not 0-d.
     """
     if is_host_number(value):
-        value = float(value)
-        inside = (low < value if low_open else low <= value) and (
-            value < high if high_open else value <= high
+        x = float(value)
+        above, below = (
+            low < x or (x == low and not low_open),
+            x < high or (x == high and not high_open),
         )
-        if not (inside and (math.isfinite(value) or not finite)):
-            allowed = _range(low, high, low_open, high_open, finite)
-            raise ValueError(f"{name} must be {allowed}; got {value!r}")
-        return value
+        if above and below and (math.isfinite(x) or not finite):
+            return x
+        allowed = _range(low, high, low_open, high_open, finite)
+        raise ValueError(f"{name} must be {allowed}; got {x!r}")
+    return _real_scalar(name, value)
+
+
+def _real_scalar(name: str, value: object) -> Scalar:
+    """Return `value` if it is a real array of shape ()."""
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape != ():
             raise ValueError(f"{name} must be a scalar; got an array of shape {value.shape}")

@@ -16,17 +16,16 @@ one edge per optimizer:
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeAlias
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optfn import checks
-from optfn.leaves import leafwise, mismatch, numerics, third_party, tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.leaves.updates import apply_updates as apply_updates
+from optfn.checks import T
+from optfn.leaves import edge, leafwise
+from optfn.leaves.types import OptState, Params, Updates
 
 P = ParamSpec("P")
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -43,6 +42,7 @@ class Rule(NamedTuple):
     links: the rules of a chain.
     decays: whether there is a weight decay, which the extra argument `decay_factors` scales by
       path.
+    name: the name of the factory that made it.
     """
 
     init: Callable[[Params], OptState]
@@ -52,6 +52,7 @@ class Rule(NamedTuple):
     reads_state: bool = True
     links: "tuple[Rule, ...]" = ()
     decays: bool = False
+    name: str = ""
 
 
 rule = Rule  # the name by which docs/own-transform.md makes one
@@ -76,21 +77,15 @@ class Transform(optax.GradientTransformationExtraArgs):
     module: str = ""
     origin: "Transform | None" = None
 
-    def __new__(
-        cls,
-        init: Callable[..., OptState],
-        update: Callable[..., tuple[Updates, OptState]],
-        *,
-        rule: Rule | None = None,
-        param_attrs: Any = None,
-        call: Call = call,
-    ) -> "Transform":
-        """Return the transformation of two functions."""
+    def __new__(cls, init: Any, update: Any, **fields: Any) -> "Transform":
+        """Return the transformation of two functions, with some of the fields above."""
         tx = super().__new__(cls, init, update)
-        tx.rule, tx.param_attrs, tx.call = rule, param_attrs, call
+        vars(tx).update(fields)
         return tx
 
     def __repr__(self) -> str:
+        from optfn.printing import call_text
+
         return call_text("Transform", tuple(self), {}) if self.origin else call_text(*self.call)
 
     @property
@@ -105,26 +100,25 @@ def _rebuilt(origin: Transform, functions: Iterable[Any]) -> Transform:
     init, update = functions
     if init is origin.init and update is origin.update:
         return origin
-    tx = Transform(init, update)
-    tx.origin = origin
-    return tx
+    return Transform(init, update, origin=origin)
 
 
 jax.tree_util.register_pytree_node(Transform, lambda tx: (tuple(tx), tx.origin or tx), _rebuilt)
 
 
-def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return a call as it might be written: "adam(0.001, eps_hat=False)"."""
+def called(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
+    """Return factory(*args, **kwargs); an error of the call lists the arguments."""
+    try:
+        return factory(*args, **kwargs)
+    except TypeError:
+        with checks.naming_arguments(factory, args, kwargs):
+            raise
 
-    def text(x: Any) -> str:
-        if callable(x) and hasattr(x, "__qualname__"):
-            return str(x.__qualname__)
-        is_tracer = isinstance(x, jax.Array) and checks.is_traced(x)
-        return f"<traced {x.aval.str_short()}>" if is_tracer else repr(x)
 
-    return (
-        f"{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
-    )
+def described(tx: optax.GradientTransformation, **fields: Any) -> Transform:
+    """Return `tx` with other fields."""
+    known = vars(tx) if isinstance(tx, Transform) else {}
+    return Transform(*optax.with_extra_args_support(tx), **{**known, **fields})
 
 
 def named(
@@ -134,20 +128,24 @@ def named(
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        with checks.naming_arguments(factory, args, kwargs):
-            made = factory(*args, **kwargs)
-        known = made if isinstance(made, Transform) else Transform(*made)
-        functions, call = optax.with_extra_args_support(made), (factory.__name__, args, kwargs)
-        tx = Transform(*functions, rule=known.rule, param_attrs=known.param_attrs, call=call)
-        tx.module = factory.__module__
-        return tx
+        made = called(factory, args, kwargs)
+        return described(made, call=(factory.__name__, args, kwargs), module=factory.__module__)
 
     return make
 
 
+class Factory(Protocol[P]):
+    """A factory of gradient transformations; `rule` has the same arguments, and makes the rule."""
+
+    rule: Callable[P, Rule]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
+        """Return the transformation."""
+
+
 def transform(
     *, needs_params: bool = False, complex_leaves: bool = False, reads_state: bool = True
-) -> Callable[[Callable[P, Rule]], Callable[P, optax.GradientTransformationExtraArgs]]:
+) -> Callable[[Callable[P, Rule]], Factory[P]]:
     """Decorate a factory of rules so that it returns gradient transformations, with an edge each.
 
     Args:
@@ -158,16 +156,22 @@ def transform(
         takes None, () and `optax.EmptyState()` as the state.
     """
 
-    def decorate(factory: Callable[P, Rule]) -> Callable[P, optax.GradientTransformationExtraArgs]:
-        @named
+    def decorate(factory: Callable[P, Rule]) -> Factory[P]:
+        name = factory.__name__
+
+        def rule(*args: P.args, **kwargs: P.kwargs) -> Rule:
+            made = called(factory, args, kwargs)
+            real_only = made.real_only if complex_leaves else name
+            return Rule(*made[:2], needs_params, real_only, reads_state, (), made.decays, name)
+
         @functools.wraps(factory)
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-            made, name = factory(*args, **kwargs), factory.__name__
-            real_only = made.real_only if complex_leaves else name
-            given = Rule(*made[:2], needs_params, real_only, reads_state, decays=made.decays)
-            return behind_edge(name, given)
+            call = (name, args, kwargs)
+            return behind_edge(name, rule(*args, **kwargs), call=call, module=factory.__module__)
 
-        return make
+        factory_of_both = cast("Factory[P]", make)
+        factory_of_both.rule = rule
+        return factory_of_both
 
     return decorate
 
@@ -188,7 +192,7 @@ def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationE
     parts = tuple(check_transform(f"chain: part {i}", part) for i, part in enumerate(parts))
     with_edges = chained([Rule(*part) for part in parts])
     links = [rule_of(part) for part in parts]
-    return Transform(*with_edges[:2], rule=chained(links)._replace(links=tuple(links)))
+    return Transform(*with_edges[:2], rule=chained(links))
 
 
 def chained(links: Sequence[Rule]) -> Rule:
@@ -200,7 +204,8 @@ def chained(links: Sequence[Rule]) -> Rule:
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        mismatch.check_length("chain", state, len(links))
+        if type(state) is not tuple or len(state) != len(links):
+            _check_length(state, len(links))
         new = []
         for link, old in zip(links, state, strict=True):
             updates, after = link.update(updates, old, params, **extra)
@@ -210,22 +215,39 @@ def chained(links: Sequence[Rule]) -> Rule:
     needs_params = any(link.needs_params for link in links)
     real_only = next((link.real_only for link in links if link.real_only), "")
     decays = any(link.decays for link in links)
-    return Rule(init, update, needs_params, real_only, decays=decays)
+    return Rule(init, update, needs_params, real_only, True, tuple(links), decays)
+
+
+def _check_length(state: OptState, length: int) -> None:
+    from optfn.leaves import mismatch
+
+    mismatch.check_length("chain", state, length)
 
 
 def check_params_given(name: str, params: Params | None) -> None:
     """Raise a ValueError if a transformation that needs params is called without."""
     if params is None:
-        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        raise _without_params(name)
 
 
-def rule_of(tx: optax.GradientTransformation) -> Rule:
+def _without_params(name: str) -> ValueError:
+    return ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+
+
+def rule_of(tx: optax.GradientTransformation | Rule) -> Rule:
     """Return the rule behind the edge of `tx`, or its own init and update if it has none."""
+    if isinstance(tx, Rule):
+        return tx
     known = tx.rule if isinstance(tx, Transform) else None
     return known or Rule(*optax.with_extra_args_support(tx))
 
 
-def behind_edge(name: str, rule: Rule) -> Transform:
+def links_of(made: list[Rule] | optax.GradientTransformation) -> Sequence[Rule]:
+    """Return the rules of a chain, given as such or as a transformation."""
+    return made if isinstance(made, list) else rule_of(made).links or [rule_of(made)]
+
+
+def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
     """Return the gradient transformation of a rule.
 
     Leaves that are not floating point are masked from the rule: they have no state, and their
@@ -234,6 +256,7 @@ def behind_edge(name: str, rule: Rule) -> Transform:
     Args:
       name: the name of the transformation in errors.
       rule: init and update on checked trees.
+      **fields: those of the transformation.
 
     Raises, at init and update, with the name of the leaf:
       ValueError: structures or shapes differ, or params are missing.
@@ -242,31 +265,26 @@ def behind_edge(name: str, rule: Rule) -> Transform:
     """
 
     def init(params: Params) -> OptState:
-        params = _as_arrays(params)
-        mismatch.check_params(name, params, rule.real_only)
-        return rule.init(leafwise.inexact(params))
+        return rule.init(edge.masked(name, rule.real_only, params))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if rule.needs_params:
-            check_params_given(name, params)
-        if rule.reads_state or not mismatch.is_empty(state):
-            mismatch.check_state_types(name, state, expected_state())
-        updates = _as_arrays(updates)
-        if params is None:
-            mismatch.check_params(name, updates, rule.real_only, "gradient")
-            new, state = rule.update(_widened(updates, updates), state, None, **extra)
-            return _restored(new, updates, updates), state
-        params = _as_arrays(params)
-        mismatch.check_params(name, params, rule.real_only)
-        mismatch.check_gradients(name, updates, params)
-        clean = _widened(updates, params), state, _widened(params, params)
-        new, state = rule.update(*clean, **extra)
-        return _restored(new, updates, params), state
+        if rule.needs_params and params is None:
+            raise _without_params(name)
+        if _kinds(state) != expected_kinds():
+            _check_state(name, rule, state)
+        clean, own, left = edge.entered(name, rule.real_only, updates, params)
+        new, state = rule.update(clean, state, own, **extra)
+        return left(new), state
 
-    expected_state = functools.cache(functools.partial(_state_of_no_params, rule))
-    return Transform(init, update, rule=rule)
+    expected_kinds = functools.cache(lambda: _kinds(_state_of_no_params(rule)))
+    return Transform(init, update, rule=rule, **fields)
+
+
+def _kinds(state: OptState) -> Any:
+    """Return the types of the states of the links of a chain, or that of the state."""
+    return [_kinds(x) for x in state] if type(state) is tuple else type(state)
 
 
 def _state_of_no_params(rule: Rule) -> OptState:
@@ -277,33 +295,12 @@ def _state_of_no_params(rule: Rule) -> OptState:
         return None
 
 
-def _as_arrays(values: PyTree) -> PyTree:
-    """Return a tree with numbers and floating-point NumPy arrays converted to JAX arrays."""
+def _check_state(name: str, rule: Rule, state: OptState) -> None:
+    """Raise a TypeError if the state is that of another rule."""
+    from optfn.leaves import mismatch
 
-    def convert(x: Leaf) -> Leaf:
-        is_array = isinstance(x, np.ndarray) and tree.is_inexact(x)
-        return jnp.asarray(x) if is_array or isinstance(x, int | float | complex) else x
-
-    return tree.map_arrays(convert, values)
-
-
-def _widened(values: PyTree, like: PyTree) -> PyTree:
-    """Return a tree in float32 or wider, masked where `like` is not floating point."""
-
-    def widen(x: Leaf, p: Leaf) -> Leaf:
-        wide = tree.is_inexact(p)
-        return leafwise.cast(x, numerics.accumulator_dtype(p.dtype)) if wide else optax.MaskedNode()
-
-    return tree.map(widen, values, like)
-
-
-def _restored(new: Updates, updates: Updates, like: PyTree) -> Updates:
-    """Return updates in the dtypes of `like`, and with those of leaves masked from the rule."""
-
-    def restore(g: Leaf, u: Leaf, p: Leaf) -> Leaf:
-        return leafwise.frozen_update(g, p) if tree.is_masked(u) else leafwise.cast(u, p.dtype)
-
-    return tree.map(restore, updates, new, like)
+    if rule.reads_state or not mismatch.is_empty(state):
+        mismatch.check_state_types(name, state, _state_of_no_params(rule))
 
 
 _EMPTY = optax.EmptyState()
@@ -376,22 +373,13 @@ def check_transform(
       tx: its value.
       factory: the factory that the error suggests for a number.
     """
-    if isinstance(tx, optax.MultiSteps):
-        # MultiSteps.gradient_transformation() drops extra arguments.
-        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    if hasattr(tx, "gradient_transformation"):
-        tx = tx.gradient_transformation()
-    if factory and checks.is_host_number(tx):
-        raise TypeError(
-            f"{argument} must be a gradient transformation, not the number {tx!r}. "
-            f"Did you mean {factory}({tx!r})?"
-        )
-    if not isinstance(tx, optax.GradientTransformation):
-        raise TypeError(
-            f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
-            "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
-            f"got {checks.shown(tx)}"
-        )
+    return tx if isinstance(tx, Transform) else _accepted(argument, tx, factory)
+
+
+def _accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformationExtraArgs:
+    from optfn.leaves import third_party
+
+    tx = third_party.accepted(argument, tx, factory)
     if not isinstance(tx, Transform):
         tx = third_party.with_errors(argument, tx)
     return optax.with_extra_args_support(tx)

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, core
+from optfn import checks
 from optfn.checks import Number, Scalar, Schedule
 from optfn.leaves import numerics
+from optfn.printing import call_text
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.plateau import reduce_on_plateau
 
@@ -61,7 +62,7 @@ class _Schedule:
         return rate
 
     def __repr__(self) -> str:
-        return core.call_text(*self.call)
+        return call_text(*self.call)
 
 
 def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:

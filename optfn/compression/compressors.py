@@ -27,11 +27,12 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 
-from optfn import checks, core
+from optfn import checks
 from optfn.leaves import tree
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Params, PyTree
 from optfn.mesh import Axes
+from optfn.printing import call_text
 
 P = ParamSpec("P")
 
@@ -152,7 +153,7 @@ def showing_call(factory: Callable[P, C]) -> Callable[P, C]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> C:
-        call = core.call_text(factory.__name__, args, kwargs)
+        call = call_text(factory.__name__, args, kwargs)
         return dataclasses.replace(factory(*args, **kwargs), call=call)
 
     return make

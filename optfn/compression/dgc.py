@@ -27,7 +27,7 @@ from optfn.compression.dgc_phases import (
     update_compressed,
 )
 from optfn.compression.on_parts import update_on_parts
-from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves import leafwise, numerics, row_sparse, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.mesh import AxisName
@@ -252,7 +252,7 @@ def _accumulate_and_send(
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
     options = dataclasses.replace(options, parts=parts)
-    updates = leafwise.to_dense(updates)  # row-sparse gradients are treated like dense ones
+    updates = row_sparse.to_dense(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_parts, options, row_updates and parts is None)
     result: tuple[Updates, DeepGradientCompressionState] = update_on_parts(
         run, updates, state, params, parts

@@ -1,200 +1,34 @@
 """The application of rules on arrays to the leaves of trees.
 
-Only this module knows the kinds of leaves: dense, row-sparse, or several tensors in one array.
-Rules are elementwise; numbers of a whole tensor, such as its norm, are computed before them.
+Rules are elementwise; numbers of a whole tensor, such as its norm, are computed before them
+(`optfn.leaves.tensors`). A leaf is an array, or has a method `apply` of its own (`LeafKind`).
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optfn import checks
 from optfn.checks import Scalar
-from optfn.leaves import mismatch, numerics, tree
-from optfn.leaves.layout import BufferLayout
-from optfn.leaves.types import DType, Leaf, LeafKind, Params, PyTree, Updates
+from optfn.leaves import numerics, tree
+from optfn.leaves.numerics import cast as cast
+from optfn.leaves.types import DType, Leaf, OneLeaf, Params, PyTree, Updates
 
 # (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays
 Rule = Callable[..., Any]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["layout"])
-@dataclasses.dataclass(frozen=True)
-class PerTensor:
-    """A scalar that differs between the tensors in one array.
-
-    layout: the positions of the tensors.
-    values: an array (num_tensors,) for each run of tensors.
-    """
-
-    layout: BufferLayout
-    values: Sequence[jax.Array]
-
-    def only(self, layout: BufferLayout) -> "PerTensor":
-        """Return the scalars of the leaves of `layout`, which are some of those here."""
-        of_leaf = {
-            leaf: values[i * run.per_leaf : (i + 1) * run.per_leaf]
-            for run, values in zip(self.layout.runs, self.values, strict=True)
-            for i, leaf in enumerate(run.leaves)
-        }
-        runs = layout.runs
-        return PerTensor(layout, [jnp.concatenate([of_leaf[i] for i in r.leaves]) for r in runs])
-
-
 class PerLeaf(NamedTuple):
     """A scalar that differs between leaves: one per leaf, in the order of `tree.flatten`.
 
-    For an array of several tensors it is a PerTensor, or one scalar for all of them.
+    For an array of several tensors it is a `tensors.PerTensor`, or one scalar for all of them.
     """
 
     values: Sequence[Any]
-
-    def all(self) -> list[jax.Array]:
-        """Return the scalars of all leaves that are not masked, those of tensors as arrays."""
-        lists = [v.values if isinstance(v, PerTensor) else [v] for v in self.values]
-        return [v for values in lists for v in values if v is not None]
-
-
-def tensor_norms(
-    updates: Updates,
-    *others: PyTree,
-    of: Callable[..., jax.Array] = lambda g: g,
-    **scalars: Any,
-) -> PerLeaf:
-    """Return the L2 norm of each tensor of of(g, *others, **scalars); None for a masked leaf.
-
-    Args:
-      updates: the gradients; of a row-sparse leaf, the norm is that of its values.
-      *others: trees of arrays, structured as `updates`.
-      of: an elementwise function of arrays, the gradient itself by default.
-      **scalars: numbers and 0-d arrays, the same for all leaves, or a PerLeaf.
-    """
-    numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
-    of = partial(of, **numbers)
-    norm = _shared(lambda arrays, own: numerics.norm(of(*arrays, **own)), updates)
-    layouts = tree.layouts(updates)
-
-    def of_leaf(place: tree.Place, *arrays: Leaf) -> Any:
-        layout = layouts[place.number]
-        own = {k: _scalar_at(v, place.number) for k, v in scalars.items() if k not in numbers}
-        if tree.is_masked(arrays[0]):
-            return None
-        if layout.is_one_tensor or isinstance(arrays[0], LeafKind):
-            return norm([_numbers(x) for x in arrays], own)
-        return PerTensor(layout, _norms_of_runs(of, layout, arrays, own))
-
-    return PerLeaf([of_leaf(*row) for row in tree.items(updates, *others)])
-
-
-def _norms_of_runs(
-    of: Callable[..., jax.Array],
-    layout: BufferLayout,
-    arrays: Sequence[jax.Array],
-    scalars: dict[str, Any],
-) -> list[jax.Array]:
-    """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
-    common = {k: v for k, v in scalars.items() if not isinstance(v, PerTensor)}
-    own = {k: v.values for k, v in scalars.items() if isinstance(v, PerTensor)}
-
-    def of_tensor(tensors: Sequence[jax.Array], numbers: dict[str, jax.Array]) -> jax.Array:
-        return of(*tensors, **common, **numbers)
-
-    runs = zip(*map(layout.tensors, arrays), strict=True)
-    return [
-        numerics.row_norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
-        for i, tensors in enumerate(runs)
-    ]
-
-
-def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
-    """Return fn of the numbers of each tensor.
-
-    Args:
-      fn: an elementwise function of scalars or arrays.
-      *numbers: one per leaf or tensor, such as norms.
-      **scalars: the same for all leaves, or a PerLeaf.
-    """
-    fixed = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
-    fn = _shared(partial(fn, **fixed), numbers)
-    scalars = {k: v for k, v in scalars.items() if k not in fixed}
-
-    def of_leaf(i: int) -> Any:
-        own = [_scalar_at(x, i) for x in numbers]
-        named = {k: _scalar_at(v, i) for k, v in scalars.items()}
-        layouts = [x.layout for x in (*own, *named.values()) if isinstance(x, PerTensor)]
-        if any(x is None for x in own):
-            return None
-        if not layouts:
-            return fn(*own, **named)
-        runs = range(len(layouts[0].runs))
-        return PerTensor(layouts[0], [_call_of_run(fn, k, own, named) for k in runs])
-
-    return PerLeaf([of_leaf(i) for i in range(len(numbers[0].values))])
-
-
-def _call_of_run(
-    fn: Callable[..., jax.Array], k: int, own: list[Any], named: dict[str, Any]
-) -> jax.Array:
-    """Return `fn` of the numbers of the tensors in run k."""
-
-    def of_run(x: Any) -> Any:
-        return x.values[k] if isinstance(x, PerTensor) else x
-
-    return fn(*(of_run(x) for x in own), **{name: of_run(x) for name, x in named.items()})
-
-
-def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
-    """Return the scalar of(path) for each leaf of `like`, also of those that lie in one array."""
-
-    def of_leaf(names: Sequence[str], layout: BufferLayout) -> Any:
-        scalars = [of(name) for name in names]
-        distinct = {id(x): x for x in scalars}
-        if len(distinct) == 1:
-            return scalars[0]
-        table = jnp.stack([jnp.asarray(x) for x in distinct.values()])
-        numbers = {key: i for i, key in enumerate(distinct)}
-        runs = layout.by_run([numbers[id(x)] for x in scalars])
-        return PerTensor(layout, [table[np.array(run)] for run in runs])
-
-    return PerLeaf(list(map(of_leaf, tree.names(like), tree.layouts(like))))
-
-
-def merge_rows(updates: Updates) -> Updates:
-    """Return `updates` with repeated rows of row-sparse leaves added up, as norms need it."""
-    return _map_kinds(lambda place, g: g.merged(), updates)
-
-
-def to_dense(updates: Updates, warning: str = "") -> Updates:
-    """Return `updates` with row-sparse leaves dense; `warning` is given if there are any."""
-
-    def dense(place: tree.Place, g: LeafKind) -> jax.Array:
-        if warning:
-            checks.warn(f"{warning}; it costs the whole table {place!r}")
-        return g.dense()
-
-    return _map_kinds(dense, updates)
-
-
-def _map_kinds(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
-    def convert(place: tree.Place, g: Leaf) -> Leaf:
-        return fn(place, _checked(place, g)) if isinstance(g, LeafKind) else g
-
-    return tree.map_named(convert, updates)
-
-
-def _checked(place: tree.Place, g: LeafKind) -> LeafKind:
-    """Return a row-sparse gradient, which must be well formed.
-
-    A third-party transform before this one in a chain may have changed its indices.
-    """
-    g.check(f"update: the gradient of {place!r}")
-    return g
 
 
 def apply(
@@ -232,45 +66,83 @@ def apply(
         because it belongs to other params.
       TypeError: the indices of a row-sparse gradient are not int32.
     """
-    for accumulators in state:
-        tree.check_same_structure("update", "the state", accumulators, "updates", updates)
     # Python numbers are no arguments of the program: 1 − 0.999 is taken in float64.
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     arrays = {k: v for k, v in scalars.items() if k not in numbers}
-    program = _shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), updates)
+    leaves, columns, structure = _columns(updates, state, params)
+    is_traced = checks.any_traced(map(numbers_of, leaves))
+    program = shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
 
-    def on_leaf(place: tree.Place, g: Leaf, *others: Leaf) -> tuple[Any, ...]:
+    def on_leaf(i: int, g: Leaf, *others: Leaf) -> tuple[Any, ...]:
         if tree.is_masked(g):
             return (optax.MaskedNode(),) * (1 + len(state))
-        if isinstance(g, LeafKind):
-            _checked(place, g)
         accumulators, p = others[: len(state)], others[len(state) :]
-        mismatch.check_accumulators(place, g, accumulators, shapes)
-        own = {k: _scalar_at(v, place.number) for k, v in arrays.items()}
+        expected = [g.shape] * len(state) if shapes is None else shapes(g.shape)
+        if any(not tree.has_shape(x, s) for x, s in zip(accumulators, expected, strict=True)):
+            raise _mismatch().of_other_params(i, updates, accumulators, expected)
+        own = {k: scalar_at(v, i) for k, v in arrays.items()}
         results: tuple[Any, ...] = program(g, accumulators, p, own)
         return results
 
+    results = [on_leaf(*row) for row in zip(range(len(leaves)), leaves, *columns, strict=True)]
+    trees = [structure.unflatten(r[k] for r in results) for k in range(1 + len(state))]
+    return tuple(trees) if state else trees[0]
+
+
+def _columns(
+    updates: Updates, state: Sequence[PyTree], params: Params | None
+) -> tuple[list[Leaf], list[list[Leaf]], Any]:
+    """Return the leaves of updates, those of the others in their places, and the structure."""
+    leaves, structure = tree.flatten(updates)
+    if any(isinstance(g, OneLeaf) for g in leaves):
+        _mismatch().check_row_sparse(updates)
     others = state if params is None else (*state, params)
-    trees = tree.map_to(1 + len(state), on_leaf, updates, *others)
-    return trees if state else trees[0]
+    try:
+        return leaves, [structure.flatten_up_to(x) for x in others], structure
+    except ValueError as error:
+        raise _mismatch().of_states(updates, others, error) from None
 
 
-def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
-    """Map a function over the tensors of each leaf.
+def _mismatch() -> Any:
+    from optfn.leaves import mismatch
 
-    Args:
-      fn: (num_tensors, *shape) -> the same, of tensors of one shape, each by itself.
-      updates: a tree of dense leaves, masked ones among them.
+    return mismatch
+
+
+def _apply_to_leaf(
+    rule: Rule, rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
+) -> tuple[Any, ...]:
+    scalars = {k: _spread(v, g.shape) for k, v in scalars.items()}
+    if isinstance(g, OneLeaf):
+        result = g.apply(rule, rows, accumulators, p, scalars)
+    else:
+        result = rule(g, *accumulators, *p, **scalars)
+    u, *new = result if accumulators else (result,)
+    return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
+
+
+def shared(program: Callable[..., Any], is_traced: bool) -> Callable[..., Any]:
+    """Return the program of one leaf, jitted while tracing.
+
+    Leaves of one shape are then traced and lowered once. A model of many small leaves would
+    otherwise spend most of the time before its first step on that.
     """
-    layouts, program = tree.layouts(updates), _shared(fn, updates)
+    return jax.jit(program) if is_traced else program
 
-    def of_leaf(place: tree.Place, g: Leaf) -> Leaf:
-        if tree.is_masked(g) or not g.size:
-            return g
-        layout = layouts[place.number]
-        return layout.joined([program(x) for x in layout.tensors(g)], g.shape)
 
-    return tree.map_named(of_leaf, updates)
+def numbers_of(g: Leaf) -> Any:
+    """Return the array of a leaf, or that of the values of a row-sparse one."""
+    return g.values if isinstance(g, OneLeaf) else g
+
+
+def scalar_at(scalar: Any, i: int) -> Any:
+    """Return the scalar of leaf i: a number, or a PerTensor."""
+    return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
+
+
+def _spread(scalar: Any, shape: tuple[int, ...]) -> Any:
+    is_scalar = tree.is_array(scalar) or isinstance(scalar, int | float)
+    return scalar if is_scalar else scalar.spread(shape)
 
 
 def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
@@ -280,52 +152,6 @@ def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:
         return numerics.scalar(factor, g) * g
 
     return apply(scaled, updates, rows="touched", factor=factor)
-
-
-def _shared(program: Callable[..., Any], values: PyTree) -> Callable[..., Any]:
-    """Return the program of one leaf, jitted while tracing.
-
-    Leaves of one shape are then traced and lowered once. A model of many small leaves would
-    otherwise spend most of the time before its first step on that.
-    """
-    return jax.jit(program) if checks.is_traced(values) else program
-
-
-def _numbers(g: Leaf) -> Any:
-    return g.values if isinstance(g, LeafKind) else g
-
-
-def _scalar_at(scalar: Any, i: int) -> Any:
-    """Return the scalar of leaf i: a number, or a PerTensor."""
-    return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
-
-
-def _apply_to_leaf(
-    rule: Rule,
-    rows: str,
-    g: Leaf,
-    accumulators: Sequence[jax.Array],
-    p: Sequence[jax.Array],
-    scalars: dict[str, Any],
-) -> tuple[Any, ...]:
-    scalars = {k: _spread(v, g.shape) for k, v in scalars.items()}
-    if isinstance(g, LeafKind):
-        return _in_own_dtypes(g.apply(rule, rows, accumulators, p, scalars), accumulators)
-    return _in_own_dtypes(rule(g, *accumulators, *p, **scalars), accumulators)
-
-
-def _spread(scalar: Any, shape: tuple[int, ...]) -> Any:
-    return scalar.layout.spread(scalar.values, shape) if isinstance(scalar, PerTensor) else scalar
-
-
-def _in_own_dtypes(result: Any, accumulators: Sequence[jax.Array]) -> tuple[Any, ...]:
-    u, *new = result if accumulators else (result,)
-    return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
-
-
-def cast(x: jax.Array, dtype: DType) -> jax.Array:
-    """Return x.astype(dtype); x itself where it has that dtype, since a no-op cast costs a call."""
-    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def zeros_like(
@@ -349,21 +175,7 @@ def zeros_like(
         filled = jnp.full_like(p, fill, dtype=own if dtype is None else dtype)
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
-    return tree.map_arrays(zeros, params)
-
-
-def frozen_update(g: Leaf, p: Leaf) -> Leaf:
-    """Return the update of a frozen leaf: −0.0, an integer zero, or a masked leaf.
-
-    −0.0 is the only number that leaves p + u = p bit for bit.
-    """
-    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
-    if tree.is_array(p) and not mismatch.is_float0(p):
-        if jnp.issubdtype(p.dtype, jnp.inexact):
-            return jnp.full(p.shape, -0.0, p.dtype)
-        return numerics.integer_zeros(jnp.shape(p), p.dtype)
-    # Without params the dtype is unknown; int8 is the one that promotes no integer.
-    return numerics.integer_zeros(g.shape, np.int8) if mismatch.is_float0(g) else g
+    return jax.tree.map(zeros, params)
 
 
 def inexact(params: Params) -> Params:
@@ -373,21 +185,33 @@ def inexact(params: Params) -> Params:
 
 def all_finite(updates: Updates) -> jax.Array:
     """Tell whether all floating-point leaves are finite, a bool scalar."""
-    finite = [jnp.all(jnp.isfinite(_numbers(g))) for g in tree.arrays(inexact(updates))]
+    finite = [jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(inexact(updates))]
     return numerics.computed_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)
+
+
+def merge_rows(updates: Updates) -> Updates:
+    """Return `updates` with repeated rows of row-sparse leaves added up, as norms need it."""
+    if not any(isinstance(g, OneLeaf) for g in tree.leaves(updates)):
+        return updates
+    from optfn.leaves import row_sparse
+
+    return row_sparse.merged(updates)
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return numerics.sum_of_squares(cast(x, numerics.accumulator_dtype(x.dtype)))
 
 
 def global_norm(updates: Updates) -> jax.Array:
     """Return the L2 norm of all leaves together, √∑‖g‖², a scalar of float32 or wider.
 
-    Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf are added up before.
+    Squares are taken in float32 or wider. Repeated rows of a row-sparse leaf must be added up
+    before, see `merge_rows`.
     """
 
-    def square(g: Leaf) -> jax.Array:
-        x = jnp.asarray(_numbers(g))
-        return numerics.sum_of_squares(cast(x, numerics.accumulator_dtype(x.dtype)))
-
-    squares = [square(g) for g in tree.arrays(merge_rows(updates))]
+    arrays = [jnp.asarray(numbers_of(g)) for g in tree.arrays(updates)]
+    square = shared(_square, checks.any_traced(arrays))
+    squares = [square(x) for x in arrays]
     if not squares:
         return jnp.zeros((), jnp.float32)
     widest = max((s.dtype for s in squares), key=lambda dtype: jnp.finfo(dtype).bits)

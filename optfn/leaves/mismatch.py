@@ -1,7 +1,7 @@
 """Errors about leaves and states: each names the value that was passed and the one needed."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def _is_of_another_library(x: object) -> bool:
 
 
 def _may_be_untrained(x: Leaf, kind: str) -> bool:
-    if tree.is_masked(x) or is_float0(x) or isinstance(x, bool | int):
+    if tree.is_masked(x) or tree.is_float0(x) or isinstance(x, bool | int):
         return True
     is_integer = tree.is_array(x) and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
     return is_integer and (kind != "gradient" or is_known_zero(x))
@@ -72,7 +72,7 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
     for place, g, p in tree.items(updates, params):
         if isinstance(g, LeafKind):
             g.check(f"{name}: the gradient of {place!r}")
-        fits = tree.is_masked(g) or is_float0(g) or is_known_zero(g)
+        fits = tree.is_masked(g) or tree.is_float0(g) or is_known_zero(g)
         if tree.is_inexact(p):
             fits = tree.is_inexact(g) and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
         if fits and (not tree.is_inexact(p) or g.shape == jnp.shape(p)):
@@ -107,7 +107,7 @@ def naming_integer_leaves(updates: Updates) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        integers = [str(place) for place, g in tree.items(updates) if is_float0(g)]
+        integers = [str(place) for place, g in tree.items(updates) if tree.is_float0(g)]
         if not integers or "float0 array" not in str(error):
             raise
         raise TypeError(
@@ -155,29 +155,43 @@ def _of_another(name: str, expected: str, state: OptState) -> TypeError:
     )
 
 
-def check_accumulators(
-    place: tree.Place,
-    g: Leaf,
-    accumulators: Sequence[Leaf],
-    shapes: Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]] | None,
-) -> None:
-    """Raise a ValueError unless the accumulators of a leaf have the shapes of its gradient.
+def of_other_params(
+    i: int, updates: Updates, accumulators: Sequence[Leaf], expected: Sequence[tuple[int, ...]]
+) -> ValueError:
+    """Return the error of accumulators of leaf i that do not have the expected shapes."""
+    g, came = tree.leaves(updates)[i], [x.shape if tree.is_array(x) else None for x in accumulators]
+    shape = next(a for a, b in zip(came, expected, strict=True) if a != b)
+    return ValueError(
+        f"update: the state of leaf {tree.paths(updates)[i]!r} has shape {shape}, but its gradient "
+        f"has {g.shape}: the state was made for other params"
+    )
 
-    Args:
-      place: the place of the leaf.
-      g: its gradient.
-      accumulators: its arrays in the state.
-      shapes: the shapes of the accumulators of a gradient of the shape that it is given; None for
-        that of the gradient.
-    """
-    expected = [g.shape] * len(accumulators) if shapes is None else shapes(g.shape)
-    for x, shape in zip(accumulators, expected, strict=True):
-        came = x.shape if tree.is_array(x) else None
-        if came != shape:
-            raise ValueError(
-                f"update: the state of leaf {place!r} has shape {came}, but its gradient has "
-                f"{g.shape}: the state was made for other params"
-            )
+
+def of_states(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
+    """Return the error of trees of a state of which one lacks the structure of `updates`."""
+    for state in states:
+        tree.check_same_structure("update", "the state", state, "updates", updates)
+    return error
+
+
+def check_row_sparse(updates: Updates) -> None:
+    """Raise an error that names the leaf unless all row-sparse leaves are well formed."""
+    for place, g in tree.items(updates):
+        if isinstance(g, LeafKind):
+            g.check(f"update: the gradient of {place!r}")
+
+
+def check_entering(
+    name: str, real_only: str, updates: Updates, params: Params | None, kind: str = "gradient"
+) -> None:
+    """Raise the error of gradients or params that may not enter a rule; nothing if they may."""
+    updates = tree.map_arrays(tree.as_array, updates)
+    if params is None:
+        check_params(name, updates, real_only, kind)
+        return
+    params = tree.map_arrays(tree.as_array, params)
+    check_params(name, params, real_only)
+    check_gradients(name, updates, params)
 
 
 def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None:
@@ -214,11 +228,6 @@ def _dtype(x: Leaf) -> DType:
 
 def _is_complex(x: Leaf) -> bool:
     return bool(jnp.issubdtype(_dtype(x), jnp.complexfloating))
-
-
-def is_float0(x: Leaf) -> bool:
-    """Tell whether `x` is a float0, JAX's gradient of an integer."""
-    return tree.is_array(x) and x.dtype == jax.dtypes.float0
 
 
 def no_gradient(shape: tuple[int, ...]) -> np.ndarray:

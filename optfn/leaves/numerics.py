@@ -4,6 +4,7 @@ Nothing here depends on trees or transforms. Hyper-parameters are Python floats 
 `scalar` casts an array to the dtype of its operand, so that no hyper-parameter promotes a dtype.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -21,6 +22,19 @@ def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     Squares underflow to zero in float16, and 0.999·ν + 0.001·g² rounds back to ν in bfloat16.
     """
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
+@functools.cache
+def wide_dtype(dtype: object) -> np.dtype[Any] | None:
+    """Return the dtype in which to compute with leaves of `dtype`, None if they are not floats."""
+    if isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact):
+        return accumulator_dtype(dtype)
+    return None
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return x.astype(dtype); x itself where it has that dtype, since a no-op cast costs a call."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def accumulated_bytes(x: jax.Array) -> int:

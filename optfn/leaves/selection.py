@@ -6,9 +6,10 @@ from typing import Any
 import optax
 
 from optfn.leaves import packed, tree
-from optfn.leaves.leafwise import PerLeaf, PerTensor
+from optfn.leaves.leafwise import PerLeaf
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
+from optfn.leaves.tensors import PerTensor
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import PyTree
 

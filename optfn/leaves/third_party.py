@@ -12,8 +12,30 @@ from typing import Any
 import jax
 import optax
 
-from optfn.leaves import leafwise, tree
+from optfn import checks
+from optfn.leaves import row_sparse, tree
 from optfn.leaves.types import LeafKind, OptState, Params, PyTree, Updates
+
+
+def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
+    """Return `tx`, or the transformation that it makes; see `core.check_transform`."""
+    if isinstance(tx, optax.MultiSteps):
+        # MultiSteps.gradient_transformation() drops extra arguments.
+        tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    if hasattr(tx, "gradient_transformation"):
+        tx = tx.gradient_transformation()
+    if factory and checks.is_host_number(tx):
+        raise TypeError(
+            f"{argument} must be a gradient transformation, not the number {tx!r}. "
+            f"Did you mean {factory}({tx!r})?"
+        )
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(
+            f"{argument} must be a gradient transformation, such as optfn.adam(1e-3), "
+            "optfn.clip_by_norm(1.0) or optfn.l2_decay(1e-4); "
+            f"got {checks.shown(tx)}"
+        )
+    return tx
 
 
 def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -42,7 +64,7 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         def of_dense() -> PyTree:
-            return tx.update(leafwise.to_dense(updates), state, params, **extra)
+            return tx.update(row_sparse.to_dense(updates), state, params, **extra)
 
         try:
             result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)

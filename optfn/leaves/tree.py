@@ -12,18 +12,21 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
 
 from optfn import checks
 from optfn.checks import T
-from optfn.leaves.layout import BufferLayout, Run, plain
 from optfn.leaves.traits import traits_of
-from optfn.leaves.types import Leaf, LeafKind, PyTree
+from optfn.leaves.types import Leaf, OneLeaf, PyTree
+
+if TYPE_CHECKING:
+    from optfn.leaves.layout import BufferLayout, Run
 
 # A pattern of leaf paths: a regular expression that must match the whole path, or path -> bool.
 Pattern = str | re.Pattern[str] | Callable[[str], bool]
@@ -36,7 +39,7 @@ def is_masked(x: Leaf) -> bool:
 
 def is_leaf(x: Leaf) -> bool:
     """Tell whether `x` is a single leaf to optfn and a tree to JAX: masked, or Rows."""
-    return is_masked(x) or isinstance(x, LeafKind)
+    return is_masked(x) or isinstance(x, OneLeaf)
 
 
 def is_array(x: object) -> TypeGuard[jax.Array]:
@@ -49,6 +52,22 @@ def is_inexact(x: Leaf) -> bool:
     if not is_array(x):
         return isinstance(x, float | complex)
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def is_float0(x: Leaf) -> bool:
+    """Tell whether `x` is a float0, JAX's gradient of an integer."""
+    return is_array(x) and x.dtype == jax.dtypes.float0
+
+
+def has_shape(x: Leaf, shape: tuple[int, ...]) -> bool:
+    """Tell whether `x` is an array of this shape."""
+    return is_array(x) and x.shape == shape
+
+
+def as_array(x: Leaf) -> Leaf:
+    """Return a number or a floating-point NumPy array as a JAX array, any other leaf as it is."""
+    is_host = isinstance(x, int | float | complex) or (isinstance(x, np.ndarray) and is_inexact(x))
+    return jnp.asarray(x) if is_host else x
 
 
 def is_key(x: Leaf) -> bool:
@@ -199,7 +218,7 @@ def describes_leaves(x: object) -> bool:
     return traits_of(x).describes_leaves
 
 
-def layouts(tree: PyTree) -> list[BufferLayout]:
+def layouts(tree: PyTree) -> "list[BufferLayout]":
     """Return the layout of each leaf, in the order of `flatten`."""
     found: list[BufferLayout] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda x: describes_leaves(x) or is_leaf(x)):
@@ -207,8 +226,10 @@ def layouts(tree: PyTree) -> list[BufferLayout]:
     return found
 
 
-def layout_of_leaf(x: Leaf) -> BufferLayout:
+def layout_of_leaf(x: Leaf) -> "BufferLayout":
     """Return the layout of a leaf that is one tensor."""
+    from optfn.leaves.layout import plain
+
     return plain(tuple(x.shape) if is_array(x) else ())
 
 
@@ -217,7 +238,7 @@ def stacked_axes(tree: PyTree) -> list[int]:
     return [layout.runs[0].stacked for layout in layouts(tree)]
 
 
-def runs(tree: PyTree) -> dict[str, Run]:
+def runs(tree: PyTree) -> "dict[str, Run]":
     """Return for each name of a leaf the run of leaves of one shape in which it lies."""
     return {
         name: run

@@ -19,7 +19,14 @@ DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name
 LossFn: TypeAlias = Callable[..., Any]
 
 
-class LeafKind(abc.ABC):
+class OneLeaf:
+    """A node to JAX that is one leaf to optfn: a `LeafKind`."""
+
+    values: Any
+    apply: Any
+
+
+class LeafKind(OneLeaf, abc.ABC):
     """A leaf that is not a dense array, such as `Rows`, and defines how rules apply to it.
 
     It is a pytree node whose numbers are `values`, and represents an array of `shape`.

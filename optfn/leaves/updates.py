@@ -24,7 +24,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     tree.check_same_structure("apply_updates", "updates", updates, "params", params)
 
     def add(place: tree.Place, p: Leaf, u: Leaf) -> Leaf:
-        if tree.is_masked(p) or mismatch.is_float0(u):
+        if tree.is_masked(p) or tree.is_float0(u):
             return p
         p = jnp.asarray(p)
         if tree.is_masked(u) or mismatch.shape_of(u) != p.shape:

@@ -2,8 +2,8 @@
 
 import optax
 
+from optfn import core
 from optfn.checks import Number, Schedule
-from optfn.core import chain
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import (
@@ -26,7 +26,7 @@ def adagrad(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """Adagrad: divide by the root of the sum of squared gradients.
 
         m = m + |g|²
@@ -41,10 +41,10 @@ def adagrad(
 
     Source: Duchi et al. 2011; fluid's AdagradOptimizer.
     """
-    return chain(
-        scale_by_adagrad(eps=eps, initial_accumulator_value=initial_accumulator_value),
-        scale_by_learning_rate(learning_rate),
-    )
+    return [
+        scale_by_adagrad.rule(eps=eps, initial_accumulator_value=initial_accumulator_value),
+        scale_by_learning_rate.rule(learning_rate),
+    ]
 
 
 @optimizer
@@ -57,7 +57,7 @@ def decayed_adagrad(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """Decayed Adagrad: divide by the root of the moving average of squared gradients.
 
         m = d·m + (1 − d)·|g|²
@@ -72,10 +72,10 @@ def decayed_adagrad(
 
     Source: fluid's DecayedAdagradOptimizer.
     """
-    return chain(
-        scale_by_decayed_adagrad(decay=decay, eps=eps),
-        scale_by_learning_rate(learning_rate),
-    )
+    return [
+        scale_by_decayed_adagrad.rule(decay=decay, eps=eps),
+        scale_by_learning_rate.rule(learning_rate),
+    ]
 
 
 @optimizer
@@ -88,7 +88,7 @@ def adadelta(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """Adadelta: scale the gradient by the ratio of past updates to past gradients.
 
         a = ρa + (1 − ρ)|g|²
@@ -105,11 +105,11 @@ def adadelta(
 
     Source: Zeiler 2012, arXiv 1212.5701; fluid's AdadeltaOptimizer.
     """
-    return chain(
-        dense_rows("adadelta"),
-        scale_by_adadelta(rho=rho, eps=eps),
-        scale_by_learning_rate(learning_rate),
-    )
+    return [
+        dense_rows.rule("adadelta"),
+        scale_by_adadelta.rule(rho=rho, eps=eps),
+        scale_by_learning_rate.rule(learning_rate),
+    ]
 
 
 @optimizer
@@ -125,7 +125,7 @@ def rmsprop(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """RMSProp: divide by the root of the moving average of squared gradients, with momentum.
 
         r = ρr + (1 − ρ)|g|²;  centered: q = ρq + (1 − ρ)g
@@ -149,8 +149,8 @@ def rmsprop(
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """
-    return chain(
-        scale_by_rms(rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype),
-        scale_by_learning_rate(learning_rate),
-        scale_by_momentum(momentum, moment_dtype=moment_dtype),
-    )
+    return [
+        scale_by_rms.rule(rho=rho, eps=eps, centered=centered, moment_dtype=moment_dtype),
+        scale_by_learning_rate.rule(learning_rate),
+        scale_by_momentum.rule(momentum, moment_dtype=moment_dtype),
+    ]

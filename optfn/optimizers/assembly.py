@@ -2,17 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import ParamSpec
 
-import numpy as np
 import optax
 
-from optfn import checks, core
-from optfn.leaves import leafwise
-from optfn.wrappers.attributes import with_attributes
-from optfn.wrappers.master_weights import master_weights
+from optfn import core
 
 P = ParamSpec("P")
 
@@ -31,55 +26,37 @@ COMMON_DOC = """
 
 
 def optimizer(
-    factory: Callable[P, optax.GradientTransformationExtraArgs],
+    factory: Callable[P, list[core.Rule] | optax.GradientTransformation],
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
-    """Decorate a factory of chains: apply the four arguments that all optimizers share.
+    """Decorate a factory of the rules of a chain: apply the arguments that all optimizers share.
 
     The factory has these arguments in its signature, and this decorator applies them. The chain
     computes in float32 or wider, and its update is rounded once, to the dtype of the parameter.
     """
-    signature = inspect.signature(factory)
+    signature, name = inspect.signature(factory), factory.__name__
 
-    @core.named
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        own = core.rule_of(factory(*args, **kwargs))
+        own = core.links_of(core.called(factory, args, kwargs))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         common = bound.arguments
-        masters = _masters(common["multi_precision"])
-
-        def built(
-            before: Sequence[optax.GradientTransformation],
-        ) -> optax.GradientTransformationExtraArgs:
-            links = [*(core.rule_of(tx) for tx in before), *(own.links or [own])]
-            tx = core.behind_edge(factory.__name__, core.chained(links))
-            return masters(tx)
-
+        fields = {"call": (name, args, kwargs), "module": factory.__module__}
         clip = _optional("grad_clip", common["grad_clip"], "optfn.clip_by_global_norm")
         penalty = _optional("regularization", common["regularization"], "optfn.l2_decay")
-        if common["param_attrs"] is None:
-            return built([tx for tx in (clip, penalty) if tx is not None])
-        return with_attributes(
-            factory.__name__, common["param_attrs"], clip, penalty, built, own.decays
+        if common["param_attrs"] is None and common["multi_precision"] is False:
+            rules = [core.rule_of(tx) for tx in (clip, penalty) if tx is not None]
+            return core.behind_edge(name, core.chained([*rules, *own]), **fields)
+        from optfn.optimizers.options import with_options
+
+        made = with_options(
+            name, own, clip, penalty, common["param_attrs"], common["multi_precision"]
         )
+        return core.described(made, **fields)
 
     # Python 3.13 removes the indentation of docstrings, earlier versions don't.
     make.__doc__ = "\n\n".join(inspect.cleandoc(x) for x in (factory.__doc__ or "", COMMON_DOC))
     return make
-
-
-def _masters(
-    multi_precision: object,
-) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
-    """Return the wrapper that adds masters to an optimizer."""
-    if isinstance(multi_precision, bool | np.bool_):
-        return master_weights if multi_precision else lambda tx: tx
-    if isinstance(multi_precision, int) and multi_precision in (32, 24):
-        return partial(master_weights, bits=multi_precision)
-    raise TypeError(
-        f"multi_precision must be True, False, 32 or 24; got {checks.shown(multi_precision)}"
-    )
 
 
 def _optional(
@@ -92,4 +69,6 @@ def _optional(
 def dense_rows(name: str) -> core.Rule:
     """Make row-sparse gradients dense, with a warning, for rules that update all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
-    return core.stateless(lambda updates, params: leafwise.to_dense(updates, warning))
+    from optfn.leaves import row_sparse
+
+    return core.stateless(lambda updates, params: row_sparse.to_dense(updates, warning))

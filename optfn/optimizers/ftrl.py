@@ -2,8 +2,8 @@
 
 import optax
 
+from optfn import core
 from optfn.checks import Number, Schedule
-from optfn.core import chain
 from optfn.optimizers.assembly import optimizer
 from optfn.transforms.ftrl import ftrl_proximal
 from optfn.wrappers.attributes import ParamAttrs
@@ -21,7 +21,7 @@ def ftrl(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """FTRL-proximal, for linear models: l1 makes parameters exactly zero.
 
         n' = n + g²;  σ = (n'^(−k) − n^(−k))/lr;  z += g − σ·p;  n = n'
@@ -42,6 +42,6 @@ def ftrl(
 
     Source: McMahan et al. 2013; fluid's FtrlOptimizer.
     """
-    return chain(
-        ftrl_proximal(learning_rate, l1=l1, l2=l2, lr_power=lr_power, lazy=lazy),
-    )
+    return [
+        ftrl_proximal.rule(learning_rate, l1=l1, l2=l2, lr_power=lr_power, lazy=lazy),
+    ]

@@ -7,7 +7,6 @@ import optax
 
 from optfn import core
 from optfn.checks import Number, Schedule
-from optfn.core import chain
 from optfn.leaves import tree
 from optfn.leaves.leafwise import PerLeaf
 from optfn.leaves.selection import Selection
@@ -41,7 +40,7 @@ def muon(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """Muon: update matrices by their orthogonalized momentum, and other leaves by adamw.
 
         v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
@@ -85,7 +84,7 @@ def muon(
     2502.16982.
     """
     pattern = tree.check_pattern("matrices", matrices)
-    direction = scale_by_muon(
+    direction = scale_by_muon.rule(
         momentum,
         nesterov=nesterov,
         coefficients=coefficients,
@@ -94,13 +93,16 @@ def muon(
         compute_dtype=compute_dtype,
         moment_dtype=moment_dtype,
     )
-    ends = add_decayed_weights(weight_decay, exclude=exclude), scale_by_learning_rate(learning_rate)
-    of_matrices = dense_rows("muon"), direction
+    ends = (
+        add_decayed_weights.rule(weight_decay, exclude=exclude),
+        scale_by_learning_rate.rule(learning_rate),
+    )
+    of_matrices = dense_rows.rule("muon"), direction
     if others is None:
         of_others = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
-        return chain(_apart(chain(*of_matrices), of_others, pattern), *ends)
+        return [_apart(core.chained(of_matrices), of_others, matrices=pattern), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
-    return chain(_apart(chain(*of_matrices, *ends), others, pattern))
+    return [_apart(core.chained([*of_matrices, *ends]), core.rule_of(others), matrices=pattern)]
 
 
 @traits(labels=True)
@@ -111,14 +113,8 @@ class MatricesAndOthers(NamedTuple):
     others: OptState
 
 
-@core.named
-def _apart(
-    of_matrices: optax.GradientTransformation,
-    of_others: optax.GradientTransformation,
-    matrices: Pattern | None,
-) -> optax.GradientTransformationExtraArgs:
-    """Apply one transform to the leaves that `matrices` selects, and another to the rest."""
-    rules = core.rule_of(of_matrices), core.rule_of(of_others)
+def _apart(*rules: core.Rule, matrices: Pattern | None) -> core.Rule:
+    """Apply one rule to the leaves that `matrices` selects, and another to the rest."""
 
     def parts(values: PyTree) -> tuple[Selection, Selection]:
         chosen = matrix_paths(matrices, values)
@@ -148,5 +144,4 @@ def _apart(
 
     needs_params, decays = any(r.needs_params for r in rules), any(r.decays for r in rules)
     real_only = rules[0].real_only or rules[1].real_only
-    rule = core.Rule(init, update, needs_params, real_only, decays=decays)
-    return core.behind_edge("muon", rule)
+    return core.Rule(init, update, needs_params, real_only, True, rules, decays, "_apart")

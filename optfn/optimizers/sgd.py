@@ -6,8 +6,8 @@ step, and p the parameter. `assembly.py` has the arguments that all optimizers s
 
 import optax
 
+from optfn import core
 from optfn.checks import Number, Schedule
-from optfn.core import chain
 from optfn.leaves.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
@@ -25,7 +25,7 @@ def sgd(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """Stochastic gradient descent.
 
         p −= lr·g
@@ -44,9 +44,9 @@ def sgd(
     >>> optfn.apply_updates(params, updates)["w"].tolist()
     [0.0, 2.0]
     """
-    return chain(
-        scale_by_learning_rate(learning_rate),
-    )
+    return [
+        scale_by_learning_rate.rule(learning_rate),
+    ]
 
 
 @optimizer
@@ -60,7 +60,7 @@ def momentum(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """Gradient descent with momentum.
 
         v = μv + g
@@ -79,10 +79,10 @@ def momentum(
 
     Source: Sutskever et al. 2013; fluid's MomentumOptimizer.
     """
-    return chain(
-        scale_by_momentum(momentum, nesterov=nesterov, moment_dtype=moment_dtype),
-        scale_by_learning_rate(learning_rate),
-    )
+    return [
+        scale_by_momentum.rule(momentum, nesterov=nesterov, moment_dtype=moment_dtype),
+        scale_by_learning_rate.rule(learning_rate),
+    ]
 
 
 @optimizer
@@ -99,7 +99,7 @@ def lars(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """LARS: layer-wise adaptive rate scaling, with momentum, for large batches.
 
         L = lr·coeff·‖p‖/(‖g‖ + wd·‖p‖ + eps)    where ‖p‖ > 0 and ‖g‖ > 0, else lr
@@ -122,12 +122,12 @@ def lars(
 
     Source: You et al. 2017, arXiv 1708.03888; fluid's LarsMomentumOptimizer.
     """
-    return chain(
-        dense_rows("lars"),
-        scale_by_lars(lars_coeff, lars_weight_decay, eps, exclude=exclude),
-        scale_by_learning_rate(learning_rate),
-        scale_by_momentum(momentum, moment_dtype=moment_dtype),
-    )
+    return [
+        dense_rows.rule("lars"),
+        scale_by_lars.rule(lars_coeff, lars_weight_decay, eps, exclude=exclude),
+        scale_by_learning_rate.rule(learning_rate),
+        scale_by_momentum.rule(momentum, moment_dtype=moment_dtype),
+    ]
 
 
 @optimizer
@@ -140,7 +140,7 @@ def asgd(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> list[core.Rule]:
     """Stochastic average gradient: the mean of the last gradients of all batches.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j
@@ -157,9 +157,9 @@ def asgd(
 
     Source: Schmidt et al. 2017, arXiv 1309.2388; Paddle's ASGD.
     """
-    return chain(
-        dense_rows("asgd"),
-        scale_by_asgd(batch_num),
-        add_decayed_weights(weight_decay),
-        scale_by_learning_rate(learning_rate),
-    )
+    return [
+        dense_rows.rule("asgd"),
+        scale_by_asgd.rule(batch_num),
+        add_decayed_weights.rule(weight_decay),
+        scale_by_learning_rate.rule(learning_rate),
+    ]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
-from optfn.leaves import mismatch, tree
+from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
 from optfn.mesh import Axes, joined, mean_in_one, pmean, without
 from optfn.state.per_worker import exchanged_axes, exchanges
@@ -117,7 +117,7 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
     def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, LeafKind):
             return leaf.mean_over(axis_name)
-        if tree.is_masked(leaf) or mismatch.is_float0(leaf):
+        if tree.is_masked(leaf) or tree.is_float0(leaf):
             return leaf
         if tree.is_key(leaf):
             return mean_or_first(leaf, axis_name)

@@ -19,7 +19,7 @@ from optfn.run.options import LoopOptions
 from optfn.run.storage import directory_of
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
-from optfn.transforms.learning_rate import numbers_of_rates
+from optfn.transforms.rates import numbers_of_rates
 
 
 class Saver:

@@ -12,7 +12,7 @@ import jax
 
 from optfn import checks, core
 from optfn.jaxprs.equations import Environment, bindings
-from optfn.leaves import leafwise, tree
+from optfn.leaves import row_sparse, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
 from optfn.sparse.lookups import LossOfTables
@@ -26,7 +26,7 @@ def densify() -> core.Rule:
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
     """
-    return core.stateless(lambda updates, params: leafwise.to_dense(updates))
+    return core.stateless(lambda updates, params: row_sparse.to_dense(updates))
 
 
 def value_and_grad(

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import core
 from optfn.leaves import tree
 from optfn.leaves.opaque import OpaqueLeaf
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes
 from optfn.parallel.means import mean_over_workers
 from optfn.parallel.parts import scanning_by
@@ -206,7 +206,7 @@ class _Layers:
             updates = tree.map_named(lambda place, p: grads.get(str(place), p), params)
             extra = extra_arguments(updates, jnp.zeros(()))  # no update depends on the loss
             updates, state = self.tx.update(updates, state, params, **extra)
-            leaves = jax.tree.leaves((core.apply_updates(params, updates), state))
+            leaves = jax.tree.leaves((apply_updates(params, updates), state))
             new = dict(zip(sorted(slices | shared), leaves, strict=True))
             return ({i: new[i] for i in slices},)
 

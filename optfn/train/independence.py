@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import core
 from optfn.jaxprs.dependence import depends
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.updates import apply_updates
 from optfn.state import names as state_names
 from optfn.state.per_worker import exchanges
 
@@ -95,7 +95,7 @@ def _dependence(
 
     def update(params: Params, state: OptState, grads: Updates, loss: jax.Array) -> PyTree:
         updates, state = tx.update(grads, state, params, **extra_arguments(grads, loss))
-        return core.apply_updates(params, updates), state
+        return apply_updates(params, updates), state
 
     def gradients(values: Params) -> Updates:
         return tree.map(lambda p, x: x if tree.is_inexact(p) else None, params, values)

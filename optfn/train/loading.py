@@ -26,8 +26,7 @@ from optfn.train import masters
 from optfn.train.changes import Changes, Misfit
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
-from optfn.transforms import late_steps
-from optfn.transforms import learning_rate as rates
+from optfn.transforms import late_steps, rates
 from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
 
 # Keys of a mapping that do not name arrays of the state.

@@ -13,11 +13,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn import checks, core
+from optfn import checks
 from optfn.jaxprs.dependence import depends
 from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
@@ -123,7 +124,7 @@ class LocalSteps(NamedTuple):
         workers, parts = self.layout.worker_axes, self.layout.parts_of(state.params)
         grads, _, extra = means.for_optimizer(drift, before, workers, parts=parts)
         updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
-        params = core.apply_updates(state.params, updates)
+        params = apply_updates(state.params, updates)
         return jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, outer), (state.params, before)
         )

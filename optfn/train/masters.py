@@ -17,7 +17,7 @@ from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState
 from optfn.state import names as state_names
 from optfn.transforms import codes
-from optfn.transforms.learning_rate import is_rate
+from optfn.transforms.rates import is_rate
 from optfn.wrappers.master_weights import (
     MasterWeights24State,
     MasterWeights32State,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
-from optfn.leaves import leafwise, mismatch, tree
+from optfn.leaves import mismatch, row_sparse, tree
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
@@ -308,7 +308,7 @@ def value_fn(
                 return mismatch.no_gradient(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
-        return (tree.map_arrays(scaled, leafwise.to_dense(grads)),)
+        return (tree.map_arrays(scaled, row_sparse.to_dense(grads)),)
 
     loss.defvjp(forward, backward)
 

@@ -15,6 +15,7 @@ from optfn import checks, core
 from optfn.leaves.types import OptState, Params
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
+from optfn.transforms.rates import largest
 from optfn.wrappers.averaging import is_average
 from optfn.wrappers.loss_scale import DynamicLossScaleState
 from optfn.wrappers.metrics import RecordMetricsState
@@ -65,7 +66,7 @@ def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
     before = nodes_of(rates.LearningRateState, links[: is_plateau.index(True)])
     # Multiplying a schedule is intended.
     own = [x.learning_rate for x in before if type(x) is rates.LearningRateState]
-    for rate in (rates.largest(x) for x in own if not checks.is_traced(x)):
+    for rate in (largest(x) for x in own if not checks.is_traced(x)):
         if rate != 1:
             yield (
                 "reduce_on_plateau multiplies updates by its own rate, but the optimizer before it "

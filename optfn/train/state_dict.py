@@ -28,7 +28,7 @@ from optfn.state import names as state_names
 from optfn.state.padded import cut, map_padded
 from optfn.state.placement import PER_WORKER_KEY, is_per_worker
 from optfn.train.packed_state import unpack_state
-from optfn.transforms import learning_rate as rates
+from optfn.transforms import rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
 

@@ -16,9 +16,10 @@ import optax
 from jax import lax
 
 from optfn import checks, core
-from optfn.leaves import leafwise, mismatch, tree
+from optfn.leaves import mismatch, row_sparse, tree
 from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Batch, OptState, Params, PyTree
+from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout, is_spec
@@ -26,7 +27,7 @@ from optfn.state.per_worker import may_give_rows
 from optfn.train.loss_scale import scaling_losses
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
-from optfn.transforms.learning_rate import get_learning_rate
+from optfn.transforms.rates import get_learning_rate
 from optfn.wrappers.loss_scale import scale_of
 from optfn.wrappers.metrics import metrics as recorded_metrics
 from optfn.wrappers.nonfinite import gave_up
@@ -89,13 +90,13 @@ def worker_step(
         # An optimizer that exchanges gradients itself gets each worker's own; `grad` is their mean.
         mean = means.mean_on_parts(grads, (), workers, parts)[0] if exchanges_itself else grads
         # Line searches take dense gradients. Without one, XLA removes this computation.
-        extra |= {"value": loss, "grad": leafwise.to_dense(mean)}
+        extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
         extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
-        params = core.apply_updates(params, updates)
+        params = apply_updates(params, updates)
         model_state = means.mean_or_first(values.model_state, workers)
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
@@ -153,8 +154,8 @@ def _barrier(values: PyTree) -> PyTree:
     Both read the parameters, so XLA would have to keep a copy of them.
     """
     leaves, structure = jax.tree.flatten(values)
-    kept = iter(lax.optimization_barrier([x for x in leaves if not mismatch.is_float0(x)]))
-    whole = [x if mismatch.is_float0(x) else next(kept) for x in leaves]
+    kept = iter(lax.optimization_barrier([x for x in leaves if not tree.is_float0(x)]))
+    whole = [x if tree.is_float0(x) else next(kept) for x in leaves]
     return jax.tree.unflatten(structure, whole)
 
 

@@ -1,11 +1,11 @@
-"""Adam's and Adamax's moments: rules on arrays, and the transforms that map them over a tree.
+"""Adam's moments: rules on arrays, and the transform that maps them over a tree.
 
 Accumulators are float32 or wider, as in `optfn.transforms.moment`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +15,34 @@ from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.state.encoded import Encoded, encodes
-from optfn.transforms import codes, late_steps
-from optfn.transforms.late_steps import Steps
-from optfn.transforms.stored import check_moment_dtype, stored
 
 
 def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
     """Return the state (step, first moment, second moment), all zero; the second is real."""
     zeros = leafwise.zeros_like(params), leafwise.zeros_like(params, real=True)
     return state_type(core.first_step(), *zeros)
+
+
+# The count of steps of a state: int32, or counts by leaf (`optfn.transforms.late_steps`).
+Steps: TypeAlias = Any
+
+
+def counted(
+    of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
+) -> tuple[Steps, dict[str, Any]]:
+    """Return the count one step later, and the numbers that depend on it, by name."""
+    if isinstance(step, tuple):
+        return _by_leaf(of_step, step, like)
+    step = core.next_step(step)
+    return step, of_step(step)
+
+
+def _by_leaf(
+    of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
+) -> tuple[Steps, dict[str, Any]]:
+    from optfn.transforms.late_steps import counted_by_leaf
+
+    return counted_by_leaf(of_step, step, like)
 
 
 def counting_steps(
@@ -46,8 +64,7 @@ def counting_steps(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step = late_steps.advanced(state.step)
-        numbers = late_steps.by_leaf(of_step, step, updates)
+        step, numbers = counted(of_step, state.step, updates)
         updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
         return updates, state_type(step, *moments)
 
@@ -149,93 +166,3 @@ def scale_by_adam(
     rule = partial(adam_rule, b1=b1, b2=b2, eps=eps)
 
     return counting_steps(rule, of_step, ScaleByAdamState, rows="touched" if lazy else "dense")
-
-
-@traits(counted="mu")
-class ScaleByAdamaxState(NamedTuple):
-    """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
-
-    step: Steps
-    mu: Params
-    infinity_norm: Params
-
-
-@traits(spans_buffers=True, counted="mu")
-@encodes(
-    Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
-    Encoded("infinity_norm", "infinity_norm_scale", codes.decode_unsigned, codes.encode_unsigned),
-)
-class ScaleByInt8AdamaxState(NamedTuple):
-    """State of `scale_by_adamax` in int8: 2.03 bytes per parameter, and the step."""
-
-    step: Steps
-    mu: Params
-    mu_scale: Params
-    infinity_norm: Params
-    infinity_norm_scale: Params
-
-
-_ADAMAX_STATES = {"bfloat16": ScaleByAdamaxState, "int8": ScaleByInt8AdamaxState}
-
-
-def adamax_rule(
-    g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Scalar, b2: Scalar, eps: Scalar, scale: Scalar
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scale·m/u, m, u) with m = β₁m + (1 − β₁)g and u = max(|g|, β₂u + eps)."""
-    m, u = adamax_moments(g, m, u, b1=b1, b2=b2, eps=eps)
-    return adamax_direction(g, m, u, scale=scale), m, u
-
-
-def adamax_moments(
-    g: jax.Array, m: jax.Array, u: jax.Array, *, b1: Scalar, b2: Scalar, eps: Scalar
-) -> tuple[jax.Array, jax.Array]:
-    """Return the m and u of `adamax_rule`."""
-    m = numerics.moving_average(m, g, b1)
-    return m, jnp.maximum(jnp.abs(g), numerics.scalar(b2, g) * u + numerics.scalar(eps, g))
-
-
-def adamax_direction(g: jax.Array, m: jax.Array, u: jax.Array, *, scale: Scalar) -> jax.Array:
-    """Return scale·m/u."""
-    del g
-    return numerics.scalar(scale, m) * m / u
-
-
-@core.transform(complex_leaves=True)
-def scale_by_adamax(
-    b1: Number = 0.9,
-    b2: Number = 0.999,
-    eps: Number = 1e-8,
-    *,
-    moment_dtype: str | None = None,
-) -> core.Rule:
-    """Divide the mean of the gradient by its decaying maximum.
-
-        m = β₁m + (1 − β₁)g;  u = max(|g|, β₂u + eps);  direction = m/u/(1 − β₁ᵗ)
-
-    Args:
-      b1: β₁, in [0, 1).
-      b2: β₂, in [0, 1).
-      eps: ≥ 0, added to the decayed maximum at every step; with 0, 0/0 is NaN, as in optax.
-      moment_dtype: "bfloat16" or "int8" stores m and u in 16 or 8 bits, stochastically rounded, as
-        `scale_by_quantized_adam` does; None is float32.
-
-    State: step, mu (m) and infinity_norm (u), 8 bytes per parameter; in bfloat16 4, in int8 2.03. u
-    of a complex leaf is real; with `moment_dtype` leaves are real.
-
-    Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; eps as in fluid's AdamaxOptimizer.
-    """
-    b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)
-    eps = checks.nonnegative("eps", eps)
-
-    def of_step(step: jax.Array) -> dict[str, Scalar]:
-        return {"scale": 1 / numerics.bias_correction(b1, step)}
-
-    dtype = check_moment_dtype("moment_dtype", moment_dtype)
-    if dtype is not None:
-        moments = partial(adamax_moments, b1=b1, b2=b2, eps=eps)
-        signed = (True, False)
-        return stored(
-            dtype, _ADAMAX_STATES, moments, adamax_direction, signed=signed, of_step=of_step
-        )
-    rule = partial(adamax_rule, b1=b1, b2=b2, eps=eps)
-    return counting_steps(rule, of_step, ScaleByAdamaxState)

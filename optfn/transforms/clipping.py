@@ -6,14 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar
 from optfn.leaves import leafwise, numerics
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.mesh import axes
 
 
 @traits(reports=("factor",))
@@ -76,10 +74,12 @@ def clip_by_norm(max_norm: Number) -> core.Rule:
     Source: fluid.clip.GradientClipByNorm.
     """
 
+    from optfn.leaves import tensors
+
     def clip(updates: Updates, c: Scalar) -> tuple[Updates, jax.Array]:
-        factors = leafwise.combine(clip_factor, leafwise.tensor_norms(updates), max_norm=c)
+        factors = tensors.combine(clip_factor, tensors.tensor_norms(updates), max_norm=c)
         smallest = jnp.ones((), jnp.float32)
-        for factor in factors.all():
+        for factor in tensors.all_numbers(factors):
             smallest = jnp.minimum(smallest, jnp.min(factor).astype(jnp.float32))
         return leafwise.scale(updates, factors), smallest
 
@@ -106,8 +106,12 @@ def _by_norm(
 
 def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
     """Return the smallest factor of all workers, where each clips its own gradient."""
-    axis_name = extra.get("axis_name")
-    return factor if axis_name is None else lax.pmin(factor, axes(axis_name))
+    if extra.get("axis_name") is None:
+        return factor
+    from optfn.mesh import axes
+
+    smallest: jax.Array = jax.lax.pmin(factor, axes(extra["axis_name"]))
+    return smallest
 
 
 @core.transform(complex_leaves=True, reads_state=False)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics
+from optfn.leaves import leafwise, numerics, row_sparse
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.in_place import in_passes
@@ -139,7 +139,7 @@ def ftrl_proximal(
         del extra
         rate, rate_state = rates.advance(lr, state.rate)
         # Once for the three passes.
-        updates = leafwise.merge_rows(updates) if lazy else leafwise.to_dense(updates)
+        updates = leafwise.merge_rows(updates) if lazy else row_sparse.to_dense(updates)
 
         def linear(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
             return apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]

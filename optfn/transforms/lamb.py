@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves import leafwise, numerics, row_sparse, tensors, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import late_steps
@@ -97,7 +97,7 @@ def scale_by_lamb(
         **extra: Any,
     ) -> tuple[Updates, OptState]:
         del extra
-        step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
+        step, updates = late_steps.advanced(state.step), row_sparse.to_dense(updates)
         decay = weight_decay_at("weight_decay", wd, late_steps.shared(state.step))
         scalars: dict[str, Any] = {
             **late_steps.by_leaf(of_step, step, updates),
@@ -136,17 +136,17 @@ def _update(
         return *leafwise.apply(moments, g, m, v)[1:], q
 
     def ratios(m: PyTree, v: PyTree, q: PyTree, g: Updates, p: Params) -> tuple[PyTree, ...]:
-        own = {k: leafwise.combine(jnp.multiply, q, x) for k, x in scalars.items()}
-        r_norms = leafwise.tensor_norms(m, v, p, of=lamb_direction, scale=scale, **own)
-        q = leafwise.combine(trust_ratio, leafwise.tensor_norms(p), r_norms, coeff=inverse)
+        own = {k: tensors.combine(jnp.multiply, q, x) for k, x in scalars.items()}
+        r_norms = tensors.tensor_norms(m, v, p, of=lamb_direction, scale=scale, **own)
+        q = tensors.combine(trust_ratio, tensors.tensor_norms(p), r_norms, coeff=inverse)
         return m, v, q
 
     # Use two passes, since one program would keep r for its second use. q starts at 1. Multiplied
     # by q, eps and wd are different scalars in each leaf; XLA would make an array of a shared
     # scalar.
-    ones = leafwise.combine(jnp.ones_like, leafwise.tensor_norms(params))
+    ones = tensors.combine(jnp.ones_like, tensors.tensor_norms(params))
     mu, nu, q = in_passes([advance, ratios], (*old, ones), updates, params)
-    factor = leafwise.combine(lambda q, scale: q * scale, q, scale=scale)
+    factor = tensors.combine(lambda q, scale: q * scale, q, scale=scale)
     new: tuple[PyTree, ...] = leafwise.apply(
         _scaled_direction, updates, mu, nu, params=params, factor=factor, scale=scale, **scalars
     )

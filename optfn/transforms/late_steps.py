@@ -14,7 +14,7 @@ import jax
 
 from optfn import core
 from optfn.checks import Scalar
-from optfn.leaves import leafwise
+from optfn.leaves import leafwise, tensors
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import OptState, PyTree, Updates
 
@@ -62,9 +62,17 @@ def by_leaf(
     own = {path: of_step(step.step - begun) for path, begun in step.begun.items()}
 
     def number(name: str) -> leafwise.PerLeaf:
-        return leafwise.per_leaf(lambda path: own.get(path, usual)[name], like)
+        return tensors.per_leaf(lambda path: own.get(path, usual)[name], like)
 
     return {name: number(name) for name in usual}
+
+
+def counted_by_leaf(
+    of_step: Callable[[jax.Array], dict[str, Scalar]], step: Steps, like: Updates
+) -> tuple[Steps, dict[str, Any]]:
+    """Return `advanced(step)` and the numbers `by_leaf` of it; see `adam.counted`."""
+    step = advanced(step)
+    return step, by_leaf(of_step, step, like)
 
 
 def with_counts_of(state: PyTree, counted: OptState) -> PyTree:

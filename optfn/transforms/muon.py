@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves import numerics, row_sparse, tensors, tree
 from optfn.leaves.selection import Selection
 from optfn.leaves.traits import traits
 from optfn.leaves.tree import Pattern
@@ -201,9 +201,9 @@ def scale_by_muon(
     ) -> tuple[Updates, OptState]:
         del params, extra
         selection = select_matrices(matrices, updates)
-        chosen = leafwise.to_dense(selection.keep(updates))
+        chosen = row_sparse.to_dense(selection.keep(updates))
         chosen, after = velocity.update(chosen, state.momentum)
-        chosen = leafwise.map_tensors(orthogonalize, chosen)
+        chosen = tensors.map_tensors(orthogonalize, chosen)
         return selection.fill(chosen, updates), ScaleByMuonState(after)
 
     return core.Rule(init, update, real_only=velocity.real_only)

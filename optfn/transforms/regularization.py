@@ -9,10 +9,10 @@ import optax
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves import leafwise, numerics, row_sparse, tensors, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.transforms import learning_rate as rates
+from optfn.transforms.scheduled import at_step
 
 _DENSE = "a regularizer changes all rows, so a row-sparse gradient becomes dense"
 
@@ -47,7 +47,7 @@ def decay_of_leaves(
     def of_leaf(path: str) -> Scalar:
         return 0.0 if path in excluded else coeffs[factors.get(path, 1.0)]
 
-    return leafwise.per_leaf(of_leaf, updates)
+    return tensors.per_leaf(of_leaf, updates)
 
 
 class AddDecayedWeightsState(NamedTuple):
@@ -64,7 +64,7 @@ def check_weight_decay(argument: str, weight_decay: Number | Schedule) -> Scalar
 def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) -> Scalar:
     """Return the coefficient of a step."""
     if callable(coeff):
-        return rates.at_step(argument, coeff, step, numerics.scalar_dtype())
+        return at_step(argument, coeff, step, numerics.scalar_dtype())
     return coeff
 
 
@@ -140,7 +140,7 @@ def _decay(penalty: Callable[..., jax.Array], coeff: Number) -> core.Rule:
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
-            penalty, leafwise.to_dense(updates, _DENSE), params=params, coeff=coeff
+            penalty, row_sparse.to_dense(updates, _DENSE), params=params, coeff=coeff
         )
     )
 

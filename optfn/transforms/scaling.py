@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from optfn import checks, core
 from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics, tree
+from optfn.leaves import leafwise, numerics, row_sparse, tensors, tree
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Params, Updates
 from optfn.transforms.regularization import (
@@ -49,9 +49,9 @@ def scale_by_trust_ratio() -> core.Rule:
     """
 
     def update(updates: Updates, params: Params) -> Updates:
-        updates = leafwise.to_dense(updates)
-        p_norms, u_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
-        return leafwise.scale(updates, leafwise.combine(trust_ratio, p_norms, u_norms))
+        updates = row_sparse.to_dense(updates)
+        p_norms, u_norms = tensors.tensor_norms(params), tensors.tensor_norms(updates)
+        return leafwise.scale(updates, tensors.combine(trust_ratio, p_norms, u_norms))
 
     return core.stateless(update)
 
@@ -95,10 +95,10 @@ def scale_by_lars(
     def update(
         updates: Updates, params: Params, coefficient: Scalar, decay: Mapping[str, float] | None
     ) -> Updates:
-        updates = leafwise.to_dense(updates)
+        updates = row_sparse.to_dense(updates)
         wds = decay_of_leaves(exclude, coefficient, updates, decay)
-        p_norms, g_norms = leafwise.tensor_norms(params), leafwise.tensor_norms(updates)
-        factors = leafwise.combine(
+        p_norms, g_norms = tensors.tensor_norms(params), tensors.tensor_norms(updates)
+        factors = tensors.combine(
             trust_ratio, p_norms, g_norms, coeff=coeff, weight_decay=wds, eps=eps
         )
         updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)

@@ -9,7 +9,7 @@ import numpy as np
 
 from optfn import checks, core
 from optfn.checks import Scalar
-from optfn.leaves import leafwise, tree
+from optfn.leaves import leafwise, row_sparse, tree
 from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
 from optfn.transforms import codes, late_steps
 from optfn.transforms.in_place import in_passes
@@ -165,7 +165,7 @@ def stored(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step, updates = late_steps.advanced(state.step), leafwise.to_dense(updates)
+        step, updates = late_steps.advanced(state.step), row_sparse.to_dense(updates)
         # In one program XLA would recompute the new moments where they are read, and for that keep
         # the old ones.
         count = late_steps.shared(step)

@@ -10,7 +10,7 @@ from typing import Any
 import optax
 
 from optfn import checks, core
-from optfn.leaves import leafwise, mismatch, tree
+from optfn.leaves import frozen, mismatch, tensors, tree
 from optfn.leaves.packed import mark_stacked
 from optfn.leaves.selection import Selection
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
@@ -189,7 +189,7 @@ def attributed(
         attrs = resolve(param_attrs, updates)
         trained = _trained(updates, attrs)
         if any(attr.learning_rate != 1.0 for attr in attrs.values()):
-            rates = leafwise.per_leaf(lambda path: attrs[path].learning_rate, trained)
+            rates = tensors.per_leaf(lambda path: attrs[path].learning_rate, trained)
             extra["rate_factors"] = rates
         if any(attr.weight_decay != 1.0 for attr in attrs.values()):
             extra["decay_factors"] = {path: attr.weight_decay for path, attr in attrs.items()}
@@ -197,11 +197,11 @@ def attributed(
         updated, state = tx.update(trained, state, trained_params, **extra)
         names = tree.names(updates)
 
-        def frozen(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
+        def of_frozen(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
             is_trained = all(attrs[name].trainable for name in names[place.number])
-            return g if is_trained else leafwise.frozen_update(g, g if p is None else p)
+            return g if is_trained else frozen.frozen_update(g, g if p is None else p)
 
-        others = tree.map_named(frozen, updates, updates if params is None else params)
+        others = tree.map_named(of_frozen, updates, updates if params is None else params)
         return _trainable(updates, attrs).fill(updated, others), state
 
     return core.Transform(init, update, param_attrs=param_attrs)

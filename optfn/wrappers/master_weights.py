@@ -1,6 +1,7 @@
 """Float32 masters of parameters of a narrower dtype, as copies or as remainders."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -223,3 +224,16 @@ def update_to(p: jax.Array, master: jax.Array) -> jax.Array:
     is_exact = (wide + u).astype(p.dtype) == rounded
     u = jnp.where(is_exact, u, rounded.astype(master.dtype) - wide)
     return jnp.where(u == 0, -0.0, u)
+
+
+def masters_of(
+    multi_precision: object,
+) -> Callable[[optax.GradientTransformation], optax.GradientTransformation]:
+    """Return the wrapper that adds masters to an optimizer."""
+    if isinstance(multi_precision, bool | np.bool_):
+        return master_weights if multi_precision else lambda tx: tx
+    if isinstance(multi_precision, int) and multi_precision in (32, 24):
+        return partial(master_weights, bits=multi_precision)
+    raise TypeError(
+        f"multi_precision must be True, False, 32 or 24; got {checks.shown(multi_precision)}"
+    )

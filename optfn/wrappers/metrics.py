@@ -15,7 +15,7 @@ from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
 from optfn.state import names as state_names
 from optfn.state.per_worker import has_workers_in_front, nodes_of
-from optfn.transforms import learning_rate as rates
+from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
 
 
@@ -129,7 +129,7 @@ def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) ->
 
 
 def _norm(x: Updates, axes: Axes) -> jax.Array:
-    norm = leafwise.global_norm(x).astype(jnp.float32)
+    norm = leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
     if not axes:
         return norm
     check_axis("record_metrics", axes)

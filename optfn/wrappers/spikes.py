@@ -88,7 +88,9 @@ def skip_spikes(
     ) -> tuple[Updates, OptState]:
         mismatch.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        norm = leafwise.global_norm(leafwise.inexact(updates)).astype(jnp.float32)
+        norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates))).astype(
+            jnp.float32
+        )
         axes = joined(axis_name, extra.get("axis_name"))
         if axes:
             check_axis("skip_spikes", axes)

@@ -18,7 +18,7 @@ from recorded import CASES, arrays, build, translate
 
 import optfn
 from optfn import sparse
-from optfn.leaves import leafwise, rows
+from optfn.leaves import row_sparse, rows
 from optfn.transforms.catch_up_adam import caught_up
 
 ROWS, WIDTH = 40, 3
@@ -46,7 +46,7 @@ TARGET = normal(2, 2, 4, 2)
 
 
 def densified(grads):
-    return leafwise.to_dense(grads)
+    return row_sparse.to_dense(grads)
 
 
 # The gradient

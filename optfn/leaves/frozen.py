@@ -1,0 +1,31 @@
+"""The updates of leaves that are not trained."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from optfn.leaves import numerics, tree
+from optfn.leaves.types import Leaf
+
+
+def frozen_update(g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a frozen leaf: −0.0, an integer zero, or a masked leaf.
+
+    −0.0 is the only number that leaves p + u = p bit for bit.
+    """
+    p = np.asarray(p, jnp.result_type(p)) if isinstance(p, int | float | complex) else p
+    if tree.is_array(p) and not tree.is_float0(p):
+        if jnp.issubdtype(p.dtype, jnp.inexact):
+            return jnp.full(p.shape, -0.0, p.dtype)
+        return numerics.integer_zeros(jnp.shape(p), p.dtype)
+    # Without params the dtype is unknown; int8 is the one that promotes no integer.
+    return numerics.integer_zeros(g.shape, np.int8) if tree.is_float0(g) else g
+
+
+def with_frozen(updates: Sequence[Leaf], grads: Sequence[Leaf], like: Sequence[Leaf]) -> list[Leaf]:
+    """Return the updates of leaves in the dtypes of `like`; of masked ones, `frozen_update`."""
+    rows = zip(updates, grads, like, strict=True)
+    return [
+        frozen_update(g, p) if tree.is_masked(u) else numerics.cast(u, p.dtype) for u, g, p in rows
+    ]

@@ -1,0 +1,21 @@
+"""Calls as text, as `repr` shows them."""
+
+from typing import Any
+
+import jax
+
+from optfn import checks
+
+
+def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return a call as it might be written: "adam(0.001, eps_hat=False)"."""
+
+    def text(x: Any) -> str:
+        if callable(x) and hasattr(x, "__qualname__"):
+            return str(x.__qualname__)
+        is_tracer = isinstance(x, jax.Array) and checks.is_traced(x)
+        return f"<traced {x.aval.str_short()}>" if is_tracer else repr(x)
+
+    return (
+        f"{name}({', '.join([*map(text, args), *(f'{k}={text(v)}' for k, v in kwargs.items())])})"
+    )

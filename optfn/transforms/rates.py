@@ -1,0 +1,131 @@
+"""Access to the learning rates in a state: read, set, and list them."""
+
+from typing import TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn import checks
+from optfn.checks import Number
+from optfn.leaves.types import OptState, PyTree
+from optfn.state import names as state_names
+from optfn.transforms.learning_rate import (
+    DrivenLearningRateState,
+    GivenLearningRateState,
+    LearningRateState,
+    PlateauLearningRateState,
+    RateState,
+)
+
+
+def is_rate(x: object) -> TypeGuard[RateState]:
+    """Tell whether `x` is the state of a learning rate."""
+    return isinstance(x, LearningRateState | GivenLearningRateState)
+
+
+def _is_driven(x: RateState) -> bool:
+    return isinstance(x, DrivenLearningRateState | GivenLearningRateState)
+
+
+def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array:
+    """Return the learning rate in a state: that of the last update, or of step 0 after init.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped.
+      path: if there are several rates (`optax.partition`), words of the name of one's state, such
+        as the label of the partition. With local steps, None is the inner rate and "outer" the
+        outer one.
+
+    Returns:
+      A scalar, float32, or float64 with `jax_enable_x64`. If workers have different rates, it is
+      the largest.
+
+    Raises:
+      ValueError: the state has no rate, or several different ones, which the error lists.
+    """
+    found = _selected_rates(opt_state, path)
+    values: dict[str, jax.Array] = {
+        name: largest(jax.tree.leaves(rate.learning_rate)[0]) for name, rate in found.items()
+    }
+    first, *others = values.values()
+    if any(not _is_same(first, other) for other in others):
+        listed = ", ".join(f"{name!r}: {value}" for name, value in values.items())
+        raise ValueError(
+            f"the state has several learning rates; choose one by path=. They are {listed}"
+        )
+    return first
+
+
+def set_learning_rate(opt_state: OptState, value: Number, path: str | None = None) -> OptState:
+    """Return `opt_state` with another learning rate; nothing is recompiled.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped. If you have a TrainState, pass its
+        `opt_state`, or the whole TrainState.
+      value: the new rate, a number ≥ 0 or a 0-d array.
+      path: selects one rate, as in `get_learning_rate`; None sets all of them.
+
+    Raises:
+      ValueError: the state has no rate, or a schedule or an array determines it.
+    """
+    checks.nonnegative("value", value)
+    found = _selected_rates(opt_state, path)
+    driven = [name for name, rate in found.items() if _is_driven(rate)]
+    if driven:
+        raise ValueError(
+            f"the learning rate of {', '.join(map(repr, driven))} cannot be set, since a schedule "
+            "or an array determines it. Make the optimizer with a Python number instead"
+        )
+    chosen = {id(rate) for rate in found.values()}
+
+    def put(node: PyTree) -> PyTree:
+        if id(node) not in chosen:
+            return node
+        # jax.tree.map keeps a wrapper around the array, such as an nnx.Variable.
+        rate = jax.tree.map(lambda old: jnp.full_like(old, value), node.learning_rate)
+        return node._replace(learning_rate=rate)
+
+    return jax.tree.map(put, opt_state, is_leaf=is_rate)
+
+
+def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
+    """Return the rates in a state, by name, that `path` selects."""
+    if path is None:
+        opt_state = state_names.main_part(opt_state)
+    parts = state_names.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
+    rates = {name: part for name, part in parts if is_rate(part)}
+    # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
+    plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
+    found = {name: rates[name] for name in plateau or rates}
+    if not found:
+        raise ValueError("the state has no learning rate")
+    if path is None:
+        return found
+    chosen = {name: rate for name, rate in found.items() if f"/{path}/" in f"/{name}/"}
+    if not chosen:
+        raise ValueError(f"no learning rate at path {path!r}; there are {', '.join(found)}")
+    return chosen
+
+
+def numbers_of_rates(opt_state: OptState) -> dict[str, float]:
+    """Return the learning rates of a state that were given as numbers, by name.
+
+    Rates that a schedule, an array or `reduce_on_plateau` determines are left out. If workers have
+    different rates, it is the largest of this process.
+    """
+    parts = state_names.named_parts(opt_state, stop=is_rate, unnamed=is_rate)
+    return {
+        name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
+        for name, x in parts
+        if type(x) is LearningRateState and not checks.is_traced(x)
+    }
+
+
+def largest(rate: jax.Array) -> jax.Array:
+    """Return the largest rate of the workers where each has its own."""
+    return jnp.max(rate) if rate.ndim else rate
+
+
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    return a is b if checks.is_traced((a, b)) else bool(jnp.array_equal(a, b))

@@ -1,0 +1,36 @@
+"""The values of schedules at a step."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optfn import checks
+from optfn.checks import Scalar, Schedule
+
+
+def at_step(
+    argument: str, value: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]
+) -> jax.Array:
+    """Return the value of a schedule at `step`, or of an array; errors name `argument`."""
+    try:
+        number = value(step) if callable(value) else value
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        error.add_note(
+            f"{argument} is a schedule of the step, which JAX traces: write a condition on the "
+            "step as jnp.where(step < 10, a, b), and not as `a if step < 10 else b`"
+        )
+        raise
+    if not (checks.is_host_number(number) or isinstance(number, complex | jax.Array | np.ndarray)):
+        raise TypeError(
+            f"{argument}: the schedule must return a number; got {checks.shown(number)}"
+        )
+    number = jnp.asarray(number)
+    if number.shape != () or jnp.iscomplexobj(number):
+        raise ValueError(
+            f"{argument} must be a real scalar; the schedule returned an array of shape "
+            f"{number.shape} and dtype {number.dtype}"
+        )
+    # Copy it, because a step that overwrites the state must not overwrite the caller's array.
+    return jnp.array(number, dtype, copy=True)
