@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,37 +69,38 @@ def any_traced(arrays: Iterable[Any]) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in arrays)
 
 
-def number(
-    name: str,
-    value: object,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    low_open: bool = False,
-    high_open: bool = False,
-    finite: bool = True,
-) -> Scalar:
+class Range(NamedTuple):
+    """The values that a number may have: how an error says it, and the test of a float."""
+
+    text: str
+    holds: Callable[[float], bool]
+
+
+FINITE = Range("finite", math.isfinite)
+POSITIVE = Range("> 0 and finite", lambda x: 0 < x < math.inf)
+NONNEGATIVE = Range(">= 0 and finite", lambda x: 0 <= x < math.inf)
+ABOVE_ONE = Range("> 1 and finite", lambda x: 1 < x < math.inf)
+UNIT = Range("in [0, 1]", lambda x: 0 <= x <= 1)
+BELOW_ONE = Range("in [0, 1)", lambda x: 0 <= x < 1)
+INSIDE_UNIT = Range("in (0, 1)", lambda x: 0 < x < 1)
+SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
+
+
+def number(name: str, value: object, allowed: Range = FINITE) -> Scalar:
     """Return `value` if it is a valid value of the argument `name`.
 
-    A Python or NumPy number must lie in [low, high] and is returned as a float; `low_open` and
-    `high_open` exclude the ends, and `finite` excludes infinity. A JAX array must be a real scalar
-    and is returned unchanged.
+    A Python or NumPy number must be in the range and is returned as a float. A JAX array must be a
+    real scalar and is returned unchanged.
 
     Raises:
       TypeError: it is not a real number.
-      ValueError: it is NaN, infinite or out of range, or an array that is not 0-d.
+      ValueError: it is NaN or out of range, or an array that is not 0-d.
     """
-    if is_host_number(value):
-        x = float(value)
-        above, below = (
-            low < x or (x == low and not low_open),
-            x < high or (x == high and not high_open),
-        )
-        if above and below and (math.isfinite(x) or not finite):
-            return x
-        allowed = _range(low, high, low_open, high_open, finite)
-        raise ValueError(f"{name} must be {allowed}; got {x!r}")
-    return _real_scalar(name, value)
+    if not is_host_number(value):
+        return _real_scalar(name, value)
+    if not allowed.holds(x := float(value)):
+        raise ValueError(f"{name} must be {allowed.text}; got {x!r}")
+    return x
 
 
 def _real_scalar(name: str, value: object) -> Scalar:
@@ -113,29 +114,19 @@ def _real_scalar(name: str, value: object) -> Scalar:
     raise TypeError(f"{name} must be a number; got {shown(value)}")
 
 
-def _range(low: float, high: float, low_open: bool, high_open: bool, finite: bool) -> str:
-    if low == -math.inf and high == math.inf:
-        return "finite"
-    if high == math.inf:
-        return f"{'>' if low_open else '>='} {low:g}{' and finite' if finite else ''}"
-    if low == -math.inf:
-        return f"{'<' if high_open else '<='} {high:g} and finite"
-    return f"in {'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
-
-
 def nonnegative(name: str, value: object) -> Scalar:
     """Return `value`, a number in [0, ∞)."""
-    return number(name, value, low=0.0)
+    return number(name, value, NONNEGATIVE)
 
 
 def positive(name: str, value: object) -> Scalar:
     """Return `value`, a number > 0."""
-    return number(name, value, low=0.0, low_open=True)
+    return number(name, value, POSITIVE)
 
 
 def decay(name: str, value: object) -> Scalar:
     """Return `value`, the factor of a moving average: a number in [0, 1)."""
-    return number(name, value, low=0.0, high=1.0, high_open=True)
+    return number(name, value, BELOW_ONE)
 
 
 def count(name: str, value: object, *, low: int = 1) -> int:

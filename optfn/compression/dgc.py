@@ -172,14 +172,12 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
                 "sparsity must consist of Python numbers, because they decide the shapes of "
                 f"packets; got {s!r}"
             )
-        checks.number("sparsity", s, low=0.0, high=1.0, high_open=True)
+        checks.number("sparsity", s, checks.BELOW_ONE)
     return tuple(map(float, sparsity))
 
 
 def _check_clip_norm(norm: Number | None) -> Number | None:
-    if norm is None:
-        return None
-    return checks.number("local_grad_clip_norm", norm, low=0.0, low_open=True)
+    return None if norm is None else checks.positive("local_grad_clip_norm", norm)
 
 
 def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompressionState:

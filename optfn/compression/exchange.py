@@ -187,7 +187,7 @@ def exchange(
     """
     options = _Options(
         {} if compressor is None else check_choice(compressor),
-        checks.number("error_feedback", error_feedback, low=0.0, high=1.0),
+        checks.number("error_feedback", error_feedback, checks.UNIT),
         mesh.check_names("axis_name", axis_name),
         checks.count("min_size", min_size),
         checks.count("warmup_steps", warmup_steps, low=0),

@@ -122,7 +122,7 @@ def top_k(density: float, *, chunk: int | None = 4096, values: str = "float32") 
             f"got {density!r}"
         )
     return TopK(
-        float(checks.number("density", density, low=0.0, high=1.0, low_open=True)),
+        float(checks.number("density", density, checks.SHARE)),
         None if chunk is None else checks.count("chunk", chunk),
         checks.choice("values", values, tuple(VALUES)),
     )

@@ -5,23 +5,24 @@ is an empty subtree, so `jax.tree.map` leaves them out.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import optax
 
 from optfn.leaves import numerics, tree
-from optfn.leaves.types import DType, Leaf, OneLeaf, Params, PyTree, Updates
+from optfn.leaves.types import DType, Leaf, OneLeaf, Params, Updates
 
 MASKED = optax.MaskedNode()
 
 
 def masked(name: str, real_only: str, params: Params) -> Params:
-    """Return `params` as arrays, masked where they are not trained."""
+    """Return `params` as arrays, masked where they are not trained; see `entered`."""
     leaves, structure = tree.flatten(params)
-    leaves = [tree.as_array(p) for p in leaves]
-    kept = [p if _wide(p, p, real_only) else MASKED for p in leaves]
-    if any(p is MASKED for p in kept):
+    leaves = list(map(tree.as_array, leaves))
+    dtypes = list(map(partial(_wide, real_only), leaves, leaves))
+    if None in dtypes:
         _check(name, real_only, params, None, "parameter")
-    return structure.unflatten(kept)
+    return structure.unflatten(p if d else MASKED for p, d in zip(leaves, dtypes, strict=True))
 
 
 def entered(
@@ -31,7 +32,7 @@ def entered(
 
     Args:
       name: the name of the transformation in errors.
-      real_only: the part of it that is not defined for complex leaves, "" if there is none.
+      real_only: the name of the rule in it that is not defined for complex leaves, "" if none is.
       updates: the gradients.
       params: the parameters, if they are given.
 
@@ -43,36 +44,29 @@ def entered(
       TypeError: leaves are not numbers, or gradients are of the wrong kind.
     """
     leaves, structure = tree.flatten(updates)
-    grads = [tree.as_array(g) for g in leaves]
+    grads = list(map(tree.as_array, leaves))
     try:
         like = grads if params is None else structure.flatten_up_to(params)
     except ValueError:
         _check(name, real_only, updates, params)
         raise
-    like = like if params is None else [tree.as_array(p) for p in like]
-    dtypes = [_wide(g, p, real_only) for g, p in zip(grads, like, strict=True)]
+    like = list(map(tree.as_array, like))
+    dtypes = list(map(partial(_wide, real_only), grads, like))
     if None in dtypes or any(isinstance(g, OneLeaf) for g in grads):
         _check(name, real_only, updates, params)
 
-    def widened(values: list[Leaf]) -> PyTree:
-        pairs = zip(values, dtypes, strict=True)
-        return structure.unflatten(numerics.cast(x, d) if d else MASKED for x, d in pairs)
-
     def left(new: Updates) -> Updates:
-        found = structure.flatten_up_to(new)
-        if any(map(tree.is_masked, found)):
-            from optfn.leaves import frozen
+        return structure.unflatten(map(_narrowed, structure.flatten_up_to(new), grads, like))
 
-            return structure.unflatten(frozen.with_frozen(found, grads, like))
-        return structure.unflatten(
-            numerics.cast(u, p.dtype) for u, p in zip(found, like, strict=True)
-        )
-
-    return widened(grads), None if params is None else widened(like), left
+    trees = [structure.unflatten(map(_widened, x, dtypes)) for x in (grads, like)]
+    return trees[0], None if params is None else trees[1], left
 
 
-def _wide(g: Leaf, p: Leaf, real_only: str) -> DType | None:
-    """Return the dtype in which to compute with a leaf, None unless both are fit to train it."""
+def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
+    """Return the dtype in which to compute with a leaf, None unless both are fit to train it.
+
+    It may find a leaf unfit that `_check` passes; then the leaf is masked. Never the reverse.
+    """
     if not (tree.is_array(g) and tree.is_array(p)):
         return None
     of_g, of_p = numerics.wide_dtype(g.dtype), numerics.wide_dtype(p.dtype)
@@ -82,7 +76,22 @@ def _wide(g: Leaf, p: Leaf, real_only: str) -> DType | None:
     return of_p if is_fit else None
 
 
+def _widened(x: Leaf, dtype: DType | None) -> Leaf:
+    return numerics.cast(x, dtype) if dtype else MASKED
+
+
+def _narrowed(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    return _frozen(g, p) if tree.is_masked(u) else numerics.cast(u, p.dtype)
+
+
+def _frozen(g: Leaf, p: Leaf) -> Leaf:
+    from optfn.leaves import frozen
+
+    return frozen.frozen_update(g, p)
+
+
 def _check(name: str, real_only: str, updates: Updates, params: Params | None, *kind: str) -> None:
+    """Raise the error of leaves that do not fit, which names the first of them, if there is one."""
     from optfn.leaves import mismatch
 
     mismatch.check_entering(name, real_only, updates, params, *kind)

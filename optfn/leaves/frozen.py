@@ -1,7 +1,5 @@
 """The updates of leaves that are not trained."""
 
-from collections.abc import Sequence
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,11 +19,3 @@ def frozen_update(g: Leaf, p: Leaf) -> Leaf:
         return numerics.integer_zeros(jnp.shape(p), p.dtype)
     # Without params the dtype is unknown; int8 is the one that promotes no integer.
     return numerics.integer_zeros(g.shape, np.int8) if tree.is_float0(g) else g
-
-
-def with_frozen(updates: Sequence[Leaf], grads: Sequence[Leaf], like: Sequence[Leaf]) -> list[Leaf]:
-    """Return the updates of leaves in the dtypes of `like`; of masked ones, `frozen_update`."""
-    rows = zip(updates, grads, like, strict=True)
-    return [
-        frozen_update(g, p) if tree.is_masked(u) else numerics.cast(u, p.dtype) for u, g, p in rows
-    ]

@@ -84,7 +84,7 @@ def apply(
         results: tuple[Any, ...] = program(g, accumulators, p, own)
         return results
 
-    results = [on_leaf(*row) for row in zip(range(len(leaves)), leaves, *columns, strict=True)]
+    results = list(map(on_leaf, range(len(leaves)), leaves, *columns))
     trees = [structure.unflatten(r[k] for r in results) for k in range(1 + len(state))]
     return tuple(trees) if state else trees[0]
 

@@ -91,7 +91,7 @@ def dgc_ramp(
     """
     begin = checks.count("rampup_begin_step", rampup_begin_step, low=0)
     length = checks.count("rampup_step", rampup_step)
-    sent = 100 * (1 - np.array([checks.number("sparsity", s, low=0, high=1) for s in sparsity]))
+    sent = 100 * (1 - np.array([checks.number("sparsity", s, checks.UNIT) for s in sparsity]))
     steps = begin + length + max(1, (begin + length) // 2) if steps is None else steps
     step = jnp.arange(checks.count("steps", steps))
     i = np.asarray(ramp_step(step, begin, length, len(sent)))

@@ -90,7 +90,7 @@ def _by_norm(
     max_norm: Number, clip: Callable[[Updates, Scalar], tuple[Updates, jax.Array]]
 ) -> core.Rule:
     """Return the rule of clip(updates, max_norm) -> (updates, factor); off where max_norm is ∞."""
-    c = checks.number("max_norm", max_norm, low=0.0, low_open=True, finite=False)
+    c = checks.number("max_norm", max_norm, checks.Range("> 0", lambda x: x > 0))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any

@@ -1,5 +1,6 @@
 """FTRL-Proximal, whose recursion contains the learning rate."""
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from optfn.leaves import leafwise, numerics, row_sparse
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.in_place import in_passes
+
+_NOT_POSITIVE = checks.Range("<= 0 and finite", lambda x: -math.inf < x <= 0)
 
 
 class FtrlProximalState(NamedTuple):
@@ -119,7 +122,9 @@ def ftrl_proximal(
     """
     lr = rates.check_rate(learning_rate)
     l1, l2 = checks.nonnegative("l1", l1), checks.nonnegative("l2", l2)
-    lr_power = checks.number("lr_power", lr_power, high=0.0)
+    lr_power = checks.number(
+        "lr_power", lr_power, checks.Range("<= 0 and finite", lambda x: -math.inf < x <= 0)
+    )
     lazy = checks.flag("lazy", lazy)
     apply = partial(leafwise.apply, rows="touched")
 

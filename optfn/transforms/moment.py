@@ -105,7 +105,7 @@ def scale_by_momentum(
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
     MomentumOptimizer.
     """
-    mu = checks.number("momentum", momentum, low=0.0, high=1.0)
+    mu = checks.number("momentum", momentum, checks.UNIT)
     nesterov = checks.flag("nesterov", nesterov)
     check_moment_dtype("moment_dtype", moment_dtype)
     if isinstance(mu, float) and mu == 0:

@@ -179,7 +179,7 @@ def scale_by_muon(
     up to a factor, which the norm takes away); Liu et al. 2025, arXiv 2502.16982 ("moonlight", with
     the coefficients of "jordan"); Ahn et al. 2025, arXiv 2504.05295 ("dion", as in optax).
     """
-    mu = checks.number("momentum", momentum, low=0.0, high=1.0)
+    mu = checks.number("momentum", momentum, checks.UNIT)
     matrices = tree.check_pattern("matrices", matrices)
     factor = check_scale(scale)
     direction = partial(

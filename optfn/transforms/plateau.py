@@ -71,7 +71,7 @@ def reduce_on_plateau(
     lr = checks.nonnegative("learning_rate", learning_rate)
     checks.choice("mode", mode, ("min", "max"))
     checks.choice("threshold_mode", threshold_mode, ("rel", "abs"))
-    factor = checks.number("decay_rate", decay_rate, low=0, high=1, low_open=True, high_open=True)
+    factor = checks.number("decay_rate", decay_rate, checks.INSIDE_UNIT)
     plateau = _Plateau(
         sign=1.0 if mode == "min" else -1.0,
         factor=factor,

@@ -64,10 +64,8 @@ def dynamic_loss_scale(
     Source: torch.amp.GradScaler; Micikevicius et al. 2018, arXiv 1710.03740, §3.2.
     """
     first = checks.positive("initial_scale", initial_scale)
-    growth = checks.number("growth_factor", growth_factor, low=1.0, low_open=True)
-    backoff = checks.number(
-        "backoff_factor", backoff_factor, low=0.0, high=1.0, low_open=True, high_open=True
-    )
+    growth = checks.number("growth_factor", growth_factor, checks.ABOVE_ONE)
+    backoff = checks.number("backoff_factor", backoff_factor, checks.INSIDE_UNIT)
     interval = checks.count("growth_interval", growth_interval)
     core.check_transform("dynamic_loss_scale: tx", tx)
     guard = skip_nonfinite(tx, max_consecutive=max_consecutive, axis_name=axis_name)

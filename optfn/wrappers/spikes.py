@@ -72,7 +72,7 @@ def skip_spikes(
     State: consecutive and skipped (int32), ratio and norms (float32), 12 + 4·window bytes, and the
     state of `tx`.
     """
-    times = checks.number("factor", factor, low=1.0, low_open=True)
+    times = checks.number("factor", factor, checks.ABOVE_ONE)
     length = checks.count("window", window)
     most = checks.count("max_consecutive", max_consecutive, low=0)
     check_names("skip_spikes: axis_name", axis_name, optional=True)
