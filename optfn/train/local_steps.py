@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from optfn import checks
 from optfn.jaxprs.dependence import depends
@@ -19,7 +18,6 @@ from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.leaves.updates import apply_updates
-from optfn.mesh import Axes
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
@@ -27,6 +25,7 @@ from optfn.state.placement import num_workers
 from optfn.train.microbatches import of_parts, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.late_steps import with_counts_of
+from optfn.workers import Workers
 from optfn.wrappers.nonfinite import with_gave_up
 
 
@@ -79,7 +78,7 @@ class LocalSteps(NamedTuple):
         Args:
           local_step: a step on the state and the batch of one worker.
         """
-        axis_name = self.layout.worker_axes
+        axes = self.layout.worker_axes
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
             counted = state.opt_state.inner.inner_state
@@ -92,13 +91,14 @@ class LocalSteps(NamedTuple):
                 start, batch, self.steps, "local_steps",
             )  # fmt: skip
             drift = jax.tree.map(_drift, state.params, end.params)
-            finite = _all_finite(drift, axis_name)
-            metrics = _mean_of_metrics(metrics, axis_name)
-            params, outer = self._exchange(drift, state, finite, metrics["loss"])
-            metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
+            workers = Workers(axes, self.layout.group_of(state.params))
+            astray = ~leafwise.all_finite(drift)
+            finite = ~workers.any(astray)
+            metrics = _mean_of_metrics(metrics, workers)
+            params, outer = self._exchange(drift, state, workers, finite, metrics["loss"])
+            metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axes)
             # A worker whose drift is not finite starts again with a fresh optimizer state.
             fresh = with_counts_of(self.tx.init(params), counted)
-            astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(
                 lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,
                 end.opt_state, fresh, own,
@@ -109,7 +109,7 @@ class LocalSteps(NamedTuple):
             model_state = jax.tree.map(
                 lambda old, new: jnp.where(finite, new, old),
                 state.model_state,
-                means.mean_or_first(end.model_state, axis_name),
+                means.mean_or_first(end.model_state, axes),
             )
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics
@@ -117,12 +117,16 @@ class LocalSteps(NamedTuple):
         return run
 
     def _exchange(
-        self, drift: Updates, state: TrainState, finite: jax.Array, loss: jax.Array
+        self,
+        drift: Updates,
+        state: TrainState,
+        workers: Workers,
+        finite: jax.Array,
+        loss: jax.Array,
     ) -> tuple[Params, OptState]:
         """Return the params after an outer step, and its state; the old ones if not `finite`."""
         before = state.opt_state.outer
-        workers, parts = self.layout.worker_axes, self.layout.parts_of(state.params)
-        grads, _, extra = means.for_optimizer(drift, before, workers, parts=parts)
+        grads, _, extra = means.for_optimizer(drift, before, workers)
         updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
         params = apply_updates(state.params, updates)
         return jax.tree.map(
@@ -233,19 +237,12 @@ def _drift(start: Leaf, end: Leaf) -> Leaf:
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 
 
-def _all_finite(drift: Updates, axis_name: Axes) -> jax.Array:
-    """Tell whether the drift of every worker is finite."""
-    bad = ~leafwise.all_finite(drift)
-    return lax.pmax(bad.astype(jnp.int32), axis_name) == 0
-
-
-def _mean_of_metrics(metrics: dict[str, Any], axis_name: Axes) -> dict[str, Any]:
+def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
     of_steps = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), axis_name)
+    reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), workers.axes)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
-        reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axis_name)
+        reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])
     if "gave_up" in metrics:
-        gave_up = jnp.any(metrics["gave_up"]).astype(jnp.int32)
-        reduced["gave_up"] = lax.pmax(gave_up, axis_name) > 0
+        reduced["gave_up"] = workers.any(jnp.any(metrics["gave_up"]))
     return reduced

@@ -28,6 +28,7 @@ from optfn.train.loss_scale import scaling_losses
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
+from optfn.workers import Workers
 from optfn.wrappers.loss_scale import scale_of
 from optfn.wrappers.metrics import metrics as recorded_metrics
 from optfn.wrappers.nonfinite import gave_up
@@ -61,7 +62,7 @@ def worker_step(
     objective: Objective,
     tx: optax.GradientTransformationExtraArgs,
     key_of: KeyOf | None,
-    workers: Axes,
+    axes: Axes,
     layout: Layout | None = None,
 ) -> StepFn:
     """Return the step of one worker; the names of the worker axes are bound where it runs.
@@ -70,7 +71,7 @@ def worker_step(
       objective: the loss and its gradients.
       tx: the optimizer.
       key_of: returns the key of a step; None if the loss takes none.
-      workers: the mesh axes of the workers; none if there is only one.
+      axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
     """
 
@@ -81,27 +82,27 @@ def worker_step(
         state = state._replace(params=_as_laid_out(state.params, layout))
         with scaling_losses(scale):
             values, grads = objective.value_and_grad(state.params, *arguments)
-        parts = layout.parts_of(state.params) if layout and workers else None
+        workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
         grads, (loss, aux), extra = means.for_optimizer(
-            grads, state.opt_state, workers, (values.loss, values.aux), parts
+            grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
         # An optimizer that exchanges gradients itself gets each worker's own; `grad` is their mean.
-        mean = means.mean_on_parts(grads, (), workers, parts)[0] if exchanges_itself else grads
+        mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
         # Line searches take dense gradients. Without one, XLA removes this computation.
         extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
-        extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
+        extra["value_fn"] = value_fn(objective, workers, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = apply_updates(params, updates)
-        model_state = means.mean_or_first(values.model_state, workers)
+        model_state = means.mean_or_first(values.model_state, axes)
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
         if exchanges_itself:
-            metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, workers)
+            metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, axes)
         new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
         return new_state, metrics
 

@@ -93,25 +93,22 @@ def _by_norm(
     c = checks.number("max_norm", max_norm, low=0.0, low_open=True, finite=False)
 
     def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+        updates: Updates,
+        state: OptState,
+        params: Params | None = None,
+        *,
+        workers: Any = None,
+        **extra: Any,
     ) -> tuple[Updates, ClipState]:
-        del state
+        del state, extra
         if isinstance(c, float) and math.isinf(c):
             return updates, _unclipped(params)
         updates, factor = clip(leafwise.merge_rows(updates), c)
-        return updates, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
+        factor = factor.astype(jnp.float32)
+        # Where each worker clips its own gradient, the state has the smallest factor.
+        return updates, ClipState(workers.min(factor) if workers else factor)
 
     return core.Rule(_unclipped, update)
-
-
-def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
-    """Return the smallest factor of all workers, where each clips its own gradient."""
-    if extra.get("axis_name") is None:
-        return factor
-    from optfn.mesh import axes
-
-    smallest: jax.Array = jax.lax.pmin(factor, axes(extra["axis_name"]))
-    return smallest
 
 
 @core.transform(complex_leaves=True, reads_state=False)

@@ -12,11 +12,12 @@ from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.selection import Selection
 from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
+from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
 from optfn.state.per_worker import has_workers_in_front, nodes_of
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
+from optfn.workers import joined_workers
 
 
 @traits(
@@ -91,13 +92,13 @@ def record_metrics(
         core.check_params_given("record_metrics", params)
         mismatch.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        names = joined(axis_name, extra.get("axis_name"))
+        among = joined_workers("record_metrics", axis_name, extra)
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
         in_front = has_workers_in_front(inner_state)
         workers = float(_num_workers(updates)) if in_front else 1.0
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
-            grad_norm, *others = (_norm(x, names) for x in trees)
+            grad_norm, *others = (among.root_mean_square(_norm(x)) for x in trees)
             return [grad_norm / jnp.sqrt(workers) if in_front else grad_norm, *others]
 
         groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
@@ -128,12 +129,8 @@ def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) ->
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
-def _norm(x: Updates, axes: Axes) -> jax.Array:
-    norm = leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
-    if not axes:
-        return norm
-    check_axis("record_metrics", axes)
-    return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axes))
+def _norm(x: Updates) -> jax.Array:
+    return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
 
 
 def _num_workers(updates: Updates) -> int:
