@@ -8,10 +8,29 @@ A trait needs no array in the state and survives every wrapper:
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=type)
+
+
+class Report(NamedTuple):
+    """How the metrics of a training step show a field of a state (`optfn.state.reports`).
+
+    metric: the name among the metrics, and in the history. If the field is a dict, each number in
+      it has the keys after the name, as in "grad_norm/embed"; the name itself may then be empty.
+    several: the reduction over several states of the type: "any", "max" or "min". Without one
+      the metric is left out if there are several.
+    rounds: the reduction over the steps and the workers of a round of local steps, likewise.
+    is_needed: whether updates read the field, so that a checkpoint must have it.
+
+    A number that "any" reduces is a flag, which the history leaves out.
+    """
+
+    metric: str
+    several: str = ""
+    rounds: str = ""
+    is_needed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +47,8 @@ class Traits:
       main: the field that accessors read if no path is given.
       words: the words for its fields in names, if they differ from the fields' names.
       retired: fields of which earlier versions kept arrays, but this one does not.
-      reports: fields that only report on a run, so that a state also loads without them.
+      reports: the fields that only report on a run, so that a state also loads without them, with
+        how metrics show each, None where they do not.
 
     Of a state on the workers of a mesh (`optfn.state.per_worker`):
       passes_own_gradients: the state is the same on all workers, even around a transform that
@@ -56,7 +76,7 @@ class Traits:
     main: str = ""
     words: tuple[str, ...] = ()
     retired: tuple[str, ...] = ()
-    reports: tuple[str, ...] = ()
+    reports: Mapping[str, Report | None] = dataclasses.field(default_factory=dict)
     passes_own_gradients: bool = False
     passes_rows: bool = False
     workers_in_front: bool = False
@@ -94,6 +114,6 @@ def traits_of(x: object) -> Traits:
     return found if isinstance(found, Traits) else _NONE
 
 
-def reporting_types() -> list[tuple[type, tuple[str, ...]]]:
-    """Return the types that declare reports, and the fields."""
+def reporting_types() -> list[tuple[type, Mapping[str, Report | None]]]:
+    """Return the types that declare reports, and these."""
     return [(kind, kind.traits.reports) for kind in _reporting]  # type: ignore[attr-defined]

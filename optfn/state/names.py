@@ -186,15 +186,17 @@ def retired_fields(
 def reports_of(state: OptState) -> Callable[[str], bool]:
     """Return a function that tells whether a name is of a field that only reports on a run.
 
-    Types declare such fields: `@traits(reports=("factor",))`. A name may be of a transform that
-    `state` does not have, such as a clip of the run that was saved.
+    Types declare such fields: `@traits(reports={"factor": None})`. A name may be of a transform
+    that `state` does not have, such as a clip of the run that was saved.
 
     Args:
       state: the state of an optimizer, however wrapped.
     """
     known = [
-        re.compile(rf"{state_word(kind)}(_\d+)?/({'|'.join(fields)})(/.*)?")
-        for kind, fields in reporting_types()
+        re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?")
+        for kind, reports in reporting_types()
+        for field, report in reports.items()
+        if report is None or not report.is_needed
     ]
     others = _words_of_states(state)
 

@@ -22,6 +22,7 @@ from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
+from optfn.state.reports import over_round
 from optfn.train.microbatches import of_parts, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.late_steps import with_counts_of
@@ -95,7 +96,14 @@ class LocalSteps(NamedTuple):
             astray = ~leafwise.all_finite(drift)
             finite = ~workers.any(astray)
             metrics = _mean_of_metrics(metrics, workers)
-            params, outer = self._exchange(drift, state, workers, finite, metrics["loss"])
+            made = (
+                *self._exchange(drift, state, workers, metrics["loss"]),
+                means.mean_or_first(end.model_state, axes),
+            )
+            before = state.params, state.opt_state.outer, state.model_state
+            params, outer, model_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old), made, before
+            )
             metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axes)
             # A worker whose drift is not finite starts again with a fresh optimizer state.
             fresh = with_counts_of(self.tx.init(params), counted)
@@ -106,32 +114,19 @@ class LocalSteps(NamedTuple):
             if "gave_up" in metrics:  # in any step of the round
                 opt_state = with_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
-            model_state = jax.tree.map(
-                lambda old, new: jnp.where(finite, new, old),
-                state.model_state,
-                means.mean_or_first(end.model_state, axes),
-            )
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics
 
         return run
 
     def _exchange(
-        self,
-        drift: Updates,
-        state: TrainState,
-        workers: Workers,
-        finite: jax.Array,
-        loss: jax.Array,
+        self, drift: Updates, state: TrainState, workers: Workers, loss: jax.Array
     ) -> tuple[Params, OptState]:
-        """Return the params after an outer step, and its state; the old ones if not `finite`."""
-        before = state.opt_state.outer
-        grads, _, extra = means.for_optimizer(drift, before, workers)
-        updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
-        params = apply_updates(state.params, updates)
-        return jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, outer), (state.params, before)
-        )
+        """Return the params after an outer step, and its state."""
+        outer = state.opt_state.outer
+        grads, _, extra = means.for_optimizer(drift, outer, workers)
+        updates, outer = self.outer.update(grads, outer, state.params, value=loss, **extra)
+        return apply_updates(state.params, updates), outer
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
@@ -243,6 +238,4 @@ def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any
     reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), workers.axes)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
         reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])
-    if "gave_up" in metrics:
-        reduced["gave_up"] = workers.any(jnp.any(metrics["gave_up"]))
-    return reduced
+    return reduced | over_round(metrics, workers)

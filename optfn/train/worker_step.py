@@ -7,7 +7,7 @@ whole arrays.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,15 +24,13 @@ from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout, is_spec
 from optfn.state.per_worker import may_give_rows
+from optfn.state.reports import nested, reported
 from optfn.train.loss_scale import scaling_losses
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
 from optfn.workers import Workers
 from optfn.wrappers.loss_scale import scale_of
-from optfn.wrappers.metrics import metrics as recorded_metrics
-from optfn.wrappers.nonfinite import gave_up
-from optfn.wrappers.spikes import spike_ratios
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
 
@@ -140,13 +138,7 @@ def _skips(opt_state: OptState) -> list[jax.Array]:
     def counter(x: object) -> str:
         return "total_notfinite" if isinstance(x, _ApplyIfFinite) else traits_of(x).skipped
 
-    def inside(state: PyTree) -> Iterator[jax.Array]:
-        for x in jax.tree.leaves(state, is_leaf=lambda x: x is not state and bool(counter(x))):
-            if counter(x):
-                yield x._asdict()[counter(x)]
-                yield from inside(x)
-
-    return list(inside((opt_state,)))
+    return [x._asdict()[counter(x)] for x in nested(counter, opt_state)]
 
 
 def _barrier(values: PyTree) -> PyTree:
@@ -161,18 +153,8 @@ def _barrier(values: PyTree) -> PyTree:
 
 
 def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the metrics in a state: its rate, norms, and whether a guard gave up."""
-
-    metrics = {}
-    if flags := gave_up(opt_state):
-        metrics["gave_up"] = functools.reduce(jnp.logical_or, flags)
+    """Return the metrics in a state: its rate, and all that its wrappers report."""
+    metrics = reported(opt_state)
     with contextlib.suppress(ValueError):  # no rate, or several
         metrics["learning_rate"] = get_learning_rate(opt_state)
-    if (scale := scale_of(opt_state)) is not None:
-        metrics["loss_scale"] = scale
-    if ratios := spike_ratios(opt_state):
-        metrics["spike_ratio"] = functools.reduce(jnp.maximum, ratios)
-    with contextlib.suppress(ValueError):  # no recorder, or several
-        recorded = recorded_metrics(opt_state)
-        metrics |= {name: x for name, x in recorded.items() if name != "learning_rate"}
     return metrics

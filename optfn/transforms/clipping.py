@@ -14,7 +14,7 @@ from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 
 
-@traits(reports=("factor",))
+@traits(reports={"factor": None})
 class ClipState(NamedTuple):
     """State of the clips by norm: the (smallest) factor of the last update, 4 bytes."""
 
@@ -93,20 +93,16 @@ def _by_norm(
     c = checks.number("max_norm", max_norm, low=0.0, low_open=True, finite=False)
 
     def update(
-        updates: Updates,
-        state: OptState,
-        params: Params | None = None,
-        *,
-        workers: Any = None,
-        **extra: Any,
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ClipState]:
-        del state, extra
+        del state
         if isinstance(c, float) and math.isinf(c):
             return updates, _unclipped(params)
         updates, factor = clip(leafwise.merge_rows(updates), c)
         factor = factor.astype(jnp.float32)
-        # Where each worker clips its own gradient, the state has the smallest factor.
-        return updates, ClipState(workers.min(factor) if workers else factor)
+        if "workers" in extra:  # each clips its gradient: the state has the smallest factor
+            factor = extra["workers"].min(factor)
+        return updates, ClipState(factor)
 
     return core.Rule(_unclipped, update)
 

@@ -10,11 +10,12 @@ import optax
 from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.selection import Selection
-from optfn.leaves.traits import traits
+from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
-from optfn.state.per_worker import has_workers_in_front, nodes_of
+from optfn.state.per_worker import has_workers_in_front
+from optfn.state.reports import nested, reported
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
 from optfn.workers import joined_workers
@@ -23,7 +24,15 @@ from optfn.workers import joined_workers
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
-    reports=("grad_norm", "update_norm", "param_norm", "clip_factor", "learning_rate", "groups"),
+    reports={
+        "grad_norm": Report("grad_norm"),
+        "update_norm": Report("update_norm"),
+        "param_norm": Report("param_norm"),
+        "clip_factor": Report("clip_factor"),
+        "learning_rate": None,  # a step has it anyway
+        "groups": Report(""),
+        "ratios": Report("update_ratio"),
+    },
 )
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state.
@@ -39,10 +48,16 @@ class RecordMetricsState(NamedTuple):
     inner_state: OptState
     groups: dict[str, dict[str, jax.Array]] | tuple[()] = ()
 
+    @property
+    def ratios(self) -> dict[str, jax.Array]:
+        """update_norm/param_norm for each pattern."""
+        norms = dict(self.groups).get
+        updates, params = norms("update_norm", {}), norms("param_norm", {})
+        return {pattern: norm / params[pattern] for pattern, norm in updates.items()}
 
-MEASURED = RecordMetricsState._fields[:3]
-# The fields that a training step reports besides the learning rate.
-RECORDED = RecordMetricsState._fields[:4]
+
+_NUMBERS = RecordMetricsState._fields[:5]
+MEASURED = _NUMBERS[:3]
 
 
 @core.named
@@ -178,36 +193,26 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
         for name, node in parts
         if _is_recorder(node) and (path is None or f"/{path}/" in f"/{name}/")
     ]
-    found = [x for node in recorders for x in (node, *_inside(node))]
+    found = [x for node in recorders for x in nested(_is_recorder, node)]
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
-    fields = zip(RecordMetricsState._fields[:5], recorder, strict=False)
-    read = {name: _of_workers(name, jax.tree.leaves(value)[0]) for name, value in fields}
-    if not recorder.groups:
-        return read
-    for name, norms in recorder.groups.items():
-        for pattern, value in norms.items():
-            read[f"{name}/{pattern}"] = _of_workers(name, jax.tree.leaves(value)[0])
-    for pattern in recorder.groups["update_norm"]:
-        ratio = read[f"update_norm/{pattern}"] / read[f"param_norm/{pattern}"]
-        read[f"update_ratio/{pattern}"] = ratio
-    return read
+    fields = {name: _of_all(name, getattr(recorder, name)) for name in _NUMBERS}
+    groups = {
+        name: {pattern: _of_all(name, norm) for pattern, norm in norms.items()}
+        for name, norms in dict(recorder.groups).items()
+    }
+    return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
 def _is_recorder(x: object) -> bool:
     return isinstance(x, RecordMetricsState)
 
 
-def _inside(recorder: RecordMetricsState) -> list[RecordMetricsState]:
-    """Return the states of `record_metrics` inside another."""
-    nodes = nodes_of(RecordMetricsState, recorder.inner_state)
-    return [x for node in nodes for x in (node, *_inside(node))]
-
-
-def _of_workers(name: str, value: jax.Array) -> jax.Array:
-    """Reduce the values of all workers to one, if each worker has recorded its own."""
+def _of_all(name: str, node: Any) -> jax.Array:
+    """Return a number, reduced over the workers if each has recorded one."""
+    value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:
         return value
     if name.endswith("norm"):

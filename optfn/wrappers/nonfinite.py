@@ -10,7 +10,7 @@ from jax.tree_util import PyTreeDef
 
 from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.traits import traits
+from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
 from optfn.mesh import AxisName, check_names
 from optfn.workers import joined_workers
@@ -20,7 +20,7 @@ from optfn.workers import joined_workers
     passes_own_gradients=True,
     passes_rows=True,
     skipped="skipped",
-    reports=("consecutive", "skipped", "gave_up"),
+    reports={"consecutive": None, "skipped": None, "gave_up": Report("gave_up", "any", "any")},
 )
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""

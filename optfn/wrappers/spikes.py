@@ -10,10 +10,9 @@ import optax
 from optfn import checks, core
 from optfn.checks import Number
 from optfn.leaves import leafwise, mismatch
-from optfn.leaves.traits import traits
+from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import AxisName, check_names
-from optfn.state.per_worker import nodes_of
 from optfn.workers import joined_workers
 from optfn.wrappers.nonfinite import unless_skipped
 
@@ -22,7 +21,12 @@ from optfn.wrappers.nonfinite import unless_skipped
     passes_own_gradients=True,
     passes_rows=True,
     skipped="skipped",
-    reports=("consecutive", "skipped", "ratio", "norms"),
+    reports={
+        "consecutive": None,
+        "skipped": None,
+        "ratio": Report("spike_ratio", several="max"),
+        "norms": None,
+    },
 )
 class SkipSpikesState(NamedTuple):
     """State of `skip_spikes`: two counters, the last ratio, the last norms, and the inner state."""
@@ -104,8 +108,3 @@ def skip_spikes(
         return updates, SkipSpikesState(consecutive, skipped, norm / median, norms, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def spike_ratios(opt_state: OptState) -> list[jax.Array]:
-    """Return n/m of each `skip_spikes` in a state."""
-    return [jax.tree.leaves(x.ratio)[0] for x in nodes_of(SkipSpikesState, opt_state)]
