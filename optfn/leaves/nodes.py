@@ -14,7 +14,7 @@ from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, PyTree
 
 
-@traits(transparent=True, describes_leaves=True)
+@traits(transparent=True)
 class Stacked(NamedTuple):
     """A tree whose leaves have the layers of a model stacked along their leading axis.
 
@@ -46,7 +46,6 @@ class Stacked(NamedTuple):
         return getattr(self.layers, name)
 
 
-@traits(describes_leaves=True)
 @jax.tree_util.register_pytree_with_keys_class
 class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` returns the tree.

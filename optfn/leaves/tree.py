@@ -215,7 +215,7 @@ def key_name(key: object) -> str:
 
 def describes_leaves(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
-    return traits_of(x).describes_leaves
+    return hasattr(type(x), "layouts")
 
 
 def layouts(tree: PyTree) -> "list[BufferLayout]":

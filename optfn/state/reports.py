@@ -28,7 +28,7 @@ def nested(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
             yield from nested(chosen, _children(node))
 
 
-def _children(node: Any) -> list[Any]:
+def _children(node: object) -> list[Any]:
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
 
 
@@ -48,12 +48,11 @@ def reported(opt_state: OptState) -> dict[str, jax.Array]:
 
 def over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, jax.Array]:
     """Return the reported metrics of a round from those of its steps, (steps,) on each worker."""
-    ways = {name: report.rounds for name in metrics if (report := _declared(name))}
-    return {
-        name: getattr(workers, way)(getattr(jnp, way)(metrics[name]))
-        for name, way in ways.items()
-        if way
-    }
+    reduced = {}
+    for name, x in metrics.items():
+        if (report := _declared(name)) and (way := report.rounds):
+            reduced[name] = getattr(workers, way)(getattr(jnp, way)(x))
+    return reduced
 
 
 def is_curve(name: str) -> bool:

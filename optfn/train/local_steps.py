@@ -30,7 +30,7 @@ from optfn.workers import Workers
 from optfn.wrappers.nonfinite import with_gave_up
 
 
-@traits(adds_no_word=True)
+@traits(words=("num_workers", "inner_state"))
 class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
@@ -42,7 +42,7 @@ class LocalState(NamedTuple):
     inner_state: OptState
 
 
-@traits(labels=True, passes_own_gradients=True, main="inner")
+@traits(labels="inner", passes_own_gradients=True)
 class InnerAndOuter(NamedTuple):
     """The optimizer state of a run with local steps: inner is the workers', outer the rounds'."""
 
@@ -208,7 +208,7 @@ def _check_inner(
 
 
 def _follows_params(x: object) -> bool:
-    return traits_of(x).follows_params
+    return bool(traits_of(x).made_of_params)
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:

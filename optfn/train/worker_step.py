@@ -17,12 +17,12 @@ from jax import lax
 
 from optfn import checks, core
 from optfn.leaves import mismatch, row_sparse, tree
-from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Batch, OptState, Params, PyTree
 from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout, is_spec
+from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import nested, reported
 from optfn.train.loss_scale import scaling_losses
@@ -135,10 +135,11 @@ def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptS
 def _skips(opt_state: OptState) -> list[jax.Array]:
     """Return the counters of skipped steps in a state, also those of `optax.apply_if_finite`."""
 
-    def counter(x: object) -> str:
-        return "total_notfinite" if isinstance(x, _ApplyIfFinite) else traits_of(x).skipped
+    def counts(x: object) -> bool:
+        return isinstance(x, _ApplyIfFinite) or (is_state(x) and "skipped" in x._fields)
 
-    return [x._asdict()[counter(x)] for x in nested(counter, opt_state)]
+    found = nested(counts, opt_state)
+    return [x.total_notfinite if isinstance(x, _ApplyIfFinite) else x.skipped for x in found]
 
 
 def _barrier(values: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
-from optfn.state.per_worker import has_workers_in_front
+from optfn.state.per_worker import has_workers_in_front, nodes_of
 from optfn.state.reports import nested, reported
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
@@ -155,14 +155,9 @@ def _num_workers(updates: Updates) -> int:
 
 def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
     """Return the smallest clip factor and the learning rate in a state."""
-
-    def is_clip(x: object) -> bool:
-        return isinstance(x, ClipState)
-
     factor = jnp.ones((), jnp.float32)
-    for node in jax.tree.leaves(inner_state, is_leaf=is_clip):
-        if is_clip(node):
-            factor = jnp.minimum(factor, node.factor)
+    for node in nodes_of(ClipState, inner_state):
+        factor = jnp.minimum(factor, node.factor)
     try:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
@@ -210,7 +205,7 @@ def _is_recorder(x: object) -> bool:
     return isinstance(x, RecordMetricsState)
 
 
-def _of_all(name: str, node: Any) -> jax.Array:
+def _of_all(name: str, node: object) -> jax.Array:
     """Return a number, reduced over the workers if each has recorded one."""
     value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:

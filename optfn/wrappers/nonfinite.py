@@ -19,7 +19,6 @@ from optfn.workers import joined_workers
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
-    skipped="skipped",
     reports={"consecutive": None, "skipped": None, "gave_up": Report("gave_up", "any", "any")},
 )
 class SkipNonfiniteState(NamedTuple):

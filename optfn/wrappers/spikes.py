@@ -20,7 +20,6 @@ from optfn.wrappers.nonfinite import unless_skipped
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
-    skipped="skipped",
     reports={
         "consecutive": None,
         "skipped": None,
