@@ -237,11 +237,11 @@ def _begun_at_params(
     the average of a new leaf is its param. If the state has no params, the average begins at zero,
     and a warning says so.
     """
+    # Two walks, since an average may be inside of the state with the masters that it averages.
     fields = [
         (tree.join(name, field), weight and tree.join(name, weight))
-        for name, part in state_names.named_parts(
-            state, stop=lambda x: bool(traits_of(x).made_of_params)
-        )
+        for has_weights in (False, True)
+        for name, part in state_names.named_parts(state, stop=partial(_begins, has_weights))
         for field, weight in traits_of(part).made_of_params.items()
         if weight is not None
     ]
@@ -263,6 +263,12 @@ def _begun_at_params(
             "has no params. Load the whole TrainState, and they begin at its params"
         )
     return begun
+
+
+def _begins(has_weights: bool, x: object) -> bool:
+    """Tell whether `x` is a state with copies of params, or with weighted sums of them."""
+    weights = traits_of(x).made_of_params.values()
+    return any(weight is not None and bool(weight) == has_weights for weight in weights)
 
 
 def _refused(state: OptState, changes: Changes) -> list[str]:

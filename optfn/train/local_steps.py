@@ -79,34 +79,29 @@ class LocalSteps(NamedTuple):
         Args:
           local_step: a step on the state and the batch of one worker.
         """
-        axes = self.layout.worker_axes
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+            # 1. The state is equal on all workers, except the leaves of the inner one in a
+            #    PerWorker; `start` has these as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
             own = with_counts_of(is_own(self.tx, state.params), counted)
             like = with_counts_of(jax.eval_shape(self.tx.init, state.params), counted)
-            opt_state = _unwrapped(counted, like)
-            start = state._replace(opt_state=opt_state)
+            start = state._replace(opt_state=_unwrapped(counted, like))
+            # 2. `end`, the metrics, (steps,), and the drift in float32 are this worker's.
             end, metrics = scan_batch(
                 lambda state, part, _: local_step(state, part),
                 start, batch, self.steps, "local_steps",
             )  # fmt: skip
             drift = jax.tree.map(_drift, state.params, end.params)
-            workers = Workers(axes, self.layout.group_of(state.params))
-            astray = ~leafwise.all_finite(drift)
-            finite = ~workers.any(astray)
+            workers = Workers(self.layout.worker_axes, self.layout.group_of(state.params))
+            # 3. Metrics, params, outer state and model state are equal on all workers again.
             metrics = _mean_of_metrics(metrics, workers)
-            made = (
-                *self._exchange(drift, state, workers, metrics["loss"]),
-                means.mean_or_first(end.model_state, axes),
+            (params, outer, model_state), sent = self._exchange(
+                drift, state, end.model_state, workers, metrics["loss"]
             )
-            before = state.params, state.opt_state.outer, state.model_state
-            params, outer, model_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old), made, before
-            )
-            metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axes)
-            # A worker whose drift is not finite starts again with a fresh optimizer state.
+            # 4. The inner state stays this worker's: one whose drift is not finite begins anew.
             fresh = with_counts_of(self.tx.init(params), counted)
+            astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(
                 lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,
                 end.opt_state, fresh, own,
@@ -115,18 +110,30 @@ class LocalSteps(NamedTuple):
                 opt_state = with_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
-            return state, metrics
+            return state, metrics | sent
 
         return run
 
     def _exchange(
-        self, drift: Updates, state: TrainState, workers: Workers, loss: jax.Array
-    ) -> tuple[Params, OptState]:
-        """Return the params after an outer step, and its state."""
-        outer = state.opt_state.outer
-        grads, _, extra = means.for_optimizer(drift, outer, workers)
-        updates, outer = self.outer.update(grads, outer, state.params, value=loss, **extra)
-        return apply_updates(state.params, updates), outer
+        self,
+        drift: Updates,
+        state: TrainState,
+        model_state: PyTree,
+        workers: Workers,
+        loss: jax.Array,
+    ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
+        """Return params, outer state and model state after an outer step, and what it sent.
+
+        They are those of `state` if the drift of a worker is not finite.
+        """
+        before = state.params, state.opt_state.outer, state.model_state
+        finite = ~workers.any(~leafwise.all_finite(drift))
+        grads, _, extra = means.for_optimizer(drift, before[1], workers)
+        updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
+        params = apply_updates(state.params, updates)
+        after = params, outer, means.mean_or_first(model_state, workers.axes)
+        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        return after, traffic.traffic_metrics(drift, before[1], after[1], workers.axes)
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:

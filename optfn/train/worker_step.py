@@ -74,25 +74,29 @@ def worker_step(
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        # 1. The batch and the key are this worker's. Params and state are equal on all workers,
+        #    except a PerWorker; the devices of a worker divide them as the layout says.
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
-        scale = scale_of(state.opt_state)
         state = state._replace(params=_as_laid_out(state.params, layout))
-        with scaling_losses(scale):
+        # 2. Loss and gradients are this worker's, divided over its devices.
+        with scaling_losses(scale_of(state.opt_state)):
             values, grads = objective.value_and_grad(state.params, *arguments)
+        # 3. They become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
         grads, (loss, aux), extra = means.for_optimizer(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
-        # An optimizer that exchanges gradients itself gets each worker's own; `grad` is their mean.
+        # 4. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
+        #    there is none, XLA removes this computation.
         mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
-        # Line searches take dense gradients. Without one, XLA removes this computation.
         extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
         extra["value_fn"] = value_fn(objective, workers, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
+        # 5. Updates and metrics are equal on all workers, and the new state lies as in 1.
         with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = apply_updates(params, updates)

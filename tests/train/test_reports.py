@@ -34,6 +34,7 @@ class LargestEntryState(NamedTuple):
 
 def largest_entry(tx):
     """Report the largest entry of a gradient, over all workers."""
+    tx = optax.with_extra_args_support(tx)
 
     def init(params):
         zero = jnp.float32(0)
