@@ -122,7 +122,7 @@ class LocalSteps(NamedTuple):
         workers: Workers,
         loss: jax.Array,
     ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
-        """Return params, outer state and model state after an outer step, and what it sent.
+        """Return params, outer state and model state after an outer step, and the bytes sent.
 
         They are those of `state` if the drift of a worker is not finite.
         """

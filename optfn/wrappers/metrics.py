@@ -1,6 +1,7 @@
 """A record of norms, clip factor and learning rate of each step, in the state."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -194,10 +195,7 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
     fields = {name: _of_all(name, getattr(recorder, name)) for name in _NUMBERS}
-    groups = {
-        name: {pattern: _of_all(name, norm) for pattern, norm in norms.items()}
-        for name, norms in dict(recorder.groups).items()
-    }
+    groups = jax.tree.map(partial(_of_all, "norm"), recorder.groups)
     return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
