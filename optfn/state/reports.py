@@ -37,8 +37,9 @@ def reported(opt_state: OptState) -> dict[str, jax.Array]:
     found: dict[tuple[str, str], list[jax.Array]] = {}
     for node in nested(lambda x: traits_of(x).reports, opt_state):
         for field, report in traits_of(node).reports.items():
-            for path, x in with_paths(getattr(node, field)) if report else []:
-                found.setdefault((join(report.metric, path), report.several), []).append(x)
+            if report is not None:
+                for path, x in with_paths(getattr(node, field)):
+                    found.setdefault((join(report.metric, path), report.several), []).append(x)
     return {
         name: values[0] if len(values) == 1 else getattr(jnp, way)(jnp.stack(values))
         for (name, way), values in found.items()
@@ -63,6 +64,8 @@ def is_curve(name: str) -> bool:
 
 def _declared(name: str) -> Report | None:
     """Return the report of a metric, by the first word of its name."""
-    word = name.partition("/")[0]
-    reports = (x for _, declared in reporting_types() for x in declared.values())
-    return next((x for x in reports if x is not None and x.metric == word), None)
+    for _, reports in reporting_types():
+        for report in reports.values():
+            if report is not None and report.metric == name.partition("/")[0]:
+                return report
+    return None

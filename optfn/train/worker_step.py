@@ -139,7 +139,7 @@ def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptS
 def _skips(opt_state: OptState) -> list[jax.Array]:
     """Return the counters of skipped steps in a state, also those of `optax.apply_if_finite`."""
 
-    def counts(x: object) -> bool:
+    def counts(x: PyTree) -> bool:
         return isinstance(x, _ApplyIfFinite) or (is_state(x) and "skipped" in x._fields)
 
     found = nested(counts, opt_state)

@@ -12,7 +12,7 @@ from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.selection import Selection
 from optfn.leaves.traits import Report, traits
-from optfn.leaves.types import OptState, Params, Updates
+from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
 from optfn.state.per_worker import has_workers_in_front, nodes_of
@@ -50,11 +50,10 @@ class RecordMetricsState(NamedTuple):
     groups: dict[str, dict[str, jax.Array]] | tuple[()] = ()
 
     @property
-    def ratios(self) -> dict[str, jax.Array]:
+    def ratios(self) -> PyTree:
         """update_norm/param_norm for each pattern."""
         norms = dict(self.groups).get
-        updates, params = norms("update_norm", {}), norms("param_norm", {})
-        return {pattern: norm / params[pattern] for pattern, norm in updates.items()}
+        return jax.tree.map(jnp.divide, norms("update_norm", {}), norms("param_norm", {}))
 
 
 _NUMBERS = RecordMetricsState._fields[:5]
