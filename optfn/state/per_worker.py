@@ -95,9 +95,9 @@ class Divided(NamedTuple):
         return self._replace(value=jax.tree.unflatten(structure, new))
 
 
-def divided(value: PyTree, axis_name: AxisName) -> Divided:
-    """Return whole flat arrays as a `Divided`."""
-    return Divided(value, axes(axis_name), Sizes(x.size for x in jax.tree.leaves(value)))
+def divided(value: PyTree, names: Axes) -> Divided:
+    """Return whole flat arrays as a `Divided` over the axes of the workers."""
+    return Divided(value, names, Sizes(x.size for x in jax.tree.leaves(value)))
 
 
 class ExchangedLeaf(NamedTuple):
