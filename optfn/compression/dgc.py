@@ -26,19 +26,19 @@ from optfn.compression.dgc_phases import (
     ramp_step,
     update_compressed,
 )
-from optfn.compression.on_parts import update_on_parts
+from optfn.compression.on_shards import update_on_shards
 from optfn.leaves import leafwise, numerics, row_sparse, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.mesh import AxisName
-from optfn.parallel.means import Parts
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
+from optfn.workers import ONE_WORKER, Workers
 
 
-@traits(passes_rows=True, skipped="skipped", spans_buffers=True)
+@traits(passes_rows=True, spans_buffers=True)
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 
@@ -245,20 +245,20 @@ def _accumulate_and_send(
     params: Params,
     *,
     row_updates: bool = False,
-    parts: Parts | None = None,
+    workers: Workers = ONE_WORKER,
     **extra: object,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
-    options = dataclasses.replace(options, parts=parts)
+    options = dataclasses.replace(options, group=workers.group)
     updates = row_sparse.to_dense(updates)  # row-sparse gradients are treated like dense ones
-    run = partial(_accumulate_and_send_parts, options, row_updates and parts is None)
-    result: tuple[Updates, DeepGradientCompressionState] = update_on_parts(
-        run, updates, state, params, parts
+    run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
+    result: tuple[Updates, DeepGradientCompressionState] = update_on_shards(
+        run, updates, state, params, workers.group
     )
     return result
 
 
-def _accumulate_and_send_parts(
+def _accumulate_and_send_shards(
     options: Options,
     row_updates: bool,
     updates: Updates,
@@ -306,8 +306,8 @@ def _check_state(options: Options, updates: Updates, state: DeepGradientCompress
         tree.check_same_structure("update", "the state", part, "updates", updates)
     for place, g, velocity, residual in tree.items(updates, state.velocity, v):
         if not tree.is_masked(g):
-            of_part = options.parts is not None
-            is_flat = not tree.is_masked(residual) if of_part else options.compresses(g)
+            of_shard = options.group is not None
+            is_flat = not tree.is_masked(residual) if of_shard else options.compresses(g)
             found, shape = (residual, (g.size,)) if is_flat else (velocity, g.shape)
             check_state_of_leaf("update", place, found, shape)
 
@@ -326,7 +326,7 @@ def _local_gradient(
         g = lax.pmean(g, reduce_axes) if reduce_axes else g
         if c is None or tree.is_masked(residual):
             return g
-        divided = () if options.parts is None else options.parts.axes_of(place)
+        divided = () if options.group is None else options.group.axes_of(place)
         squares = numerics.sum_of_squares(g)
         norm = jnp.sqrt(lax.psum(squares, divided) if divided else squares)
         return g * jnp.where(compressing, clip_factor(norm, c), 1.0)

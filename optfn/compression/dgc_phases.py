@@ -28,8 +28,8 @@ from optfn.leaves import numerics
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import Leaf
 from optfn.mesh import Axes
-from optfn.parallel.means import Parts
 from optfn.transforms.moment import momentum_rule
+from optfn.workers import Group
 
 # The encoding of a value for each `wire`.
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
@@ -51,7 +51,7 @@ class Options:
     min_size: int
     momentum_masking: bool
     wire: str
-    parts: Parts | None = None
+    group: Group | None = None
 
     @property
     def all_axes(self) -> mesh.Axes:
@@ -61,7 +61,7 @@ class Options:
     @property
     def agreeing_axes(self) -> mesh.Axes:
         """The axes of all devices that take part in a step."""
-        return mesh.joined(self.all_axes, self.parts and self.parts.axes)
+        return mesh.joined(self.all_axes, self.group and self.group.axes)
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""

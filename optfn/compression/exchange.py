@@ -29,7 +29,7 @@ from optfn.compression.compressors import (
     chosen,
 )
 from optfn.compression.gathering import empty_rows
-from optfn.compression.on_parts import update_on_parts
+from optfn.compression.on_shards import update_on_shards
 from optfn.compression.sending import Sending, exchanged_densely
 from optfn.compression.traffic import traffic_of
 from optfn.leaves import leafwise, mismatch, packed, tree
@@ -38,9 +38,10 @@ from optfn.leaves.rows import Rows
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, AxisName
-from optfn.parallel.means import Parts, mean_on_parts
+from optfn.parallel.means import mean_of_all
 from optfn.parallel.owners import check_codec
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged
+from optfn.workers import ONE_WORKER, Group, Workers
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
 
@@ -79,7 +80,7 @@ class _Options:
     min_size: int
     warmup_steps: int
     route: str = "gather"
-    parts: Parts | None = None
+    group: Group | None = None
     row_updates: bool = False
 
     @property
@@ -90,7 +91,7 @@ class _Options:
     @property
     def all_axes(self) -> mesh.Axes:
         """The axes of all devices that take part in a step."""
-        return mesh.joined(self.axis_name, self.parts and self.parts.axes)
+        return mesh.joined(self.axis_name, self.group and self.group.axes)
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
@@ -242,13 +243,13 @@ def _plain_mean(
     state: ExchangeDenseState,
     params: Params | None = None,
     *,
-    parts: Parts | None = None,
+    workers: Workers = ONE_WORKER,
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
     mismatch.check_state("exchange", state, ExchangeDenseState)
     check_own_gradients("exchange", leafwise.inexact(updates), options.axis_name)
-    return mean_on_parts(updates, (), options.axis_name, parts)[0], state
+    return mean_of_all(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
 def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
@@ -277,31 +278,32 @@ def _compressed_mean(
     state: ExchangeState,
     params: Params | None = None,
     *,
-    parts: Parts | None = None,
+    workers: Workers = ONE_WORKER,
     row_updates: bool = False,
     **extra: Any,
 ) -> tuple[Updates, ExchangeState]:
     del params, extra
     has_buffers = any(map(is_packed, jax.tree.leaves(updates, is_leaf=is_packed)))
-    row_updates = row_updates and parts is None and not has_buffers
-    options = dataclasses.replace(options, parts=parts, row_updates=row_updates)
+    group = workers.group
+    row_updates = row_updates and group is None and not has_buffers
+    options = dataclasses.replace(options, group=group, row_updates=row_updates)
 
     def update(updates: Updates, state: ExchangeState, params: None) -> Any:
-        return _compressed_mean_of_parts(options, updates, state)
+        return _compressed_mean_of_shards(options, updates, state)
 
     whole = packed.unpack(updates)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
-    _check_compressors_of_parts(whole, state.compressor, parts)
-    whole, new = update_on_parts(update, whole, state, None, parts)
+    _check_compressors_of_shards(whole, state.compressor, group)
+    whole, new = update_on_shards(update, whole, state, None, group)
     return _packed_as(updates, whole), new
 
 
-def _check_compressors_of_parts(updates: Updates, states: PyTree, parts: Parts | None) -> None:
+def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Group | None) -> None:
     """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf."""
-    if parts is None:
+    if group is None:
         return
     of_leaves = tree.flatten(updates)[1].flatten_up_to(states)
-    for place, spec in tree.items(parts.specs_of(updates)):
+    for place, spec in tree.items(group.specs_of(updates)):
         has_arrays = any(map(jnp.ndim, jax.tree.leaves(of_leaves[place.number])))
         if not tree.is_masked(spec) and any(spec) and has_arrays:
             raise ValueError(
@@ -311,7 +313,7 @@ def _check_compressors_of_parts(updates: Updates, states: PyTree, parts: Parts |
             )
 
 
-def _compressed_mean_of_parts(
+def _compressed_mean_of_shards(
     options: _Options, whole: Updates, state: ExchangeState
 ) -> tuple[Updates, ExchangeState]:
     check_own_gradients("exchange", whole, options.axis_name)

@@ -1,6 +1,6 @@
 """Nodes of a tree that describe their leaves: `Stacked` and `Packed`.
 
-`tree.layouts` and `tree.names` call their methods `layouts()` and `leaf_names()`.
+`tree.layouts` and `tree.names` call their methods `leaf_layouts()` and `leaf_names()`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, PyTree
 
 
-@traits(transparent=True, describes_leaves=True)
+@traits(transparent=True)
 class Stacked(NamedTuple):
     """A tree whose leaves have the layers of a model stacked along their leading axis.
 
@@ -27,7 +27,7 @@ class Stacked(NamedTuple):
 
     layers: PyTree
 
-    def layouts(self) -> list[BufferLayout]:
+    def leaf_layouts(self) -> list[BufferLayout]:
         """Return the layout of each leaf: a tensor for each index of one more axis."""
         return [layout.stacked_once() for layout in tree.layouts(self.layers)]
 
@@ -46,7 +46,6 @@ class Stacked(NamedTuple):
         return getattr(self.layers, name)
 
 
-@traits(describes_leaves=True)
 @jax.tree_util.register_pytree_with_keys_class
 class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` returns the tree.
@@ -95,7 +94,7 @@ class Packed:
         """Return the frozen leaves by their numbers in the tree."""
         return dict(zip(self.layout.frozen, self.frozen, strict=True))
 
-    def layouts(self) -> list[BufferLayout]:
+    def leaf_layouts(self) -> list[BufferLayout]:
         """Return the layout of each leaf of this node: the buffers, then the frozen leaves."""
         return [*self.layout.buffers, *map(tree.layout_of_leaf, self.frozen)]
 

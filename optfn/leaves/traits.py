@@ -8,10 +8,29 @@ A trait needs no array in the state and survives every wrapper:
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=type)
+
+
+class Report(NamedTuple):
+    """How the metrics of a training step show a field of a state (`optfn.state.reports`).
+
+    metric: the name among the metrics, and in the history. If the field is a dict, each number in
+      it has the keys after the name, as in "grad_norm/embed"; the name itself may then be empty.
+    several: the reduction over several states of the type: "any", "max" or "min". Without one
+      the metric is left out if there are several.
+    rounds: the reduction over the steps and the workers of a round of local steps, likewise.
+    is_needed: whether updates read the field, so that a checkpoint must have it.
+
+    A number that "any" reduces is a flag, which the history leaves out.
+    """
+
+    metric: str
+    several: str = ""
+    rounds: str = ""
+    is_needed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,54 +39,44 @@ class Traits:
 
     Of nodes in a tree:
       transparent: the node does not change paths; its first field is the tree below it.
-      describes_leaves: the node has the layouts of its leaves, `node.layouts()`.
 
     Of the names of a state (`optfn.state.names`):
-      adds_no_word: the states inside have the same names as without this one.
-      labels: its fields are labels of parts, like the keys of a dict.
-      main: the field that accessors read if no path is given.
-      words: the words for its fields in names, if they differ from the fields' names.
+      labels: its fields are labels, like the keys of a dict. The value is the field that accessors
+        read if no path is given, or "*" if they read all.
+      words: the words for its fields in names. The state itself then adds no word.
       retired: fields of which earlier versions kept arrays, but this one does not.
-      reports: fields that only report on a run, so that a state also loads without them.
+      reports: the fields that only report on a run, so that a state also loads without them, with
+        how metrics show each, None where they do not.
 
     Of a state on the workers of a mesh (`optfn.state.per_worker`):
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
       workers_in_front: gradients have the workers as their leading axis.
-      follows_params: the state has copies or averages of params.
+
+    Of the arrays that a state has for each leaf:
+      made_of_params: the fields that follow params, with how each begins if a checkpoint lacks it:
+        "" at the param, as a copy; the name of another field at weight·param, as a weighted sum
+        whose weight is in that field; None if it cannot begin.
       counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
         that begins late has its own count (`optfn.transforms.late_steps`).
-      copies: the field with copies of params. If a checkpoint lacks them, they are made again.
-      sums: the fields with weighted sums of params, each with the field of the sum of the weights.
-        If a checkpoint has the weights but lacks a sum, the average begins at the param.
       spans_buffers: the order of the elements in the whole buffer of a Packed matters.
-      skipped: the field that counts steps that left params and state unchanged.
-
-    Of a state that tells how its rule treats the leaves of which it has an array:
-      treatment: the word for such a leaf in `summary`.
-      whole_matrices: to update a part of a matrix, the rule needs the whole matrix.
+      whole_matrices: the word in `summary` for leaves whose rule needs the whole matrix to update
+        a slice of it.
     """
 
     transparent: bool = False
-    describes_leaves: bool = False
-    adds_no_word: bool = False
-    labels: bool = False
-    main: str = ""
+    labels: str = ""
     words: tuple[str, ...] = ()
     retired: tuple[str, ...] = ()
-    reports: tuple[str, ...] = ()
+    reports: Mapping[str, Report | None] = dataclasses.field(default_factory=dict)
     passes_own_gradients: bool = False
     passes_rows: bool = False
     workers_in_front: bool = False
-    follows_params: bool = False
+    made_of_params: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     counted: str = ""
-    copies: str = ""
-    sums: tuple[tuple[str, str], ...] = ()
     spans_buffers: bool = False
-    skipped: str = ""
-    treatment: str = ""
-    whole_matrices: bool = False
+    whole_matrices: str = ""
 
 
 _NONE = Traits()
@@ -94,6 +103,6 @@ def traits_of(x: object) -> Traits:
     return found if isinstance(found, Traits) else _NONE
 
 
-def reporting_types() -> list[tuple[type, tuple[str, ...]]]:
-    """Return the types that declare reports, and the fields."""
+def reporting_types() -> list[tuple[type, Mapping[str, Report | None]]]:
+    """Return the types that declare reports, and these."""
     return [(kind, kind.traits.reports) for kind in _reporting]  # type: ignore[attr-defined]

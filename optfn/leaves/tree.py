@@ -215,14 +215,14 @@ def key_name(key: object) -> str:
 
 def describes_leaves(x: object) -> bool:
     """Tell whether `x` is a node that knows the layouts of its leaves, such as `Packed`."""
-    return traits_of(x).describes_leaves
+    return hasattr(type(x), "leaf_layouts")
 
 
 def layouts(tree: PyTree) -> "list[BufferLayout]":
     """Return the layout of each leaf, in the order of `flatten`."""
     found: list[BufferLayout] = []
     for node in jax.tree.leaves(tree, is_leaf=lambda x: describes_leaves(x) or is_leaf(x)):
-        found += node.layouts() if describes_leaves(node) else [layout_of_leaf(node)]
+        found += node.leaf_layouts() if describes_leaves(node) else [layout_of_leaf(node)]
     return found
 
 

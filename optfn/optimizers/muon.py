@@ -105,7 +105,7 @@ def muon(
     return [_apart(core.chained([*of_matrices, *ends]), core.rule_of(others), matrices=pattern)]
 
 
-@traits(labels=True)
+@traits(labels="*")
 class MatricesAndOthers(NamedTuple):
     """The states of the two transforms; the fields are their labels."""
 

@@ -25,12 +25,12 @@ from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, axes, joined, restricted, without
 from optfn.parallel.data_parallel import placed_copy, replicate
-from optfn.parallel.means import Parts
 from optfn.parallel.owners import Codec
 from optfn.state import names as state_names
 from optfn.state.padded import Length, Padded, cut, map_padded, pad
 from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
+from optfn.workers import Group
 
 
 def is_spec(x: object) -> TypeGuard[P]:
@@ -233,12 +233,12 @@ class Layout:
 
         return map_padded(without_padding, state)
 
-    def parts_of(self, params: Params) -> Parts | None:
-        """Return how the devices of a worker divide gradients; None if a worker is one device."""
+    def group_of(self, params: Params) -> Group | None:
+        """Return the devices of a worker, which divide gradients; None if it is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.of_gradients(params))
-        return Parts(
+        return Group(
             self.mesh,
             self.inner_axes,
             {
@@ -325,10 +325,10 @@ class Layout:
             return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
         def reshaped(params: Params) -> OptState:
-            state, parts = init(params), self.parts_of(params)
-            if parts is None:  # each worker is one device
+            state, group = init(params), self.group_of(params)
+            if group is None:  # each worker is one device
                 return state
-            in_rows = parts.in_rows
+            in_rows = group.in_rows
             state = map_divided(lambda node: node._replace(value=in_rows(node.value)), state)
             return self._map_state(shaped, lambda x, own: x, state, params)
 

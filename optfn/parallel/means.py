@@ -1,99 +1,37 @@
 """Means over workers, where each worker may be a group of devices that divide its arrays."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
 from optfn.leaves import tree
 from optfn.leaves.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
-from optfn.mesh import Axes, joined, mean_in_one, pmean, without
+from optfn.mesh import Axes, mean_in_one, pmean, without
 from optfn.state.per_worker import exchanged_axes, exchanges
-from optfn.state.placement import num_workers
+from optfn.workers import Workers
 
 
-class Parts(NamedTuple):
-    """How the devices of a worker divide arrays that are sharded like the gradients.
-
-    mesh: the mesh.
-    axes: the mesh axes of these devices.
-    specs: the PartitionSpec of the gradient of each leaf over these axes, by path.
-    """
-
-    mesh: Mesh
-    axes: Axes
-    specs: Mapping[str, P]
-
-    def specs_of(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpec of each array of a tree with the paths of params."""
-
-        def spec_of(place: tree.Place, x: Leaf) -> Any:
-            if tree.is_masked(x):
-                return x
-            if isinstance(x, LeafKind):
-                return P(x.divided_over)
-            return self.specs.get(str(place), P()) if jnp.ndim(x) else P()
-
-        return tree.map_named(spec_of, values)
-
-    def axes_of(self, place: object) -> Axes:
-        """Return the axes over which the leaf at a path is divided."""
-        return joined(*self.specs.get(str(place), P()))
-
-    def in_rows(self, values: PyTree) -> PyTree:
-        """Return divided leaves as arrays with a flat row for each device that has a part."""
-
-        def rows(place: tree.Place, x: Leaf) -> Leaf:
-            names = self.axes_of(place)
-            return (
-                x
-                if tree.is_masked(x) or not names
-                else x.reshape(num_workers(self.mesh, names), -1)
-            )
-
-        return tree.map_named(rows, values)
-
-    def specs_of_rows(self, values: PyTree) -> PyTree:
-        """Return the PartitionSpecs of `in_rows`."""
-
-        def spec_of(place: tree.Place, x: Leaf) -> Any:
-            names = self.axes_of(place)
-            return x if tree.is_masked(x) else P(names) if names else P()
-
-        return tree.map_named(spec_of, values)
-
-    def on_each(
-        self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
-    ) -> Callable[..., Any]:
-        """Return `fn` run by each device on its parts of arrays."""
-        return meshes.mapped(fn, self.mesh, self.axes, in_specs, out_specs)
-
-
-def mean_on_parts(
-    x: Updates, others: PyTree, axis_name: Axes, parts: Parts | None
-) -> tuple[Updates, PyTree]:
+def mean_of_all(x: Updates, others: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
     """Return the means over workers of a tree like the params and of other arrays.
 
-    Of an array that the devices of a worker divide, each device sends its own part.
+    Of an array that the devices of a worker divide, each device sends its shard.
 
     Args:
       x: gradients of the params.
       others: arrays that are whole on each device, such as the loss.
-      axis_name: the mesh axes of the workers.
-      parts: how the devices of a worker divide gradients; None if a worker is one device.
+      workers: the workers; their axes may be some of those of a step.
     """
-    if parts is None or not axis_name:
-        means: tuple[Updates, PyTree] = mean_over_workers((x, others), axis_name)
+    axes, group = workers
+    if group is None or not axes:
+        means: tuple[Updates, PyTree] = mean_over_workers((x, others), axes)
         return means
     # shard_map takes no arrays of dtype float0.
     arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)
-    specs = parts.specs_of(arrays), P()
-    mean = parts.on_each(lambda *values: mean_over_workers(values, axis_name), specs, specs)
+    specs = group.specs_of(arrays), P()
+    mean = group.on_each(lambda *values: mean_over_workers(values, axes), specs, specs)
     arrays, others = mean(arrays, others)
     return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), others
 
@@ -164,30 +102,26 @@ def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
 
 
 def for_optimizer(
-    grads: Updates,
-    opt_state: OptState,
-    axis_name: Axes,
-    metrics: PyTree = None,
-    parts: Parts | None = None,
+    grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
 
     If a transform exchanges a leaf itself, over some axes, that leaf is averaged only over the
     others. All other leaves and the metrics are averaged over all worker axes. If there is an
-    exchange, the extra arguments are the axis name, by which wrappers such as `skip_nonfinite`
-    combine the gradients of the workers, and the parts.
+    exchange, the extra argument is `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
-    if not axis_name or not exchanges(opt_state):
-        return *mean_on_parts(grads, metrics, axis_name, parts), {}
-    remaining = [without(axis_name, done) for done in exchanged_axes(opt_state, grads)]
-    for names in dict.fromkeys([axis_name, *remaining]):
+    axes = workers.axes
+    if not axes or not exchanges(opt_state):
+        return *mean_of_all(grads, metrics, workers), {}
+    remaining = [without(axes, done) for done in exchanged_axes(opt_state, grads)]
+    for names in dict.fromkeys([axes, *remaining]):
 
         def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:
             return g if remaining[place.number] == names else None
 
         some = tree.map_named(select, grads)
-        of_all = metrics if names == axis_name else None
-        means, of_all = mean_on_parts(some, of_all, names, parts)
-        metrics = of_all if names == axis_name else metrics
+        of_all = metrics if names == axes else None
+        means, of_all = mean_of_all(some, of_all, workers._replace(axes=names))
+        metrics = of_all if names == axes else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
-    return grads, metrics, {"axis_name": axis_name} | ({} if parts is None else {"parts": parts})
+    return grads, metrics, {"workers": workers}

@@ -19,6 +19,7 @@ from optfn.parallel.means import for_optimizer
 from optfn.pipeline.stacking import PipelineParams
 from optfn.state.per_worker import Exchanged, check_wrappers, nodes_of
 from optfn.state.placement import map_state, num_workers
+from optfn.workers import Workers
 
 
 @traits(workers_in_front=True)
@@ -142,7 +143,9 @@ class _OnEachDevice(NamedTuple):
         self, given: Updates, state: OptState, params: Params | None, extra: dict[str, Any]
     ) -> tuple[Updates, OptState]:
         local = _nan_in_all_stages(jax.tree.map(lambda g: g[0], given), self.placement.stage_axes)
-        local, _, known = for_optimizer(local, state, meshes.axes(self.placement.data_axis))
+        local, _, known = for_optimizer(
+            local, state, Workers(meshes.axes(self.placement.data_axis))
+        )
         return self.inner.update(local, state, params, **known, **extra)
 
     def _mapped(self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree) -> Any:

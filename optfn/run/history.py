@@ -7,14 +7,11 @@ import jax
 import numpy as np
 
 from optfn.leaves.types import Leaf, PyTree
-from optfn.wrappers.metrics import RECORDED
+from optfn.state.reports import is_curve
 
-# The metrics of each step that the history keeps; for nested ones such as "aux/accuracy", the first
-# word.
-PER_STEP = (
-    "loss", "learning_rate", "bytes_sent", "epoch", "aux", "loss_scale",
-    "spike_ratio", "update_ratio", *RECORDED,
-)  # fmt: skip
+# The metrics of each step that the history keeps, besides those that an optimizer reports; for
+# nested ones such as "aux/accuracy", the first word.
+PER_STEP = ("loss", "learning_rate", "bytes_sent", "epoch", "aux")
 
 # When this many steps have their metrics on the device, all of them are moved to the host.
 _CHUNK = 1000
@@ -32,7 +29,7 @@ class History:
         """Add a step."""
         if len(self.steps) == _CHUNK:
             self._move_to_host()
-        kept = {k: metrics[k] for k in metrics if k.partition("/")[0] in PER_STEP}
+        kept = {k: x for k, x in metrics.items() if k.partition("/")[0] in PER_STEP or is_curve(k)}
         self.steps.append(_scalars_by_name(kept))
 
     def arrays(self) -> dict[str, np.ndarray]:

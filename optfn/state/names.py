@@ -2,15 +2,13 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-from optfn.leaves.traits import Traits, reporting_types, traits_of
+from optfn.leaves.traits import reporting_types, traits_of
 from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, with_paths
 from optfn.leaves.types import OptState, PyTree
-
-T = TypeVar("T")
 
 
 def is_state(x: object) -> bool:
@@ -53,10 +51,10 @@ def main_part(state: OptState) -> OptState:
     """
 
     def has_main(x: object) -> bool:
-        return bool(traits_of(x).main)
+        return traits_of(x).labels not in ("", "*")
 
     found = [x for x in jax.tree.leaves(state, is_leaf=has_main) if has_main(x)]
-    return found[0]._asdict()[traits_of(found[0]).main] if found else state
+    return found[0]._asdict()[traits_of(found[0]).labels] if found else state
 
 
 def _has_states(x: object) -> bool:
@@ -74,17 +72,8 @@ def state_word(state_type: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _field_words(state: OptState) -> tuple[str, ...]:
-    """Return the words of the fields of a state."""
-    fields: tuple[str, ...] = state._fields
-    return traits_of(state).words or fields
-
-
 def named_parts(
-    state: OptState,
-    stop: Callable[[Any], bool] = lambda x: False,
-    *,
-    unnamed: Callable[[Any], bool] = lambda x: False,
+    state: OptState, stop: Callable[[Any], bool] = lambda x: False
 ) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
 
@@ -98,24 +87,24 @@ def named_parts(
     Args:
       state: the state of an optimizer, however wrapped.
       stop: selects states that are yielded as they are, not leaf by leaf.
-      unnamed: selects states that add no word, because that of the state around them is enough.
 
-    A type may declare that its fields are labels, as the keys of a dict are (`labels`), that it
-    adds no word (`adds_no_word`), or other words for its fields than their names (`words`).
+    A type may declare that its fields are labels, as the keys of a dict are (`labels`), or the
+    words for its fields (`words`); it adds no word then, because that of the state around it is
+    enough.
     """
     seen: dict[str, int] = {}
 
     def walk(node: PyTree, prefix: str, labels: str) -> Iterator[tuple[str, Any]]:
         if is_state(node) and node._fields:
-            name = prefix
-            if not (unnamed(node) or traits_of(node).adds_no_word):
+            name, words = prefix, traits_of(node).words
+            if not words:
                 name = join(labels, state_word(type(node)))
                 seen[name] = seen.get(name, 0) + 1
                 name += f"_{seen[name]}" if seen[name] > 1 else ""
             if stop(node):
                 yield name, node
                 return
-            for field, child in zip(_field_words(node), node, strict=True):
+            for field, child in zip(words or node._fields, node, strict=True):
                 of_field = name if _has_states(child) else join(name, field)
                 yield from walk(child, of_field, labels)
         elif is_transparent(node):
@@ -136,19 +125,18 @@ def named_parts(
     yield from walk(state, "", "")
 
 
-def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) -> dict[str, T]:
-    """Return the declarations of types of states about the leaves of which they hold an array.
+def whole_matrices(state: OptState, names: Collection[str]) -> dict[str, str]:
+    """Map the path of each leaf whose rule needs whole matrices to the word of the rule for it.
 
     Args:
       state: the state of an optimizer, however wrapped.
-      of: gives a declaration of a type by its traits, false where there is none.
       names: the paths of the leaves.
     """
-    parts = named_parts(state, stop=lambda x: bool(of(traits_of(x))))
+    parts = named_parts(state, stop=lambda x: bool(traits_of(x).whole_matrices))
     return {
-        owner: of(traits_of(part))
+        owner: word
         for _, part in parts
-        if of(traits_of(part))
+        if (word := traits_of(part).whole_matrices)
         for owner, _ in with_owners(named_parts(part), names)
         if owner is not None
     }
@@ -163,9 +151,7 @@ def names_within(names: Iterable[str], field: str) -> dict[str, str]:
     return {name[len(start) :]: name for name in names if f"{name}/".startswith(start)}
 
 
-def retired_fields(
-    state: OptState, *, unnamed: Callable[[Any], bool] = lambda x: False
-) -> list[str]:
+def retired_fields(state: OptState) -> list[str]:
     """Return the names of the fields of which earlier versions kept arrays and this one does not.
 
     Such a state declares them: `@traits(retired=("velocity",))`. Its type is a subclass of the
@@ -173,28 +159,29 @@ def retired_fields(
 
     Args:
       state: the state of an optimizer, however wrapped.
-      unnamed: as in `named_parts`.
     """
 
     def retires(x: object) -> bool:
         return bool(traits_of(x).retired)
 
-    parts = named_parts(state, stop=retires, unnamed=unnamed)
+    parts = named_parts(state, stop=retires)
     return [join(name, field) for name, part in parts for field in traits_of(part).retired]
 
 
 def reports_of(state: OptState) -> Callable[[str], bool]:
     """Return a function that tells whether a name is of a field that only reports on a run.
 
-    Types declare such fields: `@traits(reports=("factor",))`. A name may be of a transform that
-    `state` does not have, such as a clip of the run that was saved.
+    Types declare such fields: `@traits(reports={"factor": None})`. A name may be of a transform
+    that `state` does not have, such as a clip of the run that was saved.
 
     Args:
       state: the state of an optimizer, however wrapped.
     """
     known = [
-        re.compile(rf"{state_word(kind)}(_\d+)?/({'|'.join(fields)})(/.*)?")
-        for kind, fields in reporting_types()
+        re.compile(rf"{state_word(kind)}(_\d+)?/{field}(/.*)?")
+        for kind, reports in reporting_types()
+        for field, report in reports.items()
+        if report is None or not report.is_needed
     ]
     others = _words_of_states(state)
 

@@ -11,6 +11,7 @@ asks the state:
   leaves and the mesh axes, and may say how many bytes the exchange takes
   (`optfn.parallel.traffic`). Over the other axes of the workers, the training step averages the
   gradients first.
+* Which steps left params and state as they were? The int32 field `skipped` of a state counts them.
 * May its updates be row-sparse? Its state type then has `@traits(passes_rows=True)`, and `update`
   takes `row_updates=True`.
 
@@ -94,9 +95,9 @@ class Divided(NamedTuple):
         return self._replace(value=jax.tree.unflatten(structure, new))
 
 
-def divided(value: PyTree, axis_name: AxisName) -> Divided:
-    """Return whole flat arrays as a `Divided`."""
-    return Divided(value, axes(axis_name), Sizes(x.size for x in jax.tree.leaves(value)))
+def divided(value: PyTree, names: Axes) -> Divided:
+    """Return whole flat arrays as a `Divided` over the axes of the workers."""
+    return Divided(value, names, Sizes(x.size for x in jax.tree.leaves(value)))
 
 
 class ExchangedLeaf(NamedTuple):
@@ -292,5 +293,4 @@ def _passes_or_gives_rows(state: OptState) -> bool:
 def _passes_rows(state: OptState) -> bool:
     if _is_chain(state):
         return all(map(_passes_rows, state))
-    inner = getattr(state, "inner_state", ())
-    return _declares_rows(state) and _passes_rows(inner)
+    return _declares_rows(state) and _passes_rows(state._asdict().get("inner_state", ()))

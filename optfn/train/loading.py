@@ -26,7 +26,7 @@ from optfn.train import masters
 from optfn.train.changes import Changes, Misfit
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
-from optfn.transforms import late_steps, rates
+from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
 
 # Keys of a mapping that do not name arrays of the state.
@@ -96,7 +96,7 @@ def load_named(
     named = list(named_leaves(plain))
     changes = _changes(own_names, [name for name, _ in named], mapping)
     refused, wrong = _refused(plain, changes) if strict else [], []
-    copied = _copied_params(plain, named, mapping) | _begun_sums(plain, named, mapping)
+    copied = _begun_at_params(plain, named, mapping)
     leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
     for (name, leaf), size in zip(named, sizes, strict=True):
         found = mapping.get(name, copied.get(name))
@@ -158,7 +158,7 @@ def _late_leaves(
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
-    for name, node in state_names.named_parts(state, stop=counts_steps, unnamed=rates.is_rate):
+    for name, node in state_names.named_parts(state, stop=counts_steps):
         if not counts_steps(node) or f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
@@ -208,7 +208,7 @@ def on_host(x: Leaf) -> np.ndarray:
 
 def _with_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
     """Return a state with counts for the leaves of `_late_leaves`, and for no others."""
-    parts = state_names.named_parts(state, stop=counts_steps, unnamed=rates.is_rate)
+    parts = state_names.named_parts(state, stop=counts_steps)
     found = {id(node): late[name] for name, node in parts if counts_steps(node) and name in late}
 
     def put(node: PyTree) -> PyTree:
@@ -228,47 +228,34 @@ def _filled(count: np.ndarray, like: Leaf) -> Leaf:
     return _fitted(np.broadcast_to(count, like.shape).astype(like.dtype), like)[0]
 
 
-def _copied_params(
+def _begun_at_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Return copies of params, such as new masters, that a mapping with params lacks."""
-    parts = state_names.named_parts(state, stop=_has_copies, unnamed=rates.is_rate)
-    fields = [tree.join(name, traits_of(part).copies) for name, part in parts if _has_copies(part)]
-    by_name, copied = dict(named), {}
-    for field in fields:
-        for path, name in names_within(by_name, field).items():
-            source = tree.join("train/params", path)
-            if source in by_name and name not in mapping and source in mapping:
-                param, _ = _fitted(mapping[source], by_name[source])
-                copied[name] = param.astype(by_name[name].dtype)
-    return copied
+    """Return the arrays made of params, such as new masters and averages, that a mapping lacks.
 
-
-def _begun_sums(
-    state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
-) -> dict[str, jax.Array]:
-    """Return weight·param for each sum of an average that a mapping with its weight lacks.
-
-    The average of a new leaf is then its param. If the state has no params, the average begins at
-    zero, and a warning says so.
+    A copy is the param of the mapping. A sum whose weight the mapping has is weight·param, so that
+    the average of a new leaf is its param. If the state has no params, the average begins at zero,
+    and a warning says so.
     """
-    parts = state_names.named_parts(state, stop=_sums, unnamed=rates.is_rate)
+    # Two walks, since an average may be inside of the state with the masters that it averages.
     fields = [
-        (tree.join(name, field), tree.join(name, weight))
-        for name, part in parts
-        for field, weight in traits_of(part).sums
+        (tree.join(name, field), weight and tree.join(name, weight))
+        for has_weights in (False, True)
+        for name, part in state_names.named_parts(state, stop=partial(_begins, has_weights))
+        for field, weight in traits_of(part).made_of_params.items()
+        if weight is not None
     ]
     by_name, begun, at_zero = dict(named), {}, []
     for field, weight in fields:
         for path, name in names_within(by_name, field).items():
-            if name in mapping or weight not in mapping:
-                continue
             source = tree.join("train/params", path)
+            if name in mapping or (weight or source) not in mapping:
+                continue
             if source in by_name:
                 param, _ = _fitted(mapping.get(source, by_name[source]), by_name[source])
                 wide = param.astype(by_name[name].dtype)
-                begun[name] = wide * on_host(mapping[weight]).astype(wide.dtype)
-            else:
+                begun[name] = wide * on_host(mapping[weight]).astype(wide.dtype) if weight else wide
+            elif weight:
                 at_zero.append(name)
     if at_zero:
         checks.warn(
@@ -278,17 +265,15 @@ def _begun_sums(
     return begun
 
 
-def _sums(x: object) -> bool:
-    return bool(traits_of(x).sums)
-
-
-def _has_copies(x: object) -> bool:
-    return bool(traits_of(x).copies)
+def _begins(has_weights: bool, x: object) -> bool:
+    """Tell whether `x` is a state with copies of params, or with weighted sums of them."""
+    weights = traits_of(x).made_of_params.values()
+    return any(weight is not None and bool(weight) == has_weights for weight in weights)
 
 
 def _refused(state: OptState, changes: Changes) -> list[str]:
     """Return the differences that are errors in strict loading, in words."""
-    retired = state_names.retired_fields(state, unnamed=rates.is_rate)
+    retired = state_names.retired_fields(state)
     is_report = state_names.reports_of(state)
     missing = [name for name in changes.new if not is_report(name)]
     known = {x for field in retired for x in names_within(changes.dropped, field).values()}

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from optfn import checks
 from optfn.jaxprs.dependence import depends
@@ -19,18 +18,19 @@ from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.leaves.updates import apply_updates
-from optfn.mesh import Axes
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
+from optfn.state.reports import over_round
 from optfn.train.microbatches import of_parts, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.late_steps import with_counts_of
+from optfn.workers import Workers
 from optfn.wrappers.nonfinite import with_gave_up
 
 
-@traits(adds_no_word=True)
+@traits(words=("num_workers", "inner_state"))
 class LocalState(NamedTuple):
     """The state of the workers' optimizers.
 
@@ -42,7 +42,7 @@ class LocalState(NamedTuple):
     inner_state: OptState
 
 
-@traits(labels=True, passes_own_gradients=True, main="inner")
+@traits(labels="inner", passes_own_gradients=True)
 class InnerAndOuter(NamedTuple):
     """The optimizer state of a run with local steps: inner is the workers', outer the rounds'."""
 
@@ -79,24 +79,27 @@ class LocalSteps(NamedTuple):
         Args:
           local_step: a step on the state and the batch of one worker.
         """
-        axis_name = self.layout.worker_axes
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+            # 1. The state is equal on all workers, except the leaves of the inner one in a
+            #    PerWorker; `start` has these as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
             own = with_counts_of(is_own(self.tx, state.params), counted)
             like = with_counts_of(jax.eval_shape(self.tx.init, state.params), counted)
-            opt_state = _unwrapped(counted, like)
-            start = state._replace(opt_state=opt_state)
+            start = state._replace(opt_state=_unwrapped(counted, like))
+            # 2. `end`, the metrics, (steps,), and the drift in float32 are this worker's.
             end, metrics = scan_batch(
                 lambda state, part, _: local_step(state, part),
                 start, batch, self.steps, "local_steps",
             )  # fmt: skip
             drift = jax.tree.map(_drift, state.params, end.params)
-            finite = _all_finite(drift, axis_name)
-            metrics = _mean_of_metrics(metrics, axis_name)
-            params, outer = self._exchange(drift, state, finite, metrics["loss"])
-            metrics |= traffic.traffic_metrics(drift, state.opt_state.outer, outer, axis_name)
-            # A worker whose drift is not finite starts again with a fresh optimizer state.
+            workers = Workers(self.layout.worker_axes, self.layout.group_of(state.params))
+            # 3. Metrics, params, outer state and model state are equal on all workers again.
+            metrics = _mean_of_metrics(metrics, workers)
+            (params, outer, model_state), sent = self._exchange(
+                drift, state, end.model_state, workers, metrics["loss"]
+            )
+            # 4. The inner state stays this worker's: one whose drift is not finite begins anew.
             fresh = with_counts_of(self.tx.init(params), counted)
             astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(
@@ -106,28 +109,31 @@ class LocalSteps(NamedTuple):
             if "gave_up" in metrics:  # in any step of the round
                 opt_state = with_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
-            model_state = jax.tree.map(
-                lambda old, new: jnp.where(finite, new, old),
-                state.model_state,
-                means.mean_or_first(end.model_state, axis_name),
-            )
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
-            return state, metrics
+            return state, metrics | sent
 
         return run
 
     def _exchange(
-        self, drift: Updates, state: TrainState, finite: jax.Array, loss: jax.Array
-    ) -> tuple[Params, OptState]:
-        """Return the params after an outer step, and its state; the old ones if not `finite`."""
-        before = state.opt_state.outer
-        workers, parts = self.layout.worker_axes, self.layout.parts_of(state.params)
-        grads, _, extra = means.for_optimizer(drift, before, workers, parts=parts)
-        updates, outer = self.outer.update(grads, before, state.params, value=loss, **extra)
+        self,
+        drift: Updates,
+        state: TrainState,
+        model_state: PyTree,
+        workers: Workers,
+        loss: jax.Array,
+    ) -> tuple[tuple[Params, OptState, PyTree], dict[str, jax.Array]]:
+        """Return params, outer state and model state after an outer step, and the bytes sent.
+
+        They are those of `state` if the drift of a worker is not finite.
+        """
+        before = state.params, state.opt_state.outer, state.model_state
+        finite = ~workers.any(~leafwise.all_finite(drift))
+        grads, _, extra = means.for_optimizer(drift, before[1], workers)
+        updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
         params = apply_updates(state.params, updates)
-        return jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), (params, outer), (state.params, before)
-        )
+        after = params, outer, means.mean_or_first(model_state, workers.axes)
+        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        return after, traffic.traffic_metrics(drift, before[1], after[1], workers.axes)
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
@@ -209,7 +215,7 @@ def _check_inner(
 
 
 def _follows_params(x: object) -> bool:
-    return traits_of(x).follows_params
+    return bool(traits_of(x).made_of_params)
 
 
 def _laid_out(state: OptState, own: PyTree) -> OptState:
@@ -233,19 +239,10 @@ def _drift(start: Leaf, end: Leaf) -> Leaf:
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 
 
-def _all_finite(drift: Updates, axis_name: Axes) -> jax.Array:
-    """Tell whether the drift of every worker is finite."""
-    bad = ~leafwise.all_finite(drift)
-    return lax.pmax(bad.astype(jnp.int32), axis_name) == 0
-
-
-def _mean_of_metrics(metrics: dict[str, Any], axis_name: Axes) -> dict[str, Any]:
+def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
     of_steps = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), axis_name)
+    reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), workers.axes)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
-        reduced["learning_rate"] = lax.pmax(metrics["learning_rate"][-1], axis_name)
-    if "gave_up" in metrics:
-        gave_up = jnp.any(metrics["gave_up"]).astype(jnp.int32)
-        reduced["gave_up"] = lax.pmax(gave_up, axis_name) > 0
-    return reduced
+        reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])
+    return reduced | over_round(metrics, workers)

@@ -17,7 +17,6 @@ from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState
 from optfn.state import names as state_names
 from optfn.transforms import codes
-from optfn.transforms.rates import is_rate
 from optfn.wrappers.master_weights import (
     MasterWeights24State,
     MasterWeights32State,
@@ -58,7 +57,7 @@ def in_form_of(
     Raises:
       ValueError: copies are needed, but the mapping has remainders without their parameters.
     """
-    parts = state_names.named_parts(state, stop=_has_masters, unnamed=is_rate)
+    parts = state_names.named_parts(state, stop=_has_masters)
     by_name: dict[str, Leaf] = dict(named)
     new: dict[str, Leaf] = {}
     used: set[str] = set()

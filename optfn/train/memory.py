@@ -23,7 +23,7 @@ from optfn.parallel.owners import coded_bytes
 from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, packets_sent
 from optfn.sparse.tables import bytes_of_round, num_arrived
-from optfn.state.names import treated
+from optfn.state.names import whole_matrices
 from optfn.state.per_worker import Exchanged, exchanged_axes
 from optfn.state.placement import num_workers
 from optfn.train.local_steps import LocalSteps
@@ -252,7 +252,7 @@ def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> 
         for place, _, spec in tree.items(params, grad_specs)
         if is_spec(spec) and any(spec[stacked[place.number] :])
     }
-    whole = treated(state, lambda traits: traits.whole_matrices, tree.paths(params))
+    whole = whole_matrices(state, tree.paths(params))
     return tuple(path for path in whole if path in divided)
 
 

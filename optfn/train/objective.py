@@ -17,10 +17,10 @@ from optfn.leaves import mismatch, row_sparse, tree
 from optfn.leaves.packed import pack_like, unpack
 from optfn.leaves.tree import Pattern
 from optfn.leaves.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
-from optfn.mesh import Axes, restricted
+from optfn.mesh import restricted
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
-from optfn.parallel.means import Parts, mean_on_parts, mean_or_first, mean_over_workers
+from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
@@ -31,6 +31,7 @@ from optfn.train.loss_scale import (
     scaling_losses,
     with_factor,
 )
+from optfn.workers import Workers
 
 
 class Objective(NamedTuple):
@@ -282,24 +283,23 @@ class _OnParts(NamedTuple):
 
 
 def value_fn(
-    objective: Objective, axis_name: Axes, parts: Parts | None, *arguments: Any
+    objective: Objective, workers: Workers, *arguments: Any
 ) -> Callable[[Params], jax.Array]:
     """Return params -> loss on the batch of a step, which line searches call.
 
     Args:
       objective: the objective of the step.
-      axis_name: the mesh axes over whose workers loss and gradients are averaged; None for none.
-      parts: how the devices of a worker divide gradients; None if they do not.
+      workers: the workers over which loss and gradients are averaged.
       *arguments: model state, batch and keys of the step.
     """
 
     @jax.custom_vjp
     def loss(params: Params) -> jax.Array:
-        return mean_over_workers(objective.value(params, *arguments).loss, axis_name)
+        return mean_over_workers(objective.value(params, *arguments).loss, workers.axes)
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
         values, grads = objective.value_and_grad(params, *arguments)
-        grads, mean = mean_on_parts(grads, values.loss, axis_name, parts)
+        grads, mean = mean_of_all(grads, values.loss, workers)
         return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
@@ -312,11 +312,9 @@ def value_fn(
 
     loss.defvjp(forward, backward)
 
-    def value(
-        params: Params, axis_name: object = None, parts: object = None, row_updates: object = None
-    ) -> jax.Array:
+    def value(params: Params, workers: object = None, row_updates: object = None) -> jax.Array:
         # A line search refuses extra arguments that this function does not take.
-        del axis_name, parts, row_updates
+        del workers, row_updates
         of_params: jax.Array = loss(params)
         return of_params
 

@@ -28,7 +28,6 @@ from optfn.state import names as state_names
 from optfn.state.padded import cut, map_padded
 from optfn.state.placement import PER_WORKER_KEY, is_per_worker
 from optfn.train.packed_state import unpack_state
-from optfn.transforms import rates
 from optfn.wrappers.attributes import DEFAULT, INHERIT, ParamAttr, attributes_of
 from optfn.wrappers.averaging import is_average, read_average
 
@@ -38,7 +37,7 @@ VERSION = 1
 
 def named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
     """Yield the arrays of a state with their names, in the order of jax.tree.leaves."""
-    return state_names.named_parts(opt_state, unnamed=rates.is_rate)
+    return state_names.named_parts(opt_state)
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
@@ -178,7 +177,7 @@ def summary(
     state, params = jax.eval_shape(lambda params: unpack((tx.init(params), params)), params)
     names, leaves = tree.paths(params), tree.leaves(params)
     kept = _bytes_by_leaf(state, names)
-    treatments = state_names.treated(state, lambda traits: traits.treatment, names)
+    treatments = state_names.whole_matrices(state, names)
     placement = []
     if checks.flag("shard_tables", shard_tables) and tables is None:
         raise ValueError("summary: shard_tables=True needs tables, a pattern of paths")

@@ -7,7 +7,7 @@ whole arrays.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,21 +17,20 @@ from jax import lax
 
 from optfn import checks, core
 from optfn.leaves import mismatch, row_sparse, tree
-from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Batch, OptState, Params, PyTree
 from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout, is_spec
+from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
+from optfn.state.reports import nested, reported
 from optfn.train.loss_scale import scaling_losses
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
+from optfn.workers import Workers
 from optfn.wrappers.loss_scale import scale_of
-from optfn.wrappers.metrics import metrics as recorded_metrics
-from optfn.wrappers.nonfinite import gave_up
-from optfn.wrappers.spikes import spike_ratios
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
 
@@ -61,7 +60,7 @@ def worker_step(
     objective: Objective,
     tx: optax.GradientTransformationExtraArgs,
     key_of: KeyOf | None,
-    workers: Axes,
+    axes: Axes,
     layout: Layout | None = None,
 ) -> StepFn:
     """Return the step of one worker; the names of the worker axes are bound where it runs.
@@ -70,38 +69,42 @@ def worker_step(
       objective: the loss and its gradients.
       tx: the optimizer.
       key_of: returns the key of a step; None if the loss takes none.
-      workers: the mesh axes of the workers; none if there is only one.
+      axes: the mesh axes of the workers; none if there is only one.
       layout: how params are divided over the mesh.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        # 1. The batch and the key are this worker's. Params and state are equal on all workers,
+        #    except a PerWorker; the devices of a worker divide them as the layout says.
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
-        scale = scale_of(state.opt_state)
         state = state._replace(params=_as_laid_out(state.params, layout))
-        with scaling_losses(scale):
+        # 2. Loss and gradients are this worker's, divided over its devices.
+        with scaling_losses(scale_of(state.opt_state)):
             values, grads = objective.value_and_grad(state.params, *arguments)
-        parts = layout.parts_of(state.params) if layout and workers else None
+        # 3. They become means over workers, except the leaves that the optimizer exchanges.
+        workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
         grads, (loss, aux), extra = means.for_optimizer(
-            grads, state.opt_state, workers, (values.loss, values.aux), parts
+            grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
         params, grads, loss = _barrier((state.params, grads, loss))
-        # An optimizer that exchanges gradients itself gets each worker's own; `grad` is their mean.
-        mean = means.mean_on_parts(grads, (), workers, parts)[0] if exchanges_itself else grads
-        # Line searches take dense gradients. Without one, XLA removes this computation.
+        # 4. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
+        #    there is none, XLA removes this computation.
+        mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
         extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
-        extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
+        extra["value_fn"] = value_fn(objective, workers, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
+        # 5. Updates and metrics are equal on all workers, and the new state lies as in 1.
         with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = apply_updates(params, updates)
-        model_state = means.mean_or_first(values.model_state, workers)
+        model_state = means.mean_or_first(values.model_state, axes)
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
         if exchanges_itself:
-            metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, workers)
+            metrics |= traffic.traffic_metrics(grads, state.opt_state, opt_state, axes)
         new_state = TrainState(core.next_step(state.step), params, opt_state, model_state)
         return new_state, metrics
 
@@ -136,16 +139,11 @@ def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptS
 def _skips(opt_state: OptState) -> list[jax.Array]:
     """Return the counters of skipped steps in a state, also those of `optax.apply_if_finite`."""
 
-    def counter(x: object) -> str:
-        return "total_notfinite" if isinstance(x, _ApplyIfFinite) else traits_of(x).skipped
+    def counts(x: PyTree) -> bool:
+        return isinstance(x, _ApplyIfFinite) or (is_state(x) and "skipped" in x._fields)
 
-    def inside(state: PyTree) -> Iterator[jax.Array]:
-        for x in jax.tree.leaves(state, is_leaf=lambda x: x is not state and bool(counter(x))):
-            if counter(x):
-                yield x._asdict()[counter(x)]
-                yield from inside(x)
-
-    return list(inside((opt_state,)))
+    found = nested(counts, opt_state)
+    return [x.total_notfinite if isinstance(x, _ApplyIfFinite) else x.skipped for x in found]
 
 
 def _barrier(values: PyTree) -> PyTree:
@@ -160,18 +158,8 @@ def _barrier(values: PyTree) -> PyTree:
 
 
 def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
-    """Return the metrics in a state: its rate, norms, and whether a guard gave up."""
-
-    metrics = {}
-    if flags := gave_up(opt_state):
-        metrics["gave_up"] = functools.reduce(jnp.logical_or, flags)
+    """Return the metrics in a state: its rate, and all that its wrappers report."""
+    metrics = reported(opt_state)
     with contextlib.suppress(ValueError):  # no rate, or several
         metrics["learning_rate"] = get_learning_rate(opt_state)
-    if (scale := scale_of(opt_state)) is not None:
-        metrics["loss_scale"] = scale
-    if ratios := spike_ratios(opt_state):
-        metrics["spike_ratio"] = functools.reduce(jnp.maximum, ratios)
-    with contextlib.suppress(ValueError):  # no recorder, or several
-        recorded = recorded_metrics(opt_state)
-        metrics |= {name: x for name, x in recorded.items() if name != "learning_rate"}
     return metrics

@@ -14,7 +14,7 @@ from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 
 
-@traits(reports=("factor",))
+@traits(reports={"factor": None})
 class ClipState(NamedTuple):
     """State of the clips by norm: the (smallest) factor of the last update, 4 bytes."""
 
@@ -99,19 +99,12 @@ def _by_norm(
         if isinstance(c, float) and math.isinf(c):
             return updates, _unclipped(params)
         updates, factor = clip(leafwise.merge_rows(updates), c)
-        return updates, ClipState(_smallest_of_workers(factor.astype(jnp.float32), extra))
+        factor = factor.astype(jnp.float32)
+        if "workers" in extra:  # each clips its gradient: the state has the smallest factor
+            factor = extra["workers"].min(factor)
+        return updates, ClipState(factor)
 
     return core.Rule(_unclipped, update)
-
-
-def _smallest_of_workers(factor: jax.Array, extra: dict[str, Any]) -> jax.Array:
-    """Return the smallest factor of all workers, where each clips its own gradient."""
-    if extra.get("axis_name") is None:
-        return factor
-    from optfn.mesh import axes
-
-    smallest: jax.Array = jax.lax.pmin(factor, axes(extra["axis_name"]))
-    return smallest
 
 
 @core.transform(complex_leaves=True, reads_state=False)

@@ -19,7 +19,7 @@ from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import OptState, PyTree, Updates
 
 
-@traits(adds_no_word=True)
+@traits(words=("step", "begun"))
 class LateStepsState(NamedTuple):
     """The step count of a state in which some leaves began late: int32, and 4 bytes for each leaf.
 

@@ -17,6 +17,7 @@ from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 
 
+@traits(words=("step", "learning_rate"))
 class LearningRateState(NamedTuple):
     """A rate that `set_learning_rate` may change: int32 step, float32 rate; 8 bytes.
 

@@ -76,7 +76,7 @@ def orthogonalized(
     return (y.mT if is_tall else y).astype(x.dtype)
 
 
-@traits(treatment="orthogonalized", whole_matrices=True)
+@traits(whole_matrices="orthogonalized")
 class ScaleByMuonState(NamedTuple):
     """State of `scale_by_muon`: that of `scale_by_momentum`, for the matrices."""
 

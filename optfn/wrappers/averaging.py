@@ -20,7 +20,7 @@ from optfn.leaves.types import Leaf, OptState, Params, Updates
 from optfn.leaves.updates import apply_updates
 
 
-@traits(passes_rows=True, follows_params=True, sums=(("average", "weight"),))
+@traits(passes_rows=True, made_of_params={"average": "weight"})
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
@@ -31,8 +31,7 @@ class ExponentialMovingAverageState(NamedTuple):
 
 @traits(
     passes_rows=True,
-    follows_params=True,
-    sums=(("sum_1", "num_accumulates"), ("sum_3", "old_num_accumulates")),
+    made_of_params={"sum_1": "num_accumulates", "sum_2": None, "sum_3": "old_num_accumulates"},
 )
 class ModelAverageState(NamedTuple):
     """State of `model_average`: 12 bytes per parameter and three counters."""

@@ -9,14 +9,18 @@ import optax
 from optfn import checks, core
 from optfn.checks import Number
 from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.traits import traits
+from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
 from optfn.mesh import AxisName
 from optfn.state.per_worker import nodes_of
 from optfn.wrappers.nonfinite import skip_nonfinite
 
 
-@traits(passes_own_gradients=True, passes_rows=True)
+@traits(
+    passes_own_gradients=True,
+    passes_rows=True,
+    reports={"scale": Report("loss_scale", is_needed=True)},
+)
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`: the scale, a counter, and the state of the guard."""
 

@@ -17,7 +17,7 @@ from optfn.leaves.updates import apply_updates
 from optfn.transforms import codes
 
 
-@traits(passes_own_gradients=True, follows_params=True, copies="master")
+@traits(passes_own_gradients=True, made_of_params={"master": ""})
 class MasterWeightsState(NamedTuple):
     """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
 
@@ -25,7 +25,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: OptState
 
 
-@traits(passes_own_gradients=True, follows_params=True)
+@traits(passes_own_gradients=True, made_of_params={"remainder": None})
 class MasterWeights32State(NamedTuple):
     """State of `master_weights(bits=32)`: 2 bytes per narrow parameter, and the inner state."""
 
@@ -33,7 +33,7 @@ class MasterWeights32State(NamedTuple):
     inner_state: OptState
 
 
-@traits(passes_own_gradients=True, follows_params=True)
+@traits(passes_own_gradients=True, made_of_params={"remainder": None})
 class MasterWeights24State(NamedTuple):
     """State of `master_weights(bits=24)`: 1 byte per narrow parameter, step, and inner state."""
 

@@ -1,6 +1,7 @@
 """A record of norms, clip factor and learning rate of each step, in the state."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,19 +11,29 @@ import optax
 from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, tree
 from optfn.leaves.selection import Selection
-from optfn.leaves.traits import traits
-from optfn.leaves.types import OptState, Params, Updates
-from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
+from optfn.leaves.traits import Report, traits
+from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
 from optfn.state.per_worker import has_workers_in_front, nodes_of
+from optfn.state.reports import nested, reported
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
+from optfn.workers import joined_workers
 
 
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
-    reports=("grad_norm", "update_norm", "param_norm", "clip_factor", "learning_rate", "groups"),
+    reports={
+        "grad_norm": Report("grad_norm"),
+        "update_norm": Report("update_norm"),
+        "param_norm": Report("param_norm"),
+        "clip_factor": Report("clip_factor"),
+        "learning_rate": None,  # a step has it anyway
+        "groups": Report(""),
+        "ratios": Report("update_ratio"),
+    },
 )
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state.
@@ -38,10 +49,15 @@ class RecordMetricsState(NamedTuple):
     inner_state: OptState
     groups: dict[str, dict[str, jax.Array]] | tuple[()] = ()
 
+    @property
+    def ratios(self) -> PyTree:
+        """update_norm/param_norm for each pattern."""
+        norms = dict(self.groups).get
+        return jax.tree.map(jnp.divide, norms("update_norm", {}), norms("param_norm", {}))
 
-MEASURED = RecordMetricsState._fields[:3]
-# The fields that a training step reports besides the learning rate.
-RECORDED = RecordMetricsState._fields[:4]
+
+_NUMBERS = RecordMetricsState._fields[:5]
+MEASURED = _NUMBERS[:3]
 
 
 @core.named
@@ -91,13 +107,13 @@ def record_metrics(
         core.check_params_given("record_metrics", params)
         mismatch.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        names = joined(axis_name, extra.get("axis_name"))
+        among = joined_workers("record_metrics", axis_name, extra)
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
         in_front = has_workers_in_front(inner_state)
         workers = float(_num_workers(updates)) if in_front else 1.0
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
-            grad_norm, *others = (_norm(x, names) for x in trees)
+            grad_norm, *others = (among.root_mean_square(_norm(x)) for x in trees)
             return [grad_norm / jnp.sqrt(workers) if in_front else grad_norm, *others]
 
         groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
@@ -128,12 +144,8 @@ def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) ->
     return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
-def _norm(x: Updates, axes: Axes) -> jax.Array:
-    norm = leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
-    if not axes:
-        return norm
-    check_axis("record_metrics", axes)
-    return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axes))
+def _norm(x: Updates) -> jax.Array:
+    return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
 
 
 def _num_workers(updates: Updates) -> int:
@@ -143,14 +155,9 @@ def _num_workers(updates: Updates) -> int:
 
 def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
     """Return the smallest clip factor and the learning rate in a state."""
-
-    def is_clip(x: object) -> bool:
-        return isinstance(x, ClipState)
-
     factor = jnp.ones((), jnp.float32)
-    for node in jax.tree.leaves(inner_state, is_leaf=is_clip):
-        if is_clip(node):
-            factor = jnp.minimum(factor, node.factor)
+    for node in nodes_of(ClipState, inner_state):
+        factor = jnp.minimum(factor, node.factor)
     try:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
@@ -181,36 +188,23 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
         for name, node in parts
         if _is_recorder(node) and (path is None or f"/{path}/" in f"/{name}/")
     ]
-    found = [x for node in recorders for x in (node, *_inside(node))]
+    found = [x for node in recorders for x in nested(_is_recorder, node)]
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
-    fields = zip(RecordMetricsState._fields[:5], recorder, strict=False)
-    read = {name: _of_workers(name, jax.tree.leaves(value)[0]) for name, value in fields}
-    if not recorder.groups:
-        return read
-    for name, norms in recorder.groups.items():
-        for pattern, value in norms.items():
-            read[f"{name}/{pattern}"] = _of_workers(name, jax.tree.leaves(value)[0])
-    for pattern in recorder.groups["update_norm"]:
-        ratio = read[f"update_norm/{pattern}"] / read[f"param_norm/{pattern}"]
-        read[f"update_ratio/{pattern}"] = ratio
-    return read
+    fields = {name: _of_all(name, getattr(recorder, name)) for name in _NUMBERS}
+    groups = jax.tree.map(partial(_of_all, "norm"), recorder.groups)
+    return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
 def _is_recorder(x: object) -> bool:
     return isinstance(x, RecordMetricsState)
 
 
-def _inside(recorder: RecordMetricsState) -> list[RecordMetricsState]:
-    """Return the states of `record_metrics` inside another."""
-    nodes = nodes_of(RecordMetricsState, recorder.inner_state)
-    return [x for node in nodes for x in (node, *_inside(node))]
-
-
-def _of_workers(name: str, value: jax.Array) -> jax.Array:
-    """Reduce the values of all workers to one, if each worker has recorded its own."""
+def _of_all(name: str, node: object) -> jax.Array:
+    """Return a number, reduced over the workers if each has recorded one."""
+    value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:
         return value
     if name.endswith("norm"):

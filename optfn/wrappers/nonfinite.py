@@ -10,16 +10,16 @@ from jax.tree_util import PyTreeDef
 
 from optfn import checks, core
 from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.traits import traits
+from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
-from optfn.mesh import AxisName, check_axis, check_names, joined
+from optfn.mesh import AxisName, check_names
+from optfn.workers import joined_workers
 
 
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
-    skipped="skipped",
-    reports=("consecutive", "skipped", "gave_up"),
+    reports={"consecutive": None, "skipped": None, "gave_up": Report("gave_up", "any", "any")},
 )
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""
@@ -107,11 +107,8 @@ def skip_nonfinite(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         mismatch.check_state("skip_nonfinite", state, SkipNonfiniteState)
-        bad = ~leafwise.all_finite(updates)
-        axes = joined(axis_name, extra.get("axis_name"))
-        if axes:
-            check_axis("skip_nonfinite", axes)
-            bad = jax.lax.pmax(bad.astype(jnp.int32), axes) > 0
+        workers = joined_workers("skip_nonfinite", axis_name, extra)
+        bad = workers.any(~leafwise.all_finite(updates))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)

@@ -10,18 +10,22 @@ import optax
 from optfn import checks, core
 from optfn.checks import Number
 from optfn.leaves import leafwise, mismatch
-from optfn.leaves.traits import traits
+from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import OptState, Params, Updates
-from optfn.mesh import AxisName, check_axis, check_names, joined
-from optfn.state.per_worker import nodes_of
+from optfn.mesh import AxisName, check_names
+from optfn.workers import joined_workers
 from optfn.wrappers.nonfinite import unless_skipped
 
 
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
-    skipped="skipped",
-    reports=("consecutive", "skipped", "ratio", "norms"),
+    reports={
+        "consecutive": None,
+        "skipped": None,
+        "ratio": Report("spike_ratio", several="max"),
+        "norms": None,
+    },
 )
 class SkipSpikesState(NamedTuple):
     """State of `skip_spikes`: two counters, the last ratio, the last norms, and the inner state."""
@@ -88,13 +92,9 @@ def skip_spikes(
     ) -> tuple[Updates, OptState]:
         mismatch.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates))).astype(
-            jnp.float32
-        )
-        axes = joined(axis_name, extra.get("axis_name"))
-        if axes:
-            check_axis("skip_spikes", axes)
-            norm = jnp.sqrt(jax.lax.pmean(jnp.square(norm), axes))
+        norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates)))
+        workers = joined_workers("skip_spikes", axis_name, extra)
+        norm = workers.root_mean_square(norm.astype(jnp.float32))
         in_order = jnp.sort(state.norms)
         median = (in_order[(length - 1) // 2] + in_order[length // 2]) / 2
         spike = norm > times * median
@@ -107,8 +107,3 @@ def skip_spikes(
         return updates, SkipSpikesState(consecutive, skipped, norm / median, norms, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def spike_ratios(opt_state: OptState) -> list[jax.Array]:
-    """Return n/m of each `skip_spikes` in a state."""
-    return [jax.tree.leaves(x.ratio)[0] for x in nodes_of(SkipSpikesState, opt_state)]

@@ -252,6 +252,26 @@ def test_the_average_of_a_new_leaf_begins_at_its_parameter(average, tmp_path):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
 
 
+def test_an_average_inside_masters_begins_there_too(tmp_path):
+    def loss_fn(params, x):
+        return sum(jnp.mean((x @ w - 1.0) ** 2) for w in params.values())
+
+    average = optfn.exponential_moving_average(0.9)
+    tx = optfn.master_weights(optfn.chain(optfn.sgd(0.1), average))
+    step = optfn.make_train_step(loss_fn, tx)
+    start = {"old": jnp.ones(3, jnp.bfloat16)}
+    x = np.ones((2, 4, 3), jnp.bfloat16)
+    optfn.fit(step, step.init(start), x, progress=False, checkpoint=tmp_path)
+    head = jnp.array([5.0, 6.0, 7.0], jnp.bfloat16)
+    with pytest.warns(UserWarning, match="new, as in the template"):
+        state, _ = optfn.restore_checkpoint(
+            tmp_path, step.init(start | {"new": head}), strict=False
+        )
+    averaged = optfn.averaged_params(state.opt_state, state.params)
+    np.testing.assert_array_equal(averaged["new"], head)
+    np.testing.assert_array_equal(state.opt_state.master["new"], head)
+
+
 def test_an_average_that_is_new_without_params_is_said_to_begin_at_zero():
     tx = optfn.exponential_moving_average(0.9)
     params = {"old": jnp.ones(3)}

@@ -1,4 +1,4 @@
-"""An exchange between workers that are groups of devices: each device exchanges its own parts."""
+"""An exchange between workers that are groups of devices: each device exchanges its shards."""
 
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -8,17 +8,17 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import tree
 from optfn.leaves.types import Leaf, OptState, Params, Updates
-from optfn.parallel.means import Parts
 from optfn.state.per_worker import Divided, PerWorker
+from optfn.workers import Group
 
 # (updates, state, params) -> (updates, state)
 Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 
 
-def update_on_parts(
-    update: Update, updates: Updates, state: Any, params: Params | None, parts: Parts | None
+def update_on_shards(
+    update: Update, updates: Updates, state: Any, params: Params | None, group: Group | None
 ) -> tuple[Updates, OptState]:
-    """Return the result of an update that each device computes on its own parts of the arrays.
+    """Return the result of an update that each device computes on its shards of the arrays.
 
     Args:
       update: the update of one worker; it takes flat per-worker arrays.
@@ -26,7 +26,7 @@ def update_on_parts(
       state: the worker's state, a NamedTuple. Its per-worker arrays are flat, or have the shape of
         the leaf if that is divided.
       params: the params, or None.
-      parts: how the devices of a worker divide gradients; None if a worker is one device.
+      group: the devices of a worker; None if a worker is one device.
     """
 
     def on_device(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
@@ -35,11 +35,11 @@ def update_on_parts(
         own = iter([x.value for x in state if _is_own(x)])
         return updates, _map_own(lambda x: tree.map(_shaped_as, x, next(own)), new)
 
-    if parts is None:
+    if group is None:
         return on_device(updates, state, params)
-    specs = parts.specs_of(updates), _specs_of_state(state, updates, parts)
-    of_params = None if params is None else parts.specs_of(params)
-    result: tuple[Updates, OptState] = parts.on_each(on_device, (*specs, of_params), specs)(
+    specs = group.specs_of(updates), _specs_of_state(state, updates, group)
+    of_params = None if params is None else group.specs_of(params)
+    result: tuple[Updates, OptState] = group.on_each(on_device, (*specs, of_params), specs)(
         updates, state, params
     )
     return result
@@ -59,15 +59,15 @@ def _shaped_as(x: Leaf, like: Leaf) -> Leaf:
     return x if tree.is_masked(x) else jnp.reshape(x, jnp.shape(like))
 
 
-def _specs_of_state(state: Any, updates: Updates, parts: Parts) -> Any:
+def _specs_of_state(state: Any, updates: Updates, group: Group) -> Any:
     """Return the PartitionSpecs of a state; fields like the params are divided like them."""
     structure = tree.flatten(updates)[1]
 
     def of_field(x: Any) -> Any:
         if isinstance(x, PerWorker):
-            return x._replace(value=parts.specs_of(x.value))
+            return x._replace(value=group.specs_of(x.value))
         if isinstance(x, Divided):
-            return x._replace(value=parts.specs_of_rows(x.value))
-        return parts.specs_of(x) if tree.flatten(x)[1] == structure else P()
+            return x._replace(value=group.specs_of_rows(x.value))
+        return group.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
     return type(state)(*map(of_field, state))

@@ -1,0 +1,71 @@
+"""The metrics of a training step that states in an optimizer's state report.
+
+The type of a state declares them, and the step, its rounds and the history read the declarations:
+
+    @traits(reports={"ratio": Report("spike_ratio", several="max")})
+    class MyState(NamedTuple):
+        ratio: jax.Array
+        inner_state: OptState
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optfn.leaves.traits import Report, reporting_types, traits_of
+from optfn.leaves.tree import join, with_paths
+from optfn.leaves.types import OptState
+from optfn.workers import Workers
+
+
+def nested(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
+    """Yield the nodes of a state that are chosen, each before those inside of it."""
+    for node in jax.tree.leaves(state, is_leaf=lambda x: bool(chosen(x))):
+        if chosen(node):
+            yield node
+            yield from nested(chosen, _children(node))
+
+
+def _children(node: object) -> list[Any]:
+    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+
+
+def reported(opt_state: OptState) -> dict[str, jax.Array]:
+    """Return the metrics that a state reports, by name."""
+    found: dict[tuple[str, str], list[jax.Array]] = {}
+    for node in nested(lambda x: traits_of(x).reports, opt_state):
+        for field, report in traits_of(node).reports.items():
+            if report is not None:
+                for path, x in with_paths(getattr(node, field)):
+                    found.setdefault((join(report.metric, path), report.several), []).append(x)
+    return {
+        name: values[0] if len(values) == 1 else getattr(jnp, way)(jnp.stack(values))
+        for (name, way), values in found.items()
+        if way or len(values) == 1
+    }
+
+
+def over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, jax.Array]:
+    """Return the reported metrics of a round from those of its steps, (steps,) on each worker."""
+    reduced = {}
+    for name, x in metrics.items():
+        if (report := _declared(name)) and (way := report.rounds):
+            reduced[name] = getattr(workers, way)(getattr(jnp, way)(x))
+    return reduced
+
+
+def is_curve(name: str) -> bool:
+    """Tell whether a metric is a reported number, and no flag: the history has it."""
+    report = _declared(name)
+    return report is not None and report.several != "any"
+
+
+def _declared(name: str) -> Report | None:
+    """Return the report of a metric, by the first word of its name."""
+    for _, reports in reporting_types():
+        for report in reports.values():
+            if report is not None and report.metric == name.partition("/")[0]:
+                return report
+    return None

@@ -1,0 +1,61 @@
+"""How much a reader follows from `adam(1e-3, grad_clip=...)` on; see `benchmarks/code.py`.
+
+Each ability stands behind a door, an import inside a function that only its users reach. One that
+is admitted on the way of every optimizer shows here.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from benchmarks import code
+
+FLOOR = Path(code.PACKAGE / "core")
+
+
+@pytest.fixture(scope="module")
+def first_use() -> tuple[code.Count, int]:
+    return code.first_use()
+
+
+def test_a_first_use_runs_little(first_use):
+    runs, _ = first_use
+    assert runs.lines <= 460 and runs.definitions <= 90 and runs.files <= 12, runs
+
+
+def test_an_update_walks_few_trees(first_use):
+    _, walks = first_use
+    assert 0 < walks <= 8
+
+
+def test_a_first_use_reaches_little_more_by_name():
+    reached = code.reached()
+    assert reached.lines <= 640 and reached.definitions <= 125 and reached.files <= 13, reached
+
+
+def test_the_module_of_adam_imports_little():
+    loaded = code.imported("optfn.optimizers.adam")
+    assert len(loaded) <= 14, loaded
+    assert sum(len(code.modules()[name].code) for name in loaded) <= 1150
+
+
+def test_the_ground_floor_is_small_and_closed():
+    """Beside doors it imports itself alone."""
+    floor = {name: m for name, m in code.modules().items() if m.path.is_relative_to(FLOOR)}
+    assert len(floor) <= 10 and sum(len(m.code) for m in floor.values()) <= 900
+    for name, module in floor.items():
+        for base, found in module.imports.values():
+            assert base in floor or f"{base}.{found}" in floor, (name, base, found)
+
+
+def test_the_counters_see_what_they_count(tmp_path):
+    """Prose and nested functions are left out, decorators are not."""
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""Prose."""\n\n# A comment.\n@decorator\ndef outer():\n    """Prose."""\n'
+        "    def inner():\n        return 1\n\n    return inner\n"
+    )
+    assert code.counted({(str(path), 4)}) == (3, 1, 1)
+    assert code.counted({(str(path), 4), (str(path), 7)}) == (5, 2, 1)
+    assert isinstance(code.Module(path).tree, ast.Module)
