@@ -10,7 +10,6 @@ from optfn.mesh import data_mesh
 from optfn.parallel.parts import scan_layers
 from optfn.parallel.sharding import init_state, sharded
 from optfn.parallel.tensor import copy_to, sum_over
-from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
@@ -26,7 +25,6 @@ __all__ = [
     "deep_gradient_compression",
     "exchange",
     "init_state",
-    "on_each_device",
     "pipeline_value_and_grad",
     "plan",
     "plan_memory",

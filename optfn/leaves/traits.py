@@ -34,7 +34,6 @@ class Traits:
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
-      workers_in_front: gradients have the workers as their leading axis.
       follows_params: the state has copies or averages of params.
       counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
         that begins late has its own count (`optfn.transforms.late_steps`).
@@ -59,7 +58,6 @@ class Traits:
     reports: tuple[str, ...] = ()
     passes_own_gradients: bool = False
     passes_rows: bool = False
-    workers_in_front: bool = False
     follows_params: bool = False
     counted: str = ""
     copies: str = ""

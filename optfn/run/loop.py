@@ -52,7 +52,6 @@ def minimize(
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
     shard_tables: bool = False,
-    update_in_backward: Pattern | None = None,
     compare_replicas_every: int | None = None,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | Literal["epoch"] | None = None,
@@ -91,7 +90,7 @@ def minimize(
         has_aux=has_aux, model_state=model_state is not None, mesh=mesh, data_axis=data_axis,
         recompute=recompute, packed=packed, tables=tables, rng=rng, value_and_grad=value_and_grad,
         microbatches=microbatches, local_steps=local_steps, outer=outer, shard=shard,
-        shard_tables=shard_tables, update_in_backward=update_in_backward,
+        shard_tables=shard_tables,
         compare_replicas_every=compare_replicas_every,
     )  # fmt: skip
     return fit(

@@ -35,13 +35,6 @@ EXCLUDES = (
     ("rng", "value_and_grad", _OF_LOSS),
     ("tables", "packed", "a buffer of several leaves has no rows"),
     ("shard_tables", "packed", "a buffer of several leaves has no rows"),
-    ("update_in_backward", "value_and_grad", _OF_LOSS),
-    ("update_in_backward", "packed", "a buffer of several leaves has no layers"),
-    ("update_in_backward", "microbatches", "an update needs the gradient of the whole batch"),
-    ("update_in_backward", "recompute", "scan_layers computes the activations of a layer again"),
-    ("update_in_backward", "tables", "the loss is traced twice, and may update a layer once"),
-    ("update_in_backward", "local_steps", "the drift of a round needs the params of its start"),
-    ("update_in_backward", "shard", "updates of divided leaves are compiled for all devices"),
 )
 
 
@@ -63,7 +56,6 @@ class StepOptions:
     outer: optax.GradientTransformation | None = None
     shard: Kind | None = None
     shard_tables: bool = False
-    update_in_backward: Pattern | None = None
     compare_replicas_every: int | None = None
     donate: bool = True
 

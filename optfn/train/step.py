@@ -6,7 +6,6 @@ composed of the same parts (composition.py):
     layout       how params, state and batch are divided over a mesh          parallel/layout.py
     objective    loss and gradients; means over the part axes of the layout   objective.py
     update       means over the worker axes, or an exchange; the optimizer    worker_step.py
-    layers       updated inside the backward pass, the others by the update   in_backward.py
     rounds       local steps of each worker, and an outer step on the drift   local_steps.py
 """
 
@@ -263,7 +262,6 @@ def make_train_step(
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
     shard_tables: bool = False,
-    update_in_backward: Pattern | None = None,
     compare_replicas_every: int | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -330,10 +328,6 @@ def make_train_step(
         `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
         are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
         such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
-      update_in_backward: the leaves that are updated inside the backward pass, layer by layer, so
-        that the gradients of all layers are never in memory at once; a pattern of leaves of a
-        `Stacked` that the loss passes to `optfn.distributed.scan_layers`. The update of each leaf
-        must depend on its own gradient alone; see docs/training.md.
       compare_replicas_every: after how many steps the devices of `mesh` compare their params, by a
         checksum of 8 bytes per leaf. If they differ, the next call raises. None: never.
       donate: whether the step may overwrite the state that you pass.
@@ -378,7 +372,6 @@ def make_train_step(
         outer=outer,
         shard=shard,
         shard_tables=shard_tables,
-        update_in_backward=tree.check_pattern("update_in_backward", update_in_backward),
         compare_replicas_every=compare_replicas_every,
         donate=donate,
     )

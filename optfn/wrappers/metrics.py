@@ -14,7 +14,7 @@ from optfn.leaves.traits import traits
 from optfn.leaves.types import OptState, Params, Updates
 from optfn.mesh import Axes, AxisName, check_axis, check_names, joined
 from optfn.state import names as state_names
-from optfn.state.per_worker import has_workers_in_front, nodes_of
+from optfn.state.per_worker import nodes_of
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
 
@@ -63,8 +63,7 @@ def record_metrics(
         leaves count in param_norm.
       axis_name: if each worker has its own gradient, the mesh axes over which the squares of the
         norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
-        its own axes. Around `on_each_device`, the norm of the gradient is the same root mean square
-        over workers.
+        its own axes.
 
     State: grad_norm, the norm of the gradient that is passed in; update_norm; param_norm, before
     the update; clip_factor, the smallest factor of the clips by norm in `tx`, or 1 without one;
@@ -93,12 +92,9 @@ def record_metrics(
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         names = joined(axis_name, extra.get("axis_name"))
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
-        in_front = has_workers_in_front(inner_state)
-        workers = float(_num_workers(updates)) if in_front else 1.0
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
-            grad_norm, *others = (_norm(x, names) for x in trees)
-            return [grad_norm / jnp.sqrt(workers) if in_front else grad_norm, *others]
+            return [_norm(x, names) for x in trees]
 
         groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
         for pattern in patterns:
@@ -134,11 +130,6 @@ def _norm(x: Updates, axes: Axes) -> jax.Array:
         return norm
     check_axis("record_metrics", axes)
     return jnp.sqrt(jax.lax.pmean(jnp.square(norm), axes))
-
-
-def _num_workers(updates: Updates) -> int:
-    leaves = tree.arrays(leafwise.inexact(updates))
-    return leaves[0].shape[0] if leaves else 1
 
 
 def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
