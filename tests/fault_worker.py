@@ -117,7 +117,6 @@ def train(
         tables="table" if table else None,
         checkpoint=directory,
         save_every=save_every,
-        compare_replicas_every=None if mesh is None else 1,
         **options,
     )[0]
 
@@ -184,6 +183,8 @@ def main():
 
     def callback(step, state, metrics):
         print("step", step, metrics["loss"], flush=True)
+        if mesh is not None:
+            compare_replicas(state, mesh)
         if step == options["flip"]:
             flip_a_bit(state.params["w"])
 

@@ -145,7 +145,6 @@ FEATURES = {
         outside=True,
     ),
     "search": Feature("optax's line searches in the chain", optimizer=searched),
-    "compare": laid_out("`compare_replicas_every=`", compare_replicas_every=1),
     "explicit": laid_out("a mesh of explicit axes", explicit=True),
 }
 SHARDS = {"state", "params", "specs"}

@@ -52,7 +52,6 @@ def minimize(
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
     shard_tables: bool = False,
-    compare_replicas_every: int | None = None,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | Literal["epoch"] | None = None,
     monitor: str | None = None,
@@ -81,7 +80,7 @@ def minimize(
       model_state: the initial arrays of the model besides params, such as batch statistics.
         `loss_fn` then takes and returns them, as with `make_train_step(model_state=True)`.
 
-    The arguments from `has_aux` to `compare_replicas_every` are those of `make_train_step`, and all
+    The arguments from `has_aux` to `shard_tables` are those of `make_train_step`, and all
     others are those of `fit`. So are the result and the errors: the trained parameters are
     `state.params`, and `history` maps names such as "loss" to arrays.
     """
@@ -91,7 +90,6 @@ def minimize(
         recompute=recompute, packed=packed, tables=tables, rng=rng, value_and_grad=value_and_grad,
         microbatches=microbatches, local_steps=local_steps, outer=outer, shard=shard,
         shard_tables=shard_tables,
-        compare_replicas_every=compare_replicas_every,
     )  # fmt: skip
     return fit(
         step,

@@ -23,7 +23,6 @@ NEEDS = (
     ("shard_tables", "mesh", "rows are divided over its devices"),
     ("local_steps", "mesh", "its workers train apart"),
     ("outer", "local_steps", "it is the optimizer of rounds of several steps"),
-    ("compare_replicas_every", "mesh", "the params on its devices are compared"),
 )
 
 _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
@@ -56,7 +55,6 @@ class StepOptions:
     outer: optax.GradientTransformation | None = None
     shard: Kind | None = None
     shard_tables: bool = False
-    compare_replicas_every: int | None = None
     donate: bool = True
 
     def __post_init__(self) -> None:
@@ -64,8 +62,6 @@ class StepOptions:
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
-        if self.compare_replicas_every is not None:
-            checks.count("compare_replicas_every", self.compare_replicas_every)
         _check_mesh(self.mesh, self.data_axis)
         _check_together(self.given())
         if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:

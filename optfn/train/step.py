@@ -29,7 +29,6 @@ from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import AxisName
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
-from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Layout
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
@@ -136,7 +135,6 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the previous step.
-          RuntimeError: params differ between devices, and `compare_replicas_every` found it.
           ValueError: `state` has been donated to an earlier call; or, at the first call, the
             batches of several processes differ in structure or shapes; or `state` has local steps
             of another number of workers.
@@ -166,29 +164,14 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up.
-          RuntimeError: replicated params differ between devices.
         """
         if checks.is_traced(state.step):
             return
-        self._compare_replicas(state)
         flags = gave_up(state.opt_state)
         if any(np.any(x.addressable_data(0) if isinstance(x, jax.Array) else x) for x in flags):
             raise FloatingPointError(
                 "skip_nonfinite: more than max_consecutive gradients in a row were not finite; the "
                 "last one has been applied to the parameters"
-            )
-
-    def _compare_replicas(self, state: TrainState) -> None:
-        every = self.options.compare_replicas_every
-        if every is None or self.layout is None:
-            return
-        step = int(state.step)
-        before = max(step - self.local_steps, 0) // every
-        if step // every > before and _replicas_differ(state.params, self.layout):
-            since = f"since a step after {before * every}" if before else "perhaps from the start"
-            raise RuntimeError(
-                f"the params differ between devices after step {step}, {since}: all devices "
-                "must begin with the same params and get the same updates"
             )
 
     def check_state(self, state: object) -> None:
@@ -239,11 +222,6 @@ def _is_on_several_cpus(x: jax.Array) -> bool:
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _replicas_differ(params: Params, layout: Layout) -> jax.Array:
-    return replicas_differ(params, layout.of_params(params), layout.mesh)
-
-
 def make_train_step(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformation,
@@ -262,7 +240,6 @@ def make_train_step(
     outer: optax.GradientTransformation | None = None,
     shard: Kind | None = None,
     shard_tables: bool = False,
-    compare_replicas_every: int | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """Return a jitted training step, which updates params and state in place.
@@ -328,8 +305,6 @@ def make_train_step(
         `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
         are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
         such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
-      compare_replicas_every: after how many steps the devices of `mesh` compare their params, by a
-        checksum of 8 bytes per leaf. If they differ, the next call raises. None: never.
       donate: whether the step may overwrite the state that you pass.
 
     Transforms of optax that ask for extra arguments get them: value, the loss; grad, the gradients;
@@ -372,7 +347,6 @@ def make_train_step(
         outer=outer,
         shard=shard,
         shard_tables=shard_tables,
-        compare_replicas_every=compare_replicas_every,
         donate=donate,
     )
     check_loss(loss_fn, value_and_grad, options)

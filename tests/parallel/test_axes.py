@@ -217,8 +217,7 @@ def test_narrow_params_on_a_mesh_with_an_axis_for_the_compiler(shard, dtype):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shard": "state"}, {"shard": "params"}, {"shard": {"w": P("a")}},
-     {"compare_replicas_every": 1}],
+    [{}, {"shard": "state"}, {"shard": "params"}, {"shard": {"w": P("a")}}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("mask", thinned([optax.MaskedNode, lambda: None]))
