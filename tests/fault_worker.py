@@ -22,7 +22,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import optfn
-from optfn.distributed import data_mesh, exchange, top_k
+from optfn.distributed import compare_replicas, data_mesh, exchange, top_k
 from optfn.sparse.sharded_table import natural
 
 STEPS = 12

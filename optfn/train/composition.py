@@ -29,7 +29,7 @@ from optfn.train.objective import (
     of_value_and_grad,
     on_parts,
 )
-from optfn.train.options import StepOptions
+from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
 from optfn.train.worker_step import keys_of, worker_step
 
@@ -37,7 +37,7 @@ from optfn.train.worker_step import keys_of, worker_step
 def composed(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformationExtraArgs,
-    options: StepOptions,
+    options: StepArguments,
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> StepFn:
@@ -80,7 +80,7 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
     return run
 
 
-def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | None) -> Objective:
+def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | None) -> Objective:
     """Return the objective of one device, or of all devices of the part axes if there are some."""
     form = Form(options.model_state, options.has_aux)
     owners = None
@@ -114,7 +114,7 @@ def _objective(loss_fn: LossFn | None, options: StepOptions, layout: Layout | No
 
 
 def local_rounds(
-    options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
+    options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
     """Return the parts of a round; None if a call is one step."""
     if options.local_steps == 1 or layout is None:

@@ -31,9 +31,9 @@ def modules() -> list[str]:
 
 # From the ground up: a module or folder imports those before it only.
 LAYERS = (
-    "_version", "checks", "printing", "leaves", "mesh", "core", "state", "transforms", "wrappers", "optimizers",
-    "schedules", "jaxprs", "autodiff", "sparse", "parallel", "compression", "pipeline",
-    "train", "distributed", "plot", "run",
+    "_version", "checks", "printing", "leaves", "mesh", "core", "state", "transforms", "wrappers",
+    "optimizers", "schedules", "jaxprs", "autodiff", "sparse", "parallel", "compression",
+    "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip
 
 

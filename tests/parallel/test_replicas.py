@@ -57,7 +57,7 @@ def test_a_flipped_bit_in_the_state_is_found():
     step = optfn.make_train_step(loss_fn, optfn.adam(0.1), mesh=mesh)
     state = step.init(PARAMS)
     changed = jax.tree.map(lambda x: flipped(x, 3) if x.shape == (6,) else x, state.opt_state)
-    with pytest.raises(RuntimeError, match="the copies of 'opt_state/.*mu/w' differ"):
+    with pytest.raises(RuntimeError, match=r"the copies of 'opt_state/.*mu/w' differ"):
         compare_replicas(state._replace(opt_state=changed), mesh)
 
 

@@ -34,7 +34,7 @@ STEPS = 6
 
 
 def compressing(nesterov=False, sparsity=(0.5, 0.9)):
-    """Dense, then a ramp of two steps; the matrices are compressed, the biases (36 in all stages) are not."""
+    """Dense, then a ramp of two steps; matrices are compressed, the 36 biases are not."""
     with pytest.warns(UserWarning, match="little momentum remains"):
         return optfn.dgc_momentum(
             0.05,
