@@ -55,7 +55,6 @@ SUITE = {
     "recompute": Script("recompute"),
     "sharding": Script("sharding"),
     "matrices": Script("matrices"),
-    "in_backward": Script("in_backward"),
     "tables": Script("tables"),
     "checkpoints": Script("checkpoints"),
 }

@@ -1,5 +1,7 @@
 """How docstrings become Markdown: doctests in fences, lists as lists, `> 0` is no quotation."""
 
+import importlib
+import inspect
 import re
 
 import griffe
@@ -34,11 +36,30 @@ def listed(fields: re.Match[str]) -> str:
     return f"{head}\n{items}"
 
 
+def take_arguments(obj):
+    """Give a function of one record of arguments the signature and the docstring that it has."""
+    function = getattr(importlib.import_module(obj.module.path), obj.name)
+    obj.docstring.value = inspect.getdoc(function)
+    obj.parameters = griffe.Parameters(
+        *[
+            griffe.Parameter(
+                p.name,
+                annotation=inspect.formatannotation(p.annotation),
+                kind=griffe.ParameterKind(p.kind.description),
+                default=None if p.default is p.empty else repr(p.default),
+            )
+            for p in inspect.signature(function).parameters.values()
+        ]
+    )
+
+
 class Readable(griffe.Extension):
     """Rewrite each docstring before mkdocstrings parses it."""
 
     def on_object(self, *, obj, **kwargs):
         """Rewrite the docstring of one object."""
+        if obj.is_function and any(str(d.value).startswith("taking(") for d in obj.decorators):
+            take_arguments(obj)
         if obj.docstring:
             text = FIELDS.sub(listed, f"{obj.docstring.value}\n\n")
             text = DOCTEST.sub(lambda m: f"```pycon\n{m.group().rstrip()}\n```\n", text)

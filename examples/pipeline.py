@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/
 
 import optfn
 from examples import processes, text, transformer
-from optfn.distributed import on_each_device, pipeline_value_and_grad, plan
+from optfn.distributed import pipeline_value_and_grad, plan
 from optfn.pipeline.plan import SCHEDULES
 
 STAGES, WORKERS, MICROBATCHES, BATCH = 4, 2, 8, 48
@@ -140,14 +140,10 @@ def runs(schedule: str, steps: int, dgc: bool) -> dict[str, Callable[[Any, Seque
             fns,
             cross_entropy,
             mesh=mesh,
-            data_axis="data",
             num_microbatches=MICROBATCHES,
             schedule=schedule,
-            grad_reduce=None if dgc else "mean",
         )
-        # The params of heterogeneous stages are replicated.
-        run_tx = on_each_device(tx, mesh, spec=PartitionSpec()) if dgc else tx
-        step = optfn.make_train_step(unpipelined_loss, run_tx, value_and_grad=value_and_grad)
+        step = optfn.make_train_step(None, tx, value_and_grad=value_and_grad, mesh=mesh)
         return train(step, jax.device_put(params, replicated), data)
 
     def one_device(params: Any, data: Sequence[Any]) -> Any:

@@ -1,5 +1,7 @@
 """Training on several devices: data parallelism, the compression of updates, and the pipeline."""
 
+from typing import NoReturn
+
 from optfn.compression.dgc import deep_gradient_compression
 from optfn.compression.exchange import exchange
 from optfn.compression.power_sgd import power_sgd
@@ -7,10 +9,10 @@ from optfn.compression.quantize import quantize
 from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
 from optfn.mesh import data_mesh
+from optfn.parallel.fingerprint import compare_replicas
 from optfn.parallel.parts import scan_layers
 from optfn.parallel.sharding import init_state, sharded
 from optfn.parallel.tensor import copy_to, sum_over
-from optfn.pipeline.on_each_device import on_each_device
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages
 from optfn.pipeline.value_and_grad import pipeline_value_and_grad
@@ -21,12 +23,12 @@ __all__ = [
     "MemoryPlan",
     "PipelineParams",
     "Plan",
+    "compare_replicas",
     "copy_to",
     "data_mesh",
     "deep_gradient_compression",
     "exchange",
     "init_state",
-    "on_each_device",
     "pipeline_value_and_grad",
     "plan",
     "plan_memory",
@@ -42,3 +44,12 @@ __all__ = [
     "top_k",
     "unstack_stages",
 ]
+
+
+def on_each_device(*args: object, **options: object) -> NoReturn:
+    """Raise the error that says what has replaced this function."""
+    raise TypeError(
+        "on_each_device is gone: give the mesh of the pipeline to the step, make_train_step(None, "
+        'tx, value_and_grad=f, mesh=mesh, shard={".*": PartitionSpec("stage")}), and leave '
+        "data_axis out of the pipeline"
+    )

@@ -22,7 +22,7 @@ from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import Mesh
 
 import optfn
-from optfn.distributed import data_mesh, exchange, top_k
+from optfn.distributed import compare_replicas, data_mesh, exchange, top_k
 from optfn.sparse.sharded_table import natural
 
 STEPS = 12
@@ -117,7 +117,6 @@ def train(
         tables="table" if table else None,
         checkpoint=directory,
         save_every=save_every,
-        compare_replicas_every=None if mesh is None else 1,
         **options,
     )[0]
 
@@ -184,6 +183,8 @@ def main():
 
     def callback(step, state, metrics):
         print("step", step, metrics["loss"], flush=True)
+        if mesh is not None:
+            compare_replicas(state, mesh)
         if step == options["flip"]:
             flip_a_bit(state.params["w"])
 

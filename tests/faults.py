@@ -664,14 +664,14 @@ def bad_gradients(directory: Path) -> str:
 
 
 TWO = {"count": 4, "two_level": True}
-REPLICAS = "an error in all processes that says that replicas differ, and since when"
+REPLICAS = "an error in all processes that says of which leaf the copies differ"
 
 
 def flipped_in_one(directory: Path, **options: Any) -> str:
     """Flip a bit of a parameter in the last process: all end by an error."""
     count = options.get("count", 2)
     with Processes(directory, each={count - 1: {"flip": 4}}, **options) as run:
-        return run.all_fail(r"params differ between devices after step \d+, [^\n:]{0,60}")
+        return run.all_fail(r"the copies of '[^']+' differ between the devices")
 
 
 @fault("one bit of a parameter flipped in the memory of one of two workers", REPLICAS)

@@ -145,8 +145,6 @@ FEATURES = {
         outside=True,
     ),
     "search": Feature("optax's line searches in the chain", optimizer=searched),
-    "compare": laid_out("`compare_replicas_every=`", compare_replicas_every=1),
-    "backward": laid_out("`update_in_backward=`", update_in_backward="layers/w"),
     "explicit": laid_out("a mesh of explicit axes", explicit=True),
 }
 SHARDS = {"state", "params", "specs"}
@@ -183,23 +181,6 @@ IMPOSSIBLE |= {
     frozenset({of_loss, other}): _OF_LOSS
     for of_loss in ("tables", "rng")
     for other in ("value_and_grad", "pipeline")
-}
-# Why a layer cannot be updated in the backward pass, by the reason that the table gives.
-_IN_BACKWARD = {
-    "an update needs gradients of other leaves": (
-        *("exchange", "dgc", "skip", "loss_scale", "spikes", "search"),
-    ),
-    "an update needs the gradient of the whole batch": ("microbatches",),
-    "a round needs the params of its start": ("local_steps",),
-    "updates of divided leaves are compiled for all devices": ("state", "params", "specs"),
-    "it concerns `loss_fn`, which is replaced": ("value_and_grad", "pipeline"),
-    "a buffer of leaves has no layers": ("packed",),
-    "the loss is traced twice": ("tables",),
-}
-IMPOSSIBLE |= {
-    frozenset({"backward", other}): Impossible("update_in_backward", why)
-    for why, others in _IN_BACKWARD.items()
-    for other in others
 }
 
 

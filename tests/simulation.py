@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from problems import mean_square, whole
 
 import optfn
-from optfn.distributed import on_each_device, pipeline_value_and_grad
+from optfn.distributed import pipeline_value_and_grad
 
 N = 4
 
@@ -56,17 +56,15 @@ def unpipelined(tx, params, batches, loss_fn=whole):
     return losses, jax.tree.map(lambda x: x[0], params), state
 
 
-def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b"):
+def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b", pattern=".*"):
     f = pipeline_value_and_grad(
         stage_fn,
         mean_square,
         mesh=mesh,
         num_microbatches=3,
         schedule=schedule,
-        data_axis="data",
-        grad_reduce=None,
     )
-    step = optfn.make_train_step(mean_square, on_each_device(tx, mesh, spec=spec), value_and_grad=f)
+    step = optfn.make_train_step(None, tx, value_and_grad=f, mesh=mesh, shard={pattern: spec})
     state, losses = step.init(params), []
     placed = jax.tree.map(lambda x: x.sharding, state)
     for single in batches:

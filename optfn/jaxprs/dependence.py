@@ -1,7 +1,5 @@
 """Which results of a function depend on which of its arguments, read from its equations."""
 
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,21 +9,19 @@ import jax.extend.core as jex
 from optfn.jaxprs.equations import Atom, Equation, Jaxpr, bindings, called, scan_groups
 from optfn.leaves.types import PyTree
 
-# For each value its marks: a bool for one mark, an integer with a bit for each of several.
-Flags = list[int]
+Flags = list[bool]
 
 
 def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]) -> PyTree:
-    """Tell for each leaf of fn(*args) on which marked leaves it may depend.
+    """Tell for each leaf of fn(*args) whether it may depend on a marked leaf.
 
     Args:
       fn: a function of trees of arrays; it is traced, not run.
       args: arrays or ShapeDtypeStructs.
-      varying: for each argument a tree of marks like it: bools, or integers of a bit a mark.
+      varying: for each argument a tree of bools like it, the marks.
 
     Returns:
-      A tree like the result: the marks of all leaves that each may depend on, joined by `|`. A
-      result whose dependence is unknown counts as dependent.
+      A tree of bools like the result. A result whose dependence is unknown counts as dependent.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     found = _of_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))
@@ -52,11 +48,7 @@ def _of_equation(equation: Equation, given: Flags) -> Flags:
         found = rule(equation.params, given)
     elif inner is not None:
         found = _of_jaxpr(inner, given)
-    return [_union(given)] * len(equation.outvars) if found is None else found
-
-
-def _union(flags: Flags) -> int:
-    return functools.reduce(operator.or_, flags, False)
+    return [any(given)] * len(equation.outvars) if found is None else found
 
 
 def _of_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
@@ -87,7 +79,7 @@ def _of_while(params: Mapping[str, Any], given: Flags) -> Flags:
 
 def _of_cond(params: Mapping[str, Any], given: Flags) -> Flags:
     branches = [_of_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
-    return [_union([given[0], *flags]) for flags in zip(*branches, strict=True)]
+    return [any([given[0], *flags]) for flags in zip(*branches, strict=True)]
 
 
 def _of_barrier(params: Mapping[str, Any], given: Flags) -> Flags:

@@ -52,7 +52,6 @@ class Traits:
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
-      workers_in_front: gradients have the workers as their leading axis.
 
     Of the arrays that a state has for each leaf:
       made_of_params: the fields that follow params, with how each begins if a checkpoint lacks it:
@@ -72,7 +71,6 @@ class Traits:
     reports: Mapping[str, Report | None] = dataclasses.field(default_factory=dict)
     passes_own_gradients: bool = False
     passes_rows: bool = False
-    workers_in_front: bool = False
     made_of_params: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     counted: str = ""
     spans_buffers: bool = False

@@ -6,6 +6,7 @@ always changes the sum. Other changes go unnoticed with probability 2⁻⁶⁴, 
 sums.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.leaves import tree
-from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.leaves.types import Leaf, PyTree
 from optfn.mesh import Axes, joined, without
 
 _GOLDEN = np.uint32(0x9E3779B1)
@@ -110,35 +111,63 @@ def _split(numbers: list[int], size: int) -> list[list[int]]:
     return [numbers[k : k + size] for k in range(0, len(numbers), size)]
 
 
-def replicas_differ(params: Params, specs: PyTree, mesh: Mesh) -> jax.Array:
-    """Tell whether devices that should hold the same params hold different bits.
+def compare_replicas(state: PyTree, mesh: Mesh) -> None:
+    """Compare the copies of each array that several devices of a mesh hold, bit for bit.
 
-    Each device sends a checksum of 8 bytes per leaf. A leaf, or a device's part of one, is compared
-    along the mesh axes that do not divide it.
+        def compare(step, state, metrics):      # a callback of minimize or fit
+            if step % 100 == 0:
+                compare_replicas(state, mesh)
+
+    Devices that begin with different params, or miss an update, diverge silently: each updates its
+    copy. Each device sends a checksum of 8 bytes per array. A shard is compared along the axes of
+    the mesh that do not divide its array. In a run of several processes, all must call it.
 
     Args:
-      params: arrays on the mesh.
-      specs: their PartitionSpecs.
-      mesh: the mesh.
+      state: a TrainState, or another tree of arrays; those that are not on `mesh` are left out.
+      mesh: the mesh of the step.
+
+    Raises:
+      RuntimeError: copies differ; the error names the first such leaf.
     """
-    leaves, specs = jax.tree.leaves(params), jax.tree.leaves(specs)
-    copied_over = [without(mesh.axis_names, joined(*spec)) for spec in specs]
-    numbers = [i for i, names in enumerate(copied_over) if names]
-    if not numbers:
-        return jnp.asarray(False)
+    checked = [
+        (name, x, x.sharding.spec)
+        for name, x in tree.arrays_with_paths(state)
+        if isinstance(x, jax.Array)
+        and isinstance(x.sharding, NamedSharding)
+        and x.sharding.device_set == set(mesh.devices.flat)
+    ]
+    copied = [(name, x, spec) for name, x, spec in checked if _copied_over(spec, mesh)]
+    if not copied:
+        return
+    names, arrays, specs = zip(*copied, strict=True)
+    differ = np.asarray(_differ(arrays, specs, mesh).addressable_data(0))
+    if differ.any():
+        raise RuntimeError(
+            f"the copies of {names[differ.argmax()]!r} differ between the devices of the mesh: all "
+            "devices must begin with the same params and get the same updates"
+        )
 
-    def compare(parts: list[jax.Array]) -> jax.Array:
-        groups: dict[Axes, list[jax.Array]] = {}
-        for i, part in zip(numbers, parts, strict=True):
-            groups.setdefault(copied_over[i], []).append(fingerprint(part))
-        differ = [
-            jnp.any(lax.pmin(jnp.stack(sums), names) != lax.pmax(jnp.stack(sums), names))
-            for names, sums in groups.items()
-        ]
-        number: jax.Array = lax.psum(jnp.sum(jnp.stack(differ)), mesh.axis_names)
-        return number > 0
 
-    in_specs = [specs[i] for i in numbers]
-    run = jax.shard_map(compare, mesh=mesh, in_specs=(in_specs,), out_specs=P(), check_vma=False)
-    differ: jax.Array = run([leaves[i] for i in numbers])
-    return differ
+def _copied_over(spec: P, mesh: Mesh) -> Axes:
+    return without(mesh.axis_names, joined(*spec))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _differ(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> jax.Array:
+    """Tell for each array whether the copies of a shard differ."""
+
+    def compare(*shards: jax.Array) -> jax.Array:
+        groups: dict[Axes, list[int]] = {}
+        for i, spec in enumerate(specs):
+            groups.setdefault(_copied_over(spec, mesh), []).append(i)
+        differ = jnp.zeros(len(specs), jnp.int32)
+        for axes, members in groups.items():
+            sums = jnp.stack([fingerprint(shards[i]) for i in members])
+            same = lax.pmin(sums, axes) == lax.pmax(sums, axes)
+            differ = differ.at[np.array(members)].set(jnp.any(~same, axis=1).astype(jnp.int32))
+        found: jax.Array = lax.pmax(differ, mesh.axis_names)
+        return found
+
+    run = jax.shard_map(compare, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    found: jax.Array = run(*arrays)
+    return found

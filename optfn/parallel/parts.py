@@ -5,10 +5,10 @@ device that keeps this part.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,18 +144,15 @@ class _Part(NamedTuple):
         return gather(part, of_layer, self.layout, self.in_packets)
 
 
-# (fn, leaves of stacked layers, x) -> x after x = fn(leaves of a layer, x) for each layer.
-Scan: TypeAlias = Callable[[Callable[[list[Leaf], PyTree], PyTree], Sequence[Leaf], PyTree], PyTree]
+# The part of each whole array, by the array's id, while a loss is traced.
+_known: ContextVar[Mapping[int, _Part]] = ContextVar("known", default=MappingProxyType({}))
 
 
 def _scan_parts(
-    known: Mapping[int, _Part],
-    fn: Callable[[list[Leaf], PyTree], PyTree],
-    stacked: Sequence[Leaf],
-    x: PyTree,
+    fn: Callable[[list[Leaf], PyTree], PyTree], stacked: Sequence[Leaf], x: PyTree
 ) -> PyTree:
-    """Scan over layers that are gathered one at a time; `known` has their parts by the id."""
-    found = [x and x.of_each_layer() for x in map(known.get, map(id, stacked))]
+    """Scan over layers that are gathered one at a time."""
+    found = [x and x.of_each_layer() for x in map(_known.get().get, map(id, stacked))]
     parts = [leaf if x is None else x.part for leaf, x in zip(stacked, found, strict=True)]
     if len({np.shape(x)[:1] for x in parts}) > 1:
         shapes = ", ".join(str(np.shape(x)) for x in parts)
@@ -171,20 +168,6 @@ def _scan_parts(
     if any(x is not None for x in found):
         body = jax.checkpoint(body, prevent_cse=False)
     return lax.scan(body, x, parts)[0]
-
-
-# How `scan_layers` goes over the layers, while a loss is traced.
-_scan: ContextVar[Scan] = ContextVar("scan", default=functools.partial(_scan_parts, {}))  # noqa: B039
-
-
-@contextlib.contextmanager
-def scanning_by(scan: Scan) -> Iterator[None]:
-    """Let `scan_layers` go over the layers in another way."""
-    token = _scan.set(scan)
-    try:
-        yield
-    finally:
-        _scan.reset(token)
 
 
 @contextlib.contextmanager
@@ -212,8 +195,11 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
         return gathered
 
     whole_params = jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
-    with scanning_by(functools.partial(_scan_parts, found)):
+    token = _known.set(found)
+    try:
         yield whole_params
+    finally:
+        _known.reset(token)
 
 
 def mean_gradients(
@@ -247,9 +233,8 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
     Use it in the loss for `make_train_step(..., shard="params")`, so that a device never holds all
     layers at once: the layers are gathered one at a time, in the forward pass and again in the
     backward pass. A device then keeps its part of all layers, one whole layer, and x after each
-    layer; activations inside a layer are recomputed in the backward pass. With
-    `update_in_backward` they are recomputed too, and each layer is updated as soon as it has its
-    gradient. Otherwise this is `jax.lax.scan`.
+    layer; activations inside a layer are recomputed in the backward pass. Otherwise this is
+    `jax.lax.scan`.
 
     Args:
       fn: a function (params of one layer, x) -> x.
@@ -276,7 +261,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
     def of_leaves(layer: list[Leaf], x: PyTree) -> PyTree:
         return fn(jax.tree.unflatten(structure, layer), x)
 
-    return _scan.get()(of_leaves, leaves, x)
+    return _scan_parts(of_leaves, leaves, x)
 
 
 def _unmarked(stacked: PyTree) -> PyTree:

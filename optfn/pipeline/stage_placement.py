@@ -7,7 +7,6 @@ of device d is stage r·p + d. The params of homogeneous stages already have thi
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -33,8 +32,6 @@ from optfn.state.placement import num_workers
 class StagePlacement:
     """The common part of both placements.
 
-    worker_axis: the data axis, if gradients are not averaged over it but have the workers as a
-      leading axis. Otherwise None.
     data_axis: the data axis, if there is one.
     param_specs: the PartitionSpecs over further axes of the leaves of a stage, or of each stage;
       None if leaves are whole.
@@ -44,15 +41,9 @@ class StagePlacement:
     mesh: Mesh
     axis_name: str
     plan: Plan
-    worker_axis: str | None
     data_axis: str | None = None
     param_specs: PyTree = None
     marks: int = 0
-
-    @property
-    def leading_axes(self) -> tuple[str, ...]:
-        """The mesh axes of the leading axes that gradients have but params do not."""
-        return () if self.worker_axis is None else (self.worker_axis,)
 
     def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
         """Return `arrays` resharded along the mesh's explicit axes.
@@ -114,14 +105,13 @@ class StagePlacement:
 
     def gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
         """Return the gradients of inexact leaves as a tree like `params`; others are float0."""
-        workers = [self.mesh.shape[axis] for axis in self.leading_axes]
         leaves, structure = jax.tree.flatten(params)
         remaining = iter(gradients)
 
         def gradient_of(x: Leaf) -> Leaf:
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 return next(remaining)
-            return mismatch.no_gradient((*workers, *x.shape))
+            return mismatch.no_gradient(x.shape)
 
         return jax.tree.unflatten(structure, [gradient_of(x) for x in leaves])
 
@@ -144,10 +134,11 @@ class StackedStages(StagePlacement):
 
     def gradient_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpec of the gradients of the inexact leaves, or a list of them."""
-        front = (*self.leading_axes, None, self.axis_name)
         if self.param_specs is None:
-            return P(*front)
-        return [P(*front, *spec) for spec in self._of_inexact(stages, self.param_specs)]
+            return P(None, self.axis_name)
+        return [
+            P(None, self.axis_name, *spec) for spec in self._of_inexact(stages, self.param_specs)
+        ]
 
     def whole_along_data(self, weights: Params) -> Params:
         """Return a device's weights (v, …), with those divided over the data axis gathered."""
@@ -195,15 +186,14 @@ class StackedStages(StagePlacement):
         return jax.tree.map(lambda x: x.reshape(v, p, *x.shape[1:]), stages)
 
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
-        """Return gradients ([workers,] v, p, …) in the structure and shapes of `stages`."""
-        axis = len(self.leading_axes)
+        """Return gradients (v, p, …) in the structure and shapes of `stages`."""
         if self._is_folded(stages):
             pass
         elif self.plan.virtual_stages == 1:
-            gradients = [jnp.squeeze(g, axis) for g in gradients]
+            gradients = [jnp.squeeze(g, 0) for g in gradients]
         else:
-            gradients = self.along_explicit_axes(gradients, P(*self.leading_axes))
-            gradients = [g.reshape(*g.shape[:axis], -1, *g.shape[axis + 2 :]) for g in gradients]
+            gradients = self.along_explicit_axes(gradients, P())
+            gradients = [g.reshape(-1, *g.shape[2:]) for g in gradients]
         return self.gradient_tree(stages, gradients)
 
     def _is_folded(self, stages: Params) -> bool:
@@ -272,9 +262,7 @@ class ListedStages(StagePlacement):
         """Return the PartitionSpec of the buffers."""
         return P(None, self.axis_name, self._further_axes or None)
 
-    def gradient_specs(self, stages: Params) -> P:
-        """Return the PartitionSpec of the buffers of the gradients."""
-        return P(*self.leading_axes, *self.weight_specs(stages))
+    gradient_specs = weight_specs
 
     def whole_along_data(self, weights: Params) -> Params:
         """Return a device's weights; those divided over the data axis are already gathered."""
@@ -285,28 +273,25 @@ class ListedStages(StagePlacement):
         return list(lax.pmean(gradients, self.data_axis))
 
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
-        """Return gradients from buffers ([workers,] v, p, longest), structured like `stages`."""
-        p, front = self.plan.num_stages, len(self.leading_axes)
+        """Return gradients from buffers (v, p, longest), structured like `stages`."""
+        p = self.plan.num_stages
         parts = self.shapes(stages)
         shapes = [inexact_leaves(params) for params in parts]
         names = buffers.inexact_lengths(buffers.lengths_for(parts))
 
         def unravel(gradients: list[jax.Array]) -> list[Leaves]:
             # Give every device all stages, in one collective per dtype.
-            whole = lax.all_gather(gradients, self.axis_name, axis=front + 1, tiled=True)
+            whole = lax.all_gather(gradients, self.axis_name, axis=1, tiled=True)
             by_dtype = dict(zip(names, whole, strict=True))
             trees = []
             for s, like in enumerate(shapes):
-                row = {name: x[..., s // p, s % p, :] for name, x in by_dtype.items()}
-                of_worker = partial(buffers.unravel, like=like)
-                trees.append(jax.vmap(of_worker)(row) if front else of_worker(row))
+                row = {name: x[s // p, s % p] for name, x in by_dtype.items()}
+                trees.append(buffers.unravel(row, like=like))
             return trees
 
         def specs_of(specs: PyTree) -> list[list[P]]:
             pairs = zip(stages, specs, strict=True)
-            return [
-                [P(*self.leading_axes, *spec) for spec in self._of_inexact(*pair)] for pair in pairs
-            ]
+            return [self._of_inexact(*pair) for pair in pairs]
 
         out_specs = specs_of(self._part_specs(stages))
         found = self._on_parts(unravel, self.gradient_specs(stages), out_specs, gradients)

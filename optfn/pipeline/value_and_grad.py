@@ -7,7 +7,6 @@ runs the stages by the schedule of `plan`.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +37,12 @@ from optfn.pipeline.stacking import PipelineParams, marked, unmarked
 from optfn.pipeline.stage import Leaves
 from optfn.pipeline.stage_placement import ListedStages, StackedStages
 
+_NO_MEAN_IS_GONE = (
+    "pipeline_value_and_grad: grad_reduce=None is gone. For an optimizer that exchanges gradients "
+    "itself leave out data_axis, and write make_train_step(None, tx, value_and_grad=f, mesh=mesh, "
+    'shard={".*": PartitionSpec("stage")})'
+)
 _STASHES = ("input", "residual")
-_REDUCTIONS: Sequence[Any] = ("mean", None)
 _WITH_INPUTS = object()  # the default of targets: inputs is the pair (inputs, targets)
 
 
@@ -54,7 +57,7 @@ def pipeline_value_and_grad(
     virtual_stages: int = 1,
     stash: str | None = None,
     data_axis: str | None = None,
-    grad_reduce: str | None = "mean",
+    grad_reduce: str = "mean",
     param_specs: PyTree = None,
 ) -> Callable[..., tuple[jax.Array, Updates]]:
     """Return a function that computes the loss and gradients of a pipelined model.
@@ -101,9 +104,8 @@ def pipeline_value_and_grad(
         input. None is "input" for 1f1b, and "residual" for gpipe and zb.
       data_axis: the mesh axis over which the batch is split, if any. Leave it out in a training
         step with a mesh, which splits the batch itself.
-      grad_reduce: "mean" averages the gradients over the data axis. None returns the gradients of
-        each worker, with the workers as a new leading axis, sharded over `data_axis`, for an
-        optimizer that exchanges gradients itself. The loss is the mean in both cases.
+      grad_reduce: "mean": gradients are averaged over the data axis, as the loss is. An optimizer
+        that exchanges gradients itself takes those of each worker in a training step with `mesh`.
       param_specs: a tree like the params of a stage, of PartitionSpecs over further axes of the
         mesh (a list of such trees for a list of functions); None divides nothing. Weights and
         gradients are divided like this, and `stage_fn` sees the part of its device, which it
@@ -148,9 +150,11 @@ def pipeline_value_and_grad(
     if stash is None:
         stash = pipeline_plan.default_stash
     checks.choice("stash", stash, _STASHES)
-    checks.choice("grad_reduce", grad_reduce, _REDUCTIONS)
+    if grad_reduce is None:
+        raise ValueError(_NO_MEAN_IS_GONE)
+    checks.choice("grad_reduce", grad_reduce, ("mean",))
     if param_specs is not None:
-        _check_specs(param_specs, mesh, axis_name, data_axis, grad_reduce)
+        _check_specs(param_specs, mesh, axis_name)
     pipeline = _Pipeline(
         functions,
         mesh,
@@ -158,7 +162,6 @@ def pipeline_value_and_grad(
         pipeline_plan,
         StashPolicy(stash, pipeline_plan.splits_backward),
         data_axis,
-        grad_reduce,
         param_specs,
     )
     compiled = jax.jit(pipeline.value_and_grad)
@@ -192,13 +195,7 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
         raise ValueError(f"data_axis and axis_name must be different axes; both are {axis_name!r}")
 
 
-def _check_specs(
-    specs: PyTree,
-    mesh: Mesh,
-    axis_name: str,
-    data_axis: str | None,
-    grad_reduce: str | None,
-) -> None:
+def _check_specs(specs: PyTree, mesh: Mesh, axis_name: str) -> None:
     """Raise an error unless the pipeline can divide params by `param_specs`."""
     for path, spec in zip(
         tree.array_paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
@@ -208,20 +205,13 @@ def _check_specs(
                 f"param_specs must consist of PartitionSpecs; got {spec!r} of type "
                 f"{type(spec).__name__} at {path!r}"
             )
-        names = [name for entry in spec for name in axes(entry)]
-        for name in names:
+        for name in (name for entry in spec for name in axes(entry)):
             if name not in mesh.axis_names or name == axis_name:
                 others = tree.listed([a for a in mesh.axis_names if a != axis_name])
                 raise ValueError(
                     f"param_specs: {name!r} at {path!r} must be an axis of the mesh other than "
                     f"that of the stages: {others}"
                 )
-        if data_axis in names and grad_reduce is None:
-            raise ValueError(
-                f"param_specs: {spec} at {path!r} divides over data_axis={data_axis!r}, but with "
-                "grad_reduce=None each worker along this axis has a whole gradient. The two cannot "
-                "be combined"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +224,6 @@ class _Pipeline:
     plan: Plan
     stash_policy: StashPolicy
     data_axis: str | None
-    grad_reduce: str | None
     param_specs: PyTree
 
     @property
@@ -245,11 +234,8 @@ class _Pipeline:
     @property
     def placement(self) -> StackedStages | ListedStages:
         """The placement of params and gradients."""
-        worker_axis = self.data_axis if self.grad_reduce is None else None
         form = StackedStages if self.functions.homogeneous else ListedStages
-        return form(
-            self.mesh, self.axis_name, self.plan, worker_axis, self.data_axis, self.param_specs
-        )
+        return form(self.mesh, self.axis_name, self.plan, self.data_axis, self.param_specs)
 
     def value_and_grad(
         self, params: Params, inputs: PyTree, targets: PyTree, rng: Key
@@ -265,13 +251,12 @@ class _Pipeline:
         weights = Weights(placement.weights(stages), shared)
         arguments = (weights, (inputs, targets), rng)
         specs = (Weights(placement.weight_specs(stages), P()), P(self.data_axis), P())
-        leading_axes = placement.leading_axes
         run = meshes.mapped(
             partial(self._run_on_device, placement.shapes(stages)),
             self.mesh,
             self.mesh.axis_names,
             specs,
-            (P(), (placement.gradient_specs(stages), P(*leading_axes))),
+            (P(), (placement.gradient_specs(stages), P())),
         )
         loss, (stage_gradients, shared_gradients) = run(
             *placement.along_explicit_axes(arguments, specs)
@@ -316,19 +301,15 @@ class _Pipeline:
         loss, shared = lax.psum((loss, gradient.shared), self.axis_name)
         gradient = gradient._replace(shared=shared)
         if self.data_axis is not None:
-            loss = lax.pmean(loss, self.data_axis)
-            if self.grad_reduce == "mean":
-                stage = self.placement.mean_over_data(weights.stage, gradient.stage)
-                gradient = Gradient(stage, lax.pmean(gradient.shared, self.data_axis))
+            loss, shared = lax.pmean((loss, gradient.shared), self.data_axis)
+            stage = self.placement.mean_over_data(weights.stage, gradient.stage)
+            gradient = Gradient(stage, shared)
         m = self.plan.num_microbatches
         stage, shared = (
             [(g / m).astype(w.dtype) for g, w in zip(sums, inexact_leaves(of), strict=True)]
             for sums, of in zip(gradient, weights, strict=True)
         )
-        stage = [g[:, None] for g in stage]
-        if self.placement.leading_axes:
-            stage, shared = jax.tree.map(lambda g: g[None], (stage, shared))
-        return loss / m, (stage, shared)
+        return loss / m, ([g[:, None] for g in stage], shared)
 
     def _check_enclosing(self) -> None:
         """Raise a ValueError for data axes that an enclosing training step has bound."""

@@ -1,73 +1,28 @@
 """The training loop (`minimize` in fluid), with evaluation, logs and checkpoints."""
 
-import datetime
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
-from optfn import checks
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
-from optfn.mesh import AxisName
-from optfn.parallel.sharding import Kind
+from optfn.leaves.types import Batch
 from optfn.plot.run_report import RunReport
 from optfn.run.background import wait as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import as_numbers
 from optfn.run.interrupt import interruptible
-from optfn.run.log import Logs, RunLog
-from optfn.run.options import Callback, LoopOptions
+from optfn.run.log import RunLog
+from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
+from optfn.train.options import StepOptions, taking
 from optfn.train.state import TrainState
-from optfn.train.step import TrainStep, make_train_step
+from optfn.train.step import make_train_step
 
 
-def minimize(
-    loss_fn: LossFn | None,
-    tx: optax.GradientTransformation,
-    params: Params,
-    batches: Iterable[Batch],
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    progress: bool = True,
-    has_aux: bool = False,
-    model_state: PyTree = None,
-    mesh: Mesh | None = None,
-    data_axis: AxisName = "data",
-    recompute: Sequence[str] | None = None,
-    packed: bool = False,
-    tables: Pattern | None = None,
-    rng: bool | int | jax.Array = False,
-    value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
-    microbatches: int = 1,
-    local_steps: int = 1,
-    outer: optax.GradientTransformation | None = None,
-    shard: Kind | None = None,
-    shard_tables: bool = False,
-    update_in_backward: Pattern | None = None,
-    compare_replicas_every: int | None = None,
-    evaluate: Callable[..., Any] | None = None,
-    evaluate_every: int | Literal["epoch"] | None = None,
-    monitor: str | None = None,
-    mode: Literal["min", "max"] = "min",
-    patience: int | None = None,
-    keep_best: bool = False,
-    callback: Callback | None = None,
-    log: Logs = None,
-    report: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    save_every: int | datetime.timedelta = 100,
-    keep: int = 2,
-    resume: bool = True,
-) -> tuple[TrainState, dict[str, np.ndarray]]:
+@taking(MinimizeArguments)
+def minimize(arguments: MinimizeArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train a model: take a step for each batch, and return the final state and a history.
 
         step = make_train_step(loss_fn, tx, …)
@@ -81,64 +36,20 @@ def minimize(
       batches: an iterable of batches.
       model_state: the initial arrays of the model besides params, such as batch statistics.
         `loss_fn` then takes and returns them, as with `make_train_step(model_state=True)`.
+      **StepOptions
+      **LoopOptions
 
-    The arguments from `has_aux` to `compare_replicas_every` are those of `make_train_step`, and all
-    others are those of `fit`. So are the result and the errors: the trained parameters are
-    `state.params`, and `history` maps names such as "loss" to arrays.
+    The result is that of `fit`: the trained parameters are `state.params`, and `history` maps names
+    such as "loss" to arrays. The errors are those of `make_train_step` and `fit`.
     """
-    step = make_train_step(
-        loss_fn, tx,
-        has_aux=has_aux, model_state=model_state is not None, mesh=mesh, data_axis=data_axis,
-        recompute=recompute, packed=packed, tables=tables, rng=rng, value_and_grad=value_and_grad,
-        microbatches=microbatches, local_steps=local_steps, outer=outer, shard=shard,
-        shard_tables=shard_tables, update_in_backward=update_in_backward,
-        compare_replicas_every=compare_replicas_every,
-    )  # fmt: skip
-    return fit(
-        step,
-        step.init(params, model_state),
-        batches,
-        steps=steps,
-        epochs=epochs,
-        progress=progress,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        monitor=monitor,
-        mode=mode,
-        patience=patience,
-        keep_best=keep_best,
-        callback=callback,
-        log=log,
-        report=report,
-        checkpoint=checkpoint,
-        save_every=save_every,
-        keep=keep,
-        resume=resume,
-    )
+    a = arguments
+    with_state = a.model_state is not None
+    step = make_train_step(a.loss_fn, a.tx, model_state=with_state, **a.of(StepOptions))
+    return fit(step, step.init(a.params, a.model_state), a.batches, **a.of(LoopOptions))
 
 
-def fit(
-    step: TrainStep,
-    state: TrainState,
-    batches: Iterable[Batch],
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    progress: bool = True,
-    evaluate: Callable[..., Any] | None = None,
-    evaluate_every: int | Literal["epoch"] | None = None,
-    monitor: str | None = None,
-    mode: Literal["min", "max"] = "min",
-    patience: int | None = None,
-    keep_best: bool = False,
-    callback: Callback | None = None,
-    log: Logs = None,
-    report: str | os.PathLike[str] | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    save_every: int | datetime.timedelta = 100,
-    keep: int = 2,
-    resume: bool = True,
-) -> tuple[TrainState, dict[str, np.ndarray]]:
+@taking(FitArguments)
+def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
     """Train with a step that you made, from a state of it: take one step for each batch.
 
     Ctrl-C or SIGTERM ends the run after the current step. That step is evaluated and saved as the
@@ -153,52 +64,7 @@ def fit(
       batches: an iterable of batches, beginning with that of the first step after `state`. The
         leaves of a batch are numbers, arrays of JAX or NumPy, or tensors (of torch or others) that
         `np.asarray` takes without a copy. You can pass a torch DataLoader as it is.
-      steps: the most steps to take, counted from `state`; None: until `batches` ends.
-      epochs: how many times to iterate over `batches`, which must then be something like a list or
-        a DataLoader; ≥ 1. None: once. With `epochs`, the number of the epoch, from 1, is in the
-        history, the log and the progress bar.
-      progress: whether to show a bar with loss, learning rate and examples per second on the
-        terminal (by tqdm, if it is installed). Without a terminal, lines `step <n> loss <number>`
-        are printed. You are also told if the run resumes, or was already finished.
-      evaluate: a function params -> a number or a dict of numbers; with `model_state` its arguments
-        are (params, model_state). It is called every `evaluate_every` steps and at the end.
-        `over_batches(fn, batches)` makes one that takes the mean over batches.
-      evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
-        the `epochs`; None evaluates only at the end.
-      monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
-        compared; `patience` and `keep_best` then need it.
-      mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
-        accuracy. You get a warning if in all of three or more evaluations it went the other way.
-      patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
-        If you start such a run again from its checkpoint, it takes no further step. An evaluation
-        of the state in which an earlier run was stopped, between two multiples of
-        `evaluate_every`, does not count.
-      keep_best: whether to return the state with the best evaluation instead of the last one. It is
-        kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
-        resumes compares the state kept there, the one that it resumes from, and those that it
-        evaluates. If an earlier evaluation was better, but its state was not kept because
-        `keep_best` was off, the best of these is returned, and a warning names the better step.
-      callback: a function (step, state, metrics), called after each step, with metrics as Python
-        numbers; if it returns True, the run ends. The next step overwrites the state, so copy the
-        arrays that you keep. A callback waits for each step, to read the metrics.
-      log: where to write the metrics of each step during the run. A path: a file with one JSON
-        object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
-        tensorboardX, torch or flax, or any object with `flush()` and either
-        `add_scalar(name, value, step)` or `scalar(name, value, step)`. Or a list of these.
-      report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
-        state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
-        at the end, even if an error ends the run. Needs matplotlib.
-      checkpoint: a directory for checkpoints, which are written in the background
-        (`save_checkpoint`). If it has one already, the run resumes from it, with results that are
-        bit-identical to those of a run that was never stopped. Pass the same batches: those that
-        were used are skipped. They are not even read if the iterator of `batches` has `get_state`
-        and `set_state`, as those of grain have, because its state is in the checkpoint. `steps`
-        includes those made before. The learning rate is that of the checkpoint; if `state` has
-        another number, you get a warning.
-      save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
-        `datetime.timedelta(minutes=10)`. The last step is saved as well.
-      keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed.
-      resume: whether the run may resume. If False, checkpoints in the directory are an error.
+      **LoopOptions
 
     With local steps, each batch is a round. `steps`, `save_every` and `evaluate_every` count local
     steps; a save or an evaluation that is due within a round happens at its end.
@@ -221,39 +87,16 @@ def fit(
       TypeError: `step` is not a TrainStep, or `state` is no state of it; an option is of a wrong
         type.
     """
-    if not isinstance(step, TrainStep):
-        raise TypeError(
-            f"step must be a TrainStep, as make_train_step returns it; got {checks.shown(step)}"
-        )
-    options = LoopOptions(
-        steps=steps,
-        epochs=epochs,
-        progress=progress,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        monitor=monitor,
-        mode=mode,
-        patience=patience,
-        keep_best=keep_best,
-        callback=callback,
-        log=log,
-        report=report,
-        checkpoint=checkpoint,
-        save_every=save_every,
-        keep=keep,
-        resume=resume,
-    )
-    return _Run(step, state, batches, options).to_the_end()
+    return _Run(options).to_the_end()
 
 
 class _Run:
     """A run: its records, its checkpoints, and its state after step n."""
 
-    def __init__(
-        self, step: TrainStep, state: TrainState, batches: Iterable[Batch], options: LoopOptions
-    ) -> None:
+    def __init__(self, options: FitArguments) -> None:
+        step, state = options.step, options.state
         step.check_state(state)
-        options.check_batches(batches, step.local_steps)
+        options.check_batches()
         begin = int(state.step)
         self.step, self.options = step, options
         self.saver = Saver(step, options)
@@ -264,7 +107,7 @@ class _Run:
         self.best = Best(self.evaluator, self.saver)
         self.best.restore(self.state)
         self.remaining = Remaining(
-            batches, options, self.done - begin, step.local_steps, self.saver.batches
+            options.batches, options, self.done - begin, step.local_steps, self.saver.batches
         )
         steps = self.remaining.last_step()
         self.last = None if steps is None else begin + steps

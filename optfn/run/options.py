@@ -4,15 +4,18 @@ import dataclasses
 import datetime
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+import optax
 
 from optfn import checks
-from optfn.leaves.types import Batch
+from optfn.leaves.types import Batch, LossFn, Params, PyTree
 from optfn.run.log import Logs
+from optfn.train.options import StepOptions
 from optfn.train.state import TrainState
+from optfn.train.step import TrainStep
 
 Bool: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array
 # (step, state, metrics) -> True to end the run.
@@ -22,17 +25,66 @@ Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 EPOCH = "epoch"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """The arguments of `fit` besides step, state and batches, checked."""
+    """The options of the loop, which `fit` and `minimize` take.
+
+    Args:
+      steps: the most steps to take, counted from `state`; None: until `batches` ends.
+      epochs: how many times to iterate over `batches`, which must then be something like a list or
+        a DataLoader; ≥ 1. None: once. With `epochs`, the number of the epoch, from 1, is in the
+        history, the log and the progress bar.
+      progress: whether to show a bar with loss, learning rate and examples per second on the
+        terminal (by tqdm, if it is installed). Without a terminal, lines `step <n> loss <number>`
+        are printed. You are also told if the run resumes, or was already finished.
+      evaluate: a function params -> a number or a dict of numbers; with `model_state` its arguments
+        are (params, model_state). It is called every `evaluate_every` steps and at the end.
+        `over_batches(fn, batches)` makes one that takes the mean over batches.
+      evaluate_every: the number of steps between evaluations, ≥ 1; "epoch" evaluates after each of
+        the `epochs`; None evaluates only at the end.
+      monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
+        compared; `patience` and `keep_best` then need it.
+      mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
+        accuracy. You get a warning if in all of three or more evaluations it went the other way.
+      patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
+        If you start such a run again from its checkpoint, it takes no further step. An evaluation
+        of the state in which an earlier run was stopped, between two multiples of
+        `evaluate_every`, does not count.
+      keep_best: whether to return the state with the best evaluation instead of the last one. It is
+        kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
+        resumes compares the state kept there, the one that it resumes from, and those that it
+        evaluates. If an earlier evaluation was better, but its state was not kept because
+        `keep_best` was off, the best of these is returned, and a warning names the better step.
+      callback: a function (step, state, metrics), called after each step, with metrics as Python
+        numbers; if it returns True, the run ends. The next step overwrites the state, so copy the
+        arrays that you keep. A callback waits for each step, to read the metrics.
+      log: where to write the metrics of each step during the run. A path: a file with one JSON
+        object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
+        tensorboardX, torch or flax, or any object with `flush()` and either
+        `add_scalar(name, value, step)` or `scalar(name, value, step)`. Or a list of these.
+      report: an HTML file with the curves of the run, a table of its numbers, the optimizer's
+        state, versions and devices; see `optfn.plot.report`. It is written about once a minute and
+        at the end, even if an error ends the run. Needs matplotlib.
+      checkpoint: a directory for checkpoints, which are written in the background
+        (`save_checkpoint`). If it has one already, the run resumes from it, with results that are
+        bit-identical to those of a run that was never stopped. Pass the same batches: those that
+        were used are skipped. They are not even read if the iterator of `batches` has `get_state`
+        and `set_state`, as those of grain have, because its state is in the checkpoint. `steps`
+        includes those made before. The learning rate is that of the checkpoint; if `state` has
+        another number, you get a warning.
+      save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
+        `datetime.timedelta(minutes=10)`. The last step is saved as well.
+      keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed.
+      resume: whether the run may resume. If False, checkpoints in the directory are an error.
+    """
 
     steps: int | None = None
     epochs: int | None = None
     progress: bool = True
     evaluate: Callable[..., Any] | None = None
-    evaluate_every: int | str | None = None
+    evaluate_every: int | Literal["epoch"] | None = None
     monitor: str | None = None
-    mode: str = "min"
+    mode: Literal["min", "max"] = "min"
     patience: int | None = None
     keep_best: bool = False
     callback: Callback | None = None
@@ -43,7 +95,21 @@ class LoopOptions:
     keep: int = 2
     resume: bool = True
 
+
+@dataclasses.dataclass(frozen=True)
+class FitArguments(LoopOptions):
+    """The arguments of `fit`, checked."""
+
+    step: TrainStep
+    state: TrainState
+    batches: Iterable[Batch]
+
     def __post_init__(self) -> None:
+        if not isinstance(self.step, TrainStep):
+            raise TypeError(
+                "step must be a TrainStep, as make_train_step returns it; got "
+                f"{checks.shown(self.step)}"
+            )
         for name in ("progress", "keep_best", "resume"):
             checks.flag(name, getattr(self, name))
         if not isinstance(self.save_every, datetime.timedelta):
@@ -73,8 +139,9 @@ class LoopOptions:
             if getattr(self, name) not in (None, False) and self.evaluate is None:
                 raise ValueError(f"{name} needs evaluate, a function of params")
 
-    def check_batches(self, batches: Iterable[Batch], local_steps: int) -> None:
-        """Raise an error unless these options fit the batches, each for `local_steps` steps."""
+    def check_batches(self) -> None:
+        """Raise an error unless these options fit the batches, each for a call of the step."""
+        batches, local_steps = self.batches, self.step.local_steps
         if self.steps is not None and self.steps % local_steps:
             raise ValueError(
                 f"steps must be a multiple of local_steps, {local_steps}, because a run can stop "
@@ -93,3 +160,19 @@ class LoopOptions:
                 f"epochs={self.epochs} needs batches that can be iterated again, such as a list or "
                 f"a DataLoader; got {checks.shown(batches)}, which ends after one pass"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class MinimizeArguments(LoopOptions, StepOptions):
+    """The arguments of `minimize`, which `make_train_step` and `fit` check."""
+
+    loss_fn: LossFn | None
+    tx: optax.GradientTransformation
+    params: Params
+    batches: Iterable[Batch]
+    _: dataclasses.KW_ONLY
+    model_state: PyTree = None
+
+    def of(self, options: type[StepOptions | LoopOptions]) -> dict[str, Any]:
+        """Return the options of the step, or those of the loop."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(options)}

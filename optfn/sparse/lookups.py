@@ -19,15 +19,14 @@ from optfn.jaxprs.equations import (
     variables,
 )
 from optfn.leaves import tree
-from optfn.leaves.opaque import OpaqueLeaf
 from optfn.leaves.rows import Rows
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Leaf, Params
+from optfn.leaves.types import DType, Leaf, Params
 from optfn.sparse.tables import Owners
 
 
 @jax.tree_util.register_pytree_node_class
-class Table(OpaqueLeaf):
+class Table:
     """An embedding table as a loss sees it: it can be looked up, and nothing else.
 
     `table[ids]` returns the rows for integer ids of any shape, (*ids.shape, …). Ids out of range
@@ -40,6 +39,29 @@ class Table(OpaqueLeaf):
     Raises:
       TypeError: the loss does something else with the table than to look up integer ids.
     """
+
+    def __init__(self, array: jax.Array, path: str) -> None:
+        self._array, self.path = array, path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return self._array.shape
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype of the leaf."""
+        return self._array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes of the leaf."""
+        return self._array.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the leaf."""
+        return self._array.size
 
     def __getitem__(self, ids: Leaf) -> Any:
         if ids is Ellipsis:  # nnx reads a Variable by [...]
@@ -55,8 +77,16 @@ class Table(OpaqueLeaf):
         # out of range. The gradient goes to the row that was read. This gather does the same.
         return self._array[ids] if ids.ndim else self._array.at[ids[None]].get(mode="clip")[0]
 
-    def _refusal(self, use: str) -> TypeError:
-        return _dense_use(self.path, use)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _dense_use(self.path, f"its attribute {name!r}")
+
+    def __jax_array__(self) -> Any:
+        raise _dense_use(self.path, "an operation on the whole array")
+
+    def __array__(self, *args: object, **options: object) -> Any:
+        raise _dense_use(self.path, "a conversion to NumPy")
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], str]:
         """Return the array and, as static data, the path."""
@@ -73,6 +103,24 @@ def _dense_use(path: str, use: str) -> TypeError:
         f"table {path!r} can only be looked up, table[ids], but the loss uses it in another way "
         f"({use}). If it has to, leave this leaf out of `tables`; its gradient is then dense"
     )
+
+
+def _refusing(operation: str) -> Callable[..., Any]:
+    def refuse(self: Table, *args: object) -> Any:
+        raise _dense_use(self.path, operation)
+
+    return refuse
+
+
+# Python looks up operators in the class, not by __getattr__.
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
+    setattr(Table, f"__{_name}__", _refusing(_name))
+    setattr(Table, f"__r{_name}__", _refusing(_name))
+for _name in (
+    *("neg", "abs", "len", "iter", "bool", "contains", "float", "int"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+):
+    setattr(Table, f"__{_name}__", _refusing(_name))
 
 
 class LossOfTables:

@@ -16,8 +16,7 @@ asks the state:
   takes `row_updates=True`.
 
 A wrapper may enclose such a transform if its own state is right on every worker; its state type
-then has `@traits(passes_own_gradients=True)`. If gradients have the workers as a leading axis
-(`on_each_device`), the state type has `@traits(workers_in_front=True)`.
+then has `@traits(passes_own_gradients=True)`.
 
 `state_dict` splits flat per-worker arrays of a packed buffer into flat arrays of its leaves. If the
 order in the buffer matters, as for a selection over the whole buffer, the state type has
@@ -177,12 +176,6 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
 
 def _is_mark(x: Any) -> bool:
     return isinstance(x, ExchangedLeaf)
-
-
-def has_workers_in_front(state: OptState) -> bool:
-    """Tell whether the transform of a state takes gradients with the workers as leading axis."""
-    found = jax.tree.leaves(state, is_leaf=lambda x: traits_of(x).workers_in_front)
-    return any(traits_of(x).workers_in_front for x in found)
 
 
 # Wrappers of optax whose own state is the same on all workers.

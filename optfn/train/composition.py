@@ -1,7 +1,6 @@
 """The composition of a training step from its options: objective, update, rounds, placement."""
 
 import contextlib
-import functools
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from optfn.parallel import data_parallel as parallel
 from optfn.parallel.layout import Layout
 from optfn.parallel.sharding import Sharded
 from optfn.sparse.tables import Owners
-from optfn.train.in_backward import updating_in_backward
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_form import Form
 from optfn.train.microbatches import in_microbatches
@@ -31,7 +29,7 @@ from optfn.train.objective import (
     of_value_and_grad,
     on_parts,
 )
-from optfn.train.options import StepOptions
+from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
 from optfn.train.worker_step import keys_of, worker_step
 
@@ -39,7 +37,7 @@ from optfn.train.worker_step import keys_of, worker_step
 def composed(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformationExtraArgs,
-    options: StepOptions,
+    options: StepArguments,
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> StepFn:
@@ -52,18 +50,11 @@ def composed(
       layout: how params lie on a mesh; None without one.
       local: how a round goes; None where a call is one step.
     """
-    objective_of = functools.partial(_objective, loss_fn, options, layout)
     workers = Axes() if layout is None else layout.worker_axes
     key_of = keys_of(options.rng, workers)
     averaged = workers if local is None else Axes()
 
-    def step_of(objective: Objective) -> StepFn:
-        return worker_step(objective, tx, key_of, averaged, layout)
-
-    if options.update_in_backward is None:
-        step = step_of(objective_of())
-    else:
-        step = updating_in_backward(step_of, objective_of, tx, options.update_in_backward, averaged)
+    step = worker_step(_objective(loss_fn, options, layout), tx, key_of, averaged, layout)
     if local is not None:
         step = local.round(step)
     if layout is not None and workers:
@@ -89,12 +80,7 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
     return run
 
 
-def _objective(
-    loss_fn: LossFn | None,
-    options: StepOptions,
-    layout: Layout | None,
-    seen: Seen = contextlib.nullcontext,
-) -> Objective:
+def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | None) -> Objective:
     """Return the objective of one device, or of all devices of the part axes if there are some."""
     form = Form(options.model_state, options.has_aux)
     owners = None
@@ -122,13 +108,13 @@ def _objective(
         )
 
     if layout is None or not layout.part_axes:
-        return make(seen)
+        return make()
     objective = on_parts(make, layout)
     return objective if owners is None else of_sharded_tables(objective)
 
 
 def local_rounds(
-    options: StepOptions, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
+    options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
     """Return the parts of a round; None if a call is one step."""
     if options.local_steps == 1 or layout is None:

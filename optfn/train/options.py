@@ -1,8 +1,10 @@
 """The options of a training step: which need another, and which exclude each other."""
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import optax
@@ -11,10 +13,14 @@ from jax.sharding import Mesh
 from optfn import checks
 from optfn import mesh as meshes
 from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Updates
+from optfn.leaves.types import LossFn, Updates
 from optfn.mesh import AxisName
 from optfn.parallel.sharding import Kind, Sharded
 from optfn.state.placement import num_workers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Record = TypeVar("Record")
 
 # (option, the option that it needs, why)
 NEEDS = (
@@ -23,7 +29,6 @@ NEEDS = (
     ("shard_tables", "mesh", "rows are divided over its devices"),
     ("local_steps", "mesh", "its workers train apart"),
     ("outer", "local_steps", "it is the optimizer of rounds of several steps"),
-    ("compare_replicas_every", "mesh", "the params on its devices are compared"),
 )
 
 _OF_LOSS = "it concerns loss_fn, which value_and_grad replaces"
@@ -35,22 +40,61 @@ EXCLUDES = (
     ("rng", "value_and_grad", _OF_LOSS),
     ("tables", "packed", "a buffer of several leaves has no rows"),
     ("shard_tables", "packed", "a buffer of several leaves has no rows"),
-    ("update_in_backward", "value_and_grad", _OF_LOSS),
-    ("update_in_backward", "packed", "a buffer of several leaves has no layers"),
-    ("update_in_backward", "microbatches", "an update needs the gradient of the whole batch"),
-    ("update_in_backward", "recompute", "scan_layers computes the activations of a layer again"),
-    ("update_in_backward", "tables", "the loss is traced twice, and may update a layer once"),
-    ("update_in_backward", "local_steps", "the drift of a round needs the params of its start"),
-    ("update_in_backward", "shard", "updates of divided leaves are compiled for all devices"),
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """The arguments of `make_train_step` besides the loss and the optimizer, checked."""
+    """The options of a training step, which `make_train_step` and `minimize` take.
+
+    Args:
+      has_aux: whether `loss_fn` returns auxiliary data as well, which you find in metrics["aux"].
+        On a mesh, numbers are averaged over the workers and integers are summed.
+      mesh: the workers that share the work, such as `optfn.distributed.data_mesh()`. The leading
+        axis of the batch is split over them, and the loss is their mean. Pass batches as host
+        arrays of all examples, the same in every process, or as global arrays.
+      data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split. An
+        optimizer that exchanges gradients itself, such as `dgc_momentum`, does so over its
+        `axis_name`; over the other data axes its gradients are averaged.
+      recompute: names of values in `loss_fn` that are kept for the backward pass. Everything
+        between them is recomputed there, to save memory; see `optfn.recompute`.
+      packed: whether params and state are kept in one buffer per dtype, which is faster for models
+        with many small leaves; see `optfn.pack`. `loss_fn` still sees the tree. `state.params` is
+        packed, and `unpack(state.params)` is the tree.
+      tables: the embedding leaves, as a pattern of paths. `loss_fn` can only look rows up in them,
+        and their gradients are row-sparse; see `optfn.sparse.value_and_grad`. Without it all
+        gradients are dense, and `init` warns of an optimizer with `lazy`.
+      rng: True, a seed or a key. `loss_fn` then gets a key as its last argument, a different one in
+        each step and on each worker. True means the seed 0.
+      value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
+        of `loss_fn`, such as that of a pipeline, whose batch is (inputs, targets). It takes and
+        returns model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh`
+        it is called inside `shard_map`, with a worker's part of the batch.
+      microbatches: k. The loss is computed for k equal parts of a worker's batch, one after the
+        other, and the gradients are averaged. This saves memory, since only the activations of one
+        part are kept at a time. Batch statistics are those of the parts. With `shard="params"` each
+        part gathers the params again; see `optfn.distributed.sharded`.
+      local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with
+        its own state, on equal parts of its part of the batch. Then `outer` gets the drift
+        θ_start − θ_end of each worker, in float32, as its gradient, and params become θ_start plus
+        its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
+      outer: the optimizer of the rounds. It sees the mean drift, or that of each worker if it
+        exchanges gradients itself. None is sgd(1.0): params become the mean over workers.
+      shard: how params and state are divided over the devices of `mesh`, if they don't fit on one.
+        None: every device has all of them. "state": each of the N devices along `data_axis` keeps
+        1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
+        "params": params are divided as well, and gathered for the loss, one layer at a time if it
+        uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
+        PartitionSpecs of params: the state follows them, other leaves are whole on each device, and
+        axes other than `data_axis` are left to the compiler. A leaf without a dimension that N
+        divides stays whole. The results are those of one device.
+      shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
+        `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
+        are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
+        such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
+    """
 
     has_aux: bool = False
-    model_state: bool = False
     mesh: Mesh | None = None
     data_axis: AxisName = "data"
     recompute: Sequence[str] | None = None
@@ -63,8 +107,16 @@ class StepOptions:
     outer: optax.GradientTransformation | None = None
     shard: Kind | None = None
     shard_tables: bool = False
-    update_in_backward: Pattern | None = None
-    compare_replicas_every: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepArguments(StepOptions):
+    """The arguments of `make_train_step`, checked."""
+
+    loss_fn: LossFn | None
+    tx: optax.GradientTransformation
+    _: dataclasses.KW_ONLY
+    model_state: bool = False
     donate: bool = True
 
     def __post_init__(self) -> None:
@@ -72,8 +124,6 @@ class StepOptions:
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
-        if self.compare_replicas_every is not None:
-            checks.count("compare_replicas_every", self.compare_replicas_every)
         _check_mesh(self.mesh, self.data_axis)
         _check_together(self.given())
         if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:
@@ -81,10 +131,28 @@ class StepOptions:
                 "shard=sharded(..., whole=) cannot be combined with packed=True: a part of a "
                 "buffer of several leaves does not consist of whole matrices"
             )
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """Raise a TypeError unless the function that is called takes the arguments of a step."""
+        loss_fn, value_and_grad = self.loss_fn, self.value_and_grad
+        if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
+            raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
+        if value_and_grad is not None and not callable(value_and_grad):
+            raise TypeError(
+                "value_and_grad must be a function (params, batch) -> (loss, gradients); "
+                f"got {value_and_grad!r}"
+            )
+        arguments = ["params", *["model_state"] * self.model_state, "batch"]
+        if value_and_grad is not None:
+            checks.takes("value_and_grad", value_and_grad, arguments)
+        else:
+            checks.takes("loss_fn", loss_fn, arguments + ["key"] * (self.rng is not False))
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
-        values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self)}
+        options = [f for f in dataclasses.fields(self) if f.kw_only]
+        values = {f.name: (getattr(self, f.name), f.default) for f in options}
         return {name: value for name, (value, default) in values.items() if value is not default}
 
 
@@ -115,17 +183,41 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
         num_workers(mesh, data_axis)
 
 
-def check_loss(loss_fn: object, value_and_grad: object, options: StepOptions) -> None:
-    """Raise a TypeError unless the one that is called takes the arguments of a step."""
-    if not callable(loss_fn) and (loss_fn is not None or value_and_grad is None):
-        raise TypeError(f"loss_fn must be a function (params, batch) -> loss; got {loss_fn!r}")
-    if value_and_grad is not None and not callable(value_and_grad):
-        raise TypeError(
-            "value_and_grad must be a function (params, batch) -> (loss, gradients); "
-            f"got {value_and_grad!r}"
-        )
-    arguments = ["params", *["model_state"] * options.model_state, "batch"]
-    if value_and_grad is not None:
-        checks.takes("value_and_grad", value_and_grad, arguments)
-    else:
-        checks.takes("loss_fn", loss_fn, arguments + ["key"] * (options.rng is not False))
+# Arguments of the last version, and how to write without them.
+RETIRED = {
+    "update_in_backward": "to save the memory of gradients, use microbatches= or shard=",
+    "compare_replicas_every": "call optfn.distributed.compare_replicas(state, mesh) in a callback",
+}
+
+
+def taking(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
+    """Decorate a function of one record of arguments: it is called with the arguments themselves.
+
+    The dataclass `record` has their order, types and defaults. In the docstring, a line `**Options`
+    stands for the arguments in the docstring of this base of `record`.
+    """
+
+    def decorate(function: Callable[[Record], R]) -> Callable[P, R]:
+        name, signature = function.__name__, inspect.signature(record)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for gone in RETIRED.keys() & kwargs.keys():
+                raise TypeError(f"{name}: {gone}= is gone: {RETIRED[gone]}")
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                known = ", ".join(signature.parameters)
+                raise TypeError(f"{name}: {error}; its arguments are {known}") from None
+            return function(record(*args, **kwargs))
+
+        returned = inspect.signature(function).return_annotation
+        text = inspect.cleandoc(function.__doc__ or "")
+        for base in inspect.getmro(cast(type, record)):
+            words = inspect.cleandoc(base.__doc__ or "").partition("Args:\n")[2]
+            text = text.replace(f"  **{base.__name__}", words)
+        call.__doc__ = text
+        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return call
+
+    return decorate

@@ -6,12 +6,9 @@ composed of the same parts (composition.py):
     layout       how params, state and batch are divided over a mesh          parallel/layout.py
     objective    loss and gradients; means over the part axes of the layout   objective.py
     update       means over the worker axes, or an exchange; the optimizer    worker_step.py
-    layers       updated inside the backward pass, the others by the update   in_backward.py
     rounds       local steps of each worker, and an outer step on the drift   local_steps.py
 """
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,20 +22,17 @@ from optfn.leaves import mismatch, tree
 from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
-from optfn.mesh import AxisName
+from optfn.leaves.types import Batch, Params, PyTree
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
-from optfn.parallel.fingerprint import replicas_differ
 from optfn.parallel.layout import Layout
-from optfn.parallel.sharding import Kind, layout_of
+from optfn.parallel.sharding import layout_of
 from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
 from optfn.sparse.tables import Owners
 from optfn.train.batches import as_arrays
 from optfn.train.composition import composed, local_rounds
 from optfn.train.local_steps import check_rounds
-from optfn.train.options import StepOptions, check_loss
+from optfn.train.options import StepArguments, taking
 from optfn.train.order import warn_of_ascent, warn_of_lazy, warn_of_order
 from optfn.train.state import TrainState, copy, distinct, on_one_mesh
 from optfn.wrappers.nonfinite import gave_up
@@ -52,16 +46,11 @@ class TrainStep:
     compiled: the jitted function (state, batch) -> (state, metrics).
     """
 
-    def __init__(
-        self,
-        loss_fn: LossFn | None,
-        tx: optax.GradientTransformationExtraArgs,
-        options: StepOptions,
-        layout: Layout | None,
-    ) -> None:
-        self.loss_fn, self.tx, self.options, self.layout = loss_fn, tx, options, layout
-        self.local = local_rounds(options, tx, layout)
-        step = composed(loss_fn, tx, options, layout, self.local)
+    def __init__(self, options: StepArguments, layout: Layout | None) -> None:
+        self.loss_fn, self.options, self.layout = options.loss_fn, options, layout
+        self.tx = optax.with_extra_args_support(core.check_transform("tx", options.tx))
+        self.local = local_rounds(options, self.tx, layout)
+        step = composed(options.loss_fn, self.tx, options, layout, self.local)
         self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())
         self._has_run = False
 
@@ -137,7 +126,6 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the previous step.
-          RuntimeError: params differ between devices, and `compare_replicas_every` found it.
           ValueError: `state` has been donated to an earlier call; or, at the first call, the
             batches of several processes differ in structure or shapes; or `state` has local steps
             of another number of workers.
@@ -167,29 +155,14 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up.
-          RuntimeError: replicated params differ between devices.
         """
         if checks.is_traced(state.step):
             return
-        self._compare_replicas(state)
         flags = gave_up(state.opt_state)
         if any(np.any(x.addressable_data(0) if isinstance(x, jax.Array) else x) for x in flags):
             raise FloatingPointError(
                 "skip_nonfinite: more than max_consecutive gradients in a row were not finite; the "
                 "last one has been applied to the parameters"
-            )
-
-    def _compare_replicas(self, state: TrainState) -> None:
-        every = self.options.compare_replicas_every
-        if every is None or self.layout is None:
-            return
-        step = int(state.step)
-        before = max(step - self.local_steps, 0) // every
-        if step // every > before and _replicas_differ(state.params, self.layout):
-            since = f"since a step after {before * every}" if before else "perhaps from the start"
-            raise RuntimeError(
-                f"the params differ between devices after step {step}, {since}: all devices "
-                "must begin with the same params and get the same updates"
             )
 
     def check_state(self, state: object) -> None:
@@ -240,33 +213,8 @@ def _is_on_several_cpus(x: jax.Array) -> bool:
     return x.sharding.num_devices > 1 and next(iter(x.devices())).platform == "cpu"
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _replicas_differ(params: Params, layout: Layout) -> jax.Array:
-    return replicas_differ(params, layout.of_params(params), layout.mesh)
-
-
-def make_train_step(
-    loss_fn: LossFn | None,
-    tx: optax.GradientTransformation,
-    *,
-    has_aux: bool = False,
-    model_state: bool = False,
-    mesh: Mesh | None = None,
-    data_axis: AxisName = "data",
-    recompute: Sequence[str] | None = None,
-    packed: bool = False,
-    tables: Pattern | None = None,
-    rng: bool | int | jax.Array = False,
-    value_and_grad: Callable[..., tuple[Any, Updates]] | None = None,
-    microbatches: int = 1,
-    local_steps: int = 1,
-    outer: optax.GradientTransformation | None = None,
-    shard: Kind | None = None,
-    shard_tables: bool = False,
-    update_in_backward: Pattern | None = None,
-    compare_replicas_every: int | None = None,
-    donate: bool = True,
-) -> TrainStep:
+@taking(StepArguments)
+def make_train_step(options: StepArguments) -> TrainStep:
     """Return a jitted training step, which updates params and state in place.
 
         loss, g = value_and_grad(loss_fn)(params, batch)
@@ -281,61 +229,12 @@ def make_train_step(
       loss_fn: a function (params, batch) -> loss, a scalar; with `has_aux`, it returns (loss, aux).
         None if you pass `value_and_grad`.
       tx: an optimizer of optfn or optax.
-      has_aux: whether `loss_fn` returns auxiliary data as well, which you find in metrics["aux"].
-        On a mesh, numbers are averaged over the workers and integers are summed.
+      **StepOptions
       model_state: whether the model has arrays besides params, such as batch statistics. `loss_fn`
         is then (params, model_state, batch) -> (loss, model_state), or (loss, (model_state, aux))
         with `has_aux`, and the next TrainState has the new model_state. On a mesh, floating-point
         arrays are averaged over the workers, and others are those of worker 0. If `skip_nonfinite`
         skips the step, the model_state stays as it was.
-      mesh: the workers that share the work, such as `optfn.distributed.data_mesh()`. The leading
-        axis of the batch is split over them, and the loss is their mean. Pass batches as host
-        arrays of all examples, the same in every process, or as global arrays.
-      data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split. An
-        optimizer that exchanges gradients itself, such as `dgc_momentum`, does so over its
-        `axis_name`; over the other data axes its gradients are averaged.
-      recompute: names of values in `loss_fn` that are kept for the backward pass. Everything
-        between them is recomputed there, to save memory; see `optfn.recompute`.
-      packed: whether params and state are kept in one buffer per dtype, which is faster for models
-        with many small leaves; see `optfn.pack`. `loss_fn` still sees the tree. `state.params` is
-        packed, and `unpack(state.params)` is the tree.
-      tables: the embedding leaves, as a pattern of paths. `loss_fn` can only look rows up in them,
-        and their gradients are row-sparse; see `optfn.sparse.value_and_grad`. Without it all
-        gradients are dense, and `init` warns of an optimizer with `lazy`.
-      rng: True, a seed or a key. `loss_fn` then gets a key as its last argument, a different one in
-        each step and on each worker. True means the seed 0.
-      value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
-        of `loss_fn`, such as that of a pipeline, whose batch is (inputs, targets). It takes and
-        returns model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh`
-        it is called inside `shard_map`, with a worker's part of the batch.
-      microbatches: k. The loss is computed for k equal parts of a worker's batch, one after the
-        other, and the gradients are averaged. This saves memory, since only the activations of one
-        part are kept at a time. Batch statistics are those of the parts. With `shard="params"` each
-        part gathers the params again; see `optfn.distributed.sharded`.
-      local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with
-        its own state, on equal parts of its part of the batch. Then `outer` gets the drift
-        θ_start − θ_end of each worker, in float32, as its gradient, and params become θ_start plus
-        its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
-      outer: the optimizer of the rounds. It sees the mean drift, or that of each worker if it
-        exchanges gradients itself. None is sgd(1.0): params become the mean over workers.
-      shard: how params and state are divided over the devices of `mesh`, if they don't fit on one.
-        None: every device has all of them. "state": each of the N devices along `data_axis` keeps
-        1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
-        "params": params are divided as well, and gathered for the loss, one layer at a time if it
-        uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
-        PartitionSpecs of params: the state follows them, other leaves are whole on each device, and
-        axes other than `data_axis` are left to the compiler. A leaf without a dimension that N
-        divides stays whole. The results are those of one device.
-      shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
-        `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
-        are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
-        such a leaf is an `optfn.sparse.ShardedTable`; `np.asarray` of it has the natural order.
-      update_in_backward: the leaves that are updated inside the backward pass, layer by layer, so
-        that the gradients of all layers are never in memory at once; a pattern of leaves of a
-        `Stacked` that the loss passes to `optfn.distributed.scan_layers`. The update of each leaf
-        must depend on its own gradient alone; see docs/training.md.
-      compare_replicas_every: after how many steps the devices of `mesh` compare their params, by a
-        checksum of 8 bytes per leaf. If they differ, the next call raises. None: never.
       donate: whether the step may overwrite the state that you pass.
 
     Transforms of optax that ask for extra arguments get them: value, the loss; grad, the gradients;
@@ -362,28 +261,8 @@ def make_train_step(
     >>> float(metrics["loss"]), state.params.tolist()
     (10.0, [0.5, 1.5])
     """
-    extra_tx = optax.with_extra_args_support(core.check_transform("tx", tx))
-    options = StepOptions(
-        has_aux=has_aux,
-        model_state=model_state,
-        mesh=mesh,
-        data_axis=data_axis,
-        recompute=recompute,
-        packed=packed,
-        tables=tables,
-        rng=rng,
-        value_and_grad=value_and_grad,
-        microbatches=checks.count("microbatches", microbatches),
-        local_steps=checks.count("local_steps", local_steps),
-        outer=outer,
-        shard=shard,
-        shard_tables=shard_tables,
-        update_in_backward=tree.check_pattern("update_in_backward", update_in_backward),
-        compare_replicas_every=compare_replicas_every,
-        donate=donate,
-    )
-    check_loss(loss_fn, value_and_grad, options)
     layout = None
-    if mesh is not None:
-        layout = layout_of(shard, mesh, data_axis, tables if shard_tables or shard else None)
-    return TrainStep(loss_fn, extra_tx, options, layout)
+    if options.mesh is not None:
+        tables = options.tables if options.shard_tables or options.shard else None
+        layout = layout_of(options.shard, options.mesh, options.data_axis, tables)
+    return TrainStep(options, layout)

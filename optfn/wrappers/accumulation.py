@@ -13,7 +13,7 @@ from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.mesh import joined
-from optfn.state.per_worker import PerWorker, exchanged_axes, has_workers_in_front
+from optfn.state.per_worker import PerWorker, exchanged_axes
 from optfn.transforms.in_place import when
 
 
@@ -55,18 +55,13 @@ def accumulate(
 
     Raises:
       TypeError: `tx` is not a gradient transformation, or `every` is not a Python integer.
-      ValueError: `every` < 1, or `tx` is an `on_each_device`; accumulate must be inside it.
+      ValueError: `every` < 1.
     """
     every = checks.count("accumulate: every", every)
     inner = core.check_transform("accumulate: tx", tx)
 
     def init(params: Params) -> AccumulateState:
         inner_state = inner.init(params)
-        if has_workers_in_front(inner_state):
-            raise ValueError(
-                "accumulate cannot wrap on_each_device, whose gradients have a leading axis of "
-                "workers. Put it inside: on_each_device(accumulate(tx, every), mesh, spec=spec)"
-            )
         return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
 
     def update(

@@ -15,7 +15,7 @@ from optfn.leaves.traits import Report, traits
 from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
-from optfn.state.per_worker import has_workers_in_front, nodes_of
+from optfn.state.per_worker import nodes_of
 from optfn.state.reports import nested, reported
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
@@ -79,8 +79,7 @@ def record_metrics(
         leaves count in param_norm.
       axis_name: if each worker has its own gradient, the mesh axes over which the squares of the
         norms are averaged; they must be bound by shard_map, pmap or vmap. `make_train_step` adds
-        its own axes. Around `on_each_device`, the norm of the gradient is the same root mean square
-        over workers.
+        its own axes.
 
     State: grad_norm, the norm of the gradient that is passed in; update_norm; param_norm, before
     the update; clip_factor, the smallest factor of the clips by norm in `tx`, or 1 without one;
@@ -109,12 +108,9 @@ def record_metrics(
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = joined_workers("record_metrics", axis_name, extra)
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
-        in_front = has_workers_in_front(inner_state)
-        workers = float(_num_workers(updates)) if in_front else 1.0
 
         def norms(trees: Sequence[Updates]) -> list[jax.Array]:
-            grad_norm, *others = (among.root_mean_square(_norm(x)) for x in trees)
-            return [grad_norm / jnp.sqrt(workers) if in_front else grad_norm, *others]
+            return [among.root_mean_square(_norm(x)) for x in trees]
 
         groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
         for pattern in patterns:
@@ -146,11 +142,6 @@ def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) ->
 
 def _norm(x: Updates) -> jax.Array:
     return leafwise.global_norm(leafwise.merge_rows(x)).astype(jnp.float32)
-
-
-def _num_workers(updates: Updates) -> int:
-    leaves = tree.arrays(leafwise.inexact(updates))
-    return leaves[0].shape[0] if leaves else 1
 
 
 def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:

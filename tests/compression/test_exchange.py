@@ -880,7 +880,7 @@ def test_skip_nonfinite_stops_what_follows_too():
 @pytest.mark.nightly  # test_pipeline_compression.py has DGC there
 @pytest.mark.parametrize("route", ["gather", "parts"])
 def test_beside_a_pipeline(route):
-    """on_each_device: each stage exchanges with the same stage of the other workers."""
+    """Each stage exchanges with the same stage of the other workers."""
     choice = {".*in": top_k(0.2), ".*out": quantize(1)}
     tx = optfn.chain(exchange(choice, min_size=20, route=route), optfn.momentum(0.05, 0.9))
     mesh, batches = problems.mesh_of(False), [problems.batch(k) for k in range(3)]

@@ -141,15 +141,6 @@ def test_a_guard_judges_for_all_workers_whatever_its_own_axes(axis_name):
     assert int(state.opt_state.skipped) == 1
 
 
-def test_on_each_device_exchanges_over_the_axis_of_its_workers_only():
-    """Over the stages it would mix the weights of different stages."""
-    tx = optfn.chain(exchange(axis_name="b"), optfn.sgd(0.1))
-    on_each = optfn.distributed.on_each_device(tx, mesh(), spec=P("b"), data_axis="a")
-    words = r"over the axis of the workers, 'a'; it exchanges over \('b',\)"
-    with pytest.raises(ValueError, match=words):
-        on_each.init({"w": jnp.ones((2, 4))})
-
-
 SPECS = {
     "all": P(AXES),
     "reversed": P(("b", "a")),
@@ -226,8 +217,7 @@ def test_narrow_params_on_a_mesh_with_an_axis_for_the_compiler(shard, dtype):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shard": "state"}, {"shard": "params"}, {"shard": {"w": P("a")}},
-     {"compare_replicas_every": 1}],
+    [{}, {"shard": "state"}, {"shard": "params"}, {"shard": {"w": P("a")}}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("mask", thinned([optax.MaskedNode, lambda: None]))

@@ -16,7 +16,6 @@ from problems import batch, block, blocks, mean_square, mesh_of
 import optfn
 from optfn.distributed import (
     data_mesh,
-    on_each_device,
     pipeline_value_and_grad,
     rescale_residuals,
     stack_stages,
@@ -163,27 +162,18 @@ def test_a_wrapper_that_renames_leaves_is_refused():
         step(step.init(start()), data(0))
 
 
-def test_accumulate_goes_inside_on_each_device():
-    mesh = mesh_of(False)
-    with pytest.raises(ValueError, match=r"Put it inside: on_each_device\(accumulate"):
-        optfn.accumulate(on_each_device(dgc(), mesh, spec=P("stage")), 2).init(
-            stack_stages(blocks(), mesh=mesh)
-        )
-
-
 def pipelined(tx, steps):
     mesh = mesh_of(False)
-    f = pipeline_value_and_grad(
-        block, mean_square, mesh=mesh, num_microbatches=3, data_axis="data", grad_reduce=None
-    )
-    step = optfn.make_train_step(None, on_each_device(tx, mesh, spec=P("stage")), value_and_grad=f)
+    f = pipeline_value_and_grad(block, mean_square, mesh=mesh, num_microbatches=3)
+    shard = {".*": P("stage")}
+    step = optfn.make_train_step(None, tx, value_and_grad=f, mesh=mesh, shard=shard)
     state = step.init(stack_stages(blocks(), mesh=mesh))
     for k in range(steps):
         state, _ = step(state, batch(k))
     return state
 
 
-def test_partitions_and_sums_on_each_device_of_a_pipeline():
+def test_partitions_and_sums_beside_a_pipeline():
     """Leaves that nothing exchanges are averaged; accumulate keeps the sums of each worker."""
 
     def by_path(params):
@@ -211,39 +201,16 @@ def test_labels_of_stacked_stages_are_stacked_or_a_function(virtual_stages):
         return optax.partition({"fast": optfn.adam(0.1)}, labels)
 
     for tx in (by_labels(labels), optax.masked(optfn.adam(0.1), mask)):
-        with pytest.raises(
-            ValueError, match=r"on_each_device: tx: a tree.*Put it into an optfn\.St"
-        ):
-            on_each_device(tx, mesh_of(False), spec=P()).init(params)
-        with pytest.raises(ValueError, match=r"chain: part 1: a tree.*or pass a function"):
+        words = r"chain: part 1: a tree.*Put it into an optfn\.Stacked.*or pass a function"
+        with pytest.raises(ValueError, match=words):
             optfn.chain(optfn.clip_by_norm(1.0), tx).init(params)
     stacked = optfn.Stacked(labels)
     stacked = optfn.Stacked(stacked) if virtual_stages > 1 else stacked
     whole = jax.tree.leaves(optfn.adam(0.1).init(params))
     for good in (stacked, lambda params: jax.tree.map(lambda _: "fast", params)):
-        state = on_each_device(by_labels(good), mesh_of(False), spec=P()).init(params)
+        state = by_labels(good).init(params)
         for x, y in zip(jax.tree.leaves(state), whole, strict=True):
             np.testing.assert_array_equal(x, y)
-
-
-def test_the_recorded_norm_has_one_meaning():
-    """The root mean square over workers of the norms of their gradients, in both ways."""
-    mesh, tx = mesh_of(False), dgc()
-    f = pipeline_value_and_grad(
-        block, mean_square, mesh=mesh, num_microbatches=3, data_axis="data", grad_reduce=None
-    )
-    params = stack_stages(blocks(), mesh=mesh)
-    _, grads = f(params, batch(0))
-    recorded = optfn.record_metrics(on_each_device(tx, mesh, spec=P("stage")))
-    _, state = jax.jit(recorded.update)(grads, recorded.init(params), params)
-    norms = [
-        np.sqrt(
-            sum(np.sum(np.square(np.asarray(g[w], np.float64))) for g in jax.tree.leaves(grads))
-        )
-        for w in range(2)
-    ]
-    want = np.sqrt(np.mean(np.square(norms)))
-    np.testing.assert_allclose(optfn.metrics(state)["grad_norm"], want, rtol=1e-6)
 
 
 def test_a_nan_on_one_worker_stops_all():

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from grids import thinned
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import (
     STAGES,
@@ -26,7 +26,6 @@ from simulation import pipelined, unpipelined
 import optfn
 from optfn.distributed import (
     PipelineParams,
-    on_each_device,
     stack_stages,
     unstack_stages,
 )
@@ -35,7 +34,7 @@ STEPS = 6
 
 
 def compressing(nesterov=False, sparsity=(0.5, 0.9)):
-    """Dense, then a ramp of two steps; the matrices are compressed, the biases are not."""
+    """Dense, then a ramp of two steps; matrices are compressed, the 36 biases are not."""
     with pytest.warns(UserWarning, match="little momentum remains"):
         return optfn.dgc_momentum(
             0.05,
@@ -43,9 +42,8 @@ def compressing(nesterov=False, sparsity=(0.5, 0.9)):
             rampup_begin_step=2,
             rampup_step=2,
             sparsity=sparsity,
-            min_size=20,
+            min_size=40,
             nesterov=nesterov,
-            local_grad_clip_norm=0.5,
         )
 
 
@@ -115,14 +113,14 @@ def test_shared_weights_and_integers_beside_stacked_stages():
         return mean_square(x, target)
 
     with pytest.warns(UserWarning, match="little momentum remains"):
-        tx = optfn.dgc_momentum(0.05, 0.9, rampup_begin_step=0, sparsity=(0.8,), min_size=20)
+        tx = optfn.dgc_momentum(0.05, 0.9, rampup_begin_step=0, sparsity=(0.8,), min_size=40)
     mesh, batches = mesh_of(False), [batch(k) for k in range(STEPS)]
     stages = [w | {"id": np.arange(30, dtype=np.int32) + i} for i, w in enumerate(blocks())]
     shared = {"mix": random(7, shape=(WIDTH, WIDTH), scale=0.5), "ids": np.arange(24)}
     params = PipelineParams(stages, shared)
     replicated = jax.device_put(shared, NamedSharding(mesh, P()))
     placed = PipelineParams(stack_stages(stages, mesh=mesh), replicated)
-    losses, state = pipelined(tx, stage, placed, batches, mesh, P("stage"))
+    losses, state = pipelined(tx, stage, placed, batches, mesh, P("stage"), pattern="stages/.*")
     want, want_params, want_state = unpipelined(tx, params, batches, loss_fn)
     np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
     got = state.params._replace(stages=unstack_stages(state.params.stages))
@@ -134,32 +132,3 @@ def test_shared_weights_and_integers_beside_stacked_stages():
     assert_close(kept.shared["mix"].reshape(2, -1), expected.shared["mix"])
     assert kept.stages["id"] == kept.shared["ids"] == optax.MaskedNode()
     assert float(jnp.abs(kept.shared["mix"]).max()) > 1e-3
-
-
-def test_all_stages_skip_what_is_not_finite_in_one():
-    mesh = mesh_of(False)
-    tx = on_each_device(compressing(), mesh, spec=P("stage"))
-    params = stack_stages(blocks(), mesh=mesh)
-    grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape), x.dtype), params)
-    grads["in"] = grads["in"].at[1, 2, 0, 0].set(jnp.nan)
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    for u in jax.tree.leaves(updates):
-        np.testing.assert_array_equal(u, 0)
-    assert [int(x.data) for x in state[0].skipped.addressable_shards] == [1] * 8
-    assert [int(x.data) for x in state[0].step.addressable_shards] == [0] * 8
-
-
-def test_bad_input():
-    mesh = mesh_of(False)
-    tx = on_each_device(compressing(), mesh, spec=P("stage"))
-    params = stack_stages(blocks(), mesh=mesh)
-    state = tx.init(params)
-    with pytest.raises(
-        ValueError, match=r"'bias' must have the 2 workers.*\(4, 9\).*grad_reduce=None"
-    ):
-        tx.update(params, state, params)
-    with pytest.raises(ValueError, match="no axis 'stages'"):
-        on_each_device(compressing(), mesh, spec=P("stages"))
-    with pytest.raises(ValueError, match="no axis 'data'"):
-        alone = Mesh(np.array(jax.devices()[:2]), ("stage",))
-        on_each_device(compressing(), alone, spec=P("stage"))

@@ -131,11 +131,6 @@ def test_nothing_is_gathered_inside_the_loops():
         ),
         ({"specs": {"in": P("x")}}, ValueError, "'x' at 'in' must be an axis of the mesh other"),
         ({"specs": {"in": "model"}}, TypeError, "must consist of PartitionSpecs; got 'model'"),
-        (
-            {"grad_reduce": None},
-            ValueError,
-            "grad_reduce=None each worker along this axis has a whole",
-        ),
     ],
 )
 def test_bad_specs(options, error, words):

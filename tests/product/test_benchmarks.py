@@ -21,7 +21,6 @@ from benchmarks import (
     first_call,
     front,
     fused_adam,
-    in_backward,
     matrices,
     measure,
     moments,
@@ -226,12 +225,6 @@ def test_matrices(toy):
     assert whole["sent_over"] == pytest.approx(1, rel=0.02) and rows["sent_over"] > 2
     assert optax["optimizer"] == "optax" and optax["sent_over"] > 2
     assert whole["flops_over"] < 0.5 * alike["flops_over"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
-def test_in_backward(toy):
-    rows = toy(in_backward, "in_backward")
-    assert [row["step"] for row in rows] == ["as it is", "recomputed", "in backward"] * 3
 
 
 def test_checkpoints(toy):

@@ -12,7 +12,7 @@ import pytest
 from grids import thinned
 
 import optfn
-from optfn.distributed import data_mesh, on_each_device, pipeline_value_and_grad
+from optfn.distributed import data_mesh
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 3)).astype(np.float32)
@@ -285,7 +285,7 @@ def test_optimizers_of_optax_train_on_a_mesh_as_on_one_device(name):
     chex.assert_trees_all_close(spread.params, alone.params, rtol=1e-3, atol=1e-4)
 
 
-def test_accumulate_and_on_each_device_leave_out_what_they_cannot_pass():
+def test_accumulate_leaves_out_what_it_cannot_pass():
     def strict():
         def update(updates, state, params=None, *, value, **extra):
             assert not extra.keys() & {"grad", "value_fn"}
@@ -295,11 +295,3 @@ def test_accumulate_and_on_each_device_leave_out_what_they_cannot_pass():
 
     step = optfn.make_train_step(squares, optfn.accumulate(strict(), 2))
     step(step.init(LINEAR), (X, Y))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
-    gradient = pipeline_value_and_grad(
-        lambda p, x: x * p, lambda y, t: jnp.mean((y - t) ** 2),
-        mesh=mesh, num_microbatches=2, data_axis="data", grad_reduce=None,
-    )  # fmt: skip
-    tx = on_each_device(strict(), mesh, spec=jax.sharding.PartitionSpec("stage"))
-    step = optfn.make_train_step(None, tx, value_and_grad=gradient)
-    step(step.init(jnp.ones((2, 1))), (X[:, :1], X[:, :1]))
