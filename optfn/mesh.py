@@ -19,9 +19,8 @@ AxisName: TypeAlias = Hashable | Sequence[Hashable]
 _NO_NAMES = (type(None), bool, int, float, complex, np.ndarray, np.generic, jax.Array)
 
 
-@jax.tree_util.register_static
 class Axes(tuple[Any, ...]):
-    """The names of mesh axes, in order. A part of a tree without arrays."""
+    """The names of mesh axes, in order."""
 
 
 def axes(axis_name: AxisName) -> Axes:

@@ -32,7 +32,7 @@ from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, Params, PyTree, Updates
 from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
-from optfn.state.per_worker import Exchanged, PerWorker, exchanged
+from optfn.state.per_worker import Exchanged, PerWorker, exchanged, per_worker
 from optfn.transforms.clipping import clip_factor
 from optfn.transforms.moment import momentum_rule
 from optfn.workers import ONE_WORKER, Workers
@@ -192,14 +192,13 @@ def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompression
         core.first_step(),
         jnp.ones((), jnp.int32),
         leafwise.zeros_like(tree.map_arrays(dense, params)),
-        PerWorker(tree.map_arrays(flat, params), options.axis_name),
-        PerWorker(tree.map_arrays(flat, params), options.axis_name),
+        per_worker(tree.map_arrays(flat, params), options.axis_name),
+        per_worker(tree.map_arrays(flat, params), options.axis_name),
         options.regularization.init(params),
         exchanged(params, options.all_axes, _bytes_of_leaves(options, params)),
     )
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DgcTraffic:
     """The bytes that a worker sends in a step.

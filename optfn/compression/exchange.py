@@ -40,7 +40,7 @@ from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, AxisName
 from optfn.parallel.means import mean_of_all
 from optfn.parallel.owners import check_codec
-from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged
+from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged, per_worker
 from optfn.workers import ONE_WORKER, Group, Workers
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
@@ -227,8 +227,9 @@ def _freezing(
 
     def init(params: Params) -> Any:
         state = without.init(params)
+        mark = state.exchanged
         whole = packed.unpack(leafwise.inexact(params))
-        return state._replace(exchanged=exchanged(whole, *state.exchanged[1:]))
+        return state._replace(exchanged=exchanged(whole, mark.axes, mark.traffic))
 
     return core.Transform(init, without.update)
 
@@ -263,7 +264,7 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        PerWorker(structure.unflatten(residuals), options.axis_name),
+        per_worker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
         exchanged(
             params, options.axis_name, traffic_of(pairs, options.route, options.warmup_steps)

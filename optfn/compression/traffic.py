@@ -12,7 +12,6 @@ from optfn.leaves.types import Leaf
 from optfn.parallel.traffic import all_reduce_bytes
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ExchangeTraffic:
     """The bytes that a worker sends in an exchange.

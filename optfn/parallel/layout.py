@@ -27,7 +27,7 @@ from optfn.mesh import Axes, axes, joined, restricted, without
 from optfn.parallel.data_parallel import placed_copy, replicate
 from optfn.parallel.owners import Codec
 from optfn.state import names as state_names
-from optfn.state.padded import Length, Padded, cut, map_padded, pad
+from optfn.state.padded import Padded, cut, map_padded, padded
 from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
 from optfn.workers import Group
@@ -220,7 +220,7 @@ class Layout:
             if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
             axis = len(spec) - 1  # the axis of layers
-            return Padded(pad(x, end - 1, shape[axis]), Length(end - 1, p.shape[axis]))
+            return padded(x, end - 1, shape[axis])
 
         return self._map_state(of_param, lambda x, own: x, state, params)
 
@@ -228,7 +228,7 @@ class Layout:
         """Return a stored state without padding, as an update takes it inside jit."""
 
         def without_padding(x: Padded) -> jax.Array:
-            spec = P(*[None] * x.length.axis, self.part_axes)
+            spec = P(*[None] * x.axis, self.part_axes)
             return meshes.constrained(cut(x), self.mesh, spec)
 
         return map_padded(without_padding, state)

@@ -1,9 +1,8 @@
 """The number of bytes that a worker sends in a step, by formula.
 
 A transform that exchanges gradients itself gives this number by the `traffic` of the `Exchanged` in
-its state. This is an object without arrays, a static node of the tree:
+its state. This is an object that can be hashed:
 
-    @jax.tree_util.register_static
     @dataclasses.dataclass(frozen=True)
     class MyTraffic:
         packet: int

@@ -4,7 +4,6 @@ On a mesh they are stored like this between steps. The update, `state_dict` and 
 without padding.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeGuard
@@ -20,15 +19,7 @@ from optfn import checks
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, PyTree
 from optfn.mesh import axes
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Length:
-    """The axis of an array that is padded, and its length without padding."""
-
-    axis: int
-    size: int
+from optfn.state.static import static, with_static
 
 
 @traits(transparent=True)
@@ -36,7 +27,21 @@ class Padded(NamedTuple):
     """An array with zeros at the end of one axis. It does not change the names of `state_dict`."""
 
     array: Leaf
-    length: Length
+
+    @property
+    def axis(self) -> int:
+        """The axis that is padded."""
+        return int(static(self, "axis"))
+
+    @property
+    def length(self) -> int:
+        """The length of that axis without padding."""
+        return int(static(self, "length"))
+
+
+def padded(x: Leaf, axis: int, size: int) -> Padded:
+    """Return an array with zeros at the end of an axis, which then has this size, as a Padded."""
+    return with_static(Padded(pad(x, axis, size)), axis=axis, length=int(x.shape[axis]))
 
 
 def is_padded(x: object) -> TypeGuard[Padded]:
@@ -50,15 +55,14 @@ def pad(x: Leaf, axis: int, size: int) -> Leaf:
     return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
 
-def pad_like(padded: Padded, x: Leaf) -> Padded:
+def pad_like(node: Padded, x: Leaf) -> Padded:
     """Return an array with the padding of another."""
-    axis = padded.length.axis
-    return padded._replace(array=pad(x, axis, padded.array.shape[axis]))
+    return node._replace(array=pad(x, node.axis, node.array.shape[node.axis]))
 
 
-def cut(padded: Padded) -> Leaf:
+def cut(node: Padded) -> Leaf:
     """Return an array without its padding."""
-    x, (axis, size) = padded.array, dataclasses.astuple(padded.length)
+    x, axis, size = node.array, node.axis, node.length
     if isinstance(x, np.ndarray):
         return x[(slice(None),) * axis + (slice(size),)]
     lies = None if checks.is_traced(x) else x.sharding

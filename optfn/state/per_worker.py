@@ -5,7 +5,7 @@ and everything else (placement, checkpoints, rescaling, guards, accumulation, th
 asks the state:
 
 * Which arrays are per-worker, that is, different on each worker? They are in a `PerWorker`, and the
-  state has an int32 field `num_workers`.
+  state has an int32 field `num_workers`. `per_worker(value, axis_name)` also says along which axes.
 * Which arrays are shared by all workers, each of which keeps a part? They are in a `Divided`.
 * Of which leaves does it take each worker's gradients and exchange them? An `Exchanged` has these
   leaves and the mesh axes, and may say how many bytes the exchange takes
@@ -39,6 +39,7 @@ from optfn.leaves import tree
 from optfn.leaves.traits import traits, traits_of
 from optfn.leaves.types import OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, joined
+from optfn.state.static import static, with_static
 
 
 @traits(transparent=True)
@@ -49,11 +50,15 @@ class PerWorker(NamedTuple):
     It does not change the names of `state_dict`.
 
     value: a tree of arrays.
-    axes: the mesh axes along which workers differ in it; none means all axes of the workers.
     """
 
     value: PyTree
-    axes: Axes = Axes()
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes along which workers differ in it; none means all axes of the workers."""
+        found: Axes = static(self, "axes", Axes())
+        return found
 
     def __getitem__(self, key: Any) -> Any:
         # A tuple's own keys are integers and slices; others are those of the tree.
@@ -61,9 +66,10 @@ class PerWorker(NamedTuple):
         return tuple.__getitem__(self, key) if is_index else self.value[key]
 
 
-@jax.tree_util.register_static
-class Sizes(tuple[int, ...]):
-    """Numbers of elements. A part of a tree without arrays."""
+def per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
+    """Return a tree of arrays as a `PerWorker`, along these axes of a mesh."""
+    names = axes(axis_name)
+    return with_static(PerWorker(value), axes=names) if names else PerWorker(value)
 
 
 @traits(transparent=True)
@@ -75,13 +81,21 @@ class Divided(NamedTuple):
     leaf, each has such an array for its part of the leaf, as a row.
 
     value: a tree of arrays.
-    axes: the mesh axes of the workers.
-    sizes: the n of each array, in the order of the leaves.
     """
 
     value: PyTree
-    axes: Axes
-    sizes: Sizes
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes of the workers."""
+        found: Axes = static(self, "axes")
+        return found
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The n of each array, in the order of the leaves."""
+        found: tuple[int, ...] = static(self, "sizes")
+        return found
 
     def __getitem__(self, key: Any) -> Any:
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
@@ -96,7 +110,8 @@ class Divided(NamedTuple):
 
 def divided(value: PyTree, names: Axes) -> Divided:
     """Return whole flat arrays as a `Divided` over the axes of the workers."""
-    return Divided(value, names, Sizes(x.size for x in jax.tree.leaves(value)))
+    sizes = tuple(x.size for x in jax.tree.leaves(value))
+    return with_static(Divided(value), axes=names, sizes=sizes)
 
 
 class ExchangedLeaf(NamedTuple):
@@ -107,21 +122,28 @@ class Exchanged(NamedTuple):
     """The leaves whose gradients a transform takes from each worker and exchanges.
 
     leaves: a tree like the params, with an `ExchangedLeaf` or a masked leaf instead of each array.
-    axes: the mesh axes over which it exchanges or averages.
-    traffic: a record of the bytes that a worker sends, see `optfn.parallel.traffic`; () if unknown.
 
     It has no arrays.
     """
 
     leaves: PyTree
-    axes: Axes
-    traffic: Any = ()
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes over which the transform exchanges or averages."""
+        found: Axes = static(self, "axes")
+        return found
+
+    @property
+    def traffic(self) -> Any:
+        """A record of the bytes sent, see `optfn.parallel.traffic`; () if there is none."""
+        return static(self, "traffic", ())
 
 
 def exchanged(params: Params, axis_name: AxisName, traffic: Any = ()) -> Exchanged:
     """Return the mark for all leaves of `params` that are not masked."""
     leaves = tree.map_arrays(lambda p: ExchangedLeaf(), params)
-    return Exchanged(leaves, axes(axis_name), traffic)
+    return with_static(Exchanged(leaves), axes=axes(axis_name), traffic=traffic)
 
 
 def _is(kind: type | tuple[type, ...]) -> Callable[[Any], bool]:

@@ -28,7 +28,7 @@ from optfn.leaves.traits import traits_of
 from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.mesh import joined
 from optfn.state.padded import cut, is_padded, map_padded, pad_like
-from optfn.state.per_worker import PerWorker
+from optfn.state.per_worker import PerWorker, per_worker
 from optfn.state.placement import workers_of
 
 
@@ -56,7 +56,7 @@ def unpack_state(state: OptState) -> OptState:
                 node,
                 _bare(node.buffers),
                 workers,
-                lambda x: PerWorker(x.reshape(-1, *x.shape[2:]), own),
+                lambda x: per_worker(x.reshape(-1, *x.shape[2:]), own),
             )
         return unpack(node)
 

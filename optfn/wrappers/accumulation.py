@@ -13,7 +13,7 @@ from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.traits import traits
 from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 from optfn.mesh import joined
-from optfn.state.per_worker import PerWorker, exchanged_axes
+from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
 from optfn.transforms.in_place import when
 
 
@@ -102,7 +102,7 @@ def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
         return (optax.MaskedNode(), total.reshape(-1)) if is_own else (total, optax.MaskedNode())
 
     shared, owned = tree.map_to(2, by_owner, leafwise.zeros_like(leafwise.inexact(params)))
-    return shared, PerWorker(owned, joined(*own_axes))
+    return shared, per_worker(owned, joined(*own_axes))
 
 
 def _by_owner(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:

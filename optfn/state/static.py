@@ -1,0 +1,39 @@
+"""Static values of the nodes of a state: attributes of a node's type, instead of fields.
+
+A state is made of NamedTuples, dicts, tuples and arrays, because serializers such as flax's take
+nothing else. So a node that says something fixed besides, such as the names of mesh axes, is of a
+subtype that says it. Equal values give the same subtype.
+"""
+
+import functools
+from collections.abc import Hashable
+from typing import Any, TypeVar
+
+N = TypeVar("N", bound=tuple[Any, ...])
+
+
+def with_static(node: N, **values: Hashable) -> N:
+    """Return a NamedTuple as one of the subtype of its type that has these values."""
+    made: N = _rebuilt(type(node), tuple(values.items()), tuple(node))
+    return made
+
+
+def static(node: tuple[Any, ...], name: str, default: Any = None) -> Any:
+    """Return a static value of a node."""
+    return dict(getattr(node, "static_values", ())).get(name, default)
+
+
+def _rebuilt(kind: type, values: tuple[tuple[str, Hashable], ...], fields: tuple[Any, ...]) -> Any:
+    return _subtype(kind, values)(*fields)
+
+
+@functools.cache
+def _subtype(kind: type, values: tuple[tuple[str, Hashable], ...]) -> type:
+    """Return the subtype of a NamedTuple with these static values."""
+
+    def reduced(node: tuple[Any, ...]) -> tuple[Any, ...]:
+        # pickle finds a type by its name, which a subtype shares with its base.
+        return _rebuilt, (kind, values, tuple(node))
+
+    attributes = {"static_values": values, "__reduce__": reduced, "__slots__": ()}
+    return type(kind.__name__, (kind,), attributes | {"__module__": kind.__module__})
