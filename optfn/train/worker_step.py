@@ -22,6 +22,7 @@ from optfn.leaves.types import Batch, OptState, Params, PyTree
 from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout, is_spec
+from optfn.parallel.owners import encoding_at
 from optfn.state.per_worker import may_give_rows
 from optfn.train.loss_scale import scaling_losses
 from optfn.train.objective import Objective, value_fn
@@ -78,7 +79,7 @@ def worker_step(
         arguments = (state.model_state, batch, *keys)
         scale = scale_of(state.opt_state)
         state = state._replace(params=_as_laid_out(state.params, layout))
-        with scaling_losses(scale):
+        with scaling_losses(scale), encoding_at(state.step):
             values, grads = objective.value_and_grad(state.params, *arguments)
         parts = layout.parts_of(state.params) if layout and workers else None
         grads, (loss, aux), extra = means.for_optimizer(
@@ -93,7 +94,7 @@ def worker_step(
         extra["value_fn"] = value_fn(objective, workers, parts, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
-        with mismatch.naming_integer_leaves(grads):
+        with mismatch.naming_integer_leaves(grads), encoding_at(state.step):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = core.apply_updates(params, updates)
         model_state = means.mean_or_first(values.model_state, workers)
