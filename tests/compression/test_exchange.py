@@ -265,6 +265,31 @@ def test_the_rows_of_chunks():
     assert widths == [0, 1, 10, 12, 12]
 
 
+EMPTY = [c for c, _ in COMPRESSORS.values()] + [
+    *(quantize(bits, stochastic=True) for bits in (4, 1)),
+    power_sgd(2),
+]
+
+
+@pytest.mark.parametrize("compressor", EMPTY, ids=repr)
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5, 4)])
+def test_an_empty_leaf(compressor, shape):
+    """Has an empty packet of no bytes, and comes back empty."""
+    x = jnp.zeros(shape, jnp.float32)
+    packet, _ = compressor.encode(x, compressor.init(shape))
+    assert [a.size for a in jax.tree.leaves(packet)] == [0]
+    assert compressor.num_bytes(shape) == 0 and not compressor.num_entries(0)
+    back = compressor.decode(packet, shape)
+    assert back.shape == shape and back.dtype == x.dtype
+
+
+def test_an_empty_leaf_beside_another():
+    compressor, x = top_k(0.1), normal((64, 64), 0)
+    empty, full = compressor.encode_all([jnp.zeros((0, 3)), x], [(), ()])
+    assert empty[0].size == 0
+    np.testing.assert_array_equal(full[0], compressor.encode(x, ())[0])
+
+
 def test_power_sgd_of_one_worker():
     """Its packet is the two factors: their product is the projection of the matrix."""
     compressor, x = power_sgd(3), normal((40, 30), 0)
