@@ -91,9 +91,9 @@ CASES = {
 def power_sgd(xs, q):
     """Return what each worker sends of its matrix, the next Q̄, and the mean of what is sent.
 
-    xs: (workers, m, n); q: (n, r).
+    xs: (workers, m, n); q: (r, n).
     """
-    p, _ = np.linalg.qr(np.mean([x @ q for x in xs], axis=0))
-    own = [x.T @ p for x in xs]
+    p, _ = np.linalg.qr(np.mean([x @ q.T for x in xs], axis=0))
+    own = [p.T @ x for x in xs]
     q = np.mean(own, axis=0)
-    return np.stack([p @ o.T for o in own]), q, p @ q.T
+    return np.stack([p @ o for o in own]), q, p @ q

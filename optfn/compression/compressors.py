@@ -42,7 +42,8 @@ class Compressor(Protocol):
 
     A packet is a tree of arrays, whose shapes are the same in each step. The state is a tree of
     arrays as well, or () if there is none. It must be the same on all workers, except for arrays in
-    a `PerWorker`.
+    a `PerWorker`. Where no state is kept between steps, as in `sharded`, `encode` gets the first
+    one, with the number of the step added to its integers: so let an integer count encodings.
 
     A compressor may also have the methods of `BaseCompressor`; defaults replace missing ones.
     """

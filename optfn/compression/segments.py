@@ -19,7 +19,7 @@ class Chunks:
     """The chunks of a flat array; static.
 
     Args:
-      size: the number of elements of the array, ≥ 1.
+      size: the number of elements of the array; an empty array has no chunks.
       length: the number of elements of a chunk. The last one may be shorter, even if it is the only
         one.
     """
@@ -41,7 +41,7 @@ class Chunks:
     def lengths(self) -> np.ndarray:
         """The number of elements of each chunk, (count,)."""
         lengths = np.full(self.count, self.length, np.int32)
-        lengths[-1] = self.last_length
+        lengths[-1:] = self.last_length
         return lengths
 
     @property
@@ -80,7 +80,7 @@ class Chunks:
 
 def chunks_of(size: int, chunk: int | None) -> Chunks:
     """Return the chunks of an array of this size; if `chunk` is None, the whole array is one."""
-    return Chunks(size, size if chunk is None else min(chunk, size))
+    return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,12 +40,19 @@ class TopK(ShownAsCall):
     ) -> list[tuple[jax.Array, PyTree]]:
         """Return packets and states of several leaves, which are searched together."""
         flat = [jnp.asarray(x).reshape(-1) for x in xs]
+        found = iter(self._packets([x for x in flat if x.size]))
+        packets = [next(found) if x.size else jnp.zeros(0, jnp.uint32) for x in flat]
+        return list(zip(packets, states, strict=True))
+
+    def _packets(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the packets of flat leaves, none of them empty."""
+        if not flat:
+            return []
         segments = Segments(tuple(x.size for x in flat), self.chunk)
         k = num_selected(self.density, segments.lengths)
         values, index = search_of(segments, k).largest(flat, k)
         parts = zip(flat, segments.split(values, k), segments.split(index, k), strict=True)
-        packets = [self._packet(x.size, values, index) for x, values, index in parts]
-        return list(zip(packets, states, strict=True))
+        return [self._packet(x.size, values, index) for x, values, index in parts]
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packets (N, words) of N slices of a leaf, (N, n), one after the other.
@@ -59,7 +66,7 @@ class TopK(ShownAsCall):
         return self.format(size).encode(values, index)
 
     def format(self, size: int) -> PacketFormat:
-        """Return the encoding of a leaf with `size` elements."""
+        """Return the encoding of a leaf with `size` ≥ 1 elements."""
         segments = Segments((size,), self.chunk)
         k = num_selected(self.density, segments.lengths)
         index_bits = (int(segments.lengths.max()) - 1).bit_length()
@@ -72,12 +79,14 @@ class TopK(ShownAsCall):
     @partial(jax.jit, static_argnums=0)
     def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
         """Return total + scale·decode(packet), touching only the entries that were sent."""
+        if not total.size:
+            return total
         (added,) = self.format(total.size).add_to([total.reshape(-1)], packet, scale)
         return added.reshape(total.shape)
 
     def num_entries(self, size: int) -> int:
         """Return how many entries of a leaf a packet has."""
-        return self.format(size).count
+        return self.format(size).count if size else 0
 
     def entries(self, packet: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
         """Return the rising indices and the values of the entries."""
@@ -86,7 +95,8 @@ class TopK(ShownAsCall):
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
-        return self.format(math.prod(shape)).num_bytes
+        size = math.prod(shape)
+        return self.format(size).num_bytes if size else 0
 
 
 @showing_call

@@ -4,9 +4,15 @@ Each of N workers owns a slice of each array. In the first step, each worker sen
 packet of its slice, and the owner takes their mean. In the second, each owner sends all workers a
 packet of this mean. In each step a worker sends (N − 1)/N of the bytes of a packet of the whole
 array.
+
+Between the packets of two training steps no state of a compressor is kept. An integer in its state
+counts encodings, so it is set to the number of the training step: a compressor that rounds at
+random by it rounds the same array in another way in each step.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -67,6 +73,44 @@ def check_codec(argument: str, codec: object) -> Codec:
     return codec
 
 
+# The number of the training step, while it is traced; None outside of one.
+_step: ContextVar[jax.Array | None] = ContextVar("step", default=None)
+
+
+@contextlib.contextmanager
+def encoding_at(step: jax.Array | None) -> Iterator[None]:
+    """Let packets in this context be those of a step, int32."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def encoding_part(number: jax.Array, count: int) -> contextlib.AbstractContextManager[None]:
+    """Let packets in a context be those of a microbatch, the `number`-th of `count` in a step."""
+    step = _step.get()
+    return encoding_at(None if step is None else step * count + number)
+
+
+def current_step() -> jax.Array | None:
+    """Return the step of the enclosing `encoding_at`; None outside of one."""
+    return _step.get()
+
+
+def _state_at(codec: Codec, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
+    """Return the first state of a compressor, with the step added to its integers."""
+    state = codec.init(shape)
+    if step is None:
+        return state
+
+    def counted(x: jax.Array) -> jax.Array:
+        dtype = jnp.result_type(x)
+        return x + step.astype(dtype) if jnp.issubdtype(dtype, jnp.integer) else x
+
+    return jax.tree.map(counted, state)
+
+
 def mean_at_owners(
     slices: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
@@ -114,7 +158,9 @@ def all_from_owners(
     return jax.vmap(decode)(gathered), packets, rest
 
 
-def coded_mean_part(x: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
+def coded_mean_part(
+    x: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
+) -> jax.Array:
     """Return a device's part, along one dimension, of the mean of an array, sent as packets.
 
     Args:
@@ -122,28 +168,32 @@ def coded_mean_part(x: jax.Array, dimension: int, names: Axes, codec: Codec) -> 
       dimension: the dimension that is divided.
       names: the axes over which the mean is taken, and over which it is divided.
       codec: the compressor that makes the packets.
+      step: the number of the training step; None outside of one.
     """
     size = x.shape[dimension] // mesh.axis_size(names)
     slices = jnp.moveaxis(
         x.reshape(*x.shape[:dimension], -1, size, *x.shape[dimension + 1 :]), dimension, 0
     )
     shape = slices.shape[1:]
+    state = _state_at(codec, shape, step)
 
     def encode(slices: jax.Array) -> tuple[PyTree, None]:
-        return jax.vmap(lambda x: codec.encode(x, codec.init(shape))[0])(slices), None
+        return jax.vmap(lambda x: codec.encode(x, state)[0])(slices), None
 
     mean, _, _ = mean_at_owners(slices.astype(jnp.float32), encode, _decoding(codec, shape), names)
     return jnp.astype(mean, x.dtype)
 
 
-def coded_gather(part: jax.Array, dimension: int, names: Axes, codec: Codec) -> jax.Array:
+def coded_gather(
+    part: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
+) -> jax.Array:
     """Return a whole array, decoded from packets of its parts along one dimension.
 
     The arguments are those of `coded_mean_part`.
     """
 
     def encode(x: jax.Array) -> tuple[PyTree, None]:
-        return codec.encode(x, codec.init(x.shape))[0], None
+        return codec.encode(x, _state_at(codec, x.shape, step))[0], None
 
     decode = _decoding(codec, part.shape)
     parts, _, _ = all_from_owners(part.astype(jnp.float32), encode, decode, names)

@@ -22,7 +22,13 @@ from optfn.leaves import tree
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, joined, pmean, reducible, without
 from optfn.parallel.layout import Division, Layout, is_spec
-from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_part
+from optfn.parallel.owners import (
+    MIN_SIZE,
+    Codec,
+    coded_gather,
+    coded_mean_part,
+    current_step,
+)
 from optfn.state.padded import pad
 from optfn.state.placement import num_workers
 
@@ -33,6 +39,7 @@ def mean_part(
     names: Axes,
     mesh: Mesh,
     codec: Codec | None = None,
+    step: jax.Array | None = None,
 ) -> jax.Array:
     """Return a device's part of the mean of an array over the axes `names`, by reduce-scatters.
 
@@ -44,12 +51,13 @@ def mean_part(
       names: the axes over which the mean is taken.
       mesh: the mesh of these axes.
       codec: the compressor that makes packets; None if arrays are sent as they are.
+      step: the number of the training step, for packets.
     """
     for dimension, along in divisions:
         if codec is None:
             x = _mean_along(x, dimension, along, mesh)
         else:
-            x = coded_mean_part(x, dimension, along, codec)
+            x = coded_mean_part(x, dimension, along, codec, step)
     rest = without(names, joined(*(along for _, along in divisions)))
     return pmean(x, rest) if rest else x
 
@@ -87,21 +95,22 @@ def gather(
       in_packets: whether the compressors of the layout, if it has some, encode what is sent.
     """
     forward, reduce = (layout.gather, layout.reduce) if in_packets else (None, None)
+    step = None if forward is None and reduce is None else current_step()
 
     @jax.custom_vjp
-    def gather(x: jax.Array) -> jax.Array:
+    def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         for dimension, names in divisions:
             if forward is None:
                 x = lax.all_gather(x, names, axis=dimension, tiled=True)
             else:
-                x = coded_gather(x, dimension, names, forward)
+                x = coded_gather(x, dimension, names, forward, step)
         return x
 
-    def backward(residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        return (mean_part(cotangent, divisions, layout.part_axes, layout.mesh, reduce),)
+    def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
+        return mean_part(cotangent, divisions, layout.part_axes, layout.mesh, reduce, step), None
 
-    gather.defvjp(lambda x: (gather(x), None), backward)
-    return gather(part)
+    gather.defvjp(lambda x, step: (gather(x, step), step), backward)
+    return gather(part, step)
 
 
 class _Part(NamedTuple):
@@ -222,7 +231,8 @@ def mean_gradients(
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
         codec = layout.reduce if g.size >= MIN_SIZE else None
-        return mean_part(g, layout.divisions(of_gradient), layout.part_axes, layout.mesh, codec)
+        divisions = layout.divisions(of_gradient)
+        return mean_part(g, divisions, layout.part_axes, layout.mesh, codec, current_step())
 
     return jax.tree.map(reduced, grads, params, specs, of_gradients, is_leaf=tree.is_leaf)
 

@@ -68,7 +68,7 @@ def sharded(
       reduce: a compressor for the gradients that are reduced, such as `quantize(4,
         stochastic=True)`. There is no error feedback, for which each device would have to keep a
         whole gradient, so choose a rounding whose mean is exact. Its random bits are a hash of the
-        gradient.
+        step and the gradient, so that a gradient that comes again is rounded in another way.
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
         once for all of them. This takes the memory of whole params and gradients.
 

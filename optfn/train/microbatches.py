@@ -10,6 +10,7 @@ from jax import lax
 from optfn.leaves import leafwise, mismatch, numerics, tree
 from optfn.leaves.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.means import sum_dtype
+from optfn.parallel.owners import encoding_part
 from optfn.train.loss_form import Values
 from optfn.train.objective import Objective
 
@@ -65,7 +66,8 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
 
     def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
         def of_part(state: PyTree, part: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
-            values = objective.value(params, state, part, *keys_of(keys, number))
+            with encoding_part(number, count):
+                values = objective.value(params, state, part, *keys_of(keys, number))
             return values.model_state, (values.loss, values.aux)
 
         state, results = scan_batch(of_part, model_state, batch, count, "microbatches")
@@ -76,7 +78,9 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
     ) -> tuple[Values, Updates]:
         def of_part(carry: Any, part: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            values, grads = objective.value_and_grad(params, state, part, *keys_of(keys, number))
+            own = keys_of(keys, number)
+            with encoding_part(number, count):
+                values, grads = objective.value_and_grad(params, state, part, *own)
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(_with_part, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)

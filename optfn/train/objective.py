@@ -21,6 +21,7 @@ from optfn.mesh import restricted
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
+from optfn.parallel.owners import current_step, encoding_at
 from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
@@ -270,14 +271,15 @@ class _OnParts(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.part_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
+        in_specs = (P(), P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
 
-        def on_device(factor: jax.Array | None, *arguments: Any) -> Any:
-            with scaling_losses(factor):  # inside shard_map, arrays must be arguments
+        def on_device(factor: jax.Array | None, step: jax.Array | None, *arguments: Any) -> Any:
+            # Inside shard_map, arrays must be arguments.
+            with scaling_losses(factor), encoding_at(step):
                 return function(*arguments)
 
         run = meshes.mapped(on_device, self.layout.mesh, names, in_specs, out_specs)
-        return run(current_factor(), params, model_state, batch, *keys)
+        return run(current_factor(), current_step(), params, model_state, batch, *keys)
 
 
 def value_fn(

@@ -22,6 +22,7 @@ from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout, is_spec
+from optfn.parallel.owners import encoding_at
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import nested, reported
@@ -79,8 +80,7 @@ def worker_step(
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
         state = state._replace(params=_as_laid_out(state.params, layout))
-        # 2. Loss and gradients are this worker's, divided over its devices.
-        with scaling_losses(scale_of(state.opt_state)):
+        with scaling_losses(scale_of(state.opt_state)), encoding_at(state.step):
             values, grads = objective.value_and_grad(state.params, *arguments)
         # 3. They become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
@@ -97,7 +97,7 @@ def worker_step(
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 5. Updates and metrics are equal on all workers, and the new state lies as in 1.
-        with mismatch.naming_integer_leaves(grads):
+        with mismatch.naming_integer_leaves(grads), encoding_at(state.step):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = apply_updates(params, updates)
         model_state = means.mean_or_first(values.model_state, axes)

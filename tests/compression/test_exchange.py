@@ -196,9 +196,13 @@ def test_the_formulas_of_the_bytes():
     assert top_k(0.001, chunk=None).num_bytes((10**6,)) == 1000 * 52 // 8
     assert quantize(1).num_bytes((1000, 1000)) == 10**6 // 8 + 4 * 245
     assert quantize(8, chunk=None).num_bytes((3,)) == 8
-    assert power_sgd(4).num_bytes((100, 20, 5)) == 4 * 4 * 200
+    assert power_sgd(4).num_bytes((100, 20)) == 4 * 4 * 120
     assert power_sgd(4).num_bytes((2, 50)) == 4 * 2 * 52
     assert power_sgd(4).num_bytes((7,)) == 28
+    # Axes before the last two are a batch: of stacked layers, and of the places of a kernel.
+    assert power_sgd(4).num_bytes((4, 512, 2048)) == 4 * 4 * 4 * 2560
+    assert power_sgd(4).num_bytes((3, 3, 64, 128)) == 9 * 4 * 4 * 192
+    assert power_sgd(4).num_bytes((100, 20, 3)) == 100 * 4 * 3 * 23
 
 
 @pytest.mark.nightly  # test_selection.py has smaller ones
@@ -261,20 +265,91 @@ def test_the_rows_of_chunks():
     assert widths == [0, 1, 10, 12, 12]
 
 
+EMPTY = [c for c, _ in COMPRESSORS.values()] + [
+    *(quantize(bits, stochastic=True) for bits in (4, 1)),
+    power_sgd(2),
+]
+
+
+@pytest.mark.parametrize("compressor", EMPTY, ids=repr)
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5, 4)])
+def test_an_empty_leaf(compressor, shape):
+    """Has an empty packet of no bytes, and comes back empty."""
+    x = jnp.zeros(shape, jnp.float32)
+    packet, _ = compressor.encode(x, compressor.init(shape))
+    assert [a.size for a in jax.tree.leaves(packet)] == [0]
+    assert compressor.num_bytes(shape) == 0 and not compressor.num_entries(0)
+    back = compressor.decode(packet, shape)
+    assert back.shape == shape and back.dtype == x.dtype
+
+
+def test_an_empty_leaf_beside_another():
+    compressor, x = top_k(0.1), normal((64, 64), 0)
+    empty, full = compressor.encode_all([jnp.zeros((0, 3)), x], [(), ()])
+    assert empty[0].size == 0
+    np.testing.assert_array_equal(full[0], compressor.encode(x, ())[0])
+
+
 def test_power_sgd_of_one_worker():
     """Its packet is the two factors: their product is the projection of the matrix."""
-    compressor, x = power_sgd(3), normal((40, 5, 6), 0)
+    compressor, x = power_sgd(3), normal((40, 30), 0)
     q = compressor.init(x.shape)
-    assert q.shape == (30, 3)
+    assert q.shape == (3, 30)
     packet, q_next = jax.jit(compressor.encode)(x, q)
     assert sum(a.nbytes for a in packet) == compressor.num_bytes(x.shape)
-    matrix = x.reshape(1, 40, 30).astype(np.float64)
-    sent, want_q, _ = reference.power_sgd(matrix, np.asarray(q))
-    np.testing.assert_allclose(
-        compressor.decode(packet, x.shape).reshape(1, 40, 30), sent, atol=1e-5
-    )
+    sent, want_q, _ = reference.power_sgd(x[None].astype(np.float64), np.asarray(q))
+    np.testing.assert_allclose(compressor.decode(packet, x.shape), sent[0], atol=1e-5)
     np.testing.assert_allclose(q_next, want_q, atol=1e-5)
     chex.assert_trees_all_equal(q, compressor.init(x.shape))
+
+
+def test_power_sgd_of_a_batch_of_matrices_is_that_of_each():
+    """Packet and factor of a leaf (2, 3, m, n) are those of its six matrices, one by one."""
+    compressor, x = power_sgd(3), normal((2, 3, 20, 15), 0)
+    q = compressor.init(x.shape)
+    assert q.shape == (2, 3, 3, 15)
+    packet, q_next = jax.jit(compressor.encode)(x, q)
+    assert sum(a.nbytes for a in packet) == compressor.num_bytes(x.shape)
+    decoded = compressor.decode(packet, x.shape)
+    for i in np.ndindex(2, 3):
+        np.testing.assert_array_equal(q[i], compressor.init((20, 15)))
+        sent, want_q, _ = reference.power_sgd(x[i][None].astype(np.float64), np.asarray(q[i]))
+        np.testing.assert_allclose(decoded[i], sent[0], atol=1e-5)
+        np.testing.assert_allclose(q_next[i], want_q, atol=1e-5)
+
+
+def test_power_sgd_of_stacked_layers_is_that_of_each():
+    """Directions, residuals and factors of layers with different gradients, stacked and alone."""
+    layers, shape = 3, (24, 40)
+    tx = exchange(power_sgd(2), min_size=100)
+    together = {"layers": optfn.Stacked({"w": np.zeros((layers, *shape), np.float32)})}
+    alone = {f"w{i}": np.zeros(shape, np.float32) for i in range(layers)}
+    update, states = simulated(tx), [stacked(tx.init(together)), stacked(tx.init(alone))]
+    for t in range(3):
+        g = normal((N, layers, *shape), t) * np.float32([1, 10, 0.1])[:, None, None]
+        got, states[0] = update({"layers": optfn.Stacked({"w": g})}, states[0])
+        want, states[1] = update({f"w{i}": g[:, i] for i in range(layers)}, states[1])
+        (direction,) = jax.tree.leaves(got)
+        for i in range(layers):
+            of = [want[f"w{i}"], direction[:, i]]
+            np.testing.assert_allclose(*of, rtol=1e-4, atol=1e-5 * np.abs(of[0]).max())
+    kept = np.asarray(jax.tree.leaves(states[0].residual.value)[0]).reshape(N, layers, -1)
+    q = np.asarray(jax.tree.leaves(states[0].compressor)[0])
+    for i in range(layers):
+        own = states[1].residual.value[f"w{i}"], states[1].compressor[f"w{i}"]
+        for x, y in zip((kept[:, i], q[:, i]), own, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max())
+
+
+def test_a_factor_of_an_older_version_is_refused():
+    """The checkpoint of a leaf whose factor had another shape: the error has both shapes."""
+    tx = exchange(power_sgd(2), min_size=100)
+    template = tx.init({"w": np.zeros((4, 24, 40), np.float32)})
+    saved = optfn.state_dict(template)
+    (name,) = [k for k in saved if "compressor" in k]
+    saved[name] = np.zeros((960, 2), np.float32)
+    with pytest.raises(ValueError, match=r"w.*shape \(960, 2\).*template has \(4, 2, 40\)"):
+        optfn.load_state_dict(template, saved)
 
 
 # The exchange against its equations
