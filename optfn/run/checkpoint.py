@@ -33,7 +33,7 @@ from optfn.train.state import TrainState
 from optfn.train.state_dict import named_arrays, named_leaves
 
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
-_UNFINISHED = ("step_*.unfinished", "step_*.orbax-checkpoint-tmp*")
+_UNFINISHED = ("step_*.unfinished", "step_*.unsynced", "step_*.orbax-checkpoint-tmp*")
 
 
 def save_checkpoint(
@@ -54,7 +54,8 @@ def save_checkpoint(
     the parts of other processes. Any of these directories is enough to resume from.
 
     A directory (`sharded=True`, by orbax): all processes name the same directory, which they share,
-    and each writes its own part. A checksum of each array is stored beside it.
+    and each writes its own part. A checksum of each array, of the state and of the history, and one
+    of the names are stored beside them.
 
     In the background: the call returns as soon as a copy of the state is under way, and you may
     overwrite the state at once. A thread writes the copy. The next save in the directory, a restore
