@@ -1,18 +1,18 @@
 """What do moments in 8 and 16 bits cost, in time and in accuracy?
 
     python -m benchmarks.moments [--tree resnet50|gpt2|one|toy] [--rounds 9] [--steps 600]
-        [--seeds 3] [--rules adam momentum lamb signs]
+        [--seeds 3] [--rules adam momentum lamb lars signs]
 
 First the update of Adam alone: time compared with float32 moments, state and temporaries in bytes
 a parameter; the floor is the time of the bytes that the rule must move, as in benchmarks.update.
 Then training of the rules in `--rules` with three seeds (none with `--seeds 0`): an MLP on
-scikit-learn's digits (held-out accuracy), and the demo's transformer on text (held-out bits per
-byte).
+scikit-learn's digits (held-out accuracy and loss), and the demo's transformer on text (held-out
+bits per byte).
 """
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,13 @@ def cost(tree: str, rounds: int) -> list[measure.Row]:
 
 def digits_accuracy(tx: Any, seed: int, epochs: int, gradient: Gradient = None) -> float:
     """Return the held-out accuracy, in per cent, of an MLP on the digits."""
+    return digits_figures(tx, seed, epochs, gradient)[0]
+
+
+def digits_figures(
+    tx: Any, seed: int, epochs: int, gradient: Gradient = None
+) -> tuple[float, float]:
+    """Return the held-out accuracy, in per cent, and loss of an MLP on the digits."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -104,7 +111,8 @@ def digits_accuracy(tx: Any, seed: int, epochs: int, gradient: Gradient = None) 
     own = gradient and gradient(loss_fn)
     state, _ = optfn.minimize(loss_fn, tx, params, batches(), progress=False, value_and_grad=own)
     found = jnp.argmax(logits(state.params, x[test]), axis=1)
-    return 100 * float(jnp.mean(found == y[test]))
+    loss = float(loss_fn(state.params, (x[test], y[test])))
+    return 100 * float(jnp.mean(found == y[test])), loss
 
 
 def text_bits(tx: Any, seed: int, steps: int, gradient: Gradient = None) -> float:
@@ -159,45 +167,52 @@ RULES: dict[str, tuple[OfDigits, OfText]] = {
         lambda d: optfn.lamb(2e-3, moment_dtype=d),
         lambda n, d: optfn.lamb(cosine(0.02, 1, n), moment_dtype=d),
     ),
+    "lars": (
+        lambda d: optfn.lars(1.0, 0.9, moment_dtype=d),
+        lambda n, d: optfn.lars(cosine(10.0, 1, n), 0.9, moment_dtype=d),
+    ),
     "signs": (lambda d: signs(1e-4, d), lambda n, d: signs(cosine(1e-3, 1, n), d)),
 }
 
 
 def accuracy(
-    task: str,
+    tasks: Sequence[str],
     rule: str,
-    run: Callable[[Any, int], float],
+    run: Callable[[Any, int], Sequence[float]],
     make: Callable[[str | None], Any],
     seeds: int,
 ) -> list[measure.Row]:
-    """Return the figure of each seed for each dtype."""
+    """Return the figures of each seed for each dtype; `run` returns one for each of the tasks."""
     rows = []
     for dtype in DTYPES:
-        figures = [run(make(dtype), seed) for seed in range(seeds)]
-        rows.append({"task": task, "rule": rule, "moments": name_of(dtype), "figures": figures})
-        each = ", ".join(f"{figure:.3f}" for figure in figures)
-        mean = f"{np.mean(figures):.3f}"
-        print(f"| {task} | {rule} | {name_of(dtype)} | {mean} | {each} |", flush=True)
+        of_seeds = [run(make(dtype), seed) for seed in range(seeds)]
+        for task, figures in zip(tasks, zip(*of_seeds, strict=True), strict=True):
+            moments = name_of(dtype)
+            rows.append({"task": task, "rule": rule, "moments": moments, "figures": [*figures]})
+            each = ", ".join(f"{figure:.3f}" for figure in figures)
+            deviation = np.std(figures, ddof=min(1, seeds - 1))
+            spread = f"{np.mean(figures):.3f} ({deviation:.3f})"
+            print(f"| {task} | {rule} | {moments} | {spread} | {each} |", flush=True)
     return rows
 
 
 def training(rules: list[str], seeds: int, epochs: int, steps: int) -> list[measure.Row]:
     """Return the rows of both tasks, and print them."""
-    print("\n| task | rule | moments | mean | seeds |\n|---|---|---|---|---|")
+    print("\n| task | rule | moments | mean (deviation) | seeds |\n|---|---|---|---|---|")
     rows = []
     for rule in rules:
         of_digits, of_text = RULES[rule]
         rows += accuracy(
-            "digits, % held out",
+            ["digits, % held out", "digits, loss held out"],
             rule,
-            lambda tx, seed: digits_accuracy(tx, seed, epochs),
+            lambda tx, seed: digits_figures(tx, seed, epochs),
             of_digits,
             seeds,
         )
         rows += accuracy(
-            "text, bits per byte held out",
+            ["text, bits per byte held out"],
             rule,
-            lambda tx, seed: text_bits(tx, seed, steps),
+            lambda tx, seed: [text_bits(tx, seed, steps)],
             partial(of_text, steps),
             seeds,
         )

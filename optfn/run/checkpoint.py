@@ -33,7 +33,7 @@ from optfn.train.state import TrainState
 from optfn.train.state_dict import named_arrays, named_leaves
 
 _NAME = re.compile(r"step_(\d+)(\.npz)?")
-_UNFINISHED = ("step_*.unfinished", "step_*.orbax-checkpoint-tmp*")
+_UNFINISHED = ("step_*.unfinished", "step_*.unsynced", "step_*.orbax-checkpoint-tmp*")
 
 
 def save_checkpoint(
@@ -54,7 +54,8 @@ def save_checkpoint(
     the parts of other processes. Any of these directories is enough to resume from.
 
     A directory (`sharded=True`, by orbax): all processes name the same directory, which they share,
-    and each writes its own part. A checksum of each array is stored beside it.
+    and each writes its own part. A checksum of each array, of the state and of the history, and one
+    of the names are stored beside them.
 
     In the background: the call returns as soon as a copy of the state is under way, and you may
     overwrite the state at once. A thread writes the copy. The next save in the directory, a restore
@@ -217,8 +218,13 @@ def _choice(strict: bool, only: Pattern | None) -> _Choice:
 
 
 def _public_name(name: str) -> str:
-    """Return a name in the form that `only` takes."""
-    return name.removeprefix("train/")
+    """Return a name in the form that `only` takes, in which those of a TrainState lack "train/".
+
+    The labels of the states of an optimizer come first too, and "train" may be one of them.
+    """
+    word, _, inner = name.partition("/")
+    is_field = word == "train" and inner.split("/")[0] in TrainState._fields
+    return inner if is_field else name
 
 
 def _load(
@@ -240,10 +246,10 @@ def _load(
         )
     mapping = {k: v for k, v in mapping.items() if k in ABOUT or choice.has(k)}
     try:
-        loaded, changes = load_named(state, mapping, strict=choice.strict and choice.only is None)
+        is_strict = choice.strict and choice.only is None
+        loaded, changes = load_named(state, mapping, strict=is_strict, shown=_public_name)
     except ValueError as error:
-        reason = str(error).replace("'train/", "'")  # names as `only` takes them
-        raise OtherRun(f"{path} is from another run: {reason}{_remedy(error)}") from error
+        raise OtherRun(f"{path} is from another run: {error}{_remedy(error)}") from error
     dropped = [*changes.dropped, *others]
     lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
     return loaded, history, Changes(*lists)
@@ -335,8 +341,8 @@ def restore_checkpoint(
         the template, and superfluous ones are dropped.
       only: the names to load, such as "params/.*": a regular expression that must match a whole
         name, or a function name -> bool. Everything else, also the step, is taken from the
-        template, and `strict` is ignored. Names are those of `state_dict`, without "train/" in
-        front.
+        template, and `strict` is ignored. Names are those of `state_dict`, without the "train/" of
+        step, params and model_state.
 
     With `strict=False` or `only`, one warning lists the names that were carried over, are new, or
     were dropped. New float32 masters (`master_weights`) are made from the loaded params. If the run

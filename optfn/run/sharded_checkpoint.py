@@ -1,13 +1,15 @@
 """Checkpoints of which each process writes its own part, by orbax.
 
-A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`, the
-metadata of `state_dict` (version, names, and which arrays are per worker), a checksum of each
-array, and the history. Orbax gives the directory its name when all of it is written.
+A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`; the
+history; "about", which is the version, the names of both, and which arrays are per worker; and a
+checksum of each of these. The directory gets its name when all of it is on the disk.
 """
 
 import functools
+import hashlib
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from optfn.leaves.tree import is_key, listed
 from optfn.leaves.types import Leaf, PyTree
 from optfn.parallel.fingerprint import begin_fingerprints, fingerprints
 from optfn.run.background import copied
-from optfn.run.storage import absolute
+from optfn.run.storage import absolute, is_remote, publish
 from optfn.sparse.sharded_table import bare, natural
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
@@ -75,24 +77,53 @@ def writer(path: Path, state: PyTree, history: Mapping[str, np.ndarray]) -> Call
       state: a TrainState, which may be overwritten at once.
       history: arrays by name.
     """
-    ocp = checks.optional_module("orbax.checkpoint", "orbax")
+    checks.optional_module("orbax.checkpoint", "orbax")
     state = natural(unpack_state(state))
     arrays = {name: _data(x) for name, x in named_leaves(state) if x.size}
+    beside = {f"{_HISTORY}{k}": np.array(v) for k, v in history.items() if np.size(v)}
     about = {
         "version": VERSION,
         PER_WORKER_KEY: per_worker_names(state),
         "names": list(arrays),
+        "beside": list(beside),
     }
-    beside = {_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8)}
-    beside |= {f"{_HISTORY}{k}": np.array(v) for k, v in history.items() if np.size(v)}
+    beside = {_ABOUT: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
     copies = copied(arrays)
     checksums = begin_fingerprints(list(arrays.values()))
 
     def write() -> None:
-        saved = copies | beside | {_CHECKSUMS: checksums()}
-        _checkpointer().save(absolute(path), args=ocp.args.PyTreeSave(saved), force=True)
+        sums = np.concatenate([checksums(), _digests(beside.values())])
+        _save(absolute(path), copies | beside | {_CHECKSUMS: sums})
 
     return write
+
+
+def _digests(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """Return a checksum of each array of the host, with its dtype and shape, uint32 (n, 2)."""
+    contents = [f"{x.dtype.name}{x.shape}".encode() + x.tobytes() for x in arrays]
+    digests = b"".join(hashlib.sha256(content).digest()[:8] for content in contents)
+    return np.frombuffer(digests, np.uint32).reshape(-1, 2)
+
+
+_published = itertools.count()  # the same in all processes, which all save
+
+
+def _save(path: Path, saved: dict[str, Any]) -> None:
+    """Write arrays to a directory, and give it its name when all of it is on the disk.
+
+    Orbax does not wait until the disk has its metadata, so it writes under another name.
+    """
+    ocp = checks.optional_module("orbax.checkpoint", "orbax")
+    unsynced = path if is_remote(path) else path.with_suffix(".unsynced")
+    _checkpointer().save(unsynced, args=ocp.args.PyTreeSave(saved), force=True)
+    if is_remote(path):
+        return
+    try:
+        if jax.process_index() == 0:  # the processes share the directory
+            publish(unsynced, path)
+    finally:  # the others do not wait in vain
+        every = set(range(jax.process_count()))
+        ocp.multihost.sync_global_processes(f"optfn {next(_published)}", processes=every)
 
 
 def _data(x: Leaf) -> Leaf:
@@ -156,10 +187,10 @@ def _read_parts(
 
     extra = [name for name in shapes if name.startswith(_HISTORY)]
     beside = restore(on_host([_ABOUT, *extra]))
-    about = json.loads(bytes(beside.pop(_ABOUT)))
-    wanted: dict[str, Any] = {_CHECKSUMS: np.zeros(shapes[_CHECKSUMS].shape, np.uint32)}
-    read = [i for i, name in enumerate(about["names"]) if is_read(name)]
-    names = [about["names"][i] for i in read]
+    about = json.loads(bytes(beside[_ABOUT]))
+    extra = about.get("beside", extra)
+    wanted: dict[str, Any] = on_host([_CHECKSUMS])
+    names = [name for name in about["names"] if is_read(name)]
     for name in names:
         like = _data(templates[name]) if name in templates else None
         shape, dtype = tuple(shapes[name].shape), shapes[name].dtype
@@ -169,19 +200,27 @@ def _read_parts(
         else:  # on the host
             wanted[name] = np.zeros(shape, dtype)
     arrays = restore(wanted)
-    _check_sums(names, arrays, np.asarray(arrays.pop(_CHECKSUMS))[read])
-    history = {name.removeprefix(_HISTORY): np.asarray(x) for name, x in beside.items()}
+    sums = np.asarray(arrays.pop(_CHECKSUMS))
+    # Directories of earlier versions have checksums of the arrays alone.
+    saved = zip([*about["names"], _ABOUT, *extra], sums, strict="beside" in about)
+    _check_sums(
+        {name: arrays[name] for name in names},
+        {name: beside[name] for name in (_ABOUT, *extra)},
+        dict(saved),
+    )
+    history = {name.removeprefix(_HISTORY): np.asarray(beside[name]) for name in extra}
     # Arrays without elements are not written.
     empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
     return about, history, empty | arrays
 
 
 def _check_sums(
-    names: Sequence[str], arrays: Mapping[str, jax.Array], checksums: np.ndarray
+    arrays: Mapping[str, Leaf], beside: Mapping[str, np.ndarray], saved: Mapping[str, np.ndarray]
 ) -> None:
-    """Raise a ValueError if arrays are not those that were saved."""
-    found = fingerprints([arrays[name] for name in names]) if names else checksums
-    sums = zip(names, found, checksums, strict=True)
-    damaged = [name for name, own, saved in sums if not np.array_equal(own, saved)]
+    """Raise a ValueError if what was read is not what was saved."""
+    found = dict(zip(arrays, fingerprints(list(arrays.values())), strict=True)) if arrays else {}
+    found |= zip(beside, _digests(beside.values()), strict=True)
+    sums = ((name, own, saved[name]) for name, own in found.items() if name in saved)
+    damaged = [name for name, own, want in sums if not np.array_equal(own, want)]
     if damaged:
         raise ValueError(f"the checksum of {listed(damaged)} is wrong")

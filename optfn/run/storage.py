@@ -66,10 +66,20 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
-def _sync(directory: Path) -> None:
-    """Write the renaming of a file to the disk, if the system can open directories."""
+def publish(unsynced: Path, path: Path) -> None:
+    """Give a directory, which is written, its name `path`, once all of it is on the disk."""
+    for written in (unsynced, *unsynced.rglob("*")):
+        _sync(written)
+    if path.exists():
+        remove_directory(path)
+    os.replace(unsynced, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Write a file, or the names in a directory, to the disk; on Windows, nothing."""
     if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(directory, os.O_DIRECTORY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

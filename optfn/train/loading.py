@@ -5,7 +5,7 @@ can continue with another chain, other frozen parameters or another model, and k
 have in common.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,9 +72,16 @@ def load_state_dict(
 
 
 def load_named(
-    opt_state: OptState, mapping: Mapping[str, Any], *, strict: bool
+    opt_state: OptState,
+    mapping: Mapping[str, Any],
+    *,
+    strict: bool,
+    shown: Callable[[str], str] = str,
 ) -> tuple[OptState, Changes]:
-    """Return the result of `load_state_dict`, and how the names differ, or raise a `Misfit`."""
+    """Return the result of `load_state_dict`, and how the names differ, or raise a `Misfit`.
+
+    Errors have the names as `shown` returns them.
+    """
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
@@ -95,7 +102,7 @@ def load_named(
     opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
     named = list(named_leaves(plain))
     changes = _changes(own_names, [name for name, _ in named], mapping)
-    refused, wrong = _refused(plain, changes) if strict else [], []
+    refused, wrong = _refused(plain, changes, shown) if strict else [], []
     copied = _begun_at_params(plain, named, mapping)
     leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
     for (name, leaf), size in zip(named, sizes, strict=True):
@@ -106,7 +113,7 @@ def load_named(
             found = _in_parts_of(found, size, leaf)
         value, problem = (leaf, "") if found is None else _fitted(found, leaf)
         if problem:
-            wrong.append(f"{name!r} {problem}")
+            wrong.append(f"{shown(name)!r} {problem}")
         leaves.append(value)
     if refused or wrong:
         raise Misfit(refused, wrong)
@@ -271,13 +278,13 @@ def _begins(has_weights: bool, x: object) -> bool:
     return any(weight is not None and bool(weight) == has_weights for weight in weights)
 
 
-def _refused(state: OptState, changes: Changes) -> list[str]:
+def _refused(state: OptState, changes: Changes, shown: Callable[[str], str]) -> list[str]:
     """Return the differences that are errors in strict loading, in words."""
     retired = state_names.retired_fields(state)
     is_report = state_names.reports_of(state)
-    missing = [name for name in changes.new if not is_report(name)]
+    missing = [shown(name) for name in changes.new if not is_report(name)]
     known = {x for field in retired for x in names_within(changes.dropped, field).values()}
-    extra = [name for name in changes.dropped if not (is_report(name) or name in known)]
+    extra = [shown(name) for name in changes.dropped if not (is_report(name) or name in known)]
     wrong = [f"missing {tree.listed(missing)}"] if missing else []
     return wrong + ([f"not expected {tree.listed(extra)}"] if extra else [])
 

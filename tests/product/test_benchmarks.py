@@ -105,14 +105,16 @@ def test_moments(toy):
 @pytest.mark.nightly
 def test_moments_train():
     found = moments.accuracy(
-        "digits",
+        ["digits", "loss"],
         "adam",
-        lambda tx, seed: moments.digits_accuracy(tx, seed, 1),
+        lambda tx, seed: moments.digits_figures(tx, seed, 1),
         lambda dtype: optfn.adam(1e-2, moment_dtype=dtype),
         seeds=1,
     )
-    assert [row["moments"] for row in found] == ["float32", "bfloat16", "int8"]
-    assert all(row["figures"][0] > 50 for row in found)
+    accuracies, losses = found[::2], found[1::2]
+    assert [row["moments"] for row in accuracies] == ["float32", "bfloat16", "int8"]
+    assert all(row["figures"][0] > 50 for row in accuracies)
+    assert all(0 < row["figures"][0] < np.log(10) for row in losses)
 
 
 def test_passes(toy):

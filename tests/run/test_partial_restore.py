@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optfn
@@ -131,6 +132,24 @@ def test_the_error_of_another_model_lists_twenty_arrays_and_how_many_there_are(t
         optfn.restore_checkpoint(tmp_path, step.init({k: jnp.ones(3) for k in params}))
     text = str(raised.value)
     assert text.count("has shape") == 20 and "… (30 in all)" in text
+
+
+@BOTH_KINDS
+def test_names_lose_the_word_of_the_state_and_no_other(sharded, tmp_path):
+    """Where "train/" is of a parameter, or of a label of the optimizer, it stays."""
+    keys = ("constrain/w", "train/x", "a'train/b")
+    tx = optax.partition({"train": optfn.adam(0.1)}, dict.fromkeys(keys, "train"))
+    step = optfn.make_train_step(lambda p, x: p["train/x"].sum(), tx)
+    optfn.save_checkpoint(tmp_path, step.init(dict.fromkeys(keys, np.ones(2))), sharded=sharded)
+    with pytest.raises(ValueError, match="from another run") as raised:
+        optfn.restore_checkpoint(tmp_path, step.init(dict.fromkeys(keys, np.ones(3))))
+    for prefix in ("params", "train/scale_by_adam/mu", "train/scale_by_adam/nu"):
+        for key in keys:
+            assert f"{f'{prefix}/{key}'!r} has shape (2,)" in str(raised.value)
+    with pytest.raises(ValueError, match="matches no name") as raised:
+        optfn.restore_checkpoint(tmp_path, step.init(dict.fromkeys(keys, np.ones(2))), only="mu")
+    for name in ("step", "params/train/x", "train/scale_by_adam/mu/train/x"):
+        assert repr(name) in str(raised.value)
 
 
 def test_a_directory_without_a_checkpoint_has_no_params(tmp_path):

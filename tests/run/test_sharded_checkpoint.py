@@ -1,5 +1,9 @@
 """Checkpoints in parts, written in the background: resumed, moved, damaged, carried over."""
 
+import json
+import os
+import shutil
+import stat
 import sys
 
 import chex
@@ -129,6 +133,95 @@ def test_an_array_that_was_changed_on_the_disk_does_not_have_its_checksum(tmp_pa
     monkeypatch.undo()
     with pytest.raises(ValueError, match="truncated or damaged: the checksum of 'train/step'"):
         optfn.restore_checkpoint(tmp_path, template())
+
+
+def rewritten(path, change):
+    """Change the entries of a directory behind the back of its checksums."""
+    import orbax.checkpoint as ocp
+
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        saved = checkpointer.restore(path)
+        shutil.rmtree(path)
+        checkpointer.save(path, change({k: np.array(x) for k, x in saved.items()}))
+
+
+BESIDE = {"loss": np.arange(3, dtype=np.float64), "batches": np.arange(9, dtype=np.uint8)}
+
+
+@pytest.mark.parametrize("name", ["history/loss", "history/batches", "about"])
+def test_a_bit_flipped_beside_the_arrays_is_found_and_the_one_before_is_read(name, tmp_path):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
+
+    def flip(saved):
+        place = bytes(saved["about"]).index(b"1") if name == "about" else 0  # of the version
+        saved[name].view(np.uint8)[place] ^= 1
+        return saved
+
+    for step in (1, 2):
+        state = state._replace(step=jnp.int32(step))
+        path = optfn.save_checkpoint(tmp_path, state, BESIDE, sharded=True)
+    wait()
+    rewritten(path, lambda saved: saved)
+    found, history = optfn.restore_checkpoint(tmp_path, state)
+    assert int(found.step) == 2
+    chex.assert_trees_all_equal(history, BESIDE)
+    rewritten(path, flip)
+    with pytest.warns(UserWarning, match=f"skipped: .*{path.name}.*the checksum of '{name}' is wr"):
+        found, history = optfn.restore_checkpoint(tmp_path, state)
+    assert int(found.step) == 1
+    chex.assert_trees_all_equal(history, BESIDE)
+
+
+def test_an_entry_that_is_gone_from_a_directory_is_missed(tmp_path):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
+    path = optfn.save_checkpoint(tmp_path, state, BESIDE, sharded=True)
+    wait()
+    rewritten(path, lambda saved: {k: x for k, x in saved.items() if k != "history/batches"})
+    with pytest.raises(ValueError, match=f"{path.name} is truncated or damaged: 'history/batches'"):
+        optfn.load_checkpoint(path, state)
+
+
+def test_a_directory_of_an_earlier_version_has_checksums_of_the_arrays_alone(tmp_path):
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
+
+    def as_earlier(saved):
+        about = json.loads(bytes(saved["about"]))
+        del about["beside"]
+        saved["checksums"] = saved["checksums"][: len(about["names"])]
+        return saved | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
+
+    path = optfn.save_checkpoint(tmp_path, state, BESIDE, sharded=True)
+    wait()
+    rewritten(path, as_earlier)
+    found, history = optfn.load_checkpoint(path, state)
+    equal(found, state)
+    chex.assert_trees_all_equal(history, BESIDE)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+def test_all_of_a_checkpoint_is_on_the_disk_when_it_has_its_name(sharded, tmp_path, monkeypatch):
+    """Each file is synced after its last write, each directory after it got its last name."""
+    synced = {}
+
+    def content(path):
+        about = os.stat(path)
+        names = sorted(os.listdir(path)) if stat.S_ISDIR(about.st_mode) else about.st_mtime_ns
+        return about.st_ino, (about.st_size, names)
+
+    def sync(descriptor, fsync=os.fsync):
+        fsync(descriptor)
+        inode, seen = content(descriptor)
+        synced[inode] = seen
+
+    monkeypatch.setattr(os, "fsync", sync)
+    state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
+    path = optfn.save_checkpoint(tmp_path, state, BESIDE, sharded=sharded)
+    wait()
+    places = [tmp_path, path, *path.rglob("*")]
+    assert len(places) == 2 if not sharded else len(places) > 5
+    for place in places:
+        inode, seen = content(place)
+        assert synced.get(inode) == seen, place
 
 
 def test_residuals_are_carried_over_to_another_number_of_workers(tmp_path):
