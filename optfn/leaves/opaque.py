@@ -12,7 +12,7 @@ from optfn.leaves.types import DType
 class OpaqueLeaf(ABC):
     """A leaf that a loss can use in one way only, which a subclass defines.
 
-    The loss can read its path, shape and dtype. All other uses raise the error of `_refusal`.
+    The loss can read its path, shape and dtype. All else raises the error of `_refusal`.
 
     Args:
       array: the leaf.

@@ -24,7 +24,7 @@ class Traits:
 
     Of the names of a state (`optfn.state.names`):
       adds_no_word: the states inside have the same names as without this one.
-      labels: its fields are labels of parts, like the keys of a dict.
+      labels: its fields are labels of states, like the keys of a dict.
       main: the field that accessors read if no path is given.
       words: the words for its fields in names, if they differ from the fields' names.
       retired: fields of which earlier versions kept arrays, but this one does not.
@@ -37,7 +37,7 @@ class Traits:
       workers_in_front: gradients have the workers as their leading axis.
       follows_params: the state has copies or averages of params.
       counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
-        that begins late has its own count (`optfn.transforms.late_steps`).
+        that begins late is counted by itself (`optfn.transforms.late_steps`).
       copies: the field with copies of params. If a checkpoint lacks them, they are made again.
       sums: the fields with weighted sums of params, each with the field of the sum of the weights.
         If a checkpoint has the weights but lacks a sum, the average begins at the param.
@@ -46,7 +46,7 @@ class Traits:
 
     Of a state that tells how its rule treats the leaves of which it has an array:
       treatment: the word for such a leaf in `summary`.
-      whole_matrices: to update a part of a matrix, the rule needs the whole matrix.
+      whole_matrices: to update a shard of a matrix, the rule needs the whole matrix.
     """
 
     transparent: bool = False
@@ -71,7 +71,7 @@ class Traits:
 
 
 _NONE = Traits()
-# The types that declare reports. A name left over in a checkpoint has no other trace of its type.
+# The types that declare reports: a field's name is all that a checkpoint has of them.
 _reporting: list[type] = []
 
 

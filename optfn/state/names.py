@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 
 from optfn.leaves.traits import Traits, reporting_types, traits_of
-from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, with_paths
+from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, leaves_with_paths
 from optfn.leaves.types import OptState, PyTree
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ def is_state(x: object) -> bool:
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
-def with_owners(
+def entries_by_param(
     parts: Iterable[tuple[str, Any]], paths: Iterable[str]
 ) -> Iterator[tuple[str | None, Any]]:
     """Yield leaves of a state with the path of the parameter that each belongs to.
@@ -46,7 +46,7 @@ def _without_numbers(name: str) -> Iterator[str]:
         yield from _without_numbers(before)
 
 
-def main_part(state: OptState) -> OptState:
+def main_state(state: OptState) -> OptState:
     """Return the part of a state that accessors read if no path is given.
 
     It is the main field of a node whose type declares one, or `state` itself if there is none.
@@ -80,7 +80,7 @@ def _field_words(state: OptState) -> tuple[str, ...]:
     return traits_of(state).words or fields
 
 
-def named_parts(
+def named_entries(
     state: OptState,
     stop: Callable[[Any], bool] = lambda x: False,
     *,
@@ -129,7 +129,7 @@ def named_parts(
                 label = key_name(key) if isinstance(node, dict) else ""
                 yield from walk(child, prefix, join(labels, label))
         else:
-            for path, leaf in with_paths(node):
+            for path, leaf in leaves_with_paths(node):
                 if not is_masked(leaf):
                     yield join(prefix, path), leaf
 
@@ -144,12 +144,12 @@ def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) 
       of: gives a declaration of a type by its traits, false where there is none.
       names: the paths of the leaves.
     """
-    parts = named_parts(state, stop=lambda x: bool(of(traits_of(x))))
+    parts = named_entries(state, stop=lambda x: bool(of(traits_of(x))))
     return {
         owner: of(traits_of(part))
         for _, part in parts
         if of(traits_of(part))
-        for owner, _ in with_owners(named_parts(part), names)
+        for owner, _ in entries_by_param(named_entries(part), names)
         if owner is not None
     }
 
@@ -173,13 +173,13 @@ def retired_fields(
 
     Args:
       state: the state of an optimizer, however wrapped.
-      unnamed: as in `named_parts`.
+      unnamed: as in `named_entries`.
     """
 
     def retires(x: object) -> bool:
         return bool(traits_of(x).retired)
 
-    parts = named_parts(state, stop=retires, unnamed=unnamed)
+    parts = named_entries(state, stop=retires, unnamed=unnamed)
     return [join(name, field) for name, part in parts for field in traits_of(part).retired]
 
 

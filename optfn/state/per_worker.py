@@ -239,7 +239,7 @@ def _check_before(who: str, chain: OptState) -> None:
 def _covered(mark: Exchanged) -> set[str]:
     """Return the names of the leaves that a transform exchanges."""
     marks = jax.tree.map(_is(ExchangedLeaf), mark.leaves, is_leaf=_is_mark)
-    return {name for name, x in tree.with_names(marks) if not tree.is_masked(x)}
+    return {name for name, x in tree.leaves_with_names(marks) if not tree.is_masked(x)}
 
 
 def _floating_paths(state: OptState) -> list[str]:
@@ -248,7 +248,7 @@ def _floating_paths(state: OptState) -> list[str]:
     shared = jax.tree.map(
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
-    return [name for name, x in tree.with_names(shared) if tree.is_inexact(x) and x.ndim]
+    return [name for name, x in tree.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
 
 
 def _ends(path: str, names: set[str]) -> bool:

@@ -149,13 +149,13 @@ def on_workers_of(
             lambda x: x,
             init(params),
             lambda x, own: jnp.full_like(x, workers(own)),
-            lambda node: node.mapped(lambda x, n: in_equal_parts(x, n, workers(node.axes))),
+            lambda node: node.mapped(lambda x, n: padded_to_multiple(x, n, workers(node.axes))),
         )
 
     return init_all
 
 
-def in_equal_parts(x: Leaf, size: int, count: int) -> Leaf:
+def padded_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
     """Return the first `size` entries along the last axis, padded with zeros for equal parts.
 
     Args:
@@ -231,7 +231,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         _on_host,
         means,
         lambda x, own: np.full_like(x, count),
-        lambda node: node.mapped(lambda x, n: in_equal_parts(np.asarray(x), n, count)),
+        lambda node: node.mapped(lambda x, n: padded_to_multiple(np.asarray(x), n, count)),
     )
 
 
@@ -249,7 +249,7 @@ def is_per_worker(opt_state: OptState) -> PyTree:
     )
 
 
-def sizes_in_parts(opt_state: OptState) -> PyTree:
+def divided_sizes(opt_state: OptState) -> PyTree:
     """Return the length without padding of each array that is one for all workers, 0 of others."""
     return map_state(
         lambda x, own: 0,

@@ -27,8 +27,8 @@ def refusal(path: str, why: str) -> ValueError:
 def owners_of(params: Params, opt_state: OptState) -> list[str | None]:
     """Return the path of the parameter that each array of (params, opt_state) belongs to."""
     shapes = {path: x.shape for path, x in tree.arrays_with_paths(params)}
-    parts = state_names.named_parts(opt_state)
-    owned = state_names.with_owners(parts, shapes)
+    parts = state_names.named_entries(opt_state)
+    owned = state_names.entries_by_param(parts, shapes)
     of_state = [path if path is None or x.ndim or not shapes[path] else None for path, x in owned]
     return [*shapes, *of_state]
 
@@ -60,7 +60,7 @@ def check_independent(
     sizes = {path: x.shape for path, x in tree.arrays_with_paths(shapes[0])}
     marks: dict[str | None, int] = {name: 1 << k for k, name in enumerate([*sizes, _LOSS])}
     marks[None] = 0
-    of_state = list(state_names.named_parts(shapes[1]))
+    of_state = list(state_names.named_entries(shapes[1]))
     for i, (name, x) in enumerate(of_state, len(sizes)):
         owner = owners[i]
         _check_layers(name, x, None if owner is None else sizes[owner], owner in selected)
