@@ -1,4 +1,4 @@
-"""Names for the parts of an optimizer's state, which stay the same when a chain changes."""
+"""Names for the entries of an optimizer's state, which stay the same when a chain changes."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -19,16 +19,16 @@ def is_state(x: object) -> bool:
 
 
 def entries_by_param(
-    parts: Iterable[tuple[str, Any]], paths: Iterable[str]
+    entries: Iterable[tuple[str, Any]], paths: Iterable[str]
 ) -> Iterator[tuple[str | None, Any]]:
-    """Yield leaves of a state with the path of the parameter that each belongs to.
+    """Yield (path of its parameter, array) for each entry (name, array) of a state.
 
     The path is the longest of `paths` that the leaf's name ends with, before any numbers (those of
     a list of arrays for each parameter); None for counters and rates. If the only parameter has no
     path, all arrays that are not scalars belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
-    for name, leaf in parts:
+    for name, leaf in entries:
         ends = (
             path
             for end in _without_numbers(name)
@@ -47,7 +47,7 @@ def _without_numbers(name: str) -> Iterator[str]:
 
 
 def main_state(state: OptState) -> OptState:
-    """Return the part of a state that accessors read if no path is given.
+    """Return the state that accessors read if no path is given.
 
     It is the main field of a node whose type declares one, or `state` itself if there is none.
     """
@@ -90,7 +90,7 @@ def named_entries(
 
     A name consists of the transform that the leaf belongs to, from the type of its state; the
     field; and the path in a tree like the parameters, as in "scale_by_adam/mu/layers/0/w".
-    Positions in a chain and wrappers are not part of it, so names do not change when a transform is
+    It does not tell positions in a chain or wrappers, so names do not change when a transform is
     put before or around another. A second transform of the same type has a number,
     "scale_by_momentum_2". The labels of a dict of states (`optax.partition`) come first, as in
     "fast/scale_by_adam/mu/w".
@@ -101,7 +101,7 @@ def named_entries(
       unnamed: selects states that add no word, because that of the state around them is enough.
 
     A type may declare that its fields are labels, as the keys of a dict are (`labels`), that it
-    adds no word (`adds_no_word`), or other words for its fields than their names (`words`).
+    adds no word (`adds_no_word`), or words for its fields instead of their names (`words`).
     """
     seen: dict[str, int] = {}
 
@@ -116,8 +116,8 @@ def named_entries(
                 yield name, node
                 return
             for field, child in zip(_field_words(node), node, strict=True):
-                of_field = name if _has_states(child) else join(name, field)
-                yield from walk(child, of_field, labels)
+                start = name if _has_states(child) else join(name, field)
+                yield from walk(child, start, labels)
         elif is_transparent(node):
             yield from walk(inside(node), prefix, labels)
         elif traits_of(node).labels:
@@ -137,20 +137,20 @@ def named_entries(
 
 
 def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) -> dict[str, T]:
-    """Return the declarations of types of states about the leaves of which they hold an array.
+    """Map each leaf path to the trait that its state declares.
 
     Args:
       state: the state of an optimizer, however wrapped.
       of: gives a declaration of a type by its traits, false where there is none.
       names: the paths of the leaves.
     """
-    parts = named_entries(state, stop=lambda x: bool(of(traits_of(x))))
+    nodes = named_entries(state, stop=lambda x: bool(of(traits_of(x))))
     return {
-        owner: of(traits_of(part))
-        for _, part in parts
-        if of(traits_of(part))
-        for owner, _ in entries_by_param(named_entries(part), names)
-        if owner is not None
+        path: of(traits_of(node))
+        for _, node in nodes
+        if of(traits_of(node))
+        for path, _ in entries_by_param(named_entries(node), names)
+        if path is not None
     }
 
 
@@ -179,8 +179,8 @@ def retired_fields(
     def retires(x: object) -> bool:
         return bool(traits_of(x).retired)
 
-    parts = named_entries(state, stop=retires, unnamed=unnamed)
-    return [join(name, field) for name, part in parts for field in traits_of(part).retired]
+    nodes = named_entries(state, stop=retires, unnamed=unnamed)
+    return [join(name, field) for name, node in nodes for field in traits_of(node).retired]
 
 
 def reports_of(state: OptState) -> Callable[[str], bool]:
@@ -196,24 +196,24 @@ def reports_of(state: OptState) -> Callable[[str], bool]:
         re.compile(rf"{state_word(kind)}(_\d+)?/({'|'.join(fields)})(/.*)?")
         for kind, fields in reporting_types()
     ]
-    others = _words_of_states(state)
+    present = _state_words(state)
 
     def is_report(name: str) -> bool:
         words = name.split("/")
         for i in range(len(words) - 1):
             if any(pattern.fullmatch("/".join(words[i:])) for pattern in known):
                 return True
-            if re.sub(r"_\d+$", "", words[i]) in others:
-                return False  # the rest is a field, and the path of a leaf
+            if re.sub(r"_\d+$", "", words[i]) in present:
+                return False  # a field and the path of a leaf follow
         return False
 
     return is_report
 
 
-def _words_of_states(node: PyTree) -> set[str]:
-    """Return the words of the states in a state, itself and those inside others included."""
+def _state_words(node: PyTree) -> set[str]:
+    """Return the words of a state and of all states nested in it."""
     found = {state_word(type(node))} if is_state(node) else set()
-    for part in jax.tree.leaves(node, is_leaf=lambda x: x is not node and is_state(x)):
-        if is_state(part):
-            found |= _words_of_states(part)
+    for child in jax.tree.leaves(node, is_leaf=lambda x: x is not node and is_state(x)):
+        if is_state(child):
+            found |= _state_words(child)
     return found

@@ -1,21 +1,20 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that exchanges gradients needs some things that others do not. Its state declares them,
-and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
-asks the state:
+A transform that exchanges gradients has further needs. Its state declares them, and the code around
+it (placement, checkpoints, rescaling, guards, accumulation, the training step) asks the state:
 
 * Which arrays are per-worker, that is, different on each worker? They are in a `PerWorker`, and the
   state has an int32 field `num_workers`.
-* Which arrays are shared by all workers, each of which keeps a part? They are in a `Divided`.
+* Which arrays are shared by all workers, each of which keeps a slice? They are in a `Divided`.
 * Of which leaves does it take each worker's gradients and exchange them? An `Exchanged` has these
   leaves and the mesh axes, and may say how many bytes the exchange takes
-  (`optfn.parallel.traffic`). Over the other axes of the workers, the training step averages the
-  gradients first.
+  (`optfn.parallel.traffic`). Over the remaining axes of the workers, the training step averages
+  the gradients first.
 * May its updates be row-sparse? Its state type then has `@traits(passes_rows=True)`, and `update`
   takes `row_updates=True`.
 
-A wrapper may enclose such a transform if its own state is right on every worker; its state type
-then has `@traits(passes_own_gradients=True)`. If gradients have the workers as a leading axis
+A wrapper may enclose such a transform if the wrapper's state is right on every worker; its state
+type then has `@traits(passes_own_gradients=True)`. If gradients have the workers as a leading axis
 (`on_each_device`), the state type has `@traits(workers_in_front=True)`.
 
 `state_dict` splits flat per-worker arrays of a packed buffer into flat arrays of its leaves. If the
@@ -43,7 +42,7 @@ from optfn.mesh import Axes, AxisName, axes, joined
 
 @traits(transparent=True)
 class PerWorker(NamedTuple):
-    """A per-worker part of a state: arrays with at least one axis, (n, …).
+    """Per-worker arrays of a state, each with at least one axis, (n, …).
 
     On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
     It does not change the names of `state_dict`.
@@ -56,23 +55,23 @@ class PerWorker(NamedTuple):
     axes: Axes = Axes()
 
     def __getitem__(self, key: Any) -> Any:
-        # A tuple's own keys are integers and slices; others are those of the tree.
+        # Integers and slices are keys of the tuple, all else is a key of the tree.
         is_index = isinstance(key, int | slice)
         return tuple.__getitem__(self, key) if is_index else self.value[key]
 
 
 @jax.tree_util.register_static
 class Sizes(tuple[int, ...]):
-    """Numbers of elements. A part of a tree without arrays."""
+    """Numbers of elements: to JAX a node without arrays."""
 
 
 @traits(transparent=True)
 class Divided(NamedTuple):
-    """A part of a state that all workers share, and of which each keeps a part.
+    """Arrays of a state that all workers share, and of which each keeps a slice.
 
-    `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N parts of
+    `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N slices of
     equal length, (N·⌈n/N⌉,), and sharded along its last axis. If the devices of a worker divide a
-    leaf, each has such an array for its part of the leaf, as a row.
+    leaf, each has such an array for its shard of the leaf, as a row.
 
     value: a tree of arrays.
     axes: the mesh axes of the workers.
@@ -152,8 +151,8 @@ def has_own_state(state: OptState) -> bool:
 def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     """Return for each leaf of `params` the axes over which a transform in `state` exchanges it.
 
-    Over all other axes, gradients have to be averaged before the transform sees them. Leaves are
-    identified by their names, because a wrapper may mask some of them.
+    Over the remaining axes, gradients have to be averaged before the transform sees them. Leaves
+    are identified by their names, because a wrapper may mask some of them.
 
     Raises:
       ValueError: a transform exchanges a leaf that `params` does not have, because a wrapper around
@@ -184,7 +183,7 @@ def has_workers_in_front(state: OptState) -> bool:
     return any(traits_of(x).workers_in_front for x in found)
 
 
-# Wrappers of optax whose own state is the same on all workers.
+# Wrappers of optax whose state, but for the one inside, is the same on all workers.
 _PASSING = (
     optax.MaskedState,
     optax.transforms.PartitionState,
@@ -196,7 +195,7 @@ _PASSING = (
 def check_wrappers(who: str, state: OptState) -> None:
     """Raise a ValueError if a wrapper that is not known to be correct encloses an `Exchanged`.
 
-    Correct wrappers declare `passes_own_gradients`. Any other wrapper may read or keep the
+    Correct wrappers declare `passes_own_gradients`. A wrapper without it may read or keep the
     gradients of one worker, so that workers would diverge.
     """
     if not exchanges(state) or isinstance(state, Exchanged):
@@ -220,14 +219,14 @@ def check_wrappers(who: str, state: OptState) -> None:
 
 
 def _check_before(who: str, chain: OptState) -> None:
-    """Raise a ValueError if a part of a chain keeps gradients that a later part exchanges.
+    """Raise a ValueError if a link of a chain keeps gradients that a later link exchanges.
 
-    Such a part sees each worker's own gradients, although on a mesh its state is replicated.
+    Such a link sees the gradients of one worker, although on a mesh its state is replicated.
     """
-    for i, part in enumerate(chain):
+    for i, link in enumerate(chain):
         marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]
         covered = {name for mark in marks for name in _covered(mark)}
-        kept = [] if exchanges(part) else [x for x in _floating_paths(part) if _ends(x, covered)]
+        kept = [] if exchanges(link) else [x for x in _floating_paths(link) if _ends(x, covered)]
         if kept:
             raise ValueError(
                 f"{who}: {kept[0]!r} in the state of part {i} of a chain would differ between "
@@ -263,12 +262,12 @@ def may_give_rows(state: OptState) -> bool:
 
     * A NamedTuple may return Rows if its type has `@traits(passes_rows=True)`, and it has an
       `Exchanged` field or a field whose value may return Rows.
-    * A plain tuple, the state of a chain, may return Rows if one of its members may, and all others
-      pass them on.
+    * A plain tuple, the state of a chain, may return Rows if one of its links may, and the
+      remaining links pass them on.
     * Anything else may not.
 
     A NamedTuple passes Rows on if its type has that trait and the state in its field `inner_state`,
-    if it has one, passes them on. A plain tuple does if all of its members do.
+    if it has one, passes them on. A plain tuple does if all of its links do.
     """
     if _is_chain(state):
         return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))
