@@ -1,7 +1,8 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that exchanges gradients has further needs. Its state declares them, and the code around
-it (placement, checkpoints, rescaling, guards, accumulation, the training step) asks the state:
+A transform that exchanges gradients may keep per-worker arrays, and takes gradients that are not
+yet averaged. Its state declares both, and all code around it (placement, checkpoints, rescaling,
+guards, accumulation, the training step) asks the state:
 
 * Which arrays are per-worker, that is, different on each worker? They are in a `PerWorker`, and the
   state has an int32 field `num_workers`.

@@ -217,7 +217,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
     old_count = _agreed(_worker_counts(opt_state))
-    # From N to M workers. Shared arrays stay as they are in all steps.
+    # From N to M workers. Shared arrays stay as they are until step 4 takes them to the host.
     #   1. A per-worker array, (N·n, …) over the devices, becomes (N, n, …) on the host.
     #   2. Its mean over workers is (n, …): the array that one worker will have. Of integers, codes
     #      among them, this is worker 0's.
@@ -225,9 +225,12 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     #   4. Repeated for the new workers, (M·n, …), and num_workers is M.
     # A Divided keeps its (N·⌈n/N⌉,) until step 4, which cuts it to (n,) and pads it to (M·⌈n/M⌉,).
     by_worker = map_state(
-        lambda x, axes: _split(x, old_count), lambda x: x, opt_state, divided=_unchanged
+        lambda x, axes: _split_workers(x, old_count),
+        lambda x: x,
+        opt_state,
+        divided=lambda node: node,
     )
-    means = map_state(lambda x, axes: _mean(x), lambda x: x, by_worker, divided=_unchanged)
+    means = map_state(lambda x, axes: _mean(x), lambda x: x, by_worker, divided=lambda node: node)
     flags = is_per_worker(opt_state)
     means = jax.tree.map(_mean_of_codes, by_worker, means, flags, is_leaf=has_codes)
     return map_state(
@@ -237,10 +240,6 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         lambda x, axes: np.full_like(x, count),
         lambda node: node.mapped(lambda x, n: padded_to_multiple(np.asarray(x), n, count)),
     )
-
-
-def _unchanged(node: Divided) -> Divided:
-    return node
 
 
 def is_per_worker(opt_state: OptState) -> PyTree:
@@ -308,7 +307,7 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
     count_keys = count_names(mapping, names)
     old_count = _agreed([mapping[key] for key in count_keys])
-    by_worker = {key: _split(mapping[key], old_count, key) for key in names}
+    by_worker = {key: _split_workers(mapping[key], old_count, key) for key in names}
     encoded = encoded_names(by_worker)
     for key, x in by_worker.items():
         if key in encoded:
@@ -377,7 +376,7 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _split(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array") -> np.ndarray:
+def _split_workers(x: Leaf, count: int, name: str = "a per-worker array") -> np.ndarray:
     """Return an array of all workers, (count·n, …), on the host as (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
