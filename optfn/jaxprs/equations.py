@@ -147,7 +147,7 @@ def _inner(equation: Equation) -> Any:
 
 
 def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many constants and how many carries the operands of a scan begin with.
+    """Return how many operands of a scan are constants, which come first, and how many carries.
 
     None if this version of JAX has params of a scan in an unknown form.
     """

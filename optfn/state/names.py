@@ -155,7 +155,7 @@ def treated(state: OptState, of: Callable[[Traits], T], names: Collection[str]) 
 
 
 def names_within(names: Iterable[str], field: str) -> dict[str, str]:
-    """Return the names of a field and of the arrays in it, by their paths in the field.
+    """Map the path within a field to the name, for the field and each array in it.
 
     All names are in the field "".
     """
@@ -166,7 +166,7 @@ def names_within(names: Iterable[str], field: str) -> dict[str, str]:
 def retired_fields(
     state: OptState, *, unnamed: Callable[[Any], bool] = lambda x: False
 ) -> list[str]:
-    """Return the names of the fields of which earlier versions kept arrays and this one does not.
+    """Return the names of the fields in which only earlier versions kept arrays.
 
     Such a state declares them: `@traits(retired=("velocity",))`. Its type is a subclass of the
     one that kept the arrays, so that a transform of the same kind after it keeps its number.

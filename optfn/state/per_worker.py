@@ -87,7 +87,7 @@ class Divided(NamedTuple):
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
     def mapped(self, fn: Callable[[Any, int], Any]) -> "Divided":
-        """Return the result of fn(array, length of its last axis without padding) for each."""
+        """Map fn(array, unpadded length of its last axis) over the arrays."""
         leaves, structure = jax.tree.flatten(self.value)
         pairs = zip(leaves, self.sizes, strict=True)
         new = [fn(x, n // (x.shape[0] if x.ndim == 2 else 1)) for x, n in pairs]
@@ -134,7 +134,7 @@ def nodes_of(kind: type, state: OptState) -> list[Any]:
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
-    """Return a state with fn of each `Divided` in its place."""
+    """Map a function over the `Divided` nodes of a state; all else stays as it is."""
     is_divided = _is(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 

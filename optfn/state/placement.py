@@ -225,10 +225,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     #   4. Repeated for the new workers, (M·n, …), and num_workers is M.
     # A Divided keeps its (N·⌈n/N⌉,) until step 4, which cuts it to (n,) and pads it to (M·⌈n/M⌉,).
     by_worker = map_state(
-        lambda x, axes: _split_workers(x, old_count),
-        lambda x: x,
-        opt_state,
-        divided=lambda node: node,
+        lambda x, axes: _stacked(x, old_count), lambda x: x, opt_state, divided=lambda node: node
     )
     means = map_state(lambda x, axes: _mean(x), lambda x: x, by_worker, divided=lambda node: node)
     flags = is_per_worker(opt_state)
@@ -307,7 +304,7 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
     count_keys = count_names(mapping, names)
     old_count = _agreed([mapping[key] for key in count_keys])
-    by_worker = {key: _split_workers(mapping[key], old_count, key) for key in names}
+    by_worker = {key: _stacked(mapping[key], old_count, key) for key in names}
     encoded = encoded_names(by_worker)
     for key, x in by_worker.items():
         if key in encoded:
@@ -376,8 +373,8 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _split_workers(x: Leaf, count: int, name: str = "a per-worker array") -> np.ndarray:
-    """Return an array of all workers, (count·n, …), on the host as (count, n, …)."""
+def _stacked(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array") -> np.ndarray:
+    """Return the array (count·n, …) of all workers on the host, as (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
         raise ValueError(
