@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn import checks
 from optfn.leaves import slices
-from optfn.leaves.groups import in_groups
+from optfn.leaves.groups import map_groups
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -178,7 +178,7 @@ def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
         parts = slices.split(bucket, [x.size for x in arrays])
         return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
 
-    return in_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
+    return map_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
 
 
 def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
@@ -221,7 +221,7 @@ def _in_one(g: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]) -> l
         return x.reshape(-1, *like.shape[1:])
 
     words = list(map(as_words, g))
-    return list(map(restored, in_groups(received, words, lambda x: x.dtype), g))
+    return list(map(restored, map_groups(received, words, lambda x: x.dtype), g))
 
 
 def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:

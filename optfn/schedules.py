@@ -2,8 +2,8 @@
 
 Each function here returns a schedule `step -> rate`, float32, or float64 with `jax_enable_x64`. The
 step, i in the equations, is the 0-based number of the update: an int32 array when an optimizer
-calls the schedule, or a Python number. Optimizers also take optax's schedules, and any other
-callable from step to rate. `reduce_on_plateau` depends on a metric instead of the step, so it is a
+calls the schedule, or a Python number. Optimizers also take optax's schedules, and any callable
+from step to rate. `reduce_on_plateau` depends on a metric instead of the step, so it is a
 transform.
 
 Source: the fluid documentation, "learning rate scheduler"; optax's schedules if the rule is the
@@ -77,7 +77,7 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
     return make
 
 
-def _of_array(rule: Callable[[jax.Array], Any]) -> Schedule:
+def _lifted(rule: Callable[[jax.Array], Any]) -> Schedule:
     """Return a schedule that takes numbers and arrays, from a function of an array."""
     return lambda step: jnp.asarray(rule(jnp.asarray(step))).astype(numerics.scalar_dtype())
 
@@ -115,7 +115,7 @@ def noam(d_model: float, warmup_steps: float, learning_rate: Number = 1.0) -> Sc
         s = _float(i) + 1
         return lr * d**-0.5 * jnp.minimum(jax.lax.rsqrt(s), s * w**-1.5)
 
-    return _of_array(rule)
+    return _lifted(rule)
 
 
 @_named
@@ -132,7 +132,7 @@ def exponential(
     """
     lr, steps, _ = _decay_arguments(learning_rate, decay_steps, decay_rate, staircase)
     rate = checks.positive("decay_rate", decay_rate)
-    return _of_array(lambda i: lr * jnp.power(rate, _periods(i, steps, staircase)))
+    return _lifted(lambda i: lr * jnp.power(rate, _periods(i, steps, staircase)))
 
 
 @_named
@@ -148,7 +148,7 @@ def natural_exp(
       staircase: whether i/steps is rounded down.
     """
     lr, steps, rate = _decay_arguments(learning_rate, decay_steps, decay_rate, staircase)
-    return _of_array(lambda i: lr * jnp.exp(-rate * _periods(i, steps, staircase)))
+    return _lifted(lambda i: lr * jnp.exp(-rate * _periods(i, steps, staircase)))
 
 
 @_named
@@ -164,7 +164,7 @@ def inverse_time(
       staircase: whether i/steps is rounded down.
     """
     lr, steps, rate = _decay_arguments(learning_rate, decay_steps, decay_rate, staircase)
-    return _of_array(lambda i: lr / (1 + rate * _periods(i, steps, staircase)))
+    return _lifted(lambda i: lr / (1 + rate * _periods(i, steps, staircase)))
 
 
 def _decay_arguments(
@@ -209,7 +209,7 @@ def polynomial(
         left = _float(length - jnp.minimum(i, length)) / _float(length)
         return (lr - end) * numerics.power(left, exponent) + end
 
-    return _of_array(rule)
+    return _lifted(rule)
 
 
 @_named
@@ -229,7 +229,7 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
     constants = [
         optax.constant_schedule(checks.nonnegative(f"values[{j}]", v)) for j, v in enumerate(values)
     ]
-    return _of_array(optax.join_schedules(constants, steps))
+    return _lifted(optax.join_schedules(constants, steps))
 
 
 def _increasing(name: str, steps: Sequence[int]) -> list[int]:
@@ -254,7 +254,7 @@ def cosine(learning_rate: Number, step_each_epoch: int, epochs: int) -> Schedule
     lr = checks.nonnegative("learning_rate", learning_rate)
     length = checks.count("step_each_epoch", step_each_epoch)
     epochs = checks.count("epochs", epochs)
-    return _of_array(lambda i: lr / 2 * (jnp.cos(jnp.pi * _periods(i, length, True) / epochs) + 1))
+    return _lifted(lambda i: lr / 2 * (jnp.cos(jnp.pi * _periods(i, length, True) / epochs) + 1))
 
 
 @_named
@@ -316,7 +316,7 @@ def warmup_cosine(
         falling = last + (top - last) * jnp.sin(jnp.pi / 2 * left) ** 2
         return jnp.where(i < w, _line(i, w, first, top), falling)
 
-    return _of_array(rule)
+    return _lifted(rule)
 
 
 def _after(warmup_steps: int, total_steps: int) -> int:
@@ -376,7 +376,7 @@ def warmup_stable_decay(
         after = jnp.where(i < total - d, constant, falling)
         return jnp.where(i < w, _line(i, w, first, top), after)
 
-    return _of_array(rule)
+    return _lifted(rule)
 
 
 @_named
@@ -406,7 +406,7 @@ def multi_step(
     lr = checks.nonnegative("learning_rate", learning_rate)
     rate = checks.positive("decay_rate", decay_rate)
     steps = _increasing("milestones", milestones)
-    return _of_array(optax.piecewise_constant_schedule(lr, dict.fromkeys(steps, rate)))
+    return _lifted(optax.piecewise_constant_schedule(lr, dict.fromkeys(steps, rate)))
 
 
 @_named

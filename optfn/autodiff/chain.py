@@ -10,7 +10,7 @@ import jax
 
 from optfn import checks
 from optfn.autodiff.rotor import Segmentation, functions_in
-from optfn.jaxprs.equations import as_function_of_arrays
+from optfn.jaxprs.equations import function_of_arrays
 from optfn.leaves.types import Params, PyTree
 
 # One function of a chain, (params, x) -> x; and a chain, ([params1, …, paramsn], x) -> x.
@@ -50,8 +50,8 @@ def run_chain(
         else:
             segment_params = {i: params[i] for i in functions_in(entry)}
             run = partial(run_chain, entry, fns)
-            of_arrays, arrays = as_function_of_arrays(run, (segment_params, x), {})
-            x = jax.checkpoint(of_arrays)(arrays)
+            call, arrays = function_of_arrays(run, (segment_params, x), {})
+            x = jax.checkpoint(call)(arrays)
     return x
 
 

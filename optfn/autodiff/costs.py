@@ -43,7 +43,7 @@ def costs_of(
     y_atoms, residuals = jax.tree.unflatten(forward.structure, forward.outputs)
     y_leaves = jax.tree.leaves(y_atoms)
     arguments = {*forward.inputs, *forward.constants}
-    # Backward reads some of the residuals from memory, and computes the others within fusions.
+    # Backward reads some residuals from memory, and computes the remaining ones within fusions.
     in_memory = _written(backward.equations, ())
     pairs = zip(residuals, backward.inputs, strict=False)
     read_from_memory = [a for a, in_backward in pairs if in_backward in in_memory]

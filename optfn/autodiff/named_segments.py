@@ -13,8 +13,8 @@ from optfn.jaxprs.equations import (
     Equations,
     Value,
     Variable,
-    as_function_of_arrays,
     bindings,
+    function_of_arrays,
     read,
     type_of,
     variables,
@@ -26,7 +26,7 @@ from optfn.leaves.types import PyTree
 def recompute_function(
     fn: Any, names: Sequence[str], argument: str = "checkpoints"
 ) -> Callable[..., Any]:
-    """Return `fn`, with its own signature, cut at the values of these names.
+    """Return `fn`, with the same signature, cut at the values of these names.
 
     Args:
       fn: the function.
@@ -42,8 +42,8 @@ def recompute_function(
 
     @functools.wraps(fn)
     def recomputed(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        of_arrays, arrays = as_function_of_arrays(fn, args, kwargs)
-        program = Equations(of_arrays, arrays)
+        call, arrays = function_of_arrays(fn, args, kwargs)
+        program = Equations(call, arrays)
         _check_names(program, names, argument)
         *segments, tail = _segments(program, names)
         values = program.constants | bindings(program.inputs, arrays)
@@ -69,11 +69,11 @@ class _Segment(NamedTuple):
 
 def _segments(program: Equations, names: Sequence[str]) -> list[_Segment]:
     """Return the segments of a program that is cut after its named values."""
-    parts = _cut(program.equations, names)
+    runs = _cut(program.equations, names)
     available = [*program.constants, *program.inputs]
     segments = []
-    for i, equations in enumerate(parts):
-        later = {a for part in parts[i + 1 :] for e in part for a in variables(e.invars)}
+    for i, equations in enumerate(runs):
+        later = {a for after in runs[i + 1 :] for e in after for a in variables(e.invars)}
         later.update(variables(program.outputs))
         results = [a for e in equations for a in e.outvars]
         outputs = [a for a in results if a in later]
@@ -91,15 +91,15 @@ def _run_segment(program: Equations, segment: _Segment, inputs: list[Value]) -> 
 def _cut(equations: Sequence[Equation], names: Sequence[str]) -> list[list[Equation]]:
     """Return the equations up to each named value, and those after the last.
 
-    The leaves of a tree, which are named one after the other, make one cut.
+    The leaves of a tree, which are named one after another, make one cut.
     """
-    parts: list[list[Equation]] = [[]]
+    runs: list[list[Equation]] = [[]]
     for equation in equations:
-        after_name = bool(parts[-1]) and _name(parts[-1][-1]) in names
+        after_name = bool(runs[-1]) and _name(runs[-1][-1]) in names
         if after_name and _name(equation) not in names:
-            parts.append([])
-        parts[-1].append(equation)
-    return parts
+            runs.append([])
+        runs[-1].append(equation)
+    return runs
 
 
 def _name(equation: Equation) -> str | None:

@@ -1,4 +1,4 @@
-"""Functions that save fewer residuals for their backward, and compute the others again.
+"""Functions that save fewer residuals for their backward, and compute the missing ones again.
 
 This is RecomputeOptimizer of fluid, but as a transformation of the function. Values and gradients
 are the same, so any optimizer and any training loop can use the result.
@@ -45,8 +45,8 @@ def recompute(
         recompute([block] * len(params), segments="sqrt")(params, x)
 
     Only the inputs of a segment are saved, not its residuals: in backward, each segment runs again
-    from its inputs (`jax.checkpoint`). If the result is a scalar, the loss, the part after the last
-    cut does not run again, because its backward follows at once.
+    from its inputs (`jax.checkpoint`). If the result is a scalar, the loss, the segment after the
+    last cut does not run again, because its backward follows at once.
 
     Args:
       fn: with `checkpoints`, any function, traced as under jit. With `segments` or

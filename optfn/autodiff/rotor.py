@@ -22,7 +22,7 @@ class FunctionCosts(NamedTuple):
     forward_flops: FLOPs to compute its output.
     recompute_flops: FLOPs to compute only its residuals, when it runs again.
     output_bytes: bytes of its output, and of the cotangent of that.
-    residual_bytes: bytes of its residuals other than its input and its output.
+    residual_bytes: bytes of its residuals, without its input and its output.
     output_is_residual: whether its output is a residual.
     forward_peak: the most bytes alive in its forward, with the output, without the input.
     forward_peak_with_residuals: the same, if the residuals are saved.
@@ -61,7 +61,7 @@ class Rotor:
         recompute s … c − 1:      ∑ forward_s … forward_{c−2} + recompute_{c−1}
                                   + C(c, t, m − output_{c−1}) + C(s, c − 1, m),    s < c ≤ t
 
-    over the choices whose own peak fits into m. Memory is counted in units of 1/2000 of the memory
+    over the choices whose peak fits into m. Memory is counted in units of 1/2000 of the memory
     that the chain takes if all residuals are saved, rounded up.
 
     Args:
@@ -143,8 +143,8 @@ class Rotor:
             last = self.costs[c - 1]
             forward_peak = max(forward_peak, input_bytes + last.forward_peak)
             input_bytes = last.output_bytes
-            rest = self._restrict(self.table[c, t], last.output_bytes, cotangent + forward_peak)
-            yield c, flops_before + last.recompute_flops + rest + self.table[s, c - 1]
+            after = self._restrict(self.table[c, t], last.output_bytes, cotangent + forward_peak)
+            yield c, flops_before + last.recompute_flops + after + self.table[s, c - 1]
             flops_before += last.forward_flops
 
     def _best(self, s: int, t: int, units: int) -> Segmentation:

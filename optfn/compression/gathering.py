@@ -9,7 +9,7 @@ from jax import lax
 
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
-from optfn.leaves.groups import in_groups
+from optfn.leaves.groups import map_groups
 from optfn.leaves.rows import Rows
 from optfn.leaves.types import PyTree
 from optfn.mesh import Axes
@@ -89,7 +89,7 @@ def encode_all(
         compressor = compressors[group[0]]
         return compressor.encode_all([xs[i] for i in group], [states[i] for i in group])
 
-    return in_groups(encode, range(len(xs)), lambda i: compressors[i])
+    return map_groups(encode, range(len(xs)), lambda i: compressors[i])
 
 
 def mean_of_packets(

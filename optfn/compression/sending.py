@@ -15,7 +15,7 @@ from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import with_feedback
 from optfn.compression.gathering import mean_by_all_gather
 from optfn.leaves import tree
-from optfn.leaves.groups import in_groups
+from optfn.leaves.groups import map_groups
 from optfn.leaves.types import Leaf, LeafKind
 from optfn.mesh import Axes
 from optfn.transforms.in_place import when
@@ -84,7 +84,7 @@ class Sending(NamedTuple):
             return compressors[i].is_reduced and compressors[i].reduced
 
         # Matrices of all ranks share their all-reduces, and all gathered packets one all-gather.
-        return (in_groups(together, range(len(leaves)), kind),)
+        return (map_groups(together, range(len(leaves)), kind),)
 
 
 def exchanged_densely(

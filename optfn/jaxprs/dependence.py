@@ -24,11 +24,11 @@ def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence
       A tree of bools like the result. A result whose dependence is unknown counts as dependent.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    found = _of_jaxpr(closed.jaxpr, jax.tree.leaves(tuple(varying)))
+    found = _jaxpr_flags(closed.jaxpr, jax.tree.leaves(tuple(varying)))
     return jax.tree.unflatten(jax.tree.structure(shape), found)
 
 
-def _of_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
+def _jaxpr_flags(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     """Return which outputs of a jaxpr depend on the inputs that are marked."""
     marked = bindings(jaxpr.invars, inputs)
 
@@ -38,20 +38,20 @@ def _of_jaxpr(jaxpr: Jaxpr, inputs: Flags) -> Flags:
     for equation in jaxpr.eqns:
         given = flags(equation.invars)
         if any(given):
-            marked |= bindings(equation.outvars, _of_equation(equation, given))
+            marked |= bindings(equation.outvars, _equation_flags(equation, given))
     return flags(jaxpr.outvars)
 
 
-def _of_equation(equation: Equation, given: Flags) -> Flags:
+def _equation_flags(equation: Equation, given: Flags) -> Flags:
     rule, inner, found = _RULES.get(equation.primitive.name), called(equation), None
     if rule is not None:
         found = rule(equation.params, given)
     elif inner is not None:
-        found = _of_jaxpr(inner, given)
+        found = _jaxpr_flags(inner, given)
     return [any(given)] * len(equation.outvars) if found is None else found
 
 
-def _of_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
+def _scan_flags(params: Mapping[str, Any], given: Flags) -> Flags | None:
     groups = scan_groups(params)
     if groups is None:
         return None
@@ -59,38 +59,38 @@ def _of_scan(params: Mapping[str, Any], given: Flags) -> Flags | None:
     consts, carry, xs = _split(given, *groups)
 
     def body(carry: Flags) -> Flags:
-        return _of_jaxpr(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        return _jaxpr_flags(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
 
     carry = _fixed_point(lambda carry: body(carry)[:num_carry], carry)
     return [*carry, *body(carry)[num_carry:]]
 
 
-def _of_while(params: Mapping[str, Any], given: Flags) -> Flags:
+def _while_flags(params: Mapping[str, Any], given: Flags) -> Flags:
     num_condition, num_body = params["cond_nconsts"], params["body_nconsts"]
-    of_condition, of_body, carry = _split(given, num_condition, num_body)
+    cond_consts, consts, carry = _split(given, num_condition, num_body)
 
     def once(carry: Flags) -> Flags:
         # All results depend on the number of iterations.
-        (condition,) = _of_jaxpr(params["cond_jaxpr"].jaxpr, [*of_condition, *carry])
-        return [condition | x for x in _of_jaxpr(params["body_jaxpr"].jaxpr, [*of_body, *carry])]
+        (condition,) = _jaxpr_flags(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
+        return [condition | x for x in _jaxpr_flags(params["body_jaxpr"].jaxpr, [*consts, *carry])]
 
     return _fixed_point(once, carry)
 
 
-def _of_cond(params: Mapping[str, Any], given: Flags) -> Flags:
-    branches = [_of_jaxpr(branch.jaxpr, given[1:]) for branch in params["branches"]]
+def _cond_flags(params: Mapping[str, Any], given: Flags) -> Flags:
+    branches = [_jaxpr_flags(branch.jaxpr, given[1:]) for branch in params["branches"]]
     return [any([given[0], *flags]) for flags in zip(*branches, strict=True)]
 
 
-def _of_barrier(params: Mapping[str, Any], given: Flags) -> Flags:
+def _barrier_flags(params: Mapping[str, Any], given: Flags) -> Flags:
     return given
 
 
 _RULES: dict[str, Callable[[Mapping[str, Any], Flags], Flags | None]] = {
-    "scan": _of_scan,
-    "while": _of_while,
-    "cond": _of_cond,
-    "optimization_barrier": _of_barrier,
+    "scan": _scan_flags,
+    "while": _while_flags,
+    "cond": _cond_flags,
+    "optimization_barrier": _barrier_flags,
 }
 
 

@@ -1,4 +1,4 @@
-"""A function as the list of its equations: their dependencies, and running a part of them."""
+"""A function as the list of its equations: their dependencies, and running some of them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -91,24 +91,22 @@ class Equations:
         return values
 
 
-def as_function_of_arrays(
+def function_of_arrays(
     fn: Callable[..., Any], args: PyTree, kwargs: PyTree
 ) -> tuple[Callable[[list[jax.Array]], PyTree], list[jax.Array]]:
     """Return `fn` as a function of the arrays among its arguments, and these arrays.
 
-    The other arguments, such as flags and sizes, are bound.
+    The remaining arguments, such as flags and sizes, are bound.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    is_array = [isinstance(x, jax.Array) for x in leaves]
 
-    def of_arrays(arrays: list[jax.Array]) -> PyTree:
+    def call(arrays: list[jax.Array]) -> PyTree:
         remaining = iter(arrays)
-        pairs = zip(leaves, is_array, strict=True)
-        bound = [next(remaining) if array else x for x, array in pairs]
+        bound = [next(remaining) if isinstance(x, jax.Array) else x for x in leaves]
         args, kwargs = jax.tree.unflatten(structure, bound)
         return fn(*args, **kwargs)
 
-    return of_arrays, [x for x, array in zip(leaves, is_array, strict=True) if array]
+    return call, [x for x in leaves if isinstance(x, jax.Array)]
 
 
 def shapes_of(atoms: Iterable[Atom]) -> list[jax.ShapeDtypeStruct]:
@@ -149,7 +147,7 @@ def _inner(equation: Equation) -> Any:
 
 
 def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return how many constants and how many carries the operands of a scan begin with.
+    """Return how many operands of a scan are constants, which come first, and how many carries.
 
     None if this version of JAX has params of a scan in an unknown form.
     """
@@ -184,7 +182,7 @@ def _run_inlined(closed: jex.ClosedJaxpr, arguments: Iterable[Value]) -> list[Va
 
 
 def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
-    """Return `program` with each scan split in two: the part that `targets` need, and the rest."""
+    """Return `program` with each scan split in two: the first computes all that `targets` need."""
     needed = program.dependencies(targets)
 
     def run(*leaves: Value) -> list[Value]:
@@ -206,7 +204,7 @@ def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
 def _run_split_scan(
     equation: Equation, operands: list[Value], needed: set[Variable]
 ) -> list[Value]:
-    """Return the results of a scan: a first scan computes those in `needed`, a second the others.
+    """Return the results of a scan: those in `needed` by a first scan, the remaining by a second.
 
     A scan that cannot be split runs as it is.
     """
@@ -286,14 +284,14 @@ class _Scan(NamedTuple):
         received_values: Sequence[Value],
         passed_on: Sequence[Variable],
     ) -> tuple[dict[int, Value], list[Value]]:
-        """Run a scan whose body is part of this one's.
+        """Run a scan whose body is a segment of this one's.
 
         Args:
           positions: the outputs that `equations` compute.
-          equations: the part of the body.
-          received: variables that another part of the body computes.
+          equations: the segment of the body.
+          received: variables that the scan before it computes.
           received_values: their values, stacked over the iterations.
-          passed_on: variables to stack for another part.
+          passed_on: variables to stack for the scan after it.
 
         Returns:
           The outputs by position, and the stacked values of `passed_on`.

@@ -33,9 +33,9 @@ def with_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
 def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Pullback]:
     """Return y, and the function (cotangent of y) -> (gradient of weights, cotangent of x)."""
 
-    def of_inexact(weight_leaves: list[Leaf], x_leaves: list[Leaf]) -> tuple[list[Leaf], PyTree]:
+    def run(weight_leaves: list[Leaf], x_leaves: list[Leaf]) -> tuple[list[Leaf], PyTree]:
         y = fn(with_inexact_leaves(weights, weight_leaves), with_inexact_leaves(x, x_leaves), key)
         return inexact_leaves(y), y
 
-    _, pull, y = jax.vjp(of_inexact, inexact_leaves(weights), inexact_leaves(x), has_aux=True)
+    _, pull, y = jax.vjp(run, inexact_leaves(weights), inexact_leaves(x), has_aux=True)
     return y, pull

@@ -63,7 +63,7 @@ def entered(
 
 
 def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
-    """Return the dtype in which to compute with a leaf, None unless both are fit to train it.
+    """Return the dtype in which to compute with a leaf; None unless g and p are fit to train it.
 
     It may find a leaf unfit that `_check` passes; then the leaf is masked. Never the reverse.
     """

@@ -1,4 +1,4 @@
-"""The positions of tensors in an array, which may have one, or several next to each other.
+"""The positions of the tensors in an array: one tensor, or several, one after another.
 
 A rule with a norm per tensor has to know where each tensor begins and ends. A plain leaf is one
 tensor. A leaf in a `Stacked` has one tensor for each index of its leading axes. A buffer of a
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Leaves of one shape that follow each other in a buffer.
+    """Leaves of one shape, one after another in a buffer.
 
     Args:
       shape: the shape of each leaf.
@@ -47,7 +47,7 @@ class Run:
         return self.start + self.size * len(self.leaves)
 
     @property
-    def per_leaf(self) -> int:
+    def tensors_per_leaf(self) -> int:
         """The number of tensors in one leaf."""
         return math.prod(self.shape[: self.stacked])
 
@@ -59,7 +59,7 @@ class Run:
     @property
     def num_tensors(self) -> int:
         """The number of tensors in the run."""
-        return len(self.leaves) * self.per_leaf
+        return len(self.leaves) * self.tensors_per_leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +110,15 @@ class BufferLayout:
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs))
 
-    def by_run(self, per_leaf: Sequence[T]) -> list[list[T]]:
+    def split_by_run(self, per_leaf: Sequence[T]) -> list[list[T]]:
         """Split per-leaf values by run, and repeat the value of a leaf for each of its tensors."""
         values = iter(per_leaf)
         return [
-            [x for x in itertools.islice(values, len(run.leaves)) for _ in range(run.per_leaf)]
+            [
+                x
+                for x in itertools.islice(values, len(run.leaves))
+                for _ in range(run.tensors_per_leaf)
+            ]
             for run in self.runs
         ]
 

@@ -1,7 +1,7 @@
 """The application of rules on arrays to the leaves of trees.
 
 Rules are elementwise; numbers of a whole tensor, such as its norm, are computed before them
-(`optfn.leaves.tensors`). A leaf is an array, or has a method `apply` of its own (`LeafKind`).
+(`optfn.leaves.tensors`). A leaf is an array, or a `LeafKind`, whose method `apply` does it.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,18 +73,18 @@ def apply(
     is_traced = checks.any_traced(map(numbers_of, leaves))
     program = shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
 
-    def on_leaf(i: int, g: Leaf, *others: Leaf) -> tuple[Any, ...]:
+    def apply_at(i: int, g: Leaf, *row: Leaf) -> tuple[Any, ...]:
         if tree.is_masked(g):
             return (optax.MaskedNode(),) * (1 + len(state))
-        accumulators, p = others[: len(state)], others[len(state) :]
+        accumulators, p = row[: len(state)], row[len(state) :]
         expected = [g.shape] * len(state) if shapes is None else shapes(g.shape)
         if any(not tree.has_shape(x, s) for x, s in zip(accumulators, expected, strict=True)):
-            raise _mismatch().of_other_params(i, updates, accumulators, expected)
-        own = {k: scalar_at(v, i) for k, v in arrays.items()}
-        results: tuple[Any, ...] = program(g, accumulators, p, own)
+            raise _mismatch().shape_error(i, updates, accumulators, expected)
+        at_leaf = {k: scalar_at(v, i) for k, v in arrays.items()}
+        results: tuple[Any, ...] = program(g, accumulators, p, at_leaf)
         return results
 
-    results = list(map(on_leaf, range(len(leaves)), leaves, *columns))
+    results = list(map(apply_at, range(len(leaves)), leaves, *columns))
     trees = [structure.unflatten(r[k] for r in results) for k in range(1 + len(state))]
     return tuple(trees) if state else trees[0]
 
@@ -92,15 +92,15 @@ def apply(
 def _columns(
     updates: Updates, state: Sequence[PyTree], params: Params | None
 ) -> tuple[list[Leaf], list[list[Leaf]], Any]:
-    """Return the leaves of updates, those of the others in their places, and the structure."""
+    """Return the leaves of updates, and of state and params in their places; and the structure."""
     leaves, structure = tree.flatten(updates)
     if any(isinstance(g, OneLeaf) for g in leaves):
         _mismatch().check_row_sparse(updates)
-    others = state if params is None else (*state, params)
+    trees = state if params is None else (*state, params)
     try:
-        return leaves, [structure.flatten_up_to(x) for x in others], structure
+        return leaves, list(map(structure.flatten_up_to, trees)), structure
     except ValueError as error:
-        raise _mismatch().of_states(updates, others, error) from None
+        raise _mismatch().structure_error(updates, trees, error) from None
 
 
 def _mismatch() -> Any:
@@ -169,10 +169,10 @@ def zeros_like(
     """
 
     def zeros(p: jax.Array) -> jax.Array:
-        own = numerics.accumulator_dtype(p.dtype)
-        own = numerics.real_dtype(own) if real else own
+        wide = numerics.accumulator_dtype(p.dtype)
+        wide = numerics.real_dtype(wide) if real else wide
         # Made like p and then broadcast, so that it is sharded as p is.
-        filled = jnp.full_like(p, fill, dtype=own if dtype is None else dtype)
+        filled = jnp.full_like(p, fill, dtype=wide if dtype is None else dtype)
         return jnp.broadcast_to(filled, (*leading, *p.shape)) if leading else filled
 
     return jax.tree.map(zeros, params)

@@ -18,7 +18,7 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
     Args:
       name: the name of the transformation.
       params: a tree; masked leaves, integers and bools are accepted, and frozen.
-      real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
+      real_only: the name of the rule in it that is not defined for complex leaves, "" if none is.
       kind: "gradient" where `params` are gradients, because there are no params.
     """
     for place, x in tree.items(params):
@@ -102,7 +102,7 @@ def _came(g: Leaf) -> str:
 def naming_integer_leaves(updates: Updates) -> Iterator[None]:
     """Name the integer leaves in the error of an update that computes with float0 gradients.
 
-    Transformations of optfn freeze such leaves; others, such as `optax.adam`, may not.
+    Transformations of optfn freeze such leaves; those of optax may not.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def naming_integer_leaves(updates: Updates) -> Iterator[None]:
 def check_state(name: str, state: OptState, kind: type) -> None:
     """Raise a TypeError unless `state` is of the type that the transformation's init returns."""
     if not isinstance(state, kind):
-        raise _of_another(name, f"a {kind.__name__}", state)
+        raise _state_error(name, f"a {kind.__name__}", state)
 
 
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
@@ -130,8 +130,8 @@ def check_state_types(name: str, state: OptState, expected: OptState) -> None:
             check_state(name, state, type(expected))
         return
     check_length(name, state, len(expected))
-    for part, expected_part in zip(state, expected, strict=True):
-        check_state_types(name, part, expected_part)
+    for link, expected_link in zip(state, expected, strict=True):
+        check_state_types(name, link, expected_link)
 
 
 def is_empty(state: OptState) -> bool:
@@ -142,10 +142,10 @@ def is_empty(state: OptState) -> bool:
 def check_length(name: str, state: OptState, length: int) -> None:
     """Raise a TypeError unless `state` is a tuple of the states of `length` transformations."""
     if not isinstance(state, tuple | list) or len(state) != length:
-        raise _of_another(name, f"a tuple of {length}", state)
+        raise _state_error(name, f"a tuple of {length}", state)
 
 
-def _of_another(name: str, expected: str, state: OptState) -> TypeError:
+def _state_error(name: str, expected: str, state: OptState) -> TypeError:
     kind, package = type(state).__name__, checks.package(type(state).__module__)
     came = kind if package == "optfn" else f"{kind} of {package}"
     came = f"a {kind} of {len(state)}" if type(state) in (tuple, list, dict) else came
@@ -155,7 +155,7 @@ def _of_another(name: str, expected: str, state: OptState) -> TypeError:
     )
 
 
-def of_other_params(
+def shape_error(
     i: int, updates: Updates, accumulators: Sequence[Leaf], expected: Sequence[tuple[int, ...]]
 ) -> ValueError:
     """Return the error of accumulators of leaf i that do not have the expected shapes."""
@@ -167,7 +167,7 @@ def of_other_params(
     )
 
 
-def of_states(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
+def structure_error(updates: Updates, states: Sequence[PyTree], error: ValueError) -> ValueError:
     """Return the error of trees of a state of which one lacks the structure of `updates`."""
     for state in states:
         tree.check_same_structure("update", "the state", state, "updates", updates)

@@ -37,15 +37,15 @@ def _check_nnx(name: str, params: Params) -> None:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
-    others = [
+    untrained = [
         f"{path!r} of type {type(x).__name__}"
         for path, x in _nodes(params, nnx.Variable)
         if isinstance(x, nnx.Variable | nnx.Module) and not isinstance(x, nnx.Param)
     ]
-    if others:
+    if untrained:
         raise TypeError(
             f"{name}: the only flax.nnx variables in params must be nnx.Param; got "
-            f"{tree.first_of(others, 5)}. Split the model: graphdef, params, rest = "
+            f"{tree.first_of(untrained, 5)}. Split the model: graphdef, params, rest = "
             "nnx.split(model, nnx.Param, ...). Train params, pass rest as the model_state, and "
             "call nnx.merge(graphdef, params, rest) in the loss"
         )
@@ -55,14 +55,14 @@ def _check_linen(name: str, params: Params) -> None:
     """Raise for the `variables` of linen: a mapping of collections, one of them "params"."""
     if "flax.linen" not in sys.modules or not isinstance(params, Mapping):
         return
-    others = [str(key) for key in params if key != "params"]
-    if others and "params" in params and all(isinstance(x, Mapping) for x in params.values()):
-        state = f'variables["{others[0]}"]' if len(others) == 1 else "the others"
+    untrained = [str(key) for key in params if key != "params"]
+    if untrained and "params" in params and all(isinstance(x, Mapping) for x in params.values()):
+        state = f'variables["{untrained[0]}"]' if len(untrained) == 1 else "the others"
         raise TypeError(
             f"{name}: params must be one collection of a flax.linen model; got all variables, with "
-            f'{tree.first_of(others, 5)} beside "params". Train variables["params"], pass {state} '
-            "as the model_state, and put both together in the loss. (If this is a tree of your "
-            'own, use another key than "params")'
+            f'{tree.first_of(untrained, 5)} beside "params". Train variables["params"], pass '
+            f"{state} as the model_state, and put both together in the loss. (If this is a tree of "
+            'your own, use another key than "params")'
         )
 
 
@@ -70,17 +70,17 @@ def _check_equinox(name: str, params: Params) -> None:
     eqx = sys.modules.get("equinox")
     if eqx is None:
         return
-    others = [
+    untrained = [
         f"{tree.join(path, inner)!r} of type {type(x).__name__}"
         for path, node in _nodes(params, eqx.Module)
         if isinstance(node, eqx.Module)
-        for inner, x in tree.with_paths(node)
+        for inner, x in tree.leaves_with_paths(node)
         if not (tree.is_masked(x) or (tree.is_array(x) and tree.is_inexact(x)))
     ]
-    if others:
+    if untrained:
         raise TypeError(
             f"{name}: an equinox module in params must have only floating-point arrays; got "
-            f"{tree.first_of(others, 5)}. Split the model: params, static = "
+            f"{tree.first_of(untrained, 5)}. Split the model: params, static = "
             "eqx.partition(model, eqx.is_inexact_array), and call eqx.combine(params, static) in "
             "the loss"
         )

@@ -51,8 +51,8 @@ class Packed:
     """A tree of arrays as one flat buffer per dtype; `optfn.unpack` returns the tree.
 
     It is a pytree. Its leaves are the buffers, and those leaves of the original tree that are not
-    floating point. Optimizers take it like any other tree. Norms per tensor, patterns of paths and
-    attributes refer to the leaves of the original tree.
+    floating point. Optimizers take it like the original tree: norms per tensor, patterns of paths
+    and attributes refer to the leaves of that tree.
 
     Args:
       buffers: flat arrays, one for each buffer of the layout.
@@ -86,8 +86,8 @@ class Packed:
         count = len(layout.buffers)
         return cls(children[:count], children[count:], layout)
 
-    def by_buffer(self) -> list[tuple[BufferLayout, Leaf]]:
-        """Return the layout and the array of each buffer."""
+    def buffer_items(self) -> list[tuple[BufferLayout, Leaf]]:
+        """Return (layout, array) of each buffer."""
         return list(zip(self.layout.buffers, self.buffers, strict=True))
 
     def frozen_leaves(self) -> dict[int, Leaf]:

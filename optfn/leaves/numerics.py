@@ -142,8 +142,8 @@ def integer_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 def computed_once(flag: jax.Array) -> jax.Array:
     """Return a bool scalar that XLA does not compute again in each of its uses.
 
-    The conjunction of N flags is cheap to XLA's CPU fusion, so it becomes part of the update of
-    each of N leaves: with 300 leaves the compiler takes minutes and gigabytes. Square roots are not
+    The conjunction of N flags is cheap to XLA's CPU fusion, so it is fused into the update of each
+    of N leaves: with 300 leaves the compiler takes minutes and gigabytes. Square roots are not
     duplicated.
     """
     return jnp.sqrt(flag.astype(jnp.float32)) > 0

@@ -17,6 +17,18 @@ from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of
 from optfn.leaves.nodes import Packed, Stacked, is_packed
 from optfn.leaves.types import Leaf, LeafKind, Params, PyTree
 
+# Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
+#   1. packed_layout  the float32 buffer has the runs (3,): leaf 0 from element 0, and (2, 3): leaf
+#                     2 from element 3; leaf 1 is frozen. Leaves of one shape share a run, so that
+#                     one reshape gives all of their tensors.
+#   2. pack_like      buffers[0] is b | w, flat, (9,), or (…, 9) below `lead` axes; frozen is [n].
+#   3. unpack         [0:3] and [3:9] of the last axis, in the order of the runs, go back to leaves
+#                     0 and 2. The derivative joins their cotangents, as step 2 does.
+#   4. subset {2}     the buffer is w alone, (6,), and its run starts at 0. Leaf 2 keeps its number
+#                     and path, so that patterns find it.
+#   5. filled         from left to right, [0:3] of the whole buffer, then [0:6] of the subset's:
+#                     the subset's offset advances with chosen spans only.
+
 
 def packed_layout(params: Params) -> PackedLayout:
     """Return how `pack` lays out a tree: by dtype, then shape, then the order of the leaves."""
@@ -95,8 +107,9 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
         tree.check_same_structure("pack", "the tree", values, "the packed tree", _skeleton(layout))
     for buffer in layout.buffers:
         _check_buffer(buffer, leaves, layout.paths, lead)
-    parts = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
-    buffers = _join_leaves(lead, parts) if checks.is_traced(parts) else _compiled_join(lead, parts)
+    groups = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
+    join = _join_leaves if checks.is_traced(groups) else _compiled_join
+    buffers = join(lead, groups)
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
 
 
@@ -125,13 +138,13 @@ def _check_buffer(
                 )
 
 
-def _join_leaves(lead: int, parts: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
+def _join_leaves(lead: int, groups: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
     """Return one buffer for each group of leaves, joined after `lead` leading axes."""
     return tuple(
         optax.MaskedNode()
         if _all_masked(leaves)
         else jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], axis=-1)
-        for leaves in parts
+        for leaves in groups
     )
 
 
@@ -163,14 +176,14 @@ def fits(x: object) -> bool:
     """
     return is_packed(x) and all(
         tree.is_masked(b) or (tree.is_array(b) and b.shape[-1:] == (buffer.size,))
-        for buffer, b in x.by_buffer()
+        for buffer, b in x.buffer_items()
     )
 
 
 def _unpack(packed: Packed) -> PyTree:
     layout = packed.layout
     leaves = dict.fromkeys(range(len(layout.paths)), optax.MaskedNode()) | packed.frozen_leaves()
-    for buffer, x in packed.by_buffer():
+    for buffer, x in packed.buffer_items():
         if tree.is_masked(x):
             continue
         if isinstance(x, np.ndarray):
@@ -212,15 +225,15 @@ _pieces.defvjp(_forward, _backward)
 _compiled_pieces = jax.jit(_pieces, static_argnums=0)
 
 
-def map_nodes(fn: Callable[..., PyTree], values: PyTree, *others: PyTree) -> PyTree:
-    """Map fn(path, node, *nodes of the others), where a Packed counts as one node."""
+def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTree:
+    """Map fn(path, node, *nodes of `trees`), where a Packed counts as one node."""
 
     def is_node(x: PyTree) -> bool:
         return is_packed(x) or tree.is_leaf(x)
 
     flat: tuple[list[PyTree], PyTreeDef] = jax.tree.flatten(values, is_leaf=is_node)
     nodes, structure = flat
-    columns = (jax.tree.leaves(other, is_leaf=is_node) for other in others)
+    columns = (jax.tree.leaves(x, is_leaf=is_node) for x in trees)
     return structure.unflatten(map(fn, tree.paths(values, is_node), nodes, *columns))
 
 
@@ -242,26 +255,26 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
     return map_nodes(mark, values)
 
 
-def part(whole: Packed, chosen: frozenset[int]) -> Packed:
+def subset(whole: Packed, chosen: frozenset[int]) -> Packed:
     """Return the chosen leaves of a Packed, by their numbers."""
     layout = whole.layout.only(chosen)
     buffers = [
         _chosen_elements(buffer, chosen, x)
-        for buffer, x in whole.by_buffer()
+        for buffer, x in whole.buffer_items()
         if not chosen.isdisjoint(buffer.leaves)
     ]
     frozen = whole.frozen_leaves()
     return Packed(buffers, [frozen[i] for i in layout.frozen], layout)
 
 
-def filled(whole: Packed, part: Packed, chosen: frozenset[int]) -> Packed:
-    """Return `whole` with its chosen leaves replaced by those of `part`."""
-    arrays = {buffer.dtype: x for buffer, x in part.by_buffer()}
+def filled(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
+    """Return `whole` with its chosen leaves replaced by those of `new`, a `subset`."""
+    arrays = {buffer.dtype: x for buffer, x in new.buffer_items()}
     buffers = [
         _merged_elements(buffer, chosen, arrays.get(buffer.dtype), x)
-        for buffer, x in whole.by_buffer()
+        for buffer, x in whole.buffer_items()
     ]
-    frozen = whole.frozen_leaves() | part.frozen_leaves()
+    frozen = whole.frozen_leaves() | new.frozen_leaves()
     return Packed(buffers, list(frozen.values()), whole.layout)
 
 
@@ -284,15 +297,15 @@ def _chosen_elements(buffer: BufferLayout, chosen: frozenset[int], x: Leaf) -> L
     return jnp.concatenate(pieces)
 
 
-def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], part: Leaf, whole: Leaf) -> Leaf:
-    """Return the buffer `whole` with the elements of its chosen leaves from `part`."""
+def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], new: Leaf, whole: Leaf) -> Leaf:
+    """Return the buffer `whole` with the elements of its chosen leaves from `new`."""
     if chosen.isdisjoint(buffer.leaves):
         return whole
     if chosen.issuperset(buffer.leaves):
-        return part
-    pieces, start, start_of_part = [], 0, 0
+        return new
+    pieces, start, new_start = [], 0, 0
     for is_chosen, size in _spans(buffer, chosen):
-        array, at = (part, start_of_part) if is_chosen else (whole, start)
+        array, at = (new, new_start) if is_chosen else (whole, start)
         pieces.append(array[at : at + size])
-        start, start_of_part = start + size, start_of_part + size * is_chosen
+        start, new_start = start + size, new_start + size * is_chosen
     return jnp.concatenate(pieces)

@@ -19,7 +19,7 @@ from optfn.leaves.types import Leaf, LeafKind
 
 @dataclasses.dataclass(frozen=True)
 class Rows(LeafKind):
-    """Some rows of an array that is zero in all others: the gradient of an embedding table.
+    """Some rows of an array that is zero elsewhere: the gradient of an embedding table.
 
     It is SelectedRows in fluid, and a pytree whose leaves are indices and values. Repeated indices
     add up. It represents an array of `shape` and can be added to one: params + rows. The transforms
@@ -32,9 +32,9 @@ class Rows(LeafKind):
       values: (k, …), the rows, floating point.
       num_rows: the number of rows of the array, ≥ 0; static.
       unique: whether no index but padding is repeated, and padding is zero; static.
-      parts: the number of parts of equal length that the rows consist of. Within a part the indices
-        increase and are not repeated. The parts are added in order, so that all devices get the
-        same bits; static.
+      parts: the number of blocks of equal length that the rows consist of. Within a block the
+        indices increase and are not repeated. The blocks are added in order, so that all devices
+        get the same bits; static.
       view: the shape of the array, if `values` are the rows of a reshaped array; static.
 
     Raises:
@@ -131,7 +131,7 @@ class Rows(LeafKind):
         return update, *(put(x, once, updated_rows) for x, updated_rows in pairs)
 
     def joined(self) -> "Rows":
-        """Return the rows of all parts; the arrays have the parts as a further leading axis."""
+        """Return the sum over the leading axis of its arrays, which counts leaves."""
         return Rows(
             self.indices.reshape(-1),
             self.values.reshape(-1, *self.values.shape[2:]),
@@ -167,7 +167,7 @@ def _flatten_with_keys(rows: Rows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def _unflatten(static: tuple[Any, ...], children: Iterable[Leaf]) -> Rows:
-    # The constructor checks for arrays, but JAX also unflattens with other objects as children.
+    # The constructor checks for arrays, but JAX also unflattens with children of any type.
     rows = object.__new__(Rows)
     names = ("indices", "values", *_STATIC)
     for name, value in zip(names, [*children, *static], strict=True):
@@ -178,7 +178,7 @@ def _unflatten(static: tuple[Any, ...], children: Iterable[Leaf]) -> Rows:
 jax.tree_util.register_pytree_with_keys(Rows, _flatten_with_keys, _unflatten)
 
 
-def _as_rows(x: jax.Array, rows: Rows) -> jax.Array:
+def _row_view(x: jax.Array, rows: Rows) -> jax.Array:
     """Return `x`, an array of shape `rows.shape`, in the shape (num_rows, …) of the indices."""
     return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
@@ -199,7 +199,7 @@ def merged(rows: Rows) -> Rows:
     target = jnp.zeros_like(target).at[order].set(target)
     return Rows(
         jnp.full_like(indices, rows.num_rows).at[place].set(rising),
-        _add_parts(jnp.zeros_like(rows.values), dataclasses.replace(rows, indices=target)),
+        _add_blocks(jnp.zeros_like(rows.values), dataclasses.replace(rows, indices=target)),
         rows.num_rows,
         unique=True,
         view=rows.view,
@@ -238,12 +238,12 @@ def take(x: jax.Array, rows: Rows) -> jax.Array:
     """Return x[rows.indices], with zeros for padding."""
     if not rows.num_rows:
         return jnp.zeros(rows.values.shape, x.dtype)
-    return _as_rows(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
+    return _row_view(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
 
 
 def put(x: jax.Array, rows: Rows, values: jax.Array) -> jax.Array:
     """Return `x` with x[rows.indices] = values; no index may be repeated, padding is ignored."""
-    result = _as_rows(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
+    result = _row_view(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
     return result.reshape(x.shape)
 
 
@@ -260,19 +260,19 @@ def add(x: Leaf, rows: Rows) -> jax.Array:
     wide = jnp.promote_types(x.dtype, rows.dtype)
     if wide == x.dtype:
         narrow = rows.map(lambda values: values.astype(x.dtype))
-        return _add_parts(_as_rows(x, rows), narrow).reshape(x.shape)
+        return _add_blocks(_row_view(x, rows), narrow).reshape(x.shape)
     once = merged(rows)
     return put(x, once, take(x, once).astype(wide) + once.values)
 
 
-def _add_parts(x: jax.Array, rows: Rows) -> jax.Array:
+def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:
     if rows.parts == 1:
         return x.at[rows.indices].add(rows.values, mode="drop")
     indices, values = (a.reshape(rows.parts, -1, *a.shape[1:]) for a in (rows.indices, rows.values))
 
-    def add_part(i: jax.Array, x: jax.Array) -> jax.Array:
+    def add_block(i: jax.Array, x: jax.Array) -> jax.Array:
         target = x.at[indices[i]]
         return target.add(values[i], mode="drop", indices_are_sorted=True, unique_indices=True)
 
-    total: jax.Array = jax.lax.fori_loop(0, rows.parts, add_part, x)
+    total: jax.Array = jax.lax.fori_loop(0, rows.parts, add_block, x)
     return total

@@ -28,38 +28,38 @@ class Selection:
 
         def keep(path: str, node: PyTree) -> PyTree:
             if is_packed(node):
-                return packed.part(node, self._numbers(path, node))
+                return packed.subset(node, self._numbers(path, node))
             return node if path in self.paths else optax.MaskedNode()
 
         return map_nodes(keep, values)
 
-    def fill(self, part: PyTree, whole: PyTree) -> PyTree:
-        """Undo `keep`: return `whole` with its selected leaves replaced by those of `part`."""
+    def fill(self, kept: PyTree, whole: PyTree) -> PyTree:
+        """Undo `keep`: return `whole` with its selected leaves replaced by those of `kept`."""
 
         def fill(path: str, node: PyTree, selected: PyTree) -> PyTree:
             if is_packed(node):
                 return packed.filled(node, selected, self._numbers(path, node))
             return selected if path in self.paths else node
 
-        return map_nodes(fill, whole, part)
+        return map_nodes(fill, whole, kept)
 
     def keep_scalars(self, scalars: PerLeaf, values: PyTree) -> PerLeaf:
         """Return the scalars of the leaves of `keep(values)`, given those of `values`."""
-        rest = iter(scalars.values)
+        remaining = iter(scalars.values)
 
         def kept(path: str, node: PyTree) -> Iterator[Any]:
             if not is_packed(node):
-                yield next(rest)
+                yield next(remaining)
                 return
             layout = node.layout.only(self._numbers(path, node))
-            parts = {buffer.dtype: buffer for buffer in layout.buffers}
+            selected = {buffer.dtype: buffer for buffer in layout.buffers}
             for buffer in node.layout.buffers:
-                scalar = next(rest)
-                if buffer.dtype in parts:
-                    part = parts[buffer.dtype]
-                    yield scalar.only(part) if isinstance(scalar, PerTensor) else scalar
+                scalar = next(remaining)
+                if buffer.dtype in selected:
+                    is_split = isinstance(scalar, PerTensor)
+                    yield scalar.only(selected[buffer.dtype]) if is_split else scalar
             for i in node.layout.frozen:
-                scalar = next(rest)
+                scalar = next(remaining)
                 if i in layout.frozen:
                     yield scalar
 

@@ -17,13 +17,13 @@ from jax import lax
 def pieces(x: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
     """Return x[..., start : start + size] for each start and size; all static."""
     if len(sizes) < 2 or x.shape[-1] >= 2**31:
-        return _by_slice(starts, sizes, x)
-    parts: list[jax.Array] = lax.platform_dependent(
+        return _static_slices(starts, sizes, x)
+    found: list[jax.Array] = lax.platform_dependent(
         x,
-        cpu=partial(_by_number, tuple(starts), tuple(sizes)),
-        default=partial(_by_slice, tuple(starts), tuple(sizes)),
+        cpu=partial(_dynamic_slices, tuple(starts), tuple(sizes)),
+        default=partial(_static_slices, tuple(starts), tuple(sizes)),
     )
-    return parts
+    return found
 
 
 def split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
@@ -31,14 +31,14 @@ def split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     return pieces(x, list(accumulate(sizes, initial=0))[:-1], sizes)
 
 
-def _by_slice(starts: Sequence[int], sizes: Sequence[int], x: jax.Array) -> list[jax.Array]:
+def _static_slices(starts: Sequence[int], sizes: Sequence[int], x: jax.Array) -> list[jax.Array]:
     return [
         lax.slice_in_dim(x, start, start + size, axis=-1)
         for start, size in zip(starts, sizes, strict=True)
     ]
 
 
-def _by_number(starts: Sequence[int], sizes: Sequence[int], x: jax.Array) -> list[jax.Array]:
+def _dynamic_slices(starts: Sequence[int], sizes: Sequence[int], x: jax.Array) -> list[jax.Array]:
     # The condition is always false, but the barrier hides that from XLA, which therefore does not
     # make the starts static again.
     numbers = lax.cond(

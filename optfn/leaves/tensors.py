@@ -29,14 +29,14 @@ class PerTensor:
     values: Sequence[jax.Array]
 
     def only(self, layout: BufferLayout) -> "PerTensor":
-        """Return the scalars of the leaves of `layout`, which are some of those here."""
-        of_leaf = {
-            leaf: values[i * run.per_leaf : (i + 1) * run.per_leaf]
+        """Restrict the scalars to the leaves of `layout`."""
+        by_leaf = {
+            leaf: values[i * run.tensors_per_leaf : (i + 1) * run.tensors_per_leaf]
             for run, values in zip(self.layout.runs, self.values, strict=True)
             for i, leaf in enumerate(run.leaves)
         }
         runs = layout.runs
-        return PerTensor(layout, [jnp.concatenate([of_leaf[i] for i in r.leaves]) for r in runs])
+        return PerTensor(layout, [jnp.concatenate([by_leaf[i] for i in r.leaves]) for r in runs])
 
     def spread(self, shape: tuple[int, ...]) -> jax.Array:
         """Return an array of `shape` with the scalar of its tensor at each element."""
@@ -51,33 +51,33 @@ def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
 
 def tensor_norms(
     updates: Updates,
-    *others: PyTree,
+    *trees: PyTree,
     of: Callable[..., jax.Array] = lambda g: g,
     **scalars: Any,
 ) -> PerLeaf:
-    """Return the L2 norm of each tensor of of(g, *others, **scalars); None for a masked leaf.
+    """Return the L2 norm of each tensor of of(g, *trees, **scalars); None for a masked leaf.
 
     Args:
       updates: the gradients; of a row-sparse leaf, the norm is that of its values.
-      *others: trees of arrays, structured as `updates`.
+      *trees: trees of arrays, structured as `updates`.
       of: an elementwise function of arrays, the gradient itself by default.
       **scalars: numbers and 0-d arrays, the same for all leaves, or a PerLeaf.
     """
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     of = partial(of, **numbers)
-    norm = shared(lambda arrays, own: numerics.norm(of(*arrays, **own)), checks.is_traced(updates))
+    norm = shared(lambda arrays, kw: numerics.norm(of(*arrays, **kw)), checks.is_traced(updates))
     layouts = tree.layouts(updates)
 
-    def of_leaf(place: tree.Place, *arrays: Leaf) -> Any:
+    def leaf_norms(place: tree.Place, *arrays: Leaf) -> Any:
         layout = layouts[place.number]
-        own = {k: scalar_at(v, place.number) for k, v in scalars.items() if k not in numbers}
+        at_leaf = {k: scalar_at(v, place.number) for k, v in scalars.items() if k not in numbers}
         if tree.is_masked(arrays[0]):
             return None
         if layout.is_one_tensor or isinstance(arrays[0], LeafKind):
-            return norm([numbers_of(x) for x in arrays], own)
-        return PerTensor(layout, _norms_of_runs(of, layout, arrays, own))
+            return norm(list(map(numbers_of, arrays)), at_leaf)
+        return PerTensor(layout, _norms_of_runs(of, layout, arrays, at_leaf))
 
-    return PerLeaf([of_leaf(*row) for row in tree.items(updates, *others)])
+    return PerLeaf([leaf_norms(*row) for row in tree.items(updates, *trees)])
 
 
 def _norms_of_runs(
@@ -88,14 +88,14 @@ def _norms_of_runs(
 ) -> list[jax.Array]:
     """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
     common = {k: v for k, v in scalars.items() if not isinstance(v, PerTensor)}
-    own = {k: v.values for k, v in scalars.items() if isinstance(v, PerTensor)}
+    varying = {k: v.values for k, v in scalars.items() if isinstance(v, PerTensor)}
 
-    def of_tensor(tensors: Sequence[jax.Array], numbers: dict[str, jax.Array]) -> jax.Array:
+    def tensor_value(tensors: Sequence[jax.Array], numbers: dict[str, jax.Array]) -> jax.Array:
         return of(*tensors, **common, **numbers)
 
     runs = zip(*map(layout.tensors, arrays), strict=True)
     return [
-        numerics.row_norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
+        numerics.row_norms(jax.vmap(tensor_value)(tensors, {k: v[i] for k, v in varying.items()}))
         for i, tensors in enumerate(runs)
     ]
 
@@ -112,45 +112,45 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
     fn = shared(partial(fn, **fixed), checks.is_traced(numbers))
     scalars = {k: v for k, v in scalars.items() if k not in fixed}
 
-    def of_leaf(i: int) -> Any:
-        own = [scalar_at(x, i) for x in numbers]
+    def leaf_value(i: int) -> Any:
+        args = [scalar_at(x, i) for x in numbers]
         named = {k: scalar_at(v, i) for k, v in scalars.items()}
-        layouts = [x.layout for x in (*own, *named.values()) if isinstance(x, PerTensor)]
-        if any(x is None for x in own):
+        layouts = [x.layout for x in (*args, *named.values()) if isinstance(x, PerTensor)]
+        if any(x is None for x in args):
             return None
         if not layouts:
-            return fn(*own, **named)
+            return fn(*args, **named)
         runs = range(len(layouts[0].runs))
-        return PerTensor(layouts[0], [_call_of_run(fn, k, own, named) for k in runs])
+        return PerTensor(layouts[0], [_run_value(fn, k, args, named) for k in runs])
 
-    return PerLeaf([of_leaf(i) for i in range(len(numbers[0].values))])
+    return PerLeaf(list(map(leaf_value, range(len(numbers[0].values)))))
 
 
-def _call_of_run(
-    fn: Callable[..., jax.Array], k: int, own: list[Any], named: dict[str, Any]
+def _run_value(
+    fn: Callable[..., jax.Array], k: int, args: list[Any], named: dict[str, Any]
 ) -> jax.Array:
     """Return `fn` of the numbers of the tensors in run k."""
 
-    def of_run(x: Any) -> Any:
+    def value(x: Any) -> Any:
         return x.values[k] if isinstance(x, PerTensor) else x
 
-    return fn(*(of_run(x) for x in own), **{name: of_run(x) for name, x in named.items()})
+    return fn(*map(value, args), **{name: value(x) for name, x in named.items()})
 
 
 def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
     """Return the scalar of(path) for each leaf of `like`, also of those that lie in one array."""
 
-    def of_leaf(names: Sequence[str], layout: BufferLayout) -> Any:
+    def leaf_scalar(names: Sequence[str], layout: BufferLayout) -> Any:
         scalars = [of(name) for name in names]
         distinct = {id(x): x for x in scalars}
         if len(distinct) == 1:
             return scalars[0]
         table = jnp.stack([jnp.asarray(x) for x in distinct.values()])
         numbers = {key: i for i, key in enumerate(distinct)}
-        runs = layout.by_run([numbers[id(x)] for x in scalars])
+        runs = layout.split_by_run([numbers[id(x)] for x in scalars])
         return PerTensor(layout, [table[np.array(run)] for run in runs])
 
-    return PerLeaf(list(map(of_leaf, tree.names(like), tree.layouts(like))))
+    return PerLeaf(list(map(leaf_scalar, tree.names(like), tree.layouts(like))))
 
 
 def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updates:
@@ -162,10 +162,10 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
     """
     layouts, program = tree.layouts(updates), shared(fn, checks.is_traced(updates))
 
-    def of_leaf(place: tree.Place, g: Leaf) -> Leaf:
+    def map_leaf(place: tree.Place, g: Leaf) -> Leaf:
         if tree.is_masked(g) or not g.size:
             return g
         layout = layouts[place.number]
         return layout.joined([program(x) for x in layout.tensors(g)], g.shape)
 
-    return tree.map_named(of_leaf, updates)
+    return tree.map_named(map_leaf, updates)

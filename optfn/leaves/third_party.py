@@ -63,7 +63,7 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        def of_dense() -> PyTree:
+        def update_dense() -> PyTree:
             return tx.update(row_sparse.to_dense(updates), state, params, **extra)
 
         try:
@@ -71,7 +71,7 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
             return result
         except (TypeError, ValueError) as error:
             sparse = [str(place) for place, x in tree.items(updates) if isinstance(x, LeafKind)]
-            if sparse and _is_defined(of_dense):
+            if sparse and _is_defined(update_dense):
                 raise TypeError(
                     f"{argument} takes no row-sparse gradients, but the gradient of "
                     f"{tree.listed(sparse)} is row-sparse: put optfn.sparse.densify() before it"

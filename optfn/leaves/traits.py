@@ -78,7 +78,7 @@ class Traits:
 
 
 _NONE = Traits()
-# The types that declare reports. A name left over in a checkpoint has no other trace of its type.
+# The types that declare reports: a field's name is all that a checkpoint has of them.
 _reporting: list[type] = []
 
 

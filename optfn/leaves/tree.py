@@ -3,8 +3,8 @@
 A tree here may have masked leaves: None, or optax's MaskedNode, with which `optax.masked` and
 `optax.partition` replace a leaf. Masked leaves count as leaves, so that trees that are masked in
 different places (such as a gradient that is None for an integer parameter) have the same structure.
-A row-sparse gradient is one leaf. A buffer of a Packed is one leaf too, but while any other leaf
-has one name, it has the names of all leaves in it.
+A row-sparse gradient is one leaf. A buffer of a Packed is one leaf with many names: those of the
+leaves packed in it.
 """
 
 import functools
@@ -65,7 +65,7 @@ def has_shape(x: Leaf, shape: tuple[int, ...]) -> bool:
 
 
 def as_array(x: Leaf) -> Leaf:
-    """Return a number or a floating-point NumPy array as a JAX array, any other leaf as it is."""
+    """Return a number or a floating-point NumPy array as a JAX array, else the leaf as it is."""
     is_host = isinstance(x, int | float | complex) or (isinstance(x, np.ndarray) and is_inexact(x))
     return jnp.asarray(x) if is_host else x
 
@@ -97,10 +97,10 @@ def arrays(tree: PyTree) -> list[Leaf]:
     return [x for x in leaves(tree) if not is_masked(x)]
 
 
-def map(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
-    """Map fn(leaf, *leaves of the others in its place) over all leaves, masked ones included."""
+def map(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
+    """Map fn(leaf, *leaves of `trees` in its place) over all leaves, masked ones included."""
     first, structure = flatten(tree)
-    columns = (leaves(other) for other in others)
+    columns = (leaves(x) for x in trees)
     return structure.unflatten(fn(*row) for row in zip(first, *columns, strict=True))
 
 
@@ -109,16 +109,16 @@ def map_arrays(fn: Callable[[Leaf], Any], tree: PyTree) -> PyTree:
     return map(lambda x: x if is_masked(x) else fn(x), tree)
 
 
-def map_named(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
-    """Map fn(place, leaf, *leaves of the others); the place says the path, for errors."""
-    return flatten(tree)[1].unflatten(fn(*row) for row in items(tree, *others))
+def map_named(fn: Callable[..., Any], tree: PyTree, *trees: PyTree) -> PyTree:
+    """Map fn(place, leaf, *leaves of `trees`); the place says the path, for errors."""
+    return flatten(tree)[1].unflatten(fn(*row) for row in items(tree, *trees))
 
 
 def map_to(
-    count: int, fn: Callable[..., Sequence[Any]], tree: PyTree, *others: PyTree
+    count: int, fn: Callable[..., Sequence[Any]], tree: PyTree, *trees: PyTree
 ) -> tuple[PyTree, ...]:
-    """Map a function (place, leaf, *others) of `count` results; return a tree of each."""
-    results = [fn(*row) for row in items(tree, *others)]
+    """Map fn(place, leaf, *leaves of `trees`), which has `count` results; return a tree of each."""
+    results = [fn(*row) for row in items(tree, *trees)]
     structure = flatten(tree)[1]
     return tuple(structure.unflatten(result[k] for result in results) for k in range(count))
 
@@ -136,10 +136,10 @@ class Place:
         return repr(str(self))
 
 
-def items(tree: PyTree, *others: PyTree) -> Iterator[tuple[Any, ...]]:
-    """Yield (place, leaf, *leaves of the others in its place) for all leaves of a tree."""
+def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
+    """Yield (place, leaf, *leaves of `trees` in its place) for all leaves of a tree."""
     known = functools.cache(functools.partial(paths, tree))
-    for i, row in enumerate(zip(*(leaves(x) for x in (tree, *others)), strict=True)):
+    for i, row in enumerate(zip(*(leaves(x) for x in (tree, *trees)), strict=True)):
         yield Place(known, i), *row
 
 
@@ -174,8 +174,8 @@ def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     return found
 
 
-def with_paths(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """Return the path of each leaf, and the leaf."""
+def leaves_with_paths(tree: PyTree) -> list[tuple[str, Leaf]]:
+    """Return (path, leaf) for each leaf."""
     return list(zip(paths(tree), leaves(tree), strict=True))
 
 
@@ -185,8 +185,8 @@ def array_paths(tree: PyTree) -> list[str]:
 
 
 def arrays_with_paths(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """Return the path of each leaf that is not masked, and the leaf."""
-    return [(path, leaf) for path, leaf in with_paths(tree) if not is_masked(leaf)]
+    """Return (path, leaf) for each leaf that is not masked."""
+    return [(path, leaf) for path, leaf in leaves_with_paths(tree) if not is_masked(leaf)]
 
 
 def is_transparent(x: object) -> bool:
@@ -239,7 +239,7 @@ def stacked_axes(tree: PyTree) -> list[int]:
 
 
 def runs(tree: PyTree) -> "dict[str, Run]":
-    """Return for each name of a leaf the run of leaves of one shape in which it lies."""
+    """Map each leaf name to its run: the neighbours of one shape in the same array."""
     return {
         name: run
         for group, layout in zip(names(tree), layouts(tree), strict=True)
@@ -260,14 +260,14 @@ def names(tree: PyTree) -> list[tuple[str, ...]]:
     return found
 
 
-def with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """Return each name of each leaf, see `names`, and the leaf."""
+def leaves_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
+    """Return (name, leaf) for each name of each leaf; see `names`."""
     pairs = zip(names(tree), leaves(tree), strict=True)
     return [(name, leaf) for group, leaf in pairs for name in group]
 
 
 def has_names(x: object) -> bool:
-    """Tell whether `x` is a node whose leaves have names of their own, such as `Packed`."""
+    """Tell whether `x` is a node that names its leaves, such as `Packed`."""
     return hasattr(type(x), "leaf_names")
 
 
@@ -289,7 +289,7 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
 
     Raises:
       ValueError: a regular expression matches none of the paths of a tree that has leaves.
-      TypeError: a function returns something other than a bool.
+      TypeError: a function does not return a bool.
     """
     if pattern is None:
         return frozenset()
@@ -310,18 +310,18 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
 def first_matches(
     choice: Mapping[str, T], tree: PyTree, argument: str
 ) -> Iterator[tuple[frozenset[str], T]]:
-    """Yield the names of leaves for which a pattern is the first that matches, and its value.
+    """Yield for each pattern the leaf names that it is the first to match, and its value.
 
     Raises:
       ValueError: a pattern matches no leaf, or an earlier pattern matches all its leaves and more.
-        (A last pattern for the rest is no error, even if no leaf is left for it.)
+        (A last pattern for all leaves is no error, even if no leaf is left for it.)
     """
     earlier: dict[str, frozenset[str]] = {}
     known, taken = [*itertools.chain(*names(tree)), *_names_before(tree)], frozenset[str]()
     for pattern, value in choice.items():
         found = matching(pattern, tree, argument)
         matched = frozenset(name for name in known if re.fullmatch(pattern, name))
-        wider = next((p for p, others in earlier.items() if matched and matched < others), None)
+        wider = next((p for p, before in earlier.items() if matched and matched < before), None)
         if wider is not None:
             raise ValueError(
                 f"{argument}: the pattern {pattern!r} has no effect, since the first match counts, "

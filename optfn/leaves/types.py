@@ -56,7 +56,7 @@ class LeafKind(OneLeaf, abc.ABC):
 
     @abc.abstractmethod
     def joined(self) -> "LeafKind":
-        """Return the sum of leaves that are stacked: the arrays of this one have a further axis."""
+        """Return the sum over the leading axis of its arrays, which counts leaves."""
 
     @property
     def divided_over(self) -> tuple[Any, ...]:

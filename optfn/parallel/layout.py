@@ -175,7 +175,7 @@ class Layout:
           params: the params.
         """
         by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
-        owned = state_names.with_owners(state_names.named_parts(state), by_path)
+        owned = state_names.entries_by_param(state_names.named_entries(state), by_path)
         of_workers = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
         new = [
             of_rest(x, own) if path is None else of_param(x, own, *by_path[path])

@@ -16,7 +16,7 @@ T = TypeVar("T")
 MAX_POINTS = 500
 
 
-def on_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes":
+def styled_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes":
     """Return `ax`, or the axes of a new figure, without the frame's upper and right lines.
 
     Args:
@@ -34,7 +34,9 @@ def on_axes(ax: "Axes | None", size: tuple[float, float] = (7.0, 3.5)) -> "Axes"
     return ax
 
 
-def by_name(argument: str, values: Mapping[str, T], kind: type[T] | None = None) -> dict[str, T]:
+def named_values(
+    argument: str, values: Mapping[str, T], kind: type[T] | None = None
+) -> dict[str, T]:
     """Return `values` as a dict, if it is a mapping from names, with something in it.
 
     Args:

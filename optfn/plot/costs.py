@@ -7,7 +7,7 @@ import numpy as np
 
 from optfn import checks
 from optfn.pipeline.plan import Plan
-from optfn.plot.axes import by_name, on_axes
+from optfn.plot.axes import named_values, styled_axes
 from optfn.train.memory import MemoryPlan
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ def memory(plans: Mapping[str, MemoryPlan], *, ax: "Axes | None" = None) -> "Axe
       plans: results of `optfn.distributed.plan_memory`, by name.
       ax: where to draw; None for a new figure.
     """
-    named = by_name("plans", plans, MemoryPlan)
-    ax = on_axes(ax, (7, 1.2 + 0.5 * len(named)))
+    named = named_values("plans", plans, MemoryPlan)
+    ax = styled_axes(ax, (7, 1.2 + 0.5 * len(named)))
     factor, unit = _unit(max(sum(plan[:3]) for plan in named.values()))
     end = np.zeros(len(named))
-    for i, part in enumerate(MemoryPlan._fields[:3]):
+    for i, field in enumerate(MemoryPlan._fields[:3]):
         sizes = np.array([plan[i] for plan in named.values()]) / factor
-        ax.barh(list(named), sizes, left=end, label=part)
+        ax.barh(list(named), sizes, left=end, label=field)
         end = end + sizes
     for y, (x, plan) in enumerate(zip(end, named.values(), strict=True)):
         sent_factor, sent_unit = _unit(plan.sent)
@@ -65,9 +65,9 @@ def recompute(
       budgets: (bytes, FLOPs) of gradients by `recompute(..., memory_budget=)`, joined by a line.
       ax: where to draw; None for a new figure.
     """
-    named = {k: _pair(f"costs[{k!r}]", pair) for k, pair in by_name("costs", costs).items()}
+    named = {k: _pair(f"costs[{k!r}]", pair) for k, pair in named_values("costs", costs).items()}
     line = [_pair(f"budgets[{i}]", pair) for i, pair in enumerate(budgets)]
-    ax = on_axes(ax, (7, 4))
+    ax = styled_axes(ax, (7, 4))
     once = next(iter(named.values()))[1]
     largest = max(x for x, _ in [*named.values(), *line])
     factor, unit = _unit(largest)
@@ -92,7 +92,7 @@ def _pair(name: str, pair: tuple[float, float]) -> tuple[float, float]:
 def _places(
     named: Mapping[str, tuple[float, float]], near: tuple[float, float]
 ) -> dict[tuple[float, float], list[str]]:
-    """Return the names at each point; points whose marks would cover each other are one."""
+    """Return the names at each point; points whose marks would overlap are one."""
     places: dict[tuple[float, float], list[str]] = {}
     for name, (x, y) in named.items():
         there = [(u, v) for u, v in places if abs(x - u) <= near[0] and abs(y - v) <= near[1]]

@@ -1,4 +1,4 @@
-"""The report of a run: a single HTML file, without scripts and without links to other files."""
+"""The report of a run: a single HTML file, without scripts and without links to files."""
 
 import io
 import os
@@ -110,8 +110,8 @@ def _page(title: str, body: Iterable[str]) -> str:
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
     )
-    parts = ["<!DOCTYPE html>", '<html lang="en">', "<head>", *head, "</head>", "<body>", *body]
-    return "\n".join([*parts, "</body>", "</html>", ""])
+    lines = ["<!DOCTYPE html>", '<html lang="en">', "<head>", *head, "</head>", "<body>", *body]
+    return "\n".join([*lines, "</body>", "</html>", ""])
 
 
 def _facts(facts: Mapping[str, object]) -> str:
@@ -175,7 +175,7 @@ def _svg(series: RunHistory, local_steps: int) -> str:
 
 
 def _write_page(path: Path, text: str) -> Path:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
+    """Write a file so that a reader sees the old one or the new one, never an unfinished one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text, encoding="utf-8")

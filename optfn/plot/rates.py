@@ -10,7 +10,7 @@ import numpy as np
 from optfn import checks
 from optfn.checks import Schedule
 from optfn.compression.dgc_phases import ramp_step
-from optfn.plot.axes import by_name, on_axes
+from optfn.plot.axes import named_values, styled_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,9 +33,9 @@ def schedules(
       steps: how many steps, ≥ 1.
       ax: where to draw; None for a new figure.
     """
-    named = _by_name(schedules)
+    named = _named_schedules(schedules)
     at = np.unique(np.linspace(0, checks.count("steps", steps) - 1, _SAMPLES).round())
-    ax = on_axes(ax)
+    ax = styled_axes(ax)
     for name, schedule in named.items():
         ax.plot(at, _values(name, schedule, at.astype(np.int32)), label=name)
     ax.set(xlabel="step", ylabel="learning rate")
@@ -43,14 +43,14 @@ def schedules(
     return ax
 
 
-def _by_name(
+def _named_schedules(
     schedules: Mapping[str, Schedule] | Sequence[Schedule] | Schedule,
 ) -> dict[str, Schedule]:
     if callable(schedules):
         schedules = [schedules]
     if isinstance(schedules, Sequence) and not isinstance(schedules, str):
         schedules = {repr(schedule): schedule for schedule in schedules}
-    named = by_name("schedules", schedules)
+    named = named_values("schedules", schedules)
     for name, schedule in named.items():
         if not callable(schedule):
             raise TypeError(
@@ -96,7 +96,7 @@ def dgc_ramp(
     step = jnp.arange(checks.count("steps", steps))
     i = np.asarray(ramp_step(step, begin, length, len(sent)))
     share = np.where(step < begin, 100.0, sent[i])
-    ax = on_axes(ax)
+    ax = styled_axes(ax)
     ax.step(step, share, where="post")
     ax.set(xlabel="step", ylabel="entries sent, %", yscale="log")
     for at in np.flatnonzero(np.diff(share, prepend=np.inf)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from optfn import checks
-from optfn.plot.axes import by_name, curve, on_axes, scale_axis
+from optfn.plot.axes import curve, named_values, scale_axis, styled_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,8 +33,8 @@ def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = Non
       ax: where to draw; None for a new figure.
     """
     series = checked(history)
-    ax = on_axes(ax)
-    curve(ax, *_per_step(series, "loss", local_steps), "training batch")
+    ax = styled_axes(ax)
+    curve(ax, *_points(series, "loss", local_steps), "training batch")
     found = [name for name in _OF_LOSS if name in series]
     for name in found:
         ax.plot(*_evaluation(series, name), "o-", markersize=4, label="evaluation")
@@ -54,8 +54,8 @@ def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None
       ax: where to draw; None for a new figure.
     """
     series = checked(history, "learning_rate")
-    ax = on_axes(ax)
-    curve(ax, *_per_step(series, "learning_rate", local_steps), "learning rate")
+    ax = styled_axes(ax)
+    curve(ax, *_points(series, "learning_rate", local_steps), "learning rate")
     ax.set(xlabel="step", ylabel="learning rate")
     return ax
 
@@ -69,10 +69,10 @@ def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None
       ax: where to draw; None for a new figure.
     """
     series = checked(history, "grad_norm")
-    ax = on_axes(ax)
+    ax = styled_axes(ax)
     for name, label in NORMS.items():
         if name in series:
-            steps, norm = _per_step(series, name, local_steps)
+            steps, norm = _points(series, name, local_steps)
             curve(ax, steps, np.where(norm > 0, norm, np.nan), label)
     ax.set(xlabel="step", ylabel="norm", yscale="log")
     ax.legend(frameon=False, ncols=3)
@@ -82,10 +82,10 @@ def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None
 def history(
     history: RunHistory, *, local_steps: int = 1, figure: "Figure | None" = None
 ) -> "Figure":
-    """Draw everything in a history, one panel below the other, and return the figure.
+    """Draw everything in a history, one panel below another, and return the figure.
 
     There are panels for the losses with their evaluations, the learning rate, the norms and clip
-    factor if they were recorded, and every other number that the loss (aux) or `evaluate` returned.
+    factor if they were recorded, and each number that the loss (aux) or `evaluate` returned too.
 
     Args:
       history: the history that `minimize` returns.
@@ -115,26 +115,26 @@ def _panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]
     if "clip_factor" in series and np.any(series["clip_factor"] != 1):
         panels.append(partial(_clip_factor, series, local_steps))
     aux = [name for name in series if name.partition("/")[0] == "aux"]
-    others = [name for name in series if name.startswith("evaluation/") and name not in _OF_LOSS]
+    further = [name for name in series if name.startswith("evaluation/") and name not in _OF_LOSS]
     panels += [partial(_aux, series, local_steps, name) for name in aux]
-    return panels + [partial(_other_evaluation, series, name) for name in others]
+    return panels + [partial(_evaluated, series, name) for name in further]
 
 
 def _clip_factor(series: RunHistory, local_steps: int, ax: "Axes") -> "Axes":
-    curve(on_axes(ax), *_per_step(series, "clip_factor", local_steps), "clip factor")
+    curve(styled_axes(ax), *_points(series, "clip_factor", local_steps), "clip factor")
     ax.set(xlabel="step", ylabel="clip factor", ylim=(0, 1.05))
     return ax
 
 
 def _aux(series: RunHistory, local_steps: int, name: str, ax: "Axes") -> "Axes":
-    curve(on_axes(ax), *_per_step(series, name, local_steps), name)
+    curve(styled_axes(ax), *_points(series, name, local_steps), name)
     ax.set_xlabel("step")
     ax.set_ylabel(name.removeprefix("aux/"), parse_math=False)
     return ax
 
 
-def _other_evaluation(series: RunHistory, name: str, ax: "Axes") -> "Axes":
-    on_axes(ax).plot(*_evaluation(series, name), "o-", markersize=4)
+def _evaluated(series: RunHistory, name: str, ax: "Axes") -> "Axes":
+    styled_axes(ax).plot(*_evaluation(series, name), "o-", markersize=4)
     ax.set_xlabel("step")
     ax.set_ylabel(name.removeprefix("evaluation/"), parse_math=False)  # names may have a $
     return ax
@@ -142,7 +142,7 @@ def _other_evaluation(series: RunHistory, name: str, ax: "Axes") -> "Axes":
 
 def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
     """Return a history as NumPy arrays, after checking that it has "loss" and those `needed`."""
-    arrays = {name: np.asarray(x) for name, x in by_name("history", history).items()}
+    arrays = {name: np.asarray(x) for name, x in named_values("history", history).items()}
     # The history of a checkpoint may have the position of the batches beside it, as bytes.
     series = {name: x for name, x in arrays.items() if x.dtype != np.uint8}
     for name in ("loss", *needed):
@@ -163,7 +163,7 @@ def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
     return series
 
 
-def _per_step(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
+def _points(series: RunHistory, name: str, local_steps: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps after which a series was recorded, and its numbers."""
     y = series[name]
     return checks.count("local_steps", local_steps) * np.arange(1, len(y) + 1), y

@@ -15,7 +15,7 @@ from optfn.train.state import TrainState
 from optfn.train.state_dict import summary
 from optfn.train.step import TrainStep
 
-# Reading the history waits for the device, and drawing it takes a good part of a second.
+# Reading the history waits for the device, and drawing it takes a large fraction of a second.
 _SECONDS_BETWEEN = 60.0
 
 

@@ -21,7 +21,7 @@ from optfn.sparse.tables import Owners
 
 @core.transform(complex_leaves=True)
 def densify() -> core.Rule:
-    """Make row-sparse gradients dense, for transforms of other libraries that come after it.
+    """Make row-sparse gradients dense, for third-party transforms that come after it.
 
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
@@ -51,11 +51,11 @@ def value_and_grad(
       tables: a regular expression that matches the whole path of each table, or a function
         path -> bool.
       has_aux: whether `loss_fn` returns auxiliary data too.
-      transform: a transformation of the rest of the loss, after its lookups, such as a `recompute`
-        of names in it. A segment that is recomputed cannot contain a lookup.
+      transform: a transformation of the loss after its lookups, such as a `recompute` of names in
+        it. A segment that is recomputed cannot contain a lookup.
       owners: the workers that keep the rows of the tables. `make_train_step` with
-        `shard_tables=True` passes it, inside a `shard_map` over parts of the tables; gradients of
-        tables are then parts of the mean.
+        `shard_tables=True` passes it, inside a `shard_map` over shards of the tables; gradients of
+        tables are then shards of the mean.
 
     Returns:
       A function (params, *args, **kwargs) -> (loss, gradients), or ((loss, aux), gradients), which
@@ -81,16 +81,16 @@ def value_and_grad(
 
     def value_and_rows(params: Params, *args: Any, **kwargs: Any) -> tuple[Any, Updates]:
         loss = LossOfTables(lambda p: loss_fn(p, *args, **kwargs), params, pattern, owners)
-        arrays, structure = jax.tree.flatten(params)  # masked leaves are part of the structure
+        arrays, structure = jax.tree.flatten(params)  # masked leaves belong to the structure
         known = bindings(loss.inputs, arrays)
         dense = [v for v in loss.inputs if v not in loss.tables]
 
-        def of_rows(values: list[jax.Array], rows: list[jax.Array]) -> Any:
+        def loss_of_rows(values: list[jax.Array], rows: list[jax.Array]) -> Any:
             return loss.value(known | bindings(dense, values), rows)
 
         ids, rows = loss.look_up(known)
         value, (grads, row_grads) = jax.value_and_grad(
-            of_rows if transform is None else transform(of_rows),
+            loss_of_rows if transform is None else transform(loss_of_rows),
             argnums=(0, 1),
             has_aux=has_aux,
             allow_int=True,

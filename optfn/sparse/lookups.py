@@ -130,7 +130,7 @@ class LossOfTables:
       loss_fn: params -> loss, traced here with a `Table` for each table.
       params: the parameters.
       pattern: the pattern of the paths of tables.
-      owners: the workers that keep the rows, if params have parts of tables; None if these are
+      owners: the workers that keep the rows, if params have shards of tables; None if these are
         whole.
 
     inputs: the variable of each array of params, in order.
@@ -152,7 +152,7 @@ class LossOfTables:
             if path not in paths:
                 return x
             _check_table(path, x)
-            # Use the shape of the whole table. In a part, negative ids would count from its end.
+            # Use the shape of the whole table. In a shard, negative ids would count from its end.
             return Table(_whole(x, owners), path)
 
         self._program = Equations(loss_fn, tree.map_named(enter, params))
@@ -163,14 +163,14 @@ class LossOfTables:
         self.lookups = _lookups(self._program, self.tables)
 
     def look_up(self, known: Environment) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the ids and the rows of each lookup, by the part of the program without gradients.
+        """Return the ids and the rows of each lookup, by the equations that these depend on.
 
         Args:
           known: the values of the inputs.
         """
         instead = {}
         if self._owners is not None:
-            instead = {id(e): partial(_from_owners, e, self._owners) for e in self.lookups}
+            instead = {id(e): partial(_fetch_rows, e, self._owners) for e in self.lookups}
         outputs = [e.outvars[0] for e in self.lookups]
         found = self._program.run(self._program.needed_for(outputs), known, instead)
         starts = read(found, [e.invars[1] for e in self.lookups])
@@ -195,22 +195,22 @@ class LossOfTables:
 _Lookup = tuple[Equation, jax.Array, jax.Array]
 
 
-def _whole(part: jax.Array, owners: Owners | None) -> Leaf:
-    """Return the shape of the table that `part` belongs to; without owners, the array itself."""
+def _whole(shard: jax.Array, owners: Owners | None) -> Leaf:
+    """Return the shape of the table of a shard; without owners, the array itself."""
     if owners is None:
-        return part
-    return jax.ShapeDtypeStruct((owners.num_rows(part), *part.shape[1:]), part.dtype)
+        return shard
+    return jax.ShapeDtypeStruct((owners.num_rows(shard), *shard.shape[1:]), shard.dtype)
 
 
-def _from_owners(
-    equation: Equation, owners: Owners, part: jax.Array, starts: jax.Array
+def _fetch_rows(
+    equation: Equation, owners: Owners, shard: jax.Array, starts: jax.Array
 ) -> list[jax.Array]:
     """Return the results of a lookup, fetched from the workers that keep the rows."""
-    ids, rows = starts[..., 0], part.shape[1:]
-    count = owners.num_rows(part)
+    ids, rows = starts[..., 0], shard.shape[1:]
+    count = owners.num_rows(shard)
     # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
     inside = jnp.clip(ids, 0, count - 1)
-    found = owners.lookup(part, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
+    found = owners.lookup(shard, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
     if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
         fill = equation.params["fill_value"]
         is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(rows))

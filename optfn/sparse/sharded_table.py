@@ -35,7 +35,7 @@ class ShardedTable:
     """A table whose rows are dealt out to the devices in turn; you read it in natural order.
 
     It has the shape and dtype of the table. `np.asarray` and `jnp.asarray` return the table,
-    `table[ids]` returns rows, and other attributes are those of the table. It is a pytree node with
+    `table[ids]` returns rows, and its attributes are those of the table. It is a pytree node with
     one array, the stored rows, and does not change paths. The state of an optimizer has such a node
     in the same place.
 
@@ -49,7 +49,7 @@ class ShardedTable:
         self.stored, self.owners, self.num_rows = stored, owners, num_rows
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, PyTree]], tuple[Owners, int]]:
-        """Return the stored array with its key, and the rest, which is static."""
+        """Return the stored array with its key, and the static data."""
         key = jax.tree_util.GetAttrKey("stored")
         return [(key, self.stored)], (self.owners, self.num_rows)
 
@@ -61,7 +61,7 @@ class ShardedTable:
         return cls(children[0], *static)
 
     def of(self, stored: PyTree) -> "ShardedTable":
-        """Return other arrays whose rows are stored like those of this table."""
+        """Return a node of `stored`, whose rows are in the order of this table's."""
         return ShardedTable(stored, self.owners, self.num_rows)
 
     @property
@@ -103,7 +103,7 @@ class ShardedTable:
         return table
 
     def __getitem__(self, key: Any) -> jax.Array:
-        """Return rows for integer ids, as an array does, or a part of the table for other keys."""
+        """Return rows for integer ids, as an array does; any key may index the table."""
         if isinstance(key, int | np.integer | list) or tree.is_array(key):
             ids = jnp.asarray(key)
             if jnp.issubdtype(ids.dtype, jnp.integer):
@@ -214,13 +214,13 @@ def check_tables(params: PyTree, are_tables: PyTree) -> None:
 def check_rows(state: PyTree) -> None:
     """Raise a ValueError if an array that a state keeps for a sharded table is not one of rows."""
 
-    def is_own(x: object) -> bool:
+    def is_per_worker(x: object) -> bool:
         return isinstance(x, PerWorker)  # flat or of all workers
 
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: is_sharded_table(x) or is_own(x))
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: is_sharded_table(x) or is_per_worker(x))
     for node in filter(is_sharded_table, nodes):
-        for x in jax.tree.leaves(node.stored, is_leaf=is_own):
-            if not is_own(x) and x.ndim and node.num_rows not in x.shape:
+        for x in jax.tree.leaves(node.stored, is_leaf=is_per_worker):
+            if not is_per_worker(x) and x.ndim and node.num_rows not in x.shape:
                 raise ValueError(
                     f"the table of {node.num_rows} rows has them divided over devices, "
                     f"but its optimizer state has an array of shape {x.shape}, without an axis of "
@@ -286,28 +286,28 @@ def _exchanged(
       exchange: the function that each device runs.
     """
 
-    def on_device(part: jax.Array) -> jax.Array:
-        return jnp.moveaxis(exchange(jnp.moveaxis(part, axis, 0), owners), 0, axis)
+    def reorder(shard: jax.Array) -> jax.Array:
+        return jnp.moveaxis(exchange(jnp.moveaxis(shard, axis, 0), owners), 0, axis)
 
     spec = P(*[None] * axis, names)
-    result: jax.Array = meshes.mapped(on_device, owners.mesh, names, spec, spec)(x)
+    result: jax.Array = meshes.mapped(reorder, owners.mesh, names, spec, spec)(x)
     return result
 
 
-def _to_stored(part: jax.Array, owners: Owners) -> jax.Array:
+def _to_stored(shard: jax.Array, owners: Owners) -> jax.Array:
     """Exchange blocks of rows in natural order for the rows that each device keeps."""
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
-    _, sent = _pairs(owners, all_devices, me, len(part))
-    places, _ = _pairs(owners, me, all_devices, len(part))
-    return _all_to_all(part, owners, sent, places)
+    _, sent = _pairs(owners, all_devices, me, len(shard))
+    places, _ = _pairs(owners, me, all_devices, len(shard))
+    return _all_to_all(shard, owners, sent, places)
 
 
-def _to_natural(part: jax.Array, owners: Owners) -> jax.Array:
+def _to_natural(shard: jax.Array, owners: Owners) -> jax.Array:
     """Exchange the rows that each device keeps for its block of rows in natural order."""
     me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
-    sent, _ = _pairs(owners, me, all_devices, len(part))
-    _, places = _pairs(owners, all_devices, me, len(part))
-    return _all_to_all(part, owners, sent, places)
+    sent, _ = _pairs(owners, me, all_devices, len(shard))
+    _, places = _pairs(owners, all_devices, me, len(shard))
+    return _all_to_all(shard, owners, sent, places)
 
 
 def _pairs(owners: Owners, owner: Any, device: Any, count: int) -> tuple[jax.Array, jax.Array]:
@@ -324,8 +324,8 @@ def _pairs(owners: Owners, owner: Any, device: Any, count: int) -> tuple[jax.Arr
     return jnp.where(is_inside, place, count), jnp.where(is_inside, in_block, count)
 
 
-def _all_to_all(part: jax.Array, owners: Owners, sent: jax.Array, places: jax.Array) -> jax.Array:
+def _all_to_all(shard: jax.Array, owners: Owners, sent: jax.Array, places: jax.Array) -> jax.Array:
     """Exchange rows: send rows `sent[k]` to device k, and put those from it at `places[k]`."""
-    rows = part.at[sent].get(mode="fill", fill_value=0)
+    rows = shard.at[sent].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(rows, owners.axes, 0, 0)
-    return jnp.zeros_like(part).at[places].set(arrived, mode="drop", unique_indices=False)
+    return jnp.zeros_like(shard).at[places].set(arrived, mode="drop", unique_indices=False)

@@ -43,9 +43,9 @@ class Owners(NamedTuple):
         """The number of workers."""
         return num_workers(self.mesh, self.axes)
 
-    def num_rows(self, part: Leaf) -> int:
-        """Return the number of rows of the table of which a worker keeps `part`."""
-        return int(self.workers * part.shape[0])
+    def num_rows(self, shard: Leaf) -> int:
+        """Return the number of rows of the table of which a worker keeps this shard."""
+        return int(self.workers * shard.shape[0])
 
     def place_of(self, ids: jax.Array, num_rows: int) -> jax.Array:
         """Return the places of rows of a table; padding, the id `num_rows`, stays as it is."""
@@ -53,49 +53,49 @@ class Owners(NamedTuple):
         return jnp.where(ids < num_rows, place, num_rows)
 
     def on_each(self, fn: Callable[..., Any], *arguments: Any, **scalars: Any) -> Any:
-        """Run `fn` on each worker's part of whole arrays, and return whole arrays.
+        """Run `fn` on each worker's shards of the arguments, and return whole arrays.
 
-        Scalars are the same on all workers. Inside the `shard_map` of other axes `fn` must not
+        Scalars are the same on all workers. Inside the `shard_map` of further axes `fn` must not
         close over arrays, whose types name the axes bound outside.
         """
         spread = P(self.axes)
 
-        def on_worker(parts: Sequence[Any], scalars: Mapping[str, Any]) -> Any:
-            return fn(*parts, **scalars)
+        def local(shards: Sequence[Any], scalars: Mapping[str, Any]) -> Any:
+            return fn(*shards, **scalars)
 
-        run = meshes.mapped(on_worker, self.mesh, self.axes, (spread, P()), spread)
+        run = meshes.mapped(local, self.mesh, self.axes, (spread, P()), spread)
         return run(arguments, scalars)
 
-    def lookup(self, part: jax.Array, ids: jax.Array) -> jax.Array:
+    def lookup(self, shard: jax.Array, ids: jax.Array) -> jax.Array:
         """Return the rows of a table, inside `shard_map`.
 
         Args:
-          part: the rows that this worker keeps, (R/N, …).
+          shard: the rows that this worker keeps, (R/N, …).
           ids: the rows that it wants, int32 (n,) in [0, R).
 
         Returns:
           (n, …).
         """
-        total = self.num_rows(part)
+        total = self.num_rows(shard)
         places = self.place_of(ids, total)
         once, place = jnp.unique(places, size=ids.size, fill_value=total, return_inverse=True)
-        rounds = _Rounds.of(once, self, part.shape[0])
+        rounds = _Rounds.of(once, self, shard.shape[0])
 
         def ask(first: jax.Array, size: int, found: jax.Array) -> jax.Array:
             at = rounds.positions(first, size)
             asked = self._exchange(rounds.local_ids(at))
-            answers = part.at[asked].get(mode="fill", fill_value=0)
+            answers = shard.at[asked].get(mode="fill", fill_value=0)
             return found.at[at].set(self._exchange(answers), mode="drop")
 
-        found = rounds.run(ask, jnp.zeros((ids.size, *part.shape[1:]), part.dtype))
+        found = rounds.run(ask, jnp.zeros((ids.size, *shard.shape[1:]), shard.dtype))
         answers: jax.Array = found[place.reshape(-1)]
         return answers
 
     def send(self, grads: Rows) -> "OwnedRows":
-        """Return this worker's part of the mean gradient, inside `shard_map`.
+        """Return the mean gradient of the rows that this worker keeps, inside `shard_map`.
 
         Args:
-          grads: the rows of this worker's own gradient.
+          grads: the rows of this worker's gradient.
         """
         indices = self.place_of(grads.indices, grads.num_rows)
         once = local_rows.merged(dataclasses.replace(grads, indices=indices, unique=False, parts=1))
@@ -190,12 +190,12 @@ class _Rounds(NamedTuple):
 def _sizes(ids: int, workers: int) -> tuple[int, ...]:
     """Return the possible numbers of ids for an owner in a round: eighths of its capacity.
 
-    If a batch repeats ids, fewer are sent than the capacity allows for. Each size is a program of
-    its own, which is worth it for eight ids or more.
+    If a batch repeats ids, fewer are sent than the capacity allows for. Each size is compiled by
+    itself, which is worth it for eight ids or more.
     """
     most = _capacity(ids, workers)
-    parts = min(8, -(-most // 8))
-    return tuple(-(-most * k // parts) for k in range(1, parts + 1))
+    count = min(8, -(-most // 8))
+    return tuple(-(-most * k // count) for k in range(1, count + 1))
 
 
 def bytes_of_round(ids: int, workers: int, row: int) -> int:
@@ -301,7 +301,7 @@ class OwnedRows(LeafKind):
         return self.owners.axes
 
     def joined(self) -> "OwnedRows":
-        """Return the rows of all parts, inside `shard_map` over the workers that keep them."""
+        """Return the sum over the leading axis of its arrays; inside `shard_map` over owners."""
         values = self.values.reshape(-1, *self.values.shape[2:])
         size = self.num_rows // self.owners.workers
         once = local_rows.merged(Rows(self.indices.reshape(-1), values, size))
@@ -309,8 +309,8 @@ class OwnedRows(LeafKind):
 
     def mean_over(self, axes: tuple[Any, ...]) -> "OwnedRows":
         """Return the mean over groups of such workers, inside `shard_map` over their axes too."""
-        own = self._local(self.indices, self.values)
-        once = local_rows.merged(own.mean_over(axes))
+        local = self._local(self.indices, self.values)
+        once = local_rows.merged(local.mean_over(axes))
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
@@ -334,7 +334,7 @@ class OwnedRows(LeafKind):
     __radd__ = __add__
 
     def _local(self, indices: jax.Array, values: jax.Array) -> Rows:
-        """Return the rows of one worker as rows of its part of the table."""
+        """Return the rows of one worker as rows of its shard of the table."""
         return Rows(indices, values, self.num_rows // self.owners.workers, unique=True)
 
     def apply(

@@ -1,1 +1,1 @@
-"""The state of an optimizer on the workers of a mesh: its names, per-worker parts and placement."""
+"""The state of an optimizer on the workers of a mesh: names, per-worker arrays, placement."""

@@ -75,7 +75,7 @@ def has_codes(x: object) -> bool:
 
 
 def encoded_names(mapping: Mapping[str, object]) -> dict[str, tuple[Encoded, str]]:
-    """Return for each array of codes in a mapping its field, and the name of its scales."""
+    """Map the name of each array of codes to its field and the name of its scales."""
     found = {}
     for kind, fields in _fields.items():
         for field in fields:

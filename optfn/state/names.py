@@ -1,4 +1,4 @@
-"""Names for the parts of an optimizer's state, which stay the same when a chain changes."""
+"""Names for the entries of an optimizer's state, which stay the same when a chain changes."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from optfn.leaves.traits import reporting_types, traits_of
-from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, with_paths
+from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, leaves_with_paths
 from optfn.leaves.types import OptState, PyTree
 
 
@@ -16,17 +16,17 @@ def is_state(x: object) -> bool:
     return isinstance(x, tuple) and hasattr(x, "_fields") and type(x).__name__.endswith("State")
 
 
-def with_owners(
-    parts: Iterable[tuple[str, Any]], paths: Iterable[str]
+def entries_by_param(
+    entries: Iterable[tuple[str, Any]], paths: Iterable[str]
 ) -> Iterator[tuple[str | None, Any]]:
-    """Yield leaves of a state with the path of the parameter that each belongs to.
+    """Yield (path of its parameter, array) for each entry (name, array) of a state.
 
     The path is the longest of `paths` that the leaf's name ends with, before any numbers (those of
     a list of arrays for each parameter); None for counters and rates. If the only parameter has no
     path, all arrays that are not scalars belong to it.
     """
     longest_first = sorted(paths, key=len, reverse=True)
-    for name, leaf in parts:
+    for name, leaf in entries:
         ends = (
             path
             for end in _without_numbers(name)
@@ -44,8 +44,8 @@ def _without_numbers(name: str) -> Iterator[str]:
         yield from _without_numbers(before)
 
 
-def main_part(state: OptState) -> OptState:
-    """Return the part of a state that accessors read if no path is given.
+def main_state(state: OptState) -> OptState:
+    """Return the state that accessors read if no path is given.
 
     It is the main field of a node whose type declares one, or `state` itself if there is none.
     """
@@ -72,14 +72,14 @@ def state_word(state_type: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def named_parts(
+def named_entries(
     state: OptState, stop: Callable[[Any], bool] = lambda x: False
 ) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
 
     A name consists of the transform that the leaf belongs to, from the type of its state; the
     field; and the path in a tree like the parameters, as in "scale_by_adam/mu/layers/0/w".
-    Positions in a chain and wrappers are not part of it, so names do not change when a transform is
+    It does not tell positions in a chain or wrappers, so names do not change when a transform is
     put before or around another. A second transform of the same type has a number,
     "scale_by_momentum_2". The labels of a dict of states (`optax.partition`) come first, as in
     "fast/scale_by_adam/mu/w".
@@ -118,7 +118,7 @@ def named_parts(
                 label = key_name(key) if isinstance(node, dict) else ""
                 yield from walk(child, prefix, join(labels, label))
         else:
-            for path, leaf in with_paths(node):
+            for path, leaf in leaves_with_paths(node):
                 if not is_masked(leaf):
                     yield join(prefix, path), leaf
 
@@ -132,18 +132,18 @@ def whole_matrices(state: OptState, names: Collection[str]) -> dict[str, str]:
       state: the state of an optimizer, however wrapped.
       names: the paths of the leaves.
     """
-    parts = named_parts(state, stop=lambda x: bool(traits_of(x).whole_matrices))
+    parts = named_entries(state, stop=lambda x: bool(traits_of(x).whole_matrices))
     return {
         owner: word
         for _, part in parts
         if (word := traits_of(part).whole_matrices)
-        for owner, _ in with_owners(named_parts(part), names)
+        for owner, _ in entries_by_param(named_entries(part), names)
         if owner is not None
     }
 
 
 def names_within(names: Iterable[str], field: str) -> dict[str, str]:
-    """Return the names of a field and of the arrays in it, by their paths in the field.
+    """Map the path within a field to the name, for the field and each array in it.
 
     All names are in the field "".
     """
@@ -164,7 +164,7 @@ def retired_fields(state: OptState) -> list[str]:
     def retires(x: object) -> bool:
         return bool(traits_of(x).retired)
 
-    parts = named_parts(state, stop=retires)
+    parts = named_entries(state, stop=retires)
     return [join(name, field) for name, part in parts for field in traits_of(part).retired]
 
 
@@ -183,24 +183,24 @@ def reports_of(state: OptState) -> Callable[[str], bool]:
         for field, report in reports.items()
         if report is None or not report.is_needed
     ]
-    others = _words_of_states(state)
+    present = _state_words(state)
 
     def is_report(name: str) -> bool:
         words = name.split("/")
         for i in range(len(words) - 1):
             if any(pattern.fullmatch("/".join(words[i:])) for pattern in known):
                 return True
-            if re.sub(r"_\d+$", "", words[i]) in others:
-                return False  # the rest is a field, and the path of a leaf
+            if re.sub(r"_\d+$", "", words[i]) in present:
+                return False  # a field and the path of a leaf follow
         return False
 
     return is_report
 
 
-def _words_of_states(node: PyTree) -> set[str]:
-    """Return the words of the states in a state, itself and those inside others included."""
+def _state_words(node: PyTree) -> set[str]:
+    """Return the words of a state and of all states nested in it."""
     found = {state_word(type(node))} if is_state(node) else set()
-    for part in jax.tree.leaves(node, is_leaf=lambda x: x is not node and is_state(x)):
-        if is_state(part):
-            found |= _words_of_states(part)
+    for child in jax.tree.leaves(node, is_leaf=lambda x: x is not node and is_state(x)):
+        if is_state(child):
+            found |= _state_words(child)
     return found

@@ -81,5 +81,5 @@ def cut(node: Padded) -> Leaf:
 
 
 def map_padded(fn: Callable[[Padded], Leaf], state: PyTree) -> PyTree:
-    """Map a function over the padded arrays of a state; others stay as they are."""
+    """Map a function over the padded arrays of a state; all else stays as it is."""
     return jax.tree.map(lambda x: fn(x) if is_padded(x) else x, state, is_leaf=is_padded)

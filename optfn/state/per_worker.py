@@ -1,12 +1,12 @@
 """How the state of an optimizer declares its per-worker arrays and the gradients that it reduces.
 
-A transform that exchanges gradients needs some things that others do not. Its state declares them,
-and everything else (placement, checkpoints, rescaling, guards, accumulation, the training step)
-asks the state:
+A transform that exchanges gradients may keep per-worker arrays, and takes gradients that are not
+yet averaged. Its state declares both, and all code around it (placement, checkpoints, rescaling,
+guards, accumulation, the training step) asks the state:
 
 * Which arrays are per-worker, that is, different on each worker? They are in a `PerWorker`, and the
   state has an int32 field `num_workers`. `per_worker(value, axis_name)` also says along which axes.
-* Which arrays are shared by all workers, each of which keeps a part? They are in a `Divided`.
+* Which arrays are shared by all workers, each of which keeps a slice? They are in a `Divided`.
 * Of which leaves does it take each worker's gradients and exchange them? An `Exchanged` has these
   leaves and the mesh axes, and may say how many bytes the exchange takes
   (`optfn.parallel.traffic`). Over the other axes of the workers, the training step averages the
@@ -44,7 +44,7 @@ from optfn.state.static import static, with_static
 
 @traits(transparent=True)
 class PerWorker(NamedTuple):
-    """A per-worker part of a state: arrays with at least one axis, (n, …).
+    """Per-worker arrays of a state, each with at least one axis, (n, …).
 
     On a mesh each array is (N·n, …), sharded along its first axis, so that a worker sees (n, …).
     It does not change the names of `state_dict`.
@@ -61,7 +61,7 @@ class PerWorker(NamedTuple):
         return found
 
     def __getitem__(self, key: Any) -> Any:
-        # A tuple's own keys are integers and slices; others are those of the tree.
+        # Integers and slices are keys of the tuple, all else is a key of the tree.
         is_index = isinstance(key, int | slice)
         return tuple.__getitem__(self, key) if is_index else self.value[key]
 
@@ -74,11 +74,11 @@ def per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
 
 @traits(transparent=True)
 class Divided(NamedTuple):
-    """A part of a state that all workers share, and of which each keeps a part.
+    """Arrays of a state that all workers share, and of which each keeps a slice.
 
-    `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N parts of
+    `init` returns the whole array, flat, (n,). On a mesh it is padded with zeros to N slices of
     equal length, (N·⌈n/N⌉,), and sharded along its last axis. If the devices of a worker divide a
-    leaf, each has such an array for its part of the leaf, as a row.
+    leaf, each has such an array for its shard of the leaf, as a row.
 
     value: a tree of arrays.
     """
@@ -101,7 +101,7 @@ class Divided(NamedTuple):
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
     def mapped(self, fn: Callable[[Any, int], Any]) -> "Divided":
-        """Return the result of fn(array, length of its last axis without padding) for each."""
+        """Map fn(array, unpadded length of its last axis) over the arrays."""
         leaves, structure = jax.tree.flatten(self.value)
         pairs = zip(leaves, self.sizes, strict=True)
         new = [fn(x, n // (x.shape[0] if x.ndim == 2 else 1)) for x, n in pairs]
@@ -156,7 +156,7 @@ def nodes_of(kind: type, state: OptState) -> list[Any]:
 
 
 def map_divided(fn: Callable[[Divided], Any], state: OptState) -> OptState:
-    """Return a state with fn of each `Divided` in its place."""
+    """Map a function over the `Divided` nodes of a state; all else stays as it is."""
     is_divided = _is(Divided)
     return jax.tree.map(lambda x: fn(x) if is_divided(x) else x, state, is_leaf=is_divided)
 
@@ -174,8 +174,8 @@ def has_own_state(state: OptState) -> bool:
 def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     """Return for each leaf of `params` the axes over which a transform in `state` exchanges it.
 
-    Over all other axes, gradients have to be averaged before the transform sees them. Leaves are
-    identified by their names, because a wrapper may mask some of them.
+    Over the remaining axes, gradients have to be averaged before the transform sees them. Leaves
+    are identified by their names, because a wrapper may mask some of them.
 
     Raises:
       ValueError: a transform exchanges a leaf that `params` does not have, because a wrapper around
@@ -212,7 +212,7 @@ _PASSING = (
 def check_wrappers(who: str, state: OptState) -> None:
     """Raise a ValueError if a wrapper that is not known to be correct encloses an `Exchanged`.
 
-    Correct wrappers declare `passes_own_gradients`. Any other wrapper may read or keep the
+    Correct wrappers declare `passes_own_gradients`. A wrapper without it may read or keep the
     gradients of one worker, so that workers would diverge.
     """
     if not exchanges(state) or isinstance(state, Exchanged):
@@ -236,14 +236,14 @@ def check_wrappers(who: str, state: OptState) -> None:
 
 
 def _check_before(who: str, chain: OptState) -> None:
-    """Raise a ValueError if a part of a chain keeps gradients that a later part exchanges.
+    """Raise a ValueError if a link of a chain keeps gradients that a later link exchanges.
 
-    Such a part sees each worker's own gradients, although on a mesh its state is replicated.
+    Such a link sees the gradients of one worker, although on a mesh its state is replicated.
     """
-    for i, part in enumerate(chain):
+    for i, link in enumerate(chain):
         marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]
         covered = {name for mark in marks for name in _covered(mark)}
-        kept = [] if exchanges(part) else [x for x in _floating_paths(part) if _ends(x, covered)]
+        kept = [] if exchanges(link) else [x for x in _floating_paths(link) if _ends(x, covered)]
         if kept:
             raise ValueError(
                 f"{who}: {kept[0]!r} in the state of part {i} of a chain would differ between "
@@ -255,7 +255,7 @@ def _check_before(who: str, chain: OptState) -> None:
 def _covered(mark: Exchanged) -> set[str]:
     """Return the names of the leaves that a transform exchanges."""
     marks = jax.tree.map(_is(ExchangedLeaf), mark.leaves, is_leaf=_is_mark)
-    return {name for name, x in tree.with_names(marks) if not tree.is_masked(x)}
+    return {name for name, x in tree.leaves_with_names(marks) if not tree.is_masked(x)}
 
 
 def _floating_paths(state: OptState) -> list[str]:
@@ -264,7 +264,7 @@ def _floating_paths(state: OptState) -> list[str]:
     shared = jax.tree.map(
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
-    return [name for name, x in tree.with_names(shared) if tree.is_inexact(x) and x.ndim]
+    return [name for name, x in tree.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
 
 
 def _ends(path: str, names: set[str]) -> bool:
@@ -279,12 +279,12 @@ def may_give_rows(state: OptState) -> bool:
 
     * A NamedTuple may return Rows if its type has `@traits(passes_rows=True)`, and it has an
       `Exchanged` field or a field whose value may return Rows.
-    * A plain tuple, the state of a chain, may return Rows if one of its members may, and all others
-      pass them on.
+    * A plain tuple, the state of a chain, may return Rows if one of its links may, and the
+      remaining links pass them on.
     * Anything else may not.
 
     A NamedTuple passes Rows on if its type has that trait and the state in its field `inner_state`,
-    if it has one, passes them on. A plain tuple does if all of its members do.
+    if it has one, passes them on. A plain tuple does if all of its links do.
     """
     if _is_chain(state):
         return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))

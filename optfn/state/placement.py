@@ -1,9 +1,9 @@
-"""The placement of an optimizer's state on a mesh, and its conversion to other numbers of workers.
+"""The placement of an optimizer's state on a mesh, and its conversion between numbers of workers.
 
 The state says which of its arrays are per-worker (`per_worker.PerWorker`), however the transform is
 wrapped. On a mesh, a per-worker array has the shape (N·n, …) and is sharded along its first axis,
-so that each worker sees the (n, …) of `tx.init`. An array of which each worker keeps a part
-(`per_worker.Divided`) is sharded too. All other arrays are replicated.
+so that each worker sees the (n, …) of `tx.init`. An array of which each worker keeps a slice
+(`per_worker.Divided`) is sharded too. Shared arrays are replicated.
 """
 
 import functools
@@ -58,30 +58,30 @@ def map_state(
     shared: Callable[[Any], Any],
     opt_state: OptState,
     count: Callable[[Any, meshes.Axes], Any] | None = None,
-    in_parts: Callable[[Divided], Any] | None = None,
+    divided: Callable[[Divided], Any] | None = None,
 ) -> OptState:
     """Map each array of a state by its kind.
 
     Args:
       per_worker: the function of per-worker arrays and the axes along which workers differ.
-      shared: the function of all other arrays.
+      shared: the function of arrays that are the same on all workers.
       opt_state: the state of an optimizer, however wrapped.
       count: the function of the fields `num_workers` and the same axes; None means `shared`.
-      in_parts: the function of each `Divided`; None means `per_worker` of its arrays.
+      divided: the function of each `Divided`; None means `per_worker` of its arrays.
     """
 
     def convert(node: PyTree) -> PyTree:
-        if in_parts is not None and isinstance(node, Divided):
-            return in_parts(node)
+        if divided is not None and isinstance(node, Divided):
+            return divided(node)
         if _is_per_worker(node):
             return jax.tree.map(lambda x: per_worker(x, node.axes), node)
         if count is None or not _counts_workers(node):
             return shared(node)
-        own = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
+        axes = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
         fields = {
-            name: jax.tree.map(lambda x: count(x, own), child)
+            name: jax.tree.map(lambda x: count(x, axes), child)
             if name == "num_workers"
-            else map_state(per_worker, shared, child, count, in_parts)
+            else map_state(per_worker, shared, child, count, divided)
             for name, child in node._asdict().items()
         }
         return node._replace(**fields)
@@ -96,14 +96,11 @@ def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     """Return the PartitionSpec of each array of a state; see `state_specs`."""
     check_wrappers("the optimizer", opt_state)
 
-    def of_parts(node: Divided) -> PyTree:
-        return node.mapped(lambda x, n: P(*[None] * (x.ndim - 1), node.axes))
-
     return map_state(
-        lambda x, own: P(meshes.axes(own or axis_name)),
+        lambda x, axes: P(meshes.axes(axes or axis_name)),
         lambda x: P(),
         opt_state,
-        in_parts=of_parts,
+        divided=lambda node: node.mapped(lambda x, n: P(*[None] * (x.ndim - 1), node.axes)),
     )
 
 
@@ -115,10 +112,10 @@ def state_specs(
     Args:
       tx: an optimizer, however wrapped, with or without per-worker state.
       params: the parameters, arrays or ShapeDtypeStructs.
-      axis_name: the mesh axes of the workers, for per-worker arrays that do not name their own.
+      axis_name: the mesh axes of the workers, for per-worker arrays that name none.
 
     Returns:
-      A tree like the state: P(axis_name) for per-worker arrays, P() for all others.
+      A tree like the state: P(axis_name) for per-worker arrays, P() for shared ones.
 
     Raises:
       ValueError: a transform that exchanges gradients itself is inside a wrapper that is not known
@@ -132,36 +129,36 @@ def state_specs(
 def on_workers_of(
     init: Callable[[Params], OptState], mesh: Mesh, axis_name: AxisName
 ) -> Callable[[Params], OptState]:
-    """Turn a function that returns one worker's state into one that returns that of all workers.
+    """Return `init` with its result widened from one worker to all workers of a mesh.
 
     Args:
       init: returns the state of one worker.
       mesh: the mesh of the workers.
-      axis_name: the axes of the workers, for per-worker arrays that do not name their own.
+      axis_name: the axes of the workers, for per-worker arrays that name none.
     """
 
-    def workers(own: meshes.Axes) -> int:
-        return num_workers(mesh, own or axis_name)
+    def workers(axes: meshes.Axes) -> int:
+        return num_workers(mesh, axes or axis_name)
 
     def init_all(params: Params) -> OptState:
         return map_state(
-            lambda x, own: jnp.tile(x, (workers(own), *[1] * (x.ndim - 1))),
+            lambda x, axes: jnp.tile(x, (workers(axes), *[1] * (x.ndim - 1))),
             lambda x: x,
             init(params),
-            lambda x, own: jnp.full_like(x, workers(own)),
-            lambda node: node.mapped(lambda x, n: in_equal_parts(x, n, workers(node.axes))),
+            lambda x, axes: jnp.full_like(x, workers(axes)),
+            lambda node: node.mapped(lambda x, n: padded_to_multiple(x, n, workers(node.axes))),
         )
 
     return init_all
 
 
-def in_equal_parts(x: Leaf, size: int, count: int) -> Leaf:
-    """Return the first `size` entries along the last axis, padded with zeros for equal parts.
+def padded_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
+    """Return x[..., :size], padded with zeros until `count` divides its last axis.
 
     Args:
       x: an array, on the host or traced.
       size: the number of its entries that are not padding.
-      count: the number of parts.
+      count: the number of workers, each of which keeps a slice.
     """
     numpy = np if isinstance(x, np.ndarray) else jnp
     missing = -size % count
@@ -191,13 +188,13 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     """Convert a state to another number of workers, to continue a run on another mesh.
 
         x_j = mean over the old workers of x    for floating-point arrays
-        x_j = x of the old worker 0             for all others
+        x_j = x of the old worker 0             for integers and bools
 
-    Nothing is lost: the mean of a residual over the workers, which is the part of the updates that
-    the parameters have not yet received, stays the same. An array that all workers share, such as
-    the published parts of `exchange(route="parts")`, stays whole, and is divided again. Codes, such
-    as 8-bit moments, are decoded, averaged, and encoded as the nearest code under the mean of their
-    scales. In a mapping, uint16 arrays are the bits of bfloat16, as in `state_dict`.
+    Nothing is lost: the mean of a residual over the workers, the update that the parameters have
+    not yet received, stays the same. An array that all workers share, such as `published` of
+    `exchange(route="parts")`, stays whole, and is divided again. Codes, such as 8-bit moments, are
+    decoded, averaged, and encoded as the nearest code under the mean of their scales. In a mapping,
+    uint16 arrays are the bits of bfloat16, as in `state_dict`.
 
     `restore_checkpoint` does this by itself.
 
@@ -220,46 +217,49 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
     old_count = _agreed(_worker_counts(opt_state))
-    parts = map_state(
-        lambda x, own: _parts(x, old_count), lambda x: x, opt_state, in_parts=_as_it_is
+    # From N to M workers. Shared arrays stay as they are until step 4 takes them to the host.
+    #   1. A per-worker array, (N·n, …) over the devices, becomes (N, n, …) on the host.
+    #   2. Its mean over workers is (n, …): the array that one worker will have. Of integers, codes
+    #      among them, this is worker 0's.
+    #   3. Codes: decoded (N, n), averaged, encoded (n). Their scales were averaged in step 2.
+    #   4. Repeated for the new workers, (M·n, …), and num_workers is M.
+    # A Divided keeps its (N·⌈n/N⌉,) until step 4, which cuts it to (n,) and pads it to (M·⌈n/M⌉,).
+    by_worker = map_state(
+        lambda x, axes: _stacked(x, old_count), lambda x: x, opt_state, divided=lambda node: node
     )
-    is_own = is_per_worker(opt_state)
-    means = map_state(lambda x, own: _mean(x), lambda x: x, parts, in_parts=_as_it_is)
-    means = jax.tree.map(_mean_of_codes, parts, means, is_own, is_leaf=has_codes)
+    means = map_state(lambda x, axes: _mean(x), lambda x: x, by_worker, divided=lambda node: node)
+    flags = is_per_worker(opt_state)
+    means = jax.tree.map(_mean_of_codes, by_worker, means, flags, is_leaf=has_codes)
     return map_state(
-        lambda x, own: _repeated(x, count),
-        _on_host,
+        lambda x, axes: _repeated(x, count),
+        _host_array,
         means,
-        lambda x, own: np.full_like(x, count),
-        lambda node: node.mapped(lambda x, n: in_equal_parts(np.asarray(x), n, count)),
+        lambda x, axes: np.full_like(x, count),
+        lambda node: node.mapped(lambda x, n: padded_to_multiple(np.asarray(x), n, count)),
     )
-
-
-def _as_it_is(node: Divided) -> Divided:
-    return node
 
 
 def is_per_worker(opt_state: OptState) -> PyTree:
-    """Tell for each array of a state whether each worker has one of its own."""
+    """Tell for each array of a state whether it is per-worker."""
     return map_state(
-        lambda x, own: True,
+        lambda x, axes: True,
         lambda x: False,
         opt_state,
-        in_parts=lambda node: node.mapped(lambda x, n: False),
+        divided=lambda node: node.mapped(lambda x, n: False),
     )
 
 
-def sizes_in_parts(opt_state: OptState) -> PyTree:
-    """Return the length without padding of each array that is one for all workers, 0 of others."""
+def divided_sizes(opt_state: OptState) -> PyTree:
+    """Return the unpadded length of each `Divided` array, and 0 for each array of another kind."""
     return map_state(
-        lambda x, own: 0,
+        lambda x, axes: 0,
         lambda x: 0,
         opt_state,
-        in_parts=lambda node: node.mapped(lambda x, n: n),
+        divided=lambda node: node.mapped(lambda x, n: n),
     )
 
 
-def _on_host(x: object) -> object:
+def _host_array(x: object) -> object:
     """Return an array that this process can read on the host, a key on its first device."""
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
@@ -268,30 +268,30 @@ def _on_host(x: object) -> object:
     return np.asarray(x)
 
 
-def _mean_of_codes(parts: OptState, mean: OptState, is_own: OptState) -> OptState:
+def _mean_of_codes(by_worker: OptState, mean: OptState, flags: OptState) -> OptState:
     """Return `mean` with the mean of the numbers that codes stand for, where a node has codes.
 
     Args:
-      parts: a node of a state, in which each per-worker array is (workers, n, …).
+      by_worker: a node of a state, in which each per-worker array is (workers, n, …).
       mean: the node with the mean over workers of each array; of codes, worker 0's.
-      is_own: a flag for each array, whether it is per-worker.
+      flags: for each array whether it is per-worker.
     """
-    for field in encoded_fields(parts):
+    for field in encoded_fields(by_worker):
         found = jax.tree.map(
-            functools.partial(_mean_if_own, field),
-            getattr(is_own, field.codes),
-            getattr(parts, field.codes),
-            getattr(parts, field.scale),
+            functools.partial(_mean_if_per_worker, field),
+            getattr(flags, field.codes),
+            getattr(by_worker, field.codes),
+            getattr(by_worker, field.scale),
             getattr(mean, field.codes),
         )
         mean = mean._replace(**{field.codes: found})
     return mean
 
 
-def _mean_if_own(
-    field: Encoded, is_own: bool, codes: np.ndarray, scales: np.ndarray, shared: np.ndarray
+def _mean_if_per_worker(
+    field: Encoded, flag: bool, codes: np.ndarray, scales: np.ndarray, shared: np.ndarray
 ) -> np.ndarray:
-    return field.mean(codes, scales) if is_own else shared
+    return field.mean(codes, scales) if flag else shared
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -304,12 +304,12 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
     count_keys = count_names(mapping, names)
     old_count = _agreed([mapping[key] for key in count_keys])
-    parts = {key: _parts(mapping[key], old_count, key) for key in names}
-    encoded = encoded_names(parts)
-    for key, x in parts.items():
+    by_worker = {key: _stacked(mapping[key], old_count, key) for key in names}
+    encoded = encoded_names(by_worker)
+    for key, x in by_worker.items():
         if key in encoded:
             field, scale = encoded[key]
-            mean = field.mean(x, parts[scale])
+            mean = field.mean(x, by_worker[scale])
         elif x.dtype == np.uint16:
             mean = _mean(x.view(jnp.bfloat16)).view(np.uint16)
         else:
@@ -320,33 +320,33 @@ def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     return rescaled
 
 
-def count_names(names: Iterable[str], own: Sequence[str]) -> list[str]:
-    """Return the names of the numbers of workers that keep the per-worker arrays named `own`.
+def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
+    """Return the `num_workers` keys that belong to these per-worker arrays.
 
     A number beside no such array, as in the local state of `sgd`, counts nothing.
     """
 
     def counts(name: str) -> bool:
         owner, _, field = name.rpartition("/")
-        return field == "num_workers" and bool(names_within(own, owner))
+        return field == "num_workers" and bool(names_within(per_worker, owner))
 
-    return [name for name in names if name not in own and counts(name)]
+    return [name for name in names if name not in per_worker and counts(name)]
 
 
 def _worker_counts(opt_state: OptState) -> list[Leaf]:
     """Return the fields `num_workers` of a state."""
     counts: list[Leaf] = []
 
-    def collect(x: Leaf, own: meshes.Axes) -> Leaf:
+    def collect(x: Leaf, axes: meshes.Axes) -> Leaf:
         counts.append(x)
         return x
 
-    map_state(lambda x, own: x, lambda x: x, opt_state, collect)
+    map_state(lambda x, axes: x, lambda x: x, opt_state, collect)
     return counts
 
 
 def workers_of(opt_state: OptState) -> int:
-    """Return the number of workers of a state; 0 if it has no per-worker parts, or is traced."""
+    """Return the number of workers of a state; 0 if it has no per-worker arrays, or is traced."""
     counts = _worker_counts(opt_state)
     are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
     if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap
@@ -373,8 +373,8 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _parts(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array") -> np.ndarray:
-    """Return the workers' parts of an array of shape (count·n, …) on the host: (count, n, …)."""
+def _stacked(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array") -> np.ndarray:
+    """Return the array (count·n, …) of all workers on the host, as (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:
         raise ValueError(
@@ -384,14 +384,14 @@ def _parts(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker arra
     return array.reshape(count, array.shape[0] // count, *array.shape[1:])
 
 
-def _mean(parts: np.ndarray) -> np.ndarray:
-    """Return the mean of the workers' parts (workers, n, …); worker 0's if they are integers."""
-    if not jnp.issubdtype(parts.dtype, jnp.inexact):
-        return np.asarray(parts[0])
-    wide = np.complex128 if np.iscomplexobj(parts) else np.float64
-    return np.asarray(np.mean(parts, axis=0, dtype=wide).astype(parts.dtype))
+def _mean(by_worker: np.ndarray) -> np.ndarray:
+    """Return the mean over the workers of (workers, n, …); worker 0's array if it has integers."""
+    if not jnp.issubdtype(by_worker.dtype, jnp.inexact):
+        return np.asarray(by_worker[0])
+    wide = np.complex128 if np.iscomplexobj(by_worker) else np.float64
+    return np.asarray(np.mean(by_worker, axis=0, dtype=wide).astype(by_worker.dtype))
 
 
-def _repeated(part: np.ndarray, count: int) -> np.ndarray:
-    """Return `part` for each of `count` workers: (count·n, …)."""
-    return np.asarray(np.tile(part, (count, *[1] * (part.ndim - 1))))
+def _repeated(x: np.ndarray, count: int) -> np.ndarray:
+    """Return the array of one worker for each of `count` workers: (count·n, …)."""
+    return np.asarray(np.tile(x, (count, *[1] * (x.ndim - 1))))

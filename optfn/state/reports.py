@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from optfn.leaves.traits import Report, reporting_types, traits_of
-from optfn.leaves.tree import join, with_paths
+from optfn.leaves.tree import join, leaves_with_paths
 from optfn.leaves.types import OptState
 from optfn.workers import Workers
 
@@ -38,7 +38,7 @@ def reported(opt_state: OptState) -> dict[str, jax.Array]:
     for node in nested(lambda x: traits_of(x).reports, opt_state):
         for field, report in traits_of(node).reports.items():
             if report is not None:
-                for path, x in with_paths(getattr(node, field)):
+                for path, x in leaves_with_paths(getattr(node, field)):
                     found.setdefault((join(report.metric, path), report.several), []).append(x)
     return {
         name: values[0] if len(values) == 1 else getattr(jnp, way)(jnp.stack(values))

@@ -21,7 +21,7 @@ from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
 from optfn.state.names import names_within
-from optfn.state.placement import PER_WORKER_KEY, in_equal_parts, sizes_in_parts
+from optfn.state.placement import PER_WORKER_KEY, divided_sizes, padded_to_multiple
 from optfn.train import masters
 from optfn.train.changes import Changes, Misfit
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
@@ -104,7 +104,7 @@ def load_named(
     changes = _changes(own_names, [name for name, _ in named], mapping)
     refused, wrong = _refused(plain, changes, shown) if strict else [], []
     copied = _begun_at_params(plain, named, mapping)
-    leaves, sizes = [], jax.tree.leaves(sizes_in_parts(plain))
+    leaves, sizes = [], jax.tree.leaves(divided_sizes(plain))
     for (name, leaf), size in zip(named, sizes, strict=True):
         found = mapping.get(name, copied.get(name))
         if name in per_worker and np.size(found) == leaf.size:
@@ -134,7 +134,7 @@ def _in_parts_of(value: Leaf, size: int, leaf: Leaf) -> Leaf:
     shape = np.shape(value)
     if shape == leaf.shape or len(shape) != leaf.ndim or shape[-1] < size:
         return value
-    return in_equal_parts(np.asarray(value), size, leaf.shape[-1])
+    return padded_to_multiple(np.asarray(value), size, leaf.shape[-1])
 
 
 def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
@@ -165,7 +165,7 @@ def _late_leaves(
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
-    for name, node in state_names.named_parts(state, stop=counts_steps):
+    for name, node in state_names.named_entries(state, stop=counts_steps):
         if not counts_steps(node) or f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
@@ -215,7 +215,7 @@ def on_host(x: Leaf) -> np.ndarray:
 
 def _with_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
     """Return a state with counts for the leaves of `_late_leaves`, and for no others."""
-    parts = state_names.named_parts(state, stop=counts_steps)
+    parts = state_names.named_entries(state, stop=counts_steps)
     found = {id(node): late[name] for name, node in parts if counts_steps(node) and name in late}
 
     def put(node: PyTree) -> PyTree:
@@ -248,7 +248,7 @@ def _begun_at_params(
     fields = [
         (tree.join(name, field), weight and tree.join(name, weight))
         for has_weights in (False, True)
-        for name, part in state_names.named_parts(state, stop=partial(_begins, has_weights))
+        for name, part in state_names.named_entries(state, stop=partial(_begins, has_weights))
         for field, weight in traits_of(part).made_of_params.items()
         if weight is not None
     ]

@@ -57,7 +57,7 @@ def in_form_of(
     Raises:
       ValueError: copies are needed, but the mapping has remainders without their parameters.
     """
-    parts = state_names.named_parts(state, stop=_has_masters)
+    parts = state_names.named_entries(state, stop=_has_masters)
     by_name: dict[str, Leaf] = dict(named)
     new: dict[str, Leaf] = {}
     used: set[str] = set()

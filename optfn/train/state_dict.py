@@ -3,7 +3,7 @@
 `optfn.train.loading` makes a state from a dict again.
 
 The name of an array consists of the transform that owns it, the field, and the path of the leaf, as
-in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_parts`).
+in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_entries`).
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ VERSION = 1
 
 def named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
     """Yield the arrays of a state with their names, in the order of jax.tree.leaves."""
-    return state_names.named_parts(opt_state)
+    return state_names.named_entries(opt_state)
 
 
 def state_dict(opt_state: OptState) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
       ValueError: there is no average, or there are several and `name` does not choose one; the
         error lists them.
     """
-    parts = state_names.named_parts(map_padded(cut, opt_state), stop=is_average)
+    parts = state_names.named_entries(map_padded(cut, opt_state), stop=is_average)
     found = {part_name: part for part_name, part in parts if is_average(part)}
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
@@ -247,7 +247,7 @@ def _bytes(leaf: Leaf) -> int:
 def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
     """Return the bytes of state that belong to the parameter of each path."""
     kept = dict.fromkeys(names, 0)
-    for name, leaf in state_names.with_owners(named_leaves(state), names):
+    for name, leaf in state_names.entries_by_param(named_leaves(state), names):
         if name is not None:
             kept[name] += _bytes(leaf)
     return kept

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optfn import checks
-from optfn.leaves.groups import in_groups
+from optfn.leaves.groups import map_groups
 from optfn.leaves.types import PyTree
 from optfn.mesh import varying_axes
 
@@ -114,7 +114,7 @@ def _variant(left: jax.Array, values: PyTree) -> PyTree:
     def passed(group: list[jax.Array]) -> list[jax.Array]:
         return jax.lax.optimization_barrier([left, *group])[1:]
 
-    return jax.tree.unflatten(structure, in_groups(passed, leaves, varying_axes))
+    return jax.tree.unflatten(structure, map_groups(passed, leaves, varying_axes))
 
 
 def _less_one(left: jax.Array) -> jax.Array:

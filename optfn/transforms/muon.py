@@ -90,7 +90,7 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
         stacked ones.
     """
-    masked = {name for name, leaf in tree.with_names(values) if tree.is_masked(leaf)}
+    masked = {name for name, leaf in tree.leaves_with_names(values) if tree.is_masked(leaf)}
     runs = {name: run for name, run in tree.runs(values).items() if name not in masked}
     if matrices is None:
         return frozenset(k for k, run in runs.items() if len(run.shape) - run.stacked == 2)

@@ -92,8 +92,8 @@ def set_learning_rate(opt_state: OptState, value: Number, path: str | None = Non
 def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateState]:
     """Return the rates in a state, by name, that `path` selects."""
     if path is None:
-        opt_state = state_names.main_part(opt_state)
-    parts = state_names.named_parts(opt_state, stop=is_rate)
+        opt_state = state_names.main_state(opt_state)
+    parts = state_names.named_entries(opt_state, stop=is_rate)
     rates = {name: part for name, part in parts if is_rate(part)}
     # `reduce_on_plateau` multiplies the rate of the optimizer before it, which is 1.
     plateau = [k for k, v in rates.items() if isinstance(v, PlateauLearningRateState)]
@@ -114,7 +114,7 @@ def numbers_of_rates(opt_state: OptState) -> dict[str, float]:
     Rates that a schedule, an array or `reduce_on_plateau` determines are left out. If workers have
     different rates, it is the largest of this process.
     """
-    parts = state_names.named_parts(opt_state, stop=is_rate)
+    parts = state_names.named_entries(opt_state, stop=is_rate)
     return {
         name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
         for name, x in parts

@@ -172,8 +172,8 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
     Raises:
       ValueError: the state has no `record_metrics`, or several, even if one is inside another.
     """
-    state = state_names.main_part(opt_state) if path is None else opt_state
-    parts = state_names.named_parts(state, stop=_is_recorder)
+    state = state_names.main_state(opt_state) if path is None else opt_state
+    parts = state_names.named_entries(state, stop=_is_recorder)
     recorders = [
         node
         for name, node in parts

@@ -307,9 +307,9 @@ def test_tensor_parallel_axes_are_left_to_the_compiler():
 
 
 def _named(state):
-    from optfn.state.names import named_parts
+    from optfn.state.names import named_entries
 
-    return list(named_parts(state.opt_state))
+    return list(named_entries(state.opt_state))
 
 
 @pytest.mark.parametrize("shard", ["state", "params"])
