@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import measure
-from optfn.leaves import numerics
+from optfn.core import numerics
 from optfn.transforms import codes
 from optfn.transforms.lamb import lamb_direction
 

@@ -18,7 +18,7 @@ True
 
 The package, from the ground up:
 
-* `optfn.checks` checks arguments. `optfn.leaves` has the kinds of leaves (dense, row-sparse,
+* `optfn.core.checks` checks arguments. `optfn.leaves` has the kinds of leaves (dense, row-sparse,
   packed, stacked, masked), arithmetic on arrays, and the application of a rule to a tree.
   `optfn.mesh` has the axes of a mesh and means over them. `optfn.core` is the protocol of a
   transformation.
@@ -37,7 +37,7 @@ from optfn import distributed, plot, schedules, sparse
 from optfn._version import __version__
 from optfn.autodiff.recompute import recompute
 from optfn.compression.dgc_momentum import dgc_momentum
-from optfn.core import chain
+from optfn.core.protocol import chain
 from optfn.leaves.nodes import Packed, Stacked
 from optfn.leaves.packed import pack, unpack
 from optfn.leaves.updates import apply_updates
@@ -47,12 +47,7 @@ from optfn.optimizers.adam_family import adamax, adamw, lamb
 from optfn.optimizers.ftrl import ftrl
 from optfn.optimizers.muon import muon
 from optfn.optimizers.sgd import asgd, lars, momentum, sgd
-from optfn.run.checkpoint import (
-    load_checkpoint,
-    load_params,
-    restore_checkpoint,
-    save_checkpoint,
-)
+from optfn.run.checkpoint import load_checkpoint, load_params, restore_checkpoint, save_checkpoint
 from optfn.run.evaluation import over_batches
 from optfn.run.loop import fit, minimize
 from optfn.train.inspection import assert_in_place

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optfn import checks
+from optfn.core import checks
 from optfn.leaves import slices
 from optfn.leaves.groups import map_groups
 

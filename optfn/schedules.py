@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks
-from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import numerics
-from optfn.printing import call_text
+from optfn.core import checks, numerics
+from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.printing import call_text
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.plateau import reduce_on_plateau
 

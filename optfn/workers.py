@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, LeafKind, PyTree
+from optfn.core import tree
+from optfn.core.types import Leaf, LeafKind, PyTree
 from optfn.mesh import Axes, AxisName, check_axis, joined
 
 

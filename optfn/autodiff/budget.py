@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from optfn.autodiff.chain import LayerFn, run_chain
 from optfn.autodiff.costs import costs_of, num_bytes
 from optfn.autodiff.rotor import Rotor, Segmentation
+from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, variables
 from optfn.jaxprs.pullback import Key, inexact_leaves, pullback
-from optfn.leaves.types import Leaf, Params, PyTree
 
 MAX_TRIALS = 6  # the most segmentations that are compiled to find one within a budget
 

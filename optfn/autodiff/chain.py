@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 import jax
 
-from optfn import checks
 from optfn.autodiff.rotor import Segmentation, functions_in
+from optfn.core import checks
+from optfn.core.types import Params, PyTree
 from optfn.jaxprs.equations import function_of_arrays
-from optfn.leaves.types import Params, PyTree
 
 # One function of a chain, (params, x) -> x; and a chain, ([params1, …, paramsn], x) -> x.
 LayerFn: TypeAlias = Callable[[Params, PyTree], PyTree]

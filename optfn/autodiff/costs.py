@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from optfn.autodiff.rotor import FunctionCosts
+from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Atom, Equation, Equations, Variable, type_of, variables
 from optfn.jaxprs.pullback import inexact_leaves, pullback
-from optfn.leaves.types import Leaf, Params, PyTree
 
 # XLA does not write the results of these to memory, but computes them in each fusion that reads
 # them.

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from optfn.core import tree
+from optfn.core.types import PyTree
 from optfn.jaxprs.equations import (
     Atom,
     Equation,
@@ -19,8 +21,6 @@ from optfn.jaxprs.equations import (
     type_of,
     variables,
 )
-from optfn.leaves import tree
-from optfn.leaves.types import PyTree
 
 
 def recompute_function(

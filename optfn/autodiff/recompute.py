@@ -7,10 +7,10 @@ are the same, so any optimizer and any training loop can use the result.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optfn import checks
 from optfn.autodiff.budget import segmentation_by_budget
 from optfn.autodiff.chain import LayerFn, equal_segments, recompute_chain
 from optfn.autodiff.named_segments import recompute_function
+from optfn.core import checks
 
 
 def recompute(

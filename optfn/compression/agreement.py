@@ -6,8 +6,8 @@ from jax import lax
 
 from optfn import mesh
 from optfn.compression.bits import pack_mask
-from optfn.leaves import numerics, tree
-from optfn.leaves.types import Leaf, LeafKind, Updates
+from optfn.core import numerics, tree
+from optfn.core.types import Leaf, LeafKind, Updates
 from optfn.mesh import Axes
 
 

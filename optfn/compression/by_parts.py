@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
-from optfn.checks import Number
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import with_feedback
 from optfn.compression.gathering import encode_all
-from optfn.leaves.types import PyTree
+from optfn.core.checks import Number
+from optfn.core.types import PyTree
 from optfn.mesh import Axes
 from optfn.parallel.owners import all_from_owners, mean_at_owners
 

@@ -27,12 +27,11 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 
-from optfn import checks
-from optfn.leaves import tree
+from optfn.core import checks, tree
+from optfn.core.printing import call_text
+from optfn.core.types import Params, PyTree
 from optfn.leaves.rows import Rows
-from optfn.leaves.types import Params, PyTree
 from optfn.mesh import Axes
-from optfn.printing import call_text
 
 P = ParamSpec("P")
 

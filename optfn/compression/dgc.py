@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import checks, core, mesh
-from optfn.checks import Number
+from optfn import core, mesh
 from optfn.compression.agreement import agree, check_own_gradients, check_state_of_leaf
 from optfn.compression.dgc_phases import (
     VALUES,
@@ -27,9 +26,11 @@ from optfn.compression.dgc_phases import (
     update_compressed,
 )
 from optfn.compression.on_shards import update_on_shards
-from optfn.leaves import leafwise, numerics, row_sparse, tree
-from optfn.leaves.traits import traits
-from optfn.leaves.types import Leaf, Params, PyTree, Updates
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.checks import Number
+from optfn.core.traits import traits
+from optfn.core.types import Leaf, Params, PyTree, Updates
+from optfn.leaves import row_sparse
 from optfn.mesh import AxisName
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, per_worker

@@ -17,16 +17,16 @@ import optax
 from jax import lax
 
 from optfn import mesh
-from optfn.checks import Number
 from optfn.compression.agreement import is_compressible
 from optfn.compression.gathering import mean_of_packets
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.selection import SampleSearch, num_selected
 from optfn.compression.values import BFLOAT16, FLOAT32
-from optfn.leaves import numerics
+from optfn.core import numerics
+from optfn.core.checks import Number
+from optfn.core.types import Leaf
 from optfn.leaves.rows import Rows
-from optfn.leaves.types import Leaf
 from optfn.mesh import Axes
 from optfn.transforms.moment import momentum_rule
 from optfn.workers import Group

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core, mesh
-from optfn.checks import Number
+from optfn import core, mesh
 from optfn.compression.agreement import (
     agree,
     check_own_gradients,
@@ -32,11 +31,13 @@ from optfn.compression.gathering import empty_rows
 from optfn.compression.on_shards import update_on_shards
 from optfn.compression.sending import Sending, exchanged_densely
 from optfn.compression.traffic import traffic_of
-from optfn.leaves import leafwise, mismatch, packed, tree
+from optfn.core import checks, leafwise, tree
+from optfn.core.checks import Number
+from optfn.core.traits import traits
+from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
+from optfn.leaves import mismatch, packed
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows
-from optfn.leaves.traits import traits
-from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, AxisName
 from optfn.parallel.means import mean_of_all
 from optfn.parallel.owners import check_codec

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.checks import Number
-from optfn.leaves import numerics
+from optfn.core import numerics
+from optfn.core.checks import Number
 
 
 def with_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:

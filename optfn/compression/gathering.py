@@ -9,9 +9,9 @@ from jax import lax
 
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
+from optfn.core.types import PyTree
 from optfn.leaves.groups import map_groups
 from optfn.leaves.rows import Rows
-from optfn.leaves.types import PyTree
 from optfn.mesh import Axes
 
 # (totals, packet, scale) -> totals + scale times the decoded packet.

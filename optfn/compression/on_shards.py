@@ -6,8 +6,8 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn.core import tree
+from optfn.core.types import Leaf, OptState, Params, Updates
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.workers import Group
 

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import checks, mesh
+from optfn import mesh
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
-from optfn.leaves.types import PyTree
+from optfn.core import checks
+from optfn.core.types import PyTree
 from optfn.mesh import Axes
 
 # With the default precision of accelerators, the product that is sent would differ from the one

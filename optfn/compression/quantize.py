@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import checks
 from optfn.compression import bits as packing
 from optfn.compression.compressors import ShownAsCall, showing_call
 from optfn.compression.segments import Chunks, chunks_of
 from optfn.compression.values import ValueFormat, scaled, sums_of_bits
-from optfn.leaves.types import PyTree
+from optfn.core import checks
+from optfn.core.types import PyTree
 from optfn.transforms.codes import random_bits
 
 BITS = (8, 4, 2, 1)

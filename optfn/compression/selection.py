@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn import checks
 from optfn.compression import bits
 from optfn.compression.segments import Segments
+from optfn.core import checks
 from optfn.leaves import slices
 from optfn.mesh import vary, varying_axes
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
-from optfn.checks import Number
 from optfn.compression.by_parts import mean_by_parts
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import with_feedback
 from optfn.compression.gathering import mean_by_all_gather
-from optfn.leaves import tree
+from optfn.core import tree
+from optfn.core.checks import Number
+from optfn.core.types import Leaf, LeafKind
 from optfn.leaves.groups import map_groups
-from optfn.leaves.types import Leaf, LeafKind
 from optfn.mesh import Axes
 from optfn.transforms.in_place import when
 

@@ -8,13 +8,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from optfn import checks
 from optfn.compression.compressors import ShownAsCall, showing_call
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.selection import num_selected, search_of
 from optfn.compression.values import BFLOAT16, FLOAT32, scaled
-from optfn.leaves.types import PyTree
+from optfn.core import checks
+from optfn.core.types import PyTree
 
 VALUES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int8": scaled(8), "int2": scaled(2)}
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from optfn.compression.compressors import BaseCompressor
-from optfn.leaves import numerics, tree
-from optfn.leaves.types import Leaf
+from optfn.core import numerics, tree
+from optfn.core.types import Leaf
 from optfn.parallel.traffic import all_reduce_bytes
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from optfn.core.types import PyTree
 from optfn.jaxprs.equations import Atom, Equation, Jaxpr, bindings, called, scan_groups
-from optfn.leaves.types import PyTree
 
 Flags = list[bool]
 

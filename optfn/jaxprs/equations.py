@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.extend.core as jex
 
-from optfn.leaves.types import PyTree
+from optfn.core.types import PyTree
 
 Variable: TypeAlias = jex.Var
 Atom: TypeAlias = jex.Var | jex.Literal  # an input of an equation

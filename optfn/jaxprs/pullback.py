@@ -6,7 +6,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.core.types import Leaf, Params, PyTree
 
 # A random key, typed or as raw bits, or None.
 Key: TypeAlias = jax.Array | None

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.leaves import numerics, tree
-from optfn.leaves.types import Leaf
+from optfn.core import numerics, tree
+from optfn.core.types import Leaf
 
 
 def frozen_update(g: Leaf, p: Leaf) -> Leaf:

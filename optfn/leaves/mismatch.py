@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.leaves import tree
-from optfn.leaves.types import DType, Leaf, LeafKind, OptState, Params, PyTree, Updates
+from optfn.core import checks, tree
+from optfn.core.types import DType, Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 
 def check_params(name: str, params: Params, real_only: str, kind: str = "parameter") -> None:

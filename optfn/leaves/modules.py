@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from optfn.leaves import tree
-from optfn.leaves.types import Params
+from optfn.core import tree
+from optfn.core.types import Params
 
 
 def check_split(name: str, params: Params) -> None:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 
-from optfn.leaves import tree
+from optfn.core import tree
+from optfn.core.traits import traits
+from optfn.core.types import Leaf, PyTree
 from optfn.leaves.layout import BufferLayout, PackedLayout
-from optfn.leaves.traits import traits
-from optfn.leaves.types import Leaf, PyTree
 
 
 @traits(transparent=True)

@@ -11,11 +11,11 @@ import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn import checks
-from optfn.leaves import slices, tree
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, LeafKind, Params, PyTree
+from optfn.leaves import slices
 from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of
 from optfn.leaves.nodes import Packed, Stacked, is_packed
-from optfn.leaves.types import Leaf, LeafKind, Params, PyTree
 
 # Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
 #   1. packed_layout  the float32 buffer has the runs (3,): leaf 0 from element 0, and (2, 3): leaf

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 import jax
 
-from optfn import checks
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, LeafKind, Updates
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, LeafKind, Updates
 
 
 def merged(updates: Updates) -> Updates:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.leaves.tree import is_array
-from optfn.leaves.types import Leaf, LeafKind
+from optfn.core import checks
+from optfn.core.tree import is_array
+from optfn.core.types import Leaf, LeafKind
 
 
 @dataclasses.dataclass(frozen=True)

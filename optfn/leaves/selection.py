@@ -5,13 +5,14 @@ from typing import Any
 
 import optax
 
-from optfn.leaves import packed, tree
-from optfn.leaves.leafwise import PerLeaf
+from optfn.core import tree
+from optfn.core.leafwise import PerLeaf
+from optfn.core.tree import Pattern
+from optfn.core.types import PyTree
+from optfn.leaves import packed
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
 from optfn.leaves.tensors import PerTensor
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import PyTree
 
 
 class Selection:

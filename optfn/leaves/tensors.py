@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.leaves import numerics, tree
+from optfn.core import checks, numerics, tree
+from optfn.core.leafwise import PerLeaf, numbers_of, scalar_at, shared
+from optfn.core.types import Leaf, LeafKind, PyTree, Updates
 from optfn.leaves.layout import BufferLayout
-from optfn.leaves.leafwise import PerLeaf, numbers_of, scalar_at, shared
-from optfn.leaves.types import Leaf, LeafKind, PyTree, Updates
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["layout"])

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import optax
 
-from optfn import checks
-from optfn.leaves import row_sparse, tree
-from optfn.leaves.types import LeafKind, OptState, Params, PyTree, Updates
+from optfn.core import checks, tree
+from optfn.core.types import LeafKind, OptState, Params, PyTree, Updates
+from optfn.leaves import row_sparse
 
 
 def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:

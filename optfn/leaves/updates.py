@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 
-from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.types import Leaf, LeafKind, Params, Updates
+from optfn.core import leafwise, tree
+from optfn.core.types import Leaf, LeafKind, Params, Updates
+from optfn.leaves import mismatch
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:

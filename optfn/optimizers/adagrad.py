@@ -3,7 +3,7 @@
 import optax
 
 from optfn import core
-from optfn.checks import Number, Schedule
+from optfn.core.checks import Number, Schedule
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import optax
 
 from optfn import core
-from optfn.checks import Number, Schedule
+from optfn.core.checks import Number, Schedule
 from optfn.optimizers.assembly import optimizer
 from optfn.transforms.adam import scale_by_adam
 from optfn.transforms.learning_rate import scale_by_learning_rate

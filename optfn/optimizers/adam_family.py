@@ -3,8 +3,8 @@
 import optax
 
 from optfn import core
-from optfn.checks import Number, Schedule
-from optfn.leaves.tree import Pattern
+from optfn.core.checks import Number, Schedule
+from optfn.core.tree import Pattern
 from optfn.optimizers.adam import scale_by_adam_in
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.adamax import scale_by_adamax

@@ -1,7 +1,7 @@
 """Adam's moments in other storages than float32, and with an exact lazy update."""
 
 from optfn import core
-from optfn.checks import Number
+from optfn.core.checks import Number
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.quantized_adam import scale_by_quantized_adam
 from optfn.transforms.stored import check_moment_dtype

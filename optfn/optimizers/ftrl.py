@@ -3,7 +3,7 @@
 import optax
 
 from optfn import core
-from optfn.checks import Number, Schedule
+from optfn.core.checks import Number, Schedule
 from optfn.optimizers.assembly import optimizer
 from optfn.transforms.ftrl import ftrl_proximal
 from optfn.wrappers.attributes import ParamAttrs

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import optax
 
 from optfn import core
-from optfn.checks import Number, Schedule
-from optfn.leaves import tree
-from optfn.leaves.leafwise import PerLeaf
+from optfn.core import tree
+from optfn.core.checks import Number, Schedule
+from optfn.core.leafwise import PerLeaf
+from optfn.core.traits import traits
+from optfn.core.tree import Pattern
+from optfn.core.types import OptState, Params, PyTree, Updates
 from optfn.leaves.selection import Selection
-from optfn.leaves.traits import traits
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.optimizers.adam import scale_by_adam_in
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate

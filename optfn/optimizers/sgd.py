@@ -7,8 +7,8 @@ step, and p the parameter. `assembly.py` has the arguments that all optimizers s
 import optax
 
 from optfn import core
-from optfn.checks import Number, Schedule
-from optfn.leaves.tree import Pattern
+from optfn.core.checks import Number, Schedule
+from optfn.core.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import scale_by_asgd, scale_by_momentum

@@ -13,10 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import checks
 from optfn import mesh as meshes
-from optfn.leaves import tree
-from optfn.leaves.types import Batch, Leaf, PyTree
+from optfn.core import checks, tree
+from optfn.core.types import Batch, Leaf, PyTree
 from optfn.mesh import Axes, joined, sharding
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.state.placement import num_workers, specs_of

@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, PyTree
+from optfn.core import tree
+from optfn.core.types import Leaf, PyTree
 from optfn.mesh import Axes, joined, without
 
 _GOLDEN = np.uint32(0x9E3779B1)

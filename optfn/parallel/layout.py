@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree
+from optfn.core import tree
+from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, axes, joined, restricted, without
 from optfn.parallel.data_parallel import placed_copy, replicate
 from optfn.parallel.owners import Codec

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn.leaves import tree
-from optfn.leaves.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
+from optfn.core import tree
+from optfn.core.types import DType, Leaf, LeafKind, OptState, PyTree, Updates
 from optfn.mesh import Axes, mean_in_one, pmean, without
 from optfn.state.per_worker import exchanged_axes, exchanges
 from optfn.workers import Workers

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
-from optfn.checks import shown
-from optfn.leaves.types import PyTree
+from optfn.core.checks import shown
+from optfn.core.types import PyTree
 from optfn.mesh import Axes
 
 # A function from arrays to their packets and further results, such as the next states.

@@ -17,18 +17,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.checks import shown
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, LeafKind, Params, PyTree, Updates
+from optfn.core import tree
+from optfn.core.checks import shown
+from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, joined, pmean, reducible, without
 from optfn.parallel.layout import Division, Layout, is_spec
-from optfn.parallel.owners import (
-    MIN_SIZE,
-    Codec,
-    coded_gather,
-    coded_mean_part,
-    current_step,
-)
+from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_part, current_step
 from optfn.state.padded import pad
 from optfn.state.placement import num_workers
 

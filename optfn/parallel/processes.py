@@ -9,9 +9,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from optfn import _version, checks
-from optfn.leaves import tree
-from optfn.leaves.types import Batch, Leaf, Params, PyTree
+from optfn import _version
+from optfn.core import checks, tree
+from optfn.core.types import Batch, Leaf, Params, PyTree
 
 # The number of bytes that `send` passes at once.
 _PIECE = 1 << 26

@@ -11,9 +11,9 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn import checks, core
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, OptState, Params, PyTree
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, check_names, joined, without
 from optfn.parallel.layout import Layout, Replicated
 from optfn.parallel.owners import Codec, check_codec

@@ -17,7 +17,7 @@ import jax
 from jax import lax
 
 from optfn import mesh
-from optfn.leaves.types import PyTree
+from optfn.core.types import PyTree
 from optfn.mesh import AxisName
 
 

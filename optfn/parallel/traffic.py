@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from optfn import mesh
-from optfn.leaves import tree
-from optfn.leaves.types import LeafKind, OptState, Updates
+from optfn.core import tree
+from optfn.core.types import LeafKind, OptState, Updates
 from optfn.mesh import Axes
 from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
 from optfn.state.placement import num_workers

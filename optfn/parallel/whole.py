@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from optfn.leaves import tree
-from optfn.leaves.types import Params
+from optfn.core import tree
+from optfn.core.types import Params
 
 
 def check_whole(whole: tree.Pattern | None, kind: object) -> tree.Pattern | None:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optfn.leaves.types import PyTree
+from optfn.core.types import PyTree
 
 # The length of the buffer of each dtype, by the dtype's name.
 Lengths: TypeAlias = dict[str, int]

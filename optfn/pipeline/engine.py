@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.core import numerics
+from optfn.core.types import PyTree
 from optfn.jaxprs.pullback import Key, inexact_leaves
-from optfn.leaves import numerics
-from optfn.leaves.types import PyTree
 from optfn.pipeline.model import Activation, Gradient, Index, Model, Weights, WorkItem
 from optfn.pipeline.plan import Plan, forward_order
 from optfn.pipeline.stage import Context, Stash

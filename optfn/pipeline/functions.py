@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from optfn import checks
+from optfn.core import checks
+from optfn.core.types import LossFn, Params, PyTree
 from optfn.jaxprs.pullback import Key
-from optfn.leaves.types import LossFn, Params, PyTree
 from optfn.pipeline.model import ModelFunctions, Weights
 from optfn.pipeline.plan import Plan
 

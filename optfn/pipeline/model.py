@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.core import tree
+from optfn.core.types import DType, Params, PyTree
 from optfn.jaxprs.pullback import Key, StageFn, inexact_leaves, with_inexact_leaves
-from optfn.leaves import tree
-from optfn.leaves.types import DType, Params, PyTree
 from optfn.pipeline import buffers
 from optfn.pipeline.stage import (
     Context,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 
-from optfn import checks
+from optfn.core import checks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optfn import checks
-from optfn.leaves import tree
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, Params
 from optfn.leaves.nodes import Stacked
-from optfn.leaves.types import Leaf, Params
 
 
 class PipelineParams(NamedTuple):

@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from optfn.core import tree
+from optfn.core.types import Params, PyTree
 from optfn.jaxprs.equations import (
     Equations,
     Value,
@@ -25,8 +27,6 @@ from optfn.jaxprs.equations import (
     with_split_scans,
 )
 from optfn.jaxprs.pullback import Key, StageFn, pullback
-from optfn.leaves import tree
-from optfn.leaves.types import Params, PyTree
 
 # A gradient or a cotangent: one array for each inexact leaf.
 Leaves: TypeAlias = list[jax.Array]

@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
+from optfn.core import tree
+from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
-from optfn.leaves import mismatch, tree
-from optfn.leaves.types import Leaf, Params, PyTree, Updates
+from optfn.leaves import mismatch
 from optfn.mesh import axes, restricted
 from optfn.parallel.layout import Division, is_spec
 from optfn.parallel.parts import mean_part

@@ -14,11 +14,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn import checks
 from optfn import mesh as meshes
+from optfn.core import checks, tree
+from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.pullback import Key, inexact_leaves
-from optfn.leaves import tree
-from optfn.leaves.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.mesh import axes
 from optfn.parallel.layout import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item

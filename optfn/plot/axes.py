@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from optfn import checks
+from optfn.core import checks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optfn import checks
+from optfn.core import checks
 from optfn.pipeline.plan import Plan
 from optfn.plot.axes import named_values, styled_axes
 from optfn.train.memory import MemoryPlan

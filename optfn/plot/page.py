@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from optfn import checks
 from optfn._version import __version__
+from optfn.core import checks
 from optfn.plot.run import RunHistory, checked
 from optfn.plot.run import history as draw_history
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.checks import Schedule
 from optfn.compression.dgc_phases import ramp_step
+from optfn.core import checks
+from optfn.core.checks import Schedule
 from optfn.plot.axes import named_values, styled_axes
 
 if TYPE_CHECKING:

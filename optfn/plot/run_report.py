@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optfn import checks
+from optfn.core import checks
 from optfn.leaves.packed import unpack
 from optfn.plot.page import report
 from optfn.train.state import TrainState

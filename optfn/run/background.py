@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.leaves.types import PyTree
+from optfn.core.types import PyTree
 
 # The memory of the host that devices can copy to while they compute.
 _PINNED = "pinned_host"

@@ -4,8 +4,8 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sized
 
-from optfn import checks
-from optfn.leaves.types import Batch
+from optfn.core import checks
+from optfn.core.types import Batch
 from optfn.run.options import LoopOptions
 from optfn.run.position import Position, StatefulIterator
 

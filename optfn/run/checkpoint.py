@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 
-from optfn import checks
-from optfn.leaves.tree import Pattern, check_pattern, is_key, listed
-from optfn.leaves.types import Leaf, Params, PyTree
+from optfn.core import checks
+from optfn.core.tree import Pattern, check_pattern, is_key, listed
+from optfn.core.types import Leaf, Params, PyTree
 from optfn.parallel import processes
 from optfn.run import sharded_checkpoint as parts
 from optfn.run.background import copied, start, wait

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optfn.leaves.types import PyTree
+from optfn.core.types import PyTree
 from optfn.train.loading import ABOUT
 
 # A history and the headers of a small file may take this many bytes.

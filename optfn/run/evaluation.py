@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from optfn import checks
+from optfn.core import checks
+from optfn.core.types import Batch
 from optfn.leaves.packed import unpack
-from optfn.leaves.types import Batch
 from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
 from optfn.run.progress import num_examples

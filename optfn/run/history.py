@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optfn.leaves.types import Leaf, PyTree
+from optfn.core.types import Leaf, PyTree
 from optfn.state.reports import is_curve
 
 # The metrics of each step that the history keeps, besides those that an optimizer reports; for

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
-from optfn import checks
+from optfn.core import checks
 from optfn.run.history import scalars
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optfn.leaves.types import Batch
+from optfn.core.types import Batch
 from optfn.plot.run_report import RunReport
 from optfn.run.background import wait as finish_saving
 from optfn.run.batches import Remaining

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from optfn import checks
+from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run.storage import write_file
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import optax
 
-from optfn import checks
-from optfn.leaves.types import Batch, LossFn, Params, PyTree
+from optfn.core import checks
+from optfn.core.types import Batch, LossFn, Params, PyTree
 from optfn.run.log import Logs
 from optfn.train.options import StepOptions
 from optfn.train.state import TrainState

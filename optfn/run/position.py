@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from optfn import checks
+from optfn.core import checks
 from optfn.parallel import processes
 
 # The name of the entry of a checkpoint, among the arrays of the history.

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from optfn.leaves.types import Batch
+from optfn.core.types import Batch
 
 
 class Progress:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
+from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run import position
 from optfn.run.batches import Remaining

@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from optfn import checks
-from optfn.leaves.tree import is_key, listed
-from optfn.leaves.types import Leaf, PyTree
+from optfn.core import checks
+from optfn.core.tree import is_key, listed
+from optfn.core.types import Leaf, PyTree
 from optfn.parallel.fingerprint import begin_fingerprints, fingerprints
 from optfn.run.background import copied
 from optfn.run.storage import absolute, is_remote, publish

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from optfn import checks
+from optfn.core import checks
 
 
 def directory_of(directory: object) -> Path:

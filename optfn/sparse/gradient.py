@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from optfn import checks, core
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.tree import Pattern
+from optfn.core.types import Params, Updates
 from optfn.jaxprs.equations import Environment, bindings
-from optfn.leaves import row_sparse, tree
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Params, Updates
+from optfn.leaves import row_sparse
 from optfn.sparse.lookups import LossOfTables
 from optfn.sparse.tables import Owners
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.leaves.types import Leaf
+from optfn.core import checks
+from optfn.core.types import Leaf
 
 # The constants of MurmurHash3_x86_32.
 _C1, _C2 = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)

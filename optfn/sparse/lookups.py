@@ -9,19 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from optfn.jaxprs.equations import (
-    Atom,
-    Environment,
-    Equation,
-    Equations,
-    read,
-    type_of,
-    variables,
-)
-from optfn.leaves import tree
+from optfn.core import tree
+from optfn.core.tree import Pattern
+from optfn.core.types import DType, Leaf, Params
+from optfn.jaxprs.equations import Atom, Environment, Equation, Equations, read, type_of, variables
 from optfn.leaves.rows import Rows
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import DType, Leaf, Params
 from optfn.sparse.tables import Owners
 
 

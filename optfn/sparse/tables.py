@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
+from optfn.core.types import Leaf, LeafKind
 from optfn.leaves import rows as local_rows
 from optfn.leaves.rows import Rows
-from optfn.leaves.types import Leaf, LeafKind
 from optfn.mesh import Axes
 from optfn.state.placement import num_workers
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.leaves.types import OptState
+from optfn.core.types import OptState
 from optfn.state.names import state_word
 
 T = TypeVar("T", bound=type)

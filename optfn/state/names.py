@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from optfn.leaves.traits import reporting_types, traits_of
-from optfn.leaves.tree import inside, is_masked, is_transparent, join, key_name, leaves_with_paths
-from optfn.leaves.types import OptState, PyTree
+from optfn.core.traits import reporting_types, traits_of
+from optfn.core.tree import inside, is_masked, is_transparent, join, key_name, leaves_with_paths
+from optfn.core.types import OptState, PyTree
 
 
 def is_state(x: object) -> bool:

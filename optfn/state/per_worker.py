@@ -35,9 +35,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from optfn.leaves import tree
-from optfn.leaves.traits import traits, traits_of
-from optfn.leaves.types import OptState, Params, PyTree
+from optfn.core import tree
+from optfn.core.traits import traits, traits_of
+from optfn.core.types import OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, joined
 from optfn.state.static import static, with_static
 

@@ -17,10 +17,11 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn import checks, core
+from optfn import core
 from optfn import mesh as meshes
-from optfn.leaves.tree import is_array, is_key, on_key_data
-from optfn.leaves.types import Leaf, OptState, Params, PyTree
+from optfn.core import checks
+from optfn.core.tree import is_array, is_key, on_key_data
+from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
 from optfn.state.names import names_within

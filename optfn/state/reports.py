@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optfn.leaves.traits import Report, reporting_types, traits_of
-from optfn.leaves.tree import join, leaves_with_paths
-from optfn.leaves.types import OptState
+from optfn.core.traits import Report, reporting_types, traits_of
+from optfn.core.tree import join, leaves_with_paths
+from optfn.core.types import OptState
 from optfn.workers import Workers
 
 

@@ -5,9 +5,8 @@ from typing import Protocol, TypeGuard, runtime_checkable
 import jax
 import numpy as np
 
-from optfn import checks
-from optfn.leaves import tree
-from optfn.leaves.types import Batch, Leaf
+from optfn.core import checks, tree
+from optfn.core.types import Batch, Leaf
 
 _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from optfn.leaves import tree
+from optfn.core import tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.leaves.types import Batch, LossFn
+from optfn.core.types import Batch, LossFn
 from optfn.mesh import Axes
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel

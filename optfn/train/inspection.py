@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from optfn import checks
+from optfn.core import checks
 from optfn.train.step import TrainStep
 
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\((.*)")

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.leaves import tree
+from optfn.core import checks, tree
+from optfn.core.traits import traits_of
+from optfn.core.types import Leaf, OptState, PyTree
 from optfn.leaves.packed import unpack
-from optfn.leaves.traits import traits_of
-from optfn.leaves.types import Leaf, OptState, PyTree
 from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
 from optfn.state.names import names_within

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.traits import traits, traits_of
+from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.jaxprs.dependence import depends
-from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.traits import traits, traits_of
-from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves import mismatch
 from optfn.leaves.updates import apply_updates
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout

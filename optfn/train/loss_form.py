@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.checks import shown
-from optfn.leaves import tree
-from optfn.leaves.types import PyTree
+from optfn.core import tree
+from optfn.core.checks import shown
+from optfn.core.types import PyTree
 
 
 class Values(NamedTuple):

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 
-from optfn.leaves import numerics
+from optfn.core import numerics
 
 _factor: ContextVar[jax.Array | None] = ContextVar("factor", default=None)
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.leaves import tree
-from optfn.leaves.types import Leaf, OptState
+from optfn.core import tree
+from optfn.core.types import Leaf, OptState
 from optfn.state import names as state_names
 from optfn.transforms import codes
 from optfn.wrappers.master_weights import (

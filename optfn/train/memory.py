@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.leaves import tree
+from optfn.core import tree
+from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves.modules import check_split
 from optfn.leaves.packed import pack
-from optfn.leaves.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, restricted, without
 from optfn.optimizers.sgd import sgd
 from optfn.parallel.layout import Layout, is_spec

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
+from optfn.core import leafwise, numerics, tree
+from optfn.core.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
+from optfn.leaves import mismatch
 from optfn.parallel.means import sum_dtype
 from optfn.parallel.owners import encoding_part
 from optfn.train.loss_form import Values

@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
-from optfn.leaves import mismatch, row_sparse, tree
+from optfn.core import tree
+from optfn.core.tree import Pattern
+from optfn.core.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.leaves import mismatch, row_sparse
 from optfn.leaves.packed import pack_like, unpack
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.mesh import restricted
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
@@ -26,12 +27,7 @@ from optfn.parallel.parts import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
 from optfn.train.loss_form import Form, Values
-from optfn.train.loss_scale import (
-    check_unscaled,
-    current_factor,
-    scaling_losses,
-    with_factor,
-)
+from optfn.train.loss_scale import check_unscaled, current_factor, scaling_losses, with_factor
 from optfn.workers import Workers
 
 

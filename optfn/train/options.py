@@ -10,10 +10,10 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from optfn import checks
 from optfn import mesh as meshes
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import LossFn, Updates
+from optfn.core import checks
+from optfn.core.tree import Pattern
+from optfn.core.types import LossFn, Updates
 from optfn.mesh import AxisName
 from optfn.parallel.sharding import Kind, Sharded
 from optfn.state.placement import num_workers

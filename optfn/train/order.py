@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import optax
 
-from optfn import checks, core
-from optfn.leaves.types import OptState, Params
+from optfn import core
+from optfn.core import checks
+from optfn.core.types import OptState, Params
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import largest

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optfn import checks
-from optfn.leaves import tree
-from optfn.leaves.types import Batch, Leaf, OptState, Params, PyTree
+from optfn.core import checks, tree
+from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
 
 
 class TrainState(NamedTuple):

@@ -16,11 +16,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from optfn import checks, core
-from optfn.leaves import tree
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves.modules import check_split
 from optfn.leaves.packed import unpack
-from optfn.leaves.types import DType, Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import natural

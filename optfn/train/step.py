@@ -17,12 +17,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optfn import checks, core
-from optfn.leaves import mismatch, tree
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.types import Batch, Params, PyTree
+from optfn.leaves import mismatch
 from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
-from optfn.leaves.types import Batch, Params, PyTree
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.layout import Layout

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optfn import checks, core
-from optfn.leaves import mismatch, row_sparse, tree
-from optfn.leaves.types import Batch, OptState, Params, PyTree
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.types import Batch, OptState, Params, PyTree
+from optfn.leaves import mismatch, row_sparse
 from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic

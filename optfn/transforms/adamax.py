@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves import numerics
-from optfn.leaves.traits import traits
-from optfn.leaves.types import Params
+from optfn import core
+from optfn.core import checks, numerics
+from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
+from optfn.core.types import Params
 from optfn.state.encoded import Encoded, encodes
 from optfn.transforms import codes
 from optfn.transforms.adam import counting_steps

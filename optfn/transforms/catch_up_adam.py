@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, numerics, tree
-from optfn.leaves.traits import traits
-from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
+from optfn.core.types import Leaf, OptState, Params, Updates
 from optfn.transforms import late_steps
 from optfn.transforms.adam import adam_direction, adam_factors, adam_rule
 from optfn.transforms.late_steps import LateStepsState, Steps

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, numerics
-from optfn.leaves.traits import traits
-from optfn.leaves.types import OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics
+from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
+from optfn.core.types import OptState, Params, Updates
 
 
 @traits(reports={"factor": None})

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics, row_sparse
-from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics
+from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.types import OptState, Params, PyTree, Updates
+from optfn.leaves import row_sparse
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.in_place import in_passes
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from optfn import checks
+from optfn.core import checks
+from optfn.core.types import PyTree
 from optfn.leaves.groups import map_groups
-from optfn.leaves.types import PyTree
 from optfn.mesh import varying_axes
 
 

@@ -7,19 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics, row_sparse, tensors, tree
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import OptState, Params, PyTree, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.tree import Pattern
+from optfn.core.types import OptState, Params, PyTree, Updates
+from optfn.leaves import row_sparse, tensors
 from optfn.transforms import late_steps
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
 from optfn.transforms.in_place import in_passes
-from optfn.transforms.regularization import (
-    check_weight_decay,
-    decay_of_leaves,
-    weight_decay_at,
-)
+from optfn.transforms.regularization import check_weight_decay, decay_of_leaves, weight_decay_at
 from optfn.transforms.scaling import trust_ratio
 
 

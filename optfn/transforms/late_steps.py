@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from optfn import core
-from optfn.checks import Scalar
-from optfn.leaves import leafwise, tensors
-from optfn.leaves.traits import traits, traits_of
-from optfn.leaves.types import OptState, PyTree, Updates
+from optfn.core import leafwise
+from optfn.core.checks import Scalar
+from optfn.core.traits import traits, traits_of
+from optfn.core.types import OptState, PyTree, Updates
+from optfn.leaves import tensors
 
 
 @traits(words=("step", "begun"))

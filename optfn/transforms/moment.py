@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, numerics
-from optfn.leaves.traits import traits
-from optfn.leaves.types import OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics
+from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
+from optfn.core.types import OptState, Params, Updates
 from optfn.state.encoded import Encoded, encodes
 from optfn.transforms import codes, late_steps
 from optfn.transforms.stored import check_moment_dtype, stored

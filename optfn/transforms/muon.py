@@ -8,13 +8,14 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves import numerics, row_sparse, tensors, tree
+from optfn import core
+from optfn.core import checks, numerics, tree
+from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
+from optfn.core.tree import Pattern
+from optfn.core.types import DType, OptState, Params, PyTree, Updates
+from optfn.leaves import row_sparse, tensors
 from optfn.leaves.selection import Selection
-from optfn.leaves.traits import traits
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
 from optfn.mesh import on_whole_matrices
 from optfn.transforms.moment import velocity_rule
 

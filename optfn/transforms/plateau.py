@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise
-from optfn.leaves.types import OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise
+from optfn.core.checks import Number, Scalar
+from optfn.core.types import OptState, Params, Updates
 from optfn.transforms import learning_rate as rates
 
 

@@ -4,10 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves.traits import traits
-from optfn.leaves.types import Params
+from optfn import core
+from optfn.core import checks
+from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
+from optfn.core.types import Params
 from optfn.state.encoded import Encoded, encodes
 from optfn.transforms import codes
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors, adam_moments

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.checks import Number
-from optfn.leaves.types import OptState, PyTree
+from optfn.core import checks
+from optfn.core.checks import Number
+from optfn.core.types import OptState, PyTree
 from optfn.state import names as state_names
 from optfn.transforms.learning_rate import (
     DrivenLearningRateState,

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics, row_sparse, tensors, tree
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.tree import Pattern
+from optfn.core.types import OptState, Params, Updates
+from optfn.leaves import row_sparse, tensors
 from optfn.transforms.scheduled import at_step
 
 _DENSE = "a regularizer changes all rows, so a row-sparse gradient becomes dense"

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar, Schedule
-from optfn.leaves import leafwise, numerics, row_sparse, tensors, tree
-from optfn.leaves.tree import Pattern
-from optfn.leaves.types import Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.tree import Pattern
+from optfn.core.types import Params, Updates
+from optfn.leaves import row_sparse, tensors
 from optfn.transforms.regularization import (
     check_weight_decay,
     decay_of_leaves,

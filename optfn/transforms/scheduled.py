@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks
-from optfn.checks import Scalar, Schedule
+from optfn.core import checks
+from optfn.core.checks import Scalar, Schedule
 
 
 def at_step(

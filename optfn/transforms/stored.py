@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn import checks, core
-from optfn.checks import Scalar
-from optfn.leaves import leafwise, row_sparse, tree
-from optfn.leaves.types import DType, OptState, Params, PyTree, Updates
+from optfn import core
+from optfn.core import checks, leafwise, tree
+from optfn.core.checks import Scalar
+from optfn.core.types import DType, OptState, Params, PyTree, Updates
+from optfn.leaves import row_sparse
 from optfn.transforms import codes, late_steps
 from optfn.transforms.in_place import in_passes
 

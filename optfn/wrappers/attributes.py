@@ -9,11 +9,12 @@ from typing import Any
 
 import optax
 
-from optfn import checks, core
-from optfn.leaves import frozen, mismatch, tensors, tree
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.leaves import frozen, mismatch, tensors
 from optfn.leaves.packed import mark_stacked
 from optfn.leaves.selection import Selection
-from optfn.leaves.types import Leaf, OptState, Params, PyTree, Updates
 
 
 class _Inherit:

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core
-from optfn.checks import Number, Scalar
-from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.traits import traits
-from optfn.leaves.types import Leaf, OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
+from optfn.core.types import Leaf, OptState, Params, Updates
+from optfn.leaves import mismatch
 from optfn.leaves.updates import apply_updates
 
 

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core
-from optfn.checks import Number
-from optfn.leaves import leafwise, mismatch, numerics, tree
-from optfn.leaves.traits import Report, traits
-from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, numerics, tree
+from optfn.core.checks import Number
+from optfn.core.traits import Report, traits
+from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn.leaves import mismatch
 from optfn.mesh import AxisName
 from optfn.state.per_worker import nodes_of
 from optfn.wrappers.nonfinite import skip_nonfinite

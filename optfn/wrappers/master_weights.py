@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, core
-from optfn.leaves import mismatch, tree
-from optfn.leaves.traits import traits
-from optfn.leaves.types import DType, Leaf, OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.traits import traits
+from optfn.core.types import DType, Leaf, OptState, Params, Updates
+from optfn.leaves import mismatch
 from optfn.leaves.updates import apply_updates
 from optfn.transforms import codes
 

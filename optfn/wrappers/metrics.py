@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks, core
-from optfn.leaves import leafwise, mismatch, tree
+from optfn import core
+from optfn.core import checks, leafwise, tree
+from optfn.core.traits import Report, traits
+from optfn.core.types import OptState, Params, PyTree, Updates
+from optfn.leaves import mismatch
 from optfn.leaves.selection import Selection
-from optfn.leaves.traits import Report, traits
-from optfn.leaves.types import OptState, Params, PyTree, Updates
 from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
 from optfn.state.per_worker import nodes_of

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn import checks, core
-from optfn.leaves import leafwise, mismatch, tree
-from optfn.leaves.traits import Report, traits
-from optfn.leaves.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise, tree
+from optfn.core.traits import Report, traits
+from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn.leaves import mismatch
 from optfn.mesh import AxisName, check_names
 from optfn.workers import joined_workers
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn import checks, core
-from optfn.checks import Number
-from optfn.leaves import leafwise, mismatch
-from optfn.leaves.traits import Report, traits
-from optfn.leaves.types import OptState, Params, Updates
+from optfn import core
+from optfn.core import checks, leafwise
+from optfn.core.checks import Number
+from optfn.core.traits import Report, traits
+from optfn.core.types import OptState, Params, Updates
+from optfn.leaves import mismatch
 from optfn.mesh import AxisName, check_names
 from optfn.workers import joined_workers
 from optfn.wrappers.nonfinite import unless_skipped

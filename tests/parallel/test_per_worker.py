@@ -13,15 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.compression.dgc import DeepGradientCompressionState
-from optfn.distributed import (
-    data_mesh,
-    init_state,
-    rescale_residuals,
-    state_specs,
-    top_k,
-)
-from optfn.leaves import tree
-from optfn.leaves.traits import traits
+from optfn.core import tree
+from optfn.core.traits import traits
+from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs, top_k
 from optfn.mesh import all_gather, axes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState

@@ -14,12 +14,7 @@ from jax.sharding import PartitionSpec as P
 from problems import batch, block, blocks, mean_square, mesh_of
 
 import optfn
-from optfn.distributed import (
-    data_mesh,
-    pipeline_value_and_grad,
-    rescale_residuals,
-    stack_stages,
-)
+from optfn.distributed import data_mesh, pipeline_value_and_grad, rescale_residuals, stack_stages
 
 N = 4
 

@@ -24,11 +24,7 @@ from problems import (
 from simulation import pipelined, unpipelined
 
 import optfn
-from optfn.distributed import (
-    PipelineParams,
-    stack_stages,
-    unstack_stages,
-)
+from optfn.distributed import PipelineParams, stack_stages, unstack_stages
 
 STEPS = 6
 

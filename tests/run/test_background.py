@@ -31,7 +31,7 @@ def make(**options):
 
 def equal(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        x, y = (jax.random.key_data(v) if optfn.leaves.tree.is_key(v) else v for v in (x, y))
+        x, y = (jax.random.key_data(v) if optfn.core.tree.is_key(v) else v for v in (x, y))
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import optfn
+from optfn.core.traits import Report, traits
 from optfn.distributed import data_mesh, exchange
-from optfn.leaves.traits import Report, traits
 from optfn.workers import joined_workers
 
 X = np.random.default_rng(0).normal(size=(6, 8, 3)).astype(np.float32)

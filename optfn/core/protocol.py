@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks
-from optfn.checks import T
-from optfn.leaves import edge, leafwise
-from optfn.leaves.types import OptState, Params, Updates
+from optfn.core import checks, edge, leafwise
+from optfn.core.checks import T
+from optfn.core.types import OptState, Params, Updates
 
 P = ParamSpec("P")
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -84,7 +83,7 @@ class Transform(optax.GradientTransformationExtraArgs):
         return tx
 
     def __repr__(self) -> str:
-        from optfn.printing import call_text
+        from optfn.core.printing import call_text
 
         return call_text("Transform", tuple(self), {}) if self.origin else call_text(*self.call)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from optfn.checks import Number, Scalar
+from optfn.core.checks import Number, Scalar
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

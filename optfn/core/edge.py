@@ -9,8 +9,8 @@ from functools import partial
 
 import optax
 
-from optfn.leaves import numerics, tree
-from optfn.leaves.types import DType, Leaf, OneLeaf, Params, Updates
+from optfn.core import numerics, tree
+from optfn.core.types import DType, Leaf, OneLeaf, Params, Updates
 
 MASKED = optax.MaskedNode()
 

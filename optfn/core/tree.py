@@ -20,10 +20,10 @@ import numpy as np
 import optax
 from jax.tree_util import PyTreeDef
 
-from optfn import checks
-from optfn.checks import T
-from optfn.leaves.traits import traits_of
-from optfn.leaves.types import Leaf, OneLeaf, PyTree
+from optfn.core import checks
+from optfn.core.checks import T
+from optfn.core.traits import traits_of
+from optfn.core.types import Leaf, OneLeaf, PyTree
 
 if TYPE_CHECKING:
     from optfn.leaves.layout import BufferLayout, Run

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn import checks
-from optfn.checks import Scalar
-from optfn.leaves import numerics, tree
-from optfn.leaves.numerics import cast as cast
-from optfn.leaves.types import DType, Leaf, OneLeaf, Params, PyTree, Updates
+from optfn.core import checks, numerics, tree
+from optfn.core.checks import Scalar
+from optfn.core.numerics import cast as cast
+from optfn.core.types import DType, Leaf, OneLeaf, Params, PyTree, Updates
 
 # (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays
 Rule = Callable[..., Any]

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from optfn import checks
+from optfn.core import checks
 
 
 def call_text(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

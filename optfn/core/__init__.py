@@ -1,0 +1,31 @@
+"""The ground floor: rules, the edge around them, and the walk over leaves; it imports itself alone.
+
+Read `optfn.core.protocol` first, whose names are those of this module too. The other files: `edge`
+(gradients and params enter a rule, updates leave it), `leafwise` (a rule on arrays, applied to each
+leaf), `tree` (leaves and their paths), `numerics` (arithmetic of rules), `traits` (a type of state
+about itself), `checks` (of arguments), `types` and `printing`.
+"""
+
+from optfn.core.protocol import Call as Call
+from optfn.core.protocol import Factory as Factory
+from optfn.core.protocol import Rule as Rule
+from optfn.core.protocol import Transform as Transform
+from optfn.core.protocol import accumulating as accumulating
+from optfn.core.protocol import behind_edge as behind_edge
+from optfn.core.protocol import called as called
+from optfn.core.protocol import chain as chain
+from optfn.core.protocol import chained as chained
+from optfn.core.protocol import check_params_given as check_params_given
+from optfn.core.protocol import check_transform as check_transform
+from optfn.core.protocol import described as described
+from optfn.core.protocol import first_step as first_step
+from optfn.core.protocol import links_of as links_of
+from optfn.core.protocol import named as named
+from optfn.core.protocol import next_step as next_step
+from optfn.core.protocol import rule as rule
+from optfn.core.protocol import rule_of as rule_of
+from optfn.core.protocol import stateless as stateless
+from optfn.core.protocol import transform as transform
+from optfn.core.types import OptState as OptState
+from optfn.core.types import Params as Params
+from optfn.core.types import Updates as Updates
