@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
@@ -296,15 +296,21 @@ def matching(pattern: Pattern | None, tree: PyTree, argument: str) -> frozenset[
     known = list(itertools.chain(*names(tree)))
     if callable(pattern):
         return frozenset(name for name in known if _is_chosen(pattern, name, argument))
+    return _matched(pattern, {*known, *_names_before(tree)}, tree, argument).intersection(known)
+
+
+def _matched(
+    pattern: str | re.Pattern[str], among: Collection[str], tree: PyTree, argument: str
+) -> frozenset[str]:
+    """Return the names that a regular expression matches; none only if all leaves are masked."""
     compiled = re.compile(pattern)
-    chosen = frozenset(name for name in known if compiled.fullmatch(name))
-    matched_before = any(compiled.fullmatch(name) for name in _names_before(tree))
-    if not (chosen or matched_before or all(is_masked(x) for x in leaves(tree))):
+    matched = frozenset(name for name in among if compiled.fullmatch(name))
+    if not (matched or all(is_masked(x) for x in leaves(tree))):
         raise ValueError(
-            f"{argument}: the pattern {compiled.pattern!r} matches no leaf; "
-            f"it must match a whole path. The paths are: {listed(known)}"
+            f"{argument}: the pattern {compiled.pattern!r} matches no leaf; it must match a whole "
+            f"path. The paths are: {listed(list(itertools.chain(*names(tree))))}"
         )
-    return chosen
+    return matched
 
 
 def first_matches(
@@ -317,10 +323,10 @@ def first_matches(
         (A last pattern for all leaves is no error, even if no leaf is left for it.)
     """
     earlier: dict[str, frozenset[str]] = {}
-    known, taken = [*itertools.chain(*names(tree)), *_names_before(tree)], frozenset[str]()
+    known, taken = frozenset(itertools.chain(*names(tree))), frozenset[str]()
+    among = known.union(_names_before(tree))
     for pattern, value in choice.items():
-        found = matching(pattern, tree, argument)
-        matched = frozenset(name for name in known if re.fullmatch(pattern, name))
+        matched = _matched(pattern, among, tree, argument)
         wider = next((p for p, before in earlier.items() if matched and matched < before), None)
         if wider is not None:
             raise ValueError(
@@ -328,8 +334,8 @@ def first_matches(
                 f"and {wider!r} before it matches all its leaves, {listed(sorted(matched))}. Put "
                 f"{pattern!r} first"
             )
-        yield found - taken, value
-        earlier[pattern], taken = matched, taken | found
+        yield (matched & known) - taken, value
+        earlier[pattern], taken = matched, taken | matched
 
 
 def _is_chosen(pattern: Callable[[str], bool], name: str, argument: str) -> bool:

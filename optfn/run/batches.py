@@ -42,18 +42,24 @@ class Remaining:
         self._before_ahead: Position | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        while not self.is_finished and self.given != self.most:
-            self._look_ahead()
-            if not self._ahead:
-                return
-            epoch, batch = self._ahead.pop()
-            self.given += 1
-            if self.given > self.used:
-                self.epoch = None if self.epochs is None else epoch
-                yield batch
+        self._skip_used()
+        while not self.is_finished and self.given != self.most and self._look_ahead():
+            yield self._draw()
 
-    def _look_ahead(self) -> None:
+    def _skip_used(self) -> None:
+        while not self.is_finished and self.given < self.used and self._look_ahead():
+            self._draw()
+
+    def _draw(self) -> Batch:
+        epoch, batch = self._ahead.pop()
+        self.given += 1
+        self.epoch = None if self.epochs is None else epoch
+        return batch
+
+    def _look_ahead(self) -> bool:
+        """Draw the next batch, unless that is done already; tell whether there is one."""
         self._ahead = self._ahead or list(itertools.islice(self._passes, 1))
+        return bool(self._ahead)
 
     def _at(self, found: Position) -> Iterator[Batch] | None:
         """Return an iterator that continues from the position of an earlier one, or None."""
@@ -69,6 +75,7 @@ class Remaining:
             )
             return None
         self._pass, self.given = found.epoch, self.used
+        self.epoch = None if self.epochs is None else found.epoch
         return iterator
 
     def position(self) -> Position | None:
@@ -98,12 +105,12 @@ class Remaining:
 
     def ends_epoch(self) -> bool:
         """Tell whether the last batch was the last of its pass, by drawing the next one."""
-        if self.epochs is None or self.given == self.most:
+        self._skip_used()
+        if self.epochs is None or self.is_finished or self.given == self.most:
             return self.epochs is not None
         if not self._ahead:
             self._before_ahead = self._position()
-            self._look_ahead()
-        return not self._ahead or self._ahead[0][0] != self.epoch
+        return not self._look_ahead() or self._ahead[0][0] != self.epoch
 
     def last_step(self) -> int | None:
         """Return how many steps the run makes in all; None if that is not known."""
@@ -118,8 +125,12 @@ class Remaining:
         if self.is_finished or self.given >= needed:
             return
         if not self.given:
-            once = isinstance(self.batches, Iterator)
-            why = ", which gives its batches only once: has it been used before?" if once else ""
+            why = ""
+            if isinstance(self.batches, Iterator):
+                why = (
+                    ", which gives its batches only once: it has been used up, or had none. Make a "
+                    "new one for each run"
+                )
             raise ValueError(
                 f"batches must hold at least one batch; got {checks.shown(self.batches)}{why}"
             )

@@ -1,5 +1,6 @@
 """Evaluations of a run: when they are due, which one is the best, and means over batches."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,12 +27,18 @@ class Evaluator:
     history: where results are recorded; it may have those of an earlier part of the run.
     per_call: the number of steps that one call of the step takes.
     has_model_state: whether `evaluate` gets the model state too.
+    ended_epoch: tells whether a step of an earlier part of the run was the last of its epoch.
     monitored: the monitored number of each evaluation, by its step.
     best, best_step: the best of these numbers, and its step.
     """
 
     def __init__(
-        self, options: LoopOptions, history: History, per_call: int, has_model_state: bool
+        self,
+        options: LoopOptions,
+        history: History,
+        per_call: int,
+        has_model_state: bool,
+        ended_epoch: Callable[[int], bool],
     ) -> None:
         self.options, self.history, self.per_call = options, history, per_call
         if options.evaluate is not None:
@@ -46,7 +53,9 @@ class Evaluator:
         if self.key in earlier:
             for i, value in enumerate(earlier[self.key]):
                 n = int(earlier["evaluation_step"][i])
-                self._compare(n, float(value), is_extra=self._is_extra(n))
+                ends_epoch = functools.partial(ended_epoch, n)
+                regular = None in (options.patience, options.evaluate_every)
+                self._compare(n, float(value), is_extra=not (regular or self.is_due(n, ends_epoch)))
 
     @property
     def worst(self) -> float:
@@ -65,10 +74,6 @@ class Evaluator:
         if every == EPOCH:
             return ends_epoch()
         return n // int(every) > (n - self.per_call) // int(every)
-
-    def _is_extra(self, n: int) -> bool:
-        """Tell whether there was an evaluation at n only because an earlier run ended there."""
-        return self.options.evaluate_every is not None and not self.is_due(n, lambda: True)
 
     @property
     def gave_up(self) -> bool:
@@ -114,6 +119,7 @@ class Evaluator:
         return self.options.patience is not None or self.options.keep_best
 
     def _compare(self, n: int, value: float, *, is_extra: bool = False) -> None:
+        """Record an evaluation; an extra one was only made because an earlier run ended there."""
         self.monitored[n] = value
         self.no_better += not is_extra
         if self.is_better(value, self.best):

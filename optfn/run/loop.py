@@ -85,7 +85,7 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
         `patience` or `keep_best` need `monitor`, because `evaluate` returns a dict.
       FloatingPointError: `skip_nonfinite` gave up.
       TypeError: `step` is not a TrainStep, or `state` is no state of it; an option is of a wrong
-        type.
+        type; or `callback` returns anything else than a bool or None.
     """
     return _Run(options).to_the_end()
 
@@ -103,15 +103,25 @@ class _Run:
         self.state, self.history = self.saver.restore(state)
         self.n = self.done = int(self.state.step)
         has_model_state = state.model_state is not None
-        self.evaluator = Evaluator(options, self.history, step.local_steps, has_model_state)
-        self.best = Best(self.evaluator, self.saver)
-        self.best.restore(self.state)
         self.remaining = Remaining(
             options.batches, options, self.done - begin, step.local_steps, self.saver.batches
         )
+        self.evaluator = Evaluator(
+            options, self.history, step.local_steps, has_model_state, self._ended_epoch
+        )
+        self.best = Best(self.evaluator, self.saver)
+        self.best.restore(self.state)
         steps = self.remaining.last_step()
         self.last = None if steps is None else begin + steps
         self.stopped = self.evaluator.gave_up
+
+    def _ended_epoch(self, n: int) -> bool:
+        """Tell whether step n, which an earlier run made, was the last of its epoch."""
+        later = (self.done - n) // self.step.local_steps
+        if not later:
+            return self.remaining.ends_epoch()
+        epochs = self.history.earlier.get("epoch", np.zeros(0))
+        return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
     def to_the_end(self) -> tuple[TrainState, dict[str, np.ndarray]]:
         """Take all steps; return the last state, or the best one, and the history."""
@@ -164,9 +174,18 @@ class _Run:
         if callback is None:
             return False
         answer = callback(self.n, self.state, as_numbers(metrics))
-        if isinstance(answer, np.bool_ | np.ndarray | jax.Array):
-            return answer.dtype == bool and bool(answer)
-        return answer is True
+        is_bool = isinstance(answer, bool) or (
+            isinstance(answer, np.bool_ | np.ndarray | jax.Array)
+            and answer.dtype == bool
+            and not answer.shape
+        )
+        if not (is_bool or answer is None):
+            raise TypeError(
+                f"callback must return True to end the run, or False or None; got "
+                f"{checks.shown(answer)}. It cannot replace the state: to change it between steps, "
+                "end the run, change the state that fit returns, and pass it to fit again"
+            )
+        return bool(answer)
 
     def _end(self, lines: RunLog) -> None:
         """Check, evaluate and save the last state."""

@@ -49,15 +49,16 @@ class LoopOptions:
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
         If you start such a run again from its checkpoint, it takes no further step. An evaluation
         of the state in which an earlier run was stopped, between two multiples of
-        `evaluate_every`, does not count.
+        `evaluate_every` or within an epoch, does not count.
       keep_best: whether to return the state with the best evaluation instead of the last one. It is
         kept as a copy on the devices and, with `checkpoint`, in `checkpoint`/best. A run that
         resumes compares the state kept there, the one that it resumes from, and those that it
         evaluates. If an earlier evaluation was better, but its state was not kept because
         `keep_best` was off, the best of these is returned, and a warning names the better step.
       callback: a function (step, state, metrics), called after each step, with metrics as Python
-        numbers; if it returns True, the run ends. The next step overwrites the state, so copy the
-        arrays that you keep. A callback waits for each step, to read the metrics.
+        numbers. If it returns True, the run ends; otherwise it returns False or None, since it
+        cannot replace the state. The next step overwrites the state, so copy the arrays that you
+        keep. A callback waits for each step, to read the metrics.
       log: where to write the metrics of each step during the run. A path: a file with one JSON
         object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
         tensorboardX, torch or flax, or any object with `flush()` and either

@@ -2,7 +2,7 @@
 
 None of these fails, but each does something else than intended: an average averages other params, a
 rate counts twice or not at all, gradients are exchanged a second time, a clip sees gradients that
-are still scaled, or a rule for row-sparse gradients never sees one.
+are still scaled, a rule for row-sparse gradients never sees one, or no parameter is trained.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,12 @@ import numpy as np
 import optax
 
 from optfn import core
-from optfn.core import checks
+from optfn.core import checks, tree
 from optfn.core.types import OptState, Params
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import largest
+from optfn.wrappers.attributes import resolve
 from optfn.wrappers.averaging import is_average
 from optfn.wrappers.loss_scale import DynamicLossScaleState
 from optfn.wrappers.metrics import RecordMetricsState
@@ -135,6 +136,31 @@ def _is_of_optfn(tx: optax.GradientTransformation) -> bool:
     """Tell whether a transformation and all its parts are made by factories of optfn."""
     own = isinstance(tx, core.Transform) and checks.package(tx.module) == "optfn"
     return own and all(map(_is_of_optfn, tx.parts))
+
+
+def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
+    """Warn of an optimizer that freezes all leaves of `params`, or of params without leaves.
+
+    Attributes are found in optimizers of optfn, inside wrappers and chains of optfn too.
+    """
+    frozen = _frozen(tx, params)
+    if not frozen and any(map(tree.is_inexact, jax.tree.leaves(params))):
+        return
+    if all(name in frozen for name, x in tree.with_names(params) if tree.is_inexact(x)):
+        why = f"{tx!r} freezes all of them" if frozen else "params have no leaves"
+        checks.warn(f"no parameter is trained, because {why}: steps will change nothing")
+
+
+def _frozen(tx: object, params: Params) -> set[str]:
+    """Return the names of the leaves of `params` that never change."""
+    if not isinstance(tx, core.Transform):
+        return set()
+    _, positional, named = tx.call  # of a chain or wrapper; `others` of muon trains only some
+    found = set().union(*(_frozen(part, params) for part in (*positional, named.get("tx"))))
+    if tx.param_attrs:
+        attrs = resolve(tx.param_attrs, params)
+        found |= {name for name, x in attrs.items() if not (x.trainable and x.learning_rate)}
+    return found
 
 
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:

@@ -34,7 +34,7 @@ from optfn.train.batches import as_arrays
 from optfn.train.composition import composed, local_rounds
 from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepArguments, taking
-from optfn.train.order import warn_of_ascent, warn_of_lazy, warn_of_order
+from optfn.train.order import warn_of_ascent, warn_of_frozen, warn_of_lazy, warn_of_order
 from optfn.train.state import TrainState, copy, distinct, on_one_mesh
 from optfn.wrappers.nonfinite import gave_up
 
@@ -77,8 +77,8 @@ class TrainStep:
         processes, all must pass the same params, which is checked.
 
         You get a warning if a transform is at the wrong position in a chain, such as an average
-        before others, if no learning rate or two of them make steps that go uphill, or if an
-        optimizer has `lazy` although no gradient is row-sparse.
+        before others, if no learning rate or two of them make steps that go uphill, if an optimizer
+        has `lazy` although no gradient is row-sparse, or if no parameter is trained.
 
         Args:
           params: the parameters to train.
@@ -91,6 +91,7 @@ class TrainStep:
           ValueError: params, or the versions of optfn or JAX, differ between processes.
         """
         _check_params(params)
+        given = params
         self._check_model_state(model_state)
         if processes.share(self.mesh):
             processes.compare_params(params)
@@ -109,6 +110,7 @@ class TrainStep:
             check_rows(opt_state)
             step, model_state = self.layout.replicate((np.int32(0), model_state))
             state = distinct(TrainState(step, params, opt_state, model_state))
+        warn_of_frozen(self.tx, given)
         warn_of_order(state.opt_state)
         if self.local is None:
             warn_of_ascent("tx", self.tx, state.opt_state)

@@ -88,6 +88,33 @@ def test_a_run_of_epochs_resumes_bit_for_bit(tmp_path):
     assert resumed["evaluation_step"].tolist() == [6, 8, 12]
 
 
+def stopped_at(n, values, directory, **options):
+    """Return the result of a run that its callback ends after step n."""
+    return run(
+        Loader(4), evaluate=scripted(values), evaluate_every="epoch", checkpoint=directory,
+        callback=lambda step, state, metrics: step == n, **options,
+    )  # fmt: skip
+
+
+def test_an_evaluation_within_an_epoch_does_not_count_for_patience(tmp_path):
+    """The run was stopped within an epoch, twice; the ends of epochs count."""
+    options = {"epochs": 6, "patience": 2}
+    stopped_at(6, [3.0, 4.0], tmp_path, **options)
+    stopped_at(10, [4.0, 4.0], tmp_path, **options)
+    state, history = stopped_at(99, [2.0, 4.0, 4.0], tmp_path, **options)
+    assert history["evaluation_step"].tolist() == [4, 6, 8, 10, 12, 16, 20]
+    again, same = stopped_at(99, [], tmp_path, **options)
+    assert int(again.step) == int(state.step) == 20
+    chex.assert_trees_all_equal(same, history)
+
+
+def test_an_evaluation_where_a_run_was_stopped_at_the_end_of_an_epoch_counts(tmp_path):
+    options = {"epochs": 4, "patience": 1}
+    stopped_at(8, [3.0, 4.0], tmp_path, **options)
+    state, _ = stopped_at(99, [], tmp_path, **options)
+    assert int(state.step) == 8
+
+
 def test_epochs_need_batches_that_can_be_iterated_again():
     with pytest.raises(ValueError, match=r"epochs=2 needs batches that can be iterated again.*gen"):
         run((x for x in X), epochs=2)

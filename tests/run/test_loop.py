@@ -292,9 +292,18 @@ def test_a_callback_may_answer_with_a_bool_of_numpy_or_jax(yes):
     assert int(state.step) == 3
 
 
-def test_an_answer_of_a_callback_that_is_no_bool_ends_nothing():
-    state, _ = run(steps=3, callback=lambda n, state, metrics: metrics["loss"])
-    assert int(state.step) == 3
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (lambda state, metrics: state._replace(params=state.params + 1), "TrainState"),
+        (lambda state, metrics: metrics["loss"], "float"),
+        (lambda state, metrics: state.params > 0, "Array"),
+    ],
+)
+def test_an_answer_of_a_callback_that_is_no_bool_is_an_error(answer, shown):
+    words = rf"callback must return True to end the run.*{shown}.*It cannot replace the state"
+    with pytest.raises(TypeError, match=f"(?s){words}.*pass it to fit again"):
+        run(steps=3, callback=lambda n, state, metrics: answer(state, metrics))
 
 
 def lines_of(path):
@@ -420,8 +429,13 @@ def test_batches_that_are_too_few_are_counted(tmp_path):
             run(none)
     with pytest.raises(ValueError, match=r"at least one batch; got \[\] of type list$"):
         run([], epochs=2)
-    with pytest.raises(ValueError, match="list_iterator, which gives its batches only once"):
+    words = "which gives its batches only once: it has been used up, or had none. Make a new one"
+    with pytest.raises(ValueError, match=f"list_iterator, {words}"):
         run(iter([]), steps=3)
+    batches = (x for x in X[:2])
+    run(batches)
+    with pytest.raises(ValueError, match=f"type generator, {words}"):
+        run(batches)
     state, history = run(X[:10], checkpoint=tmp_path)
     passed = ". The run has already used the first 10$"
     with pytest.raises(ValueError, match="gave 6 batches, but 12 are needed for steps=12" + passed):

@@ -144,6 +144,40 @@ def first_state(tx, params=TABLE, **options):
     return optfn.make_train_step(loss_fn, tx, **options).init(params)
 
 
+FROZEN = {".*": optfn.ParamAttr(trainable=False)}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optfn.adam(0.1, param_attrs=FROZEN),
+        optfn.sgd(0.1, param_attrs={"t": optfn.ParamAttr(learning_rate=0.0)}),
+        optfn.skip_nonfinite(
+            tx=optfn.chain(optfn.l2_decay(0.1), optfn.adam(0.1, param_attrs=FROZEN))
+        ),
+    ],
+    ids=["trainable", "rate", "wrapped"],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_that_trains_nothing_is_said_at_the_users_line(tx, packed):
+    with pytest.warns(UserWarning, match="no parameter is trained, because .* freezes") as caught:
+        first_state(tx, packed=packed)
+    assert [entry.filename for entry in caught] == [__file__]
+
+
+def test_a_step_that_trains_something_is_not_mentioned():
+    params = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    some = {"a": optfn.ParamAttr(trainable=False)}
+    others = optfn.adamw(0.1, param_attrs=FROZEN)
+    for tx in (optfn.sgd(0.1, param_attrs=some), optfn.muon(0.1, others=others)):
+        optfn.make_train_step(lambda p, x: jnp.sum(p["b"] * x), tx).init(params)
+
+
+def test_params_without_leaves_are_said():
+    with pytest.warns(UserWarning, match="no parameter is trained, because params have no leaves"):
+        optfn.make_train_step(lambda p, x: jnp.sum(x), optfn.sgd(0.1)).init({})
+
+
 def test_lazy_without_tables_is_said_at_the_users_line():
     inside = optfn.chain(optfn.skip_nonfinite(optfn.adam(0.1, lazy=True)))
     words = r"adam\(lazy=True\) has no effect without tables="
