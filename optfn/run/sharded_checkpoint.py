@@ -100,7 +100,8 @@ def writer(path: Path, state: PyTree, history: Mapping[str, np.ndarray]) -> Call
 
 def _digests(arrays: Iterable[np.ndarray]) -> np.ndarray:
     """Return a checksum of each array of the host, with its dtype and shape, uint32 (n, 2)."""
-    contents = [f"{x.dtype.name}{x.shape}".encode() + x.tobytes() for x in arrays]
+    native = (x.astype(x.dtype.newbyteorder("=")) for x in arrays)  # as orbax returns them
+    contents = [f"{x.dtype.name}{x.shape}".encode() + x.tobytes() for x in native]
     digests = b"".join(hashlib.sha256(content).digest()[:8] for content in contents)
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
 

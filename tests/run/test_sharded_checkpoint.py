@@ -145,7 +145,12 @@ def rewritten(path, change):
         checkpointer.save(path, change({k: np.array(x) for k, x in saved.items()}))
 
 
-BESIDE = {"loss": np.arange(3, dtype=np.float64), "batches": np.arange(9, dtype=np.uint8)}
+BESIDE = {
+    "loss": np.arange(3, dtype=np.float64),
+    "batches": np.arange(9, dtype=np.uint8),
+    "swapped": np.arange(3, dtype=">f4"),
+    "narrow": np.full(3, -0.0, jnp.bfloat16),
+}
 
 
 @pytest.mark.parametrize("name", ["history/loss", "history/batches", "about"])
