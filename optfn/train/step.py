@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optfn import checks, core
+from optfn import checks
 from optfn.leaves import mismatch, tree
 from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
@@ -48,7 +48,7 @@ class TrainStep:
 
     def __init__(self, options: StepArguments, layout: Layout | None) -> None:
         self.loss_fn, self.options, self.layout = options.loss_fn, options, layout
-        self.tx = optax.with_extra_args_support(core.check_transform("tx", options.tx))
+        self.tx = optax.with_extra_args_support(options.tx)
         self.local = local_rounds(options, self.tx, layout)
         step = composed(options.loss_fn, self.tx, options, layout, self.local)
         self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())
