@@ -117,8 +117,9 @@ def of_value_and_grad(
         returned, grads = result
         values = form.values("the value of value_and_grad", returned, model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
+        grads = jax.tree.map(_as_array, grads)
         mismatch.check_gradients("value_and_grad", grads, whole_params)
-        return values, jax.tree.map(_as_array, grads)
+        return values, grads
 
     return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
 

@@ -10,6 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from optfn import core
 from optfn import mesh as meshes
 from optfn.core import checks
 from optfn.core.tree import Pattern
@@ -120,6 +121,8 @@ class StepArguments(StepOptions):
     donate: bool = True
 
     def __post_init__(self) -> None:
+        # The only way to set a field of a frozen dataclass: tx of another library is wrapped.
+        object.__setattr__(self, "tx", core.check_transform("tx", self.tx))
         for name in ("has_aux", "model_state", "packed", "shard_tables", "donate"):
             checks.flag(name, getattr(self, name))
         checks.count("local_steps", self.local_steps)

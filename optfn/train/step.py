@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Params, PyTree
 from optfn.leaves import mismatch
@@ -49,7 +48,7 @@ class TrainStep:
 
     def __init__(self, options: StepArguments, layout: Layout | None) -> None:
         self.loss_fn, self.options, self.layout = options.loss_fn, options, layout
-        self.tx = optax.with_extra_args_support(core.check_transform("tx", options.tx))
+        self.tx = optax.with_extra_args_support(options.tx)
         self.local = local_rounds(options, self.tx, layout)
         step = composed(options.loss_fn, self.tx, options, layout, self.local)
         self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())

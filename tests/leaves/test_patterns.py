@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import optfn
-from optfn.leaves import tree
+from optfn.core import tree
 
 
 @pytest.mark.parametrize("packed", [False, True])
