@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from optfn.core import checks
 from optfn.core.types import Batch
 from optfn.plot.run_report import RunReport
 from optfn.run.background import wait as finish_saving

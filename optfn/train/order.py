@@ -146,7 +146,7 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
     frozen = _frozen(tx, params)
     if not frozen and any(map(tree.is_inexact, jax.tree.leaves(params))):
         return
-    if all(name in frozen for name, x in tree.with_names(params) if tree.is_inexact(x)):
+    if all(name in frozen for name, x in tree.leaves_with_names(params) if tree.is_inexact(x)):
         why = f"{tx!r} freezes all of them" if frozen else "params have no leaves"
         checks.warn(f"no parameter is trained, because {why}: steps will change nothing")
 
