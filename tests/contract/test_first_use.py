@@ -21,7 +21,7 @@ def first_use() -> tuple[code.Count, int]:
 
 def test_a_first_use_runs_little(first_use):
     runs, _ = first_use
-    assert runs.lines <= 460 and runs.definitions <= 90 and runs.files <= 12, runs
+    assert runs.lines <= 460 and runs.definitions <= 90 and runs.files <= 11, runs
 
 
 def test_an_update_walks_few_trees(first_use):
@@ -31,12 +31,12 @@ def test_an_update_walks_few_trees(first_use):
 
 def test_a_first_use_reaches_little_more_by_name():
     reached = code.reached()
-    assert reached.lines <= 640 and reached.definitions <= 125 and reached.files <= 13, reached
+    assert reached.lines <= 655 and reached.definitions <= 125 and reached.files <= 13, reached
 
 
 def test_the_module_of_adam_imports_little():
     loaded = code.imported("optfn.optimizers.adam")
-    assert len(loaded) <= 14, loaded
+    assert len(loaded) <= 13, loaded
     assert sum(len(code.modules()[name].code) for name in loaded) <= 1150
 
 

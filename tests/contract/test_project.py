@@ -36,6 +36,10 @@ LAYERS = (
     "compression", "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip
 
+# Doors of the ground floor, opened by a failure or a leaf that is no plain array: `imports_of` sees
+# them too, and test_first_use.py that they are inside functions.
+DOORS = {("core", "leaves")}
+
 
 def imports_of(module: str) -> set[str]:
     """Return the modules of optfn that a module imports, when it is loaded or in a function."""
@@ -68,7 +72,8 @@ def test_imports_go_one_way():
     assert {room(module) for module in modules()} == set(LAYERS)
     for module in modules():
         below = LAYERS[: LAYERS.index(room(module)) + 1]
-        above = {other for other in imports_of(module) if room(other) not in below}
+        up = {other for other in imports_of(module) if room(other) not in below}
+        above = {other for other in up if (room(module), room(other)) not in DOORS}
         assert not above, f"{module} imports {above}"
 
 
