@@ -86,9 +86,13 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
         `patience` or `keep_best` need `monitor`, because `evaluate` returns a dict.
       FloatingPointError: `skip_nonfinite` gave up.
       TypeError: `step` is not a TrainStep, or `state` is no state of it; an option is of a wrong
-        type; or `callback` returns anything else than a bool or None.
+        type; or `callback` returns a state.
     """
     return _Run(options).to_the_end()
+
+
+def _is_state(x: object) -> bool:
+    return isinstance(x, TrainState)
 
 
 class _Run:
@@ -175,18 +179,15 @@ class _Run:
         if callback is None:
             return False
         answer = callback(self.n, self.state, as_numbers(metrics))
-        is_bool = isinstance(answer, bool) or (
-            isinstance(answer, np.bool_ | np.ndarray | jax.Array)
-            and answer.dtype == bool
-            and not answer.shape
-        )
-        if not (is_bool or answer is None):
+        if any(map(_is_state, jax.tree.leaves([answer], is_leaf=_is_state))):
             raise TypeError(
-                f"callback must return True to end the run, or False or None; got "
-                f"{checks.shown(answer)}. It cannot replace the state: to change it between steps, "
-                "end the run, change the state that fit returns, and pass it to fit again"
+                f"callback returned {checks.shown(answer)}. It cannot replace the state; return "
+                "True to end the run, else None. To change the state between steps, end the run, "
+                "change the state that fit returns, and pass it to fit again"
             )
-        return bool(answer)
+        if isinstance(answer, np.bool_ | np.ndarray | jax.Array):
+            return answer.dtype == bool and bool(answer)
+        return answer is True
 
     def _end(self, lines: RunLog) -> None:
         """Check, evaluate and save the last state."""

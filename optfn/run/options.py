@@ -56,9 +56,9 @@ class LoopOptions:
         evaluates. If an earlier evaluation was better, but its state was not kept because
         `keep_best` was off, the best of these is returned, and a warning names the better step.
       callback: a function (step, state, metrics), called after each step, with metrics as Python
-        numbers. If it returns True, the run ends; otherwise it returns False or None, since it
-        cannot replace the state. The next step overwrites the state, so copy the arrays that you
-        keep. A callback waits for each step, to read the metrics.
+        numbers. If it returns True, the run ends. It cannot replace the state, so returning one is
+        an error. The next step overwrites the state, so copy the arrays that you keep. A callback
+        waits for each step, to read the metrics.
       log: where to write the metrics of each step during the run. A path: a file with one JSON
         object per line, which a run that resumes continues. For TensorBoard: the SummaryWriter of
         tensorboardX, torch or flax, or any object with `flush()` and either
