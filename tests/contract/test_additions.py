@@ -143,7 +143,7 @@ def test_a_way_of_sharding_is_told_of(name):
     assert has("docs/distributed.md", rf'^\|.*\bshard="{name}"')
     assert has("docs/choose.md", rf'^\| `"{name}"` \|')
     assert has("optfn/train/memory.py", rf'^ +"{name}" +P')
-    assert has("optfn/train/step.py", rf'"{name}": ')
+    assert has("optfn/train/options.py", rf'"{name}": ')
     assert has("tests/parallel/test_sharded_step.py", rf'^    "{name}": "{name}",')
 
 
