@@ -118,7 +118,9 @@ def of_value_and_grad(
         values = form.values("the value of value_and_grad", returned, model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
         grads = jax.tree.map(_as_array, grads)
-        mismatch.check_gradients("value_and_grad", grads, whole_params)
+        # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
+        if seen is not contextlib.nullcontext:
+            mismatch.check_gradients("value_and_grad", grads, whole_params)
         return values, grads
 
     return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
