@@ -98,7 +98,7 @@ def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return laid_out
 
 
-def on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Return fn(x), an array like x, with matrices (…, m, n) that no explicit mesh axis divides.
 
     JAX does not decide how the product of two divided matrices lies along explicit axes.

@@ -44,7 +44,7 @@ class Group(NamedTuple):
         """Return the axes over which the leaf at a path is divided."""
         return joined(*self.specs.get(str(place), P()))
 
-    def in_rows(self, values: PyTree) -> PyTree:
+    def rows(self, values: PyTree) -> PyTree:
         """Return divided leaves as arrays with a flat row for each device that has a shard."""
 
         def rows(place: tree.Place, x: Leaf) -> Leaf:
@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
         return tree.map_named(rows, values)
 
-    def specs_of_rows(self, values: PyTree) -> PyTree:
+    def row_specs(self, values: PyTree) -> PyTree:
         """Return the specs of the arrays that `in_rows` makes."""
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:

@@ -18,7 +18,7 @@ def is_compressible(p: jax.Array, min_size: int) -> bool:
     return bool(dtype == jnp.float32 and p.size >= min_size)
 
 
-def check_own_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
+def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
     """Raise unless the axes are bound and, if JAX can tell, each gradient is the worker's own."""
     mesh.check_axis(name, axis_name)
     checked = set(mesh.checked_axes(axis_name))

@@ -16,7 +16,7 @@ import optax
 from jax import lax
 
 from optfn import core, mesh
-from optfn.compression.agreement import agree, check_own_gradients, check_state_of_leaf
+from optfn.compression.agreement import agree, check_worker_gradients, check_state_of_leaf
 from optfn.compression.dgc_phases import (
     VALUES,
     DgcLeaf,
@@ -266,7 +266,7 @@ def _accumulate_and_send_shards(
     params: Params,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     for axis_name in (options.axis_name, options.reduce_axis_name):
-        check_own_gradients("deep_gradient_compression", updates, axis_name)
+        check_worker_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
     nonfinite, step = agree(updates, state.step, options.agreeing_axes)
     compressing = ~nonfinite & (step >= options.rampup_begin_step)

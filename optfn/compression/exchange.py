@@ -16,7 +16,7 @@ import optax
 from optfn import core, mesh
 from optfn.compression.agreement import (
     agree,
-    check_own_gradients,
+    check_worker_gradients,
     check_state_of_leaf,
     is_compressible,
 )
@@ -250,7 +250,7 @@ def _plain_mean(
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
     mismatch.check_state("exchange", state, ExchangeDenseState)
-    check_own_gradients("exchange", leafwise.inexact(updates), options.axis_name)
+    check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
     return mean_of_all(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
@@ -318,7 +318,7 @@ def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Group 
 def _compressed_mean_of_shards(
     options: _Options, whole: Updates, state: ExchangeState
 ) -> tuple[Updates, ExchangeState]:
-    check_own_gradients("exchange", whole, options.axis_name)
+    check_worker_gradients("exchange", whole, options.axis_name)
     nonfinite, step = agree(whole, state.step, options.all_axes)
 
     leaves, structure = tree.flatten(whole)

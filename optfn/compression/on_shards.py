@@ -67,7 +67,7 @@ def _specs_of_state(state: Any, updates: Updates, group: Group) -> Any:
         if isinstance(x, PerWorker):
             return x._replace(value=group.specs_of(x.value))
         if isinstance(x, Divided):
-            return x._replace(value=group.specs_of_rows(x.value))
+            return x._replace(value=group.row_specs(x.value))
         return group.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
     return type(state)(*map(of_field, state))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
-from optfn.compression.by_parts import mean_by_parts
+from optfn.compression.slicewise import slicewise_mean
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
-from optfn.compression.feedback import with_feedback
+from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import mean_by_all_gather
 from optfn.core import tree
 from optfn.core.checks import Number
@@ -47,7 +47,7 @@ class Sending(NamedTuple):
         checked = mesh.checked_axes(axes)
 
         def with_update(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
-            total = with_feedback(g, mesh.vary(leaf.residual, checked), self.error_feedback)
+            total = add_feedback(g, mesh.vary(leaf.residual, checked), self.error_feedback)
             published = None if leaf.published is None else mesh.vary(leaf.published, checked)
             residual = jnp.where(sends, total, leaf.residual)
             return leaf._replace(residual=residual, published=published)
@@ -72,7 +72,7 @@ class Sending(NamedTuple):
     ) -> tuple[list[LeafInExchange]]:
         """Send the accumulated updates, and keep the rest."""
         if self.route == "parts":
-            return (mean_by_parts(compressors, leaves, self.axis_name, self.error_feedback),)
+            return (slicewise_mean(compressors, leaves, self.axis_name, self.error_feedback),)
 
         def together(group: list[int]) -> list[LeafInExchange]:
             own, first = [leaves[i] for i in group], compressors[group[0]]

@@ -47,9 +47,9 @@ def optimizer(
         if common["param_attrs"] is None and common["multi_precision"] is False:
             rules = [core.rule_of(tx) for tx in (clip, penalty) if tx is not None]
             return core.behind_edge(name, core.chained([*rules, *own]), **fields)
-        from optfn.optimizers.options import with_options
+        from optfn.optimizers.options import apply_options
 
-        made = with_options(
+        made = apply_options(
             name, own, clip, penalty, common["param_attrs"], common["multi_precision"]
         )
         return core.described(made, **fields)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import optax
 
 from optfn import core
-from optfn.wrappers.attributes import with_attributes
+from optfn.wrappers.attributes import apply_attributes
 from optfn.wrappers.master_weights import masters_of
 
 
-def with_options(
+def apply_options(
     name: str,
     own: Sequence[core.Rule],
     clip: optax.GradientTransformationExtraArgs | None,
@@ -29,4 +29,4 @@ def with_options(
     if param_attrs is None:
         return built([tx for tx in (clip, penalty) if tx is not None])
     decays = any(link.decays for link in own)
-    return with_attributes(name, param_attrs, clip, penalty, built, decays)
+    return apply_attributes(name, param_attrs, clip, penalty, built, decays)

@@ -21,7 +21,7 @@ from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.state.placement import num_workers, specs_of
 
 
-def on_workers(
+def step_of_all_workers(
     step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
     """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
@@ -56,7 +56,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
 
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
-            return tree.on_key_data(place, leaf)
+            return tree.map_key_data(place, leaf)
         return placed_copy(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)

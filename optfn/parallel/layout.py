@@ -51,7 +51,7 @@ class Layout:
 
     mesh: the mesh.
     worker_axes: the data axes along which each group of devices has its own gradient.
-    part_axes: the data axes over which params or state are divided.
+    shard_axes: the data axes over which params or state are divided.
     tables: the leaves whose rows are divided over the part axes, whatever the way of sharding.
     gather, reduce: compressors for the params that are gathered, and for the gradients that are
       reduced, over the part axes; None sends them as they are.
@@ -59,7 +59,7 @@ class Layout:
 
     mesh: Mesh
     worker_axes: Axes
-    part_axes: Axes
+    shard_axes: Axes
     tables: tree.Pattern | None = None
     gather: Codec | None = dataclasses.field(default=None, kw_only=True)
     reduce: Codec | None = dataclasses.field(default=None, kw_only=True)
@@ -75,7 +75,7 @@ class Layout:
     @property
     def data_axes(self) -> Axes:
         """The axes over which the batch is split, worker axes first."""
-        return joined(self.worker_axes, self.part_axes)
+        return joined(self.worker_axes, self.shard_axes)
 
     @property
     def inner_axes(self) -> Axes:
@@ -85,18 +85,18 @@ class Layout:
     @property
     def divides(self) -> bool:
         """Whether the devices of a worker keep parts of arrays."""
-        return bool(self.part_axes)
+        return bool(self.shard_axes)
 
     @property
-    def num_parts(self) -> int:
+    def num_shards(self) -> int:
         """The number of devices that share a divided leaf: the product of the part axes."""
-        return num_workers(self.mesh, self.part_axes)
+        return num_workers(self.mesh, self.shard_axes)
 
-    def of_params(self, params: Params) -> PyTree:
+    def param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
         return self._with_tables(self.dense_params(params), params)
 
-    def of_gradients(self, params: Params) -> PyTree:
+    def gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
         return self._with_tables(self.dense_gradients(params), params)
 
@@ -112,7 +112,7 @@ class Layout:
         if self.tables is None:
             return specs
         paths = tree.matching(self.tables, params, "tables")
-        return self._with_spec(P(self.part_axes), paths, specs, params, "tables")
+        return self._with_spec(P(self.shard_axes), paths, specs, params, "tables")
 
     def _with_spec(
         self,
@@ -132,7 +132,7 @@ class Layout:
 
         return tree.map_named(chosen, params, specs)
 
-    def of_state(self, state: OptState, params: Params) -> PyTree:
+    def state_specs(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the optimizer state of all workers.
 
         A per-worker array is divided over the worker axes, along its first axis. An array with the
@@ -174,7 +174,7 @@ class Layout:
           state: the state of an optimizer.
           params: the params.
         """
-        by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
+        by_path = {str(k): pair for k, *pair in tree.items(params, self.gradient_specs(params))}
         owned = state_names.entries_by_param(state_names.named_entries(state), by_path)
         of_workers = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
         new = [
@@ -190,12 +190,12 @@ class Layout:
         a part of each layer. An array without such a dimension is whole on every device.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
-        fitting = [d for d in order if shape[d] and shape[d] % self.num_parts == 0]
-        return P(*[None] * fitting[0], self.part_axes) if fitting else P()
+        fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
+        return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
         """Return the dimensions of an array that are divided over part axes."""
-        entries = enumerate(restricted(spec, self.part_axes))
+        entries = enumerate(restricted(spec, self.shard_axes))
         return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
 
     def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
@@ -224,11 +224,11 @@ class Layout:
 
         return self._map_state(of_param, lambda x, own: x, state, params)
 
-    def in_update(self, state: OptState) -> OptState:
+    def unpadded(self, state: OptState) -> OptState:
         """Return a stored state without padding, as an update takes it inside jit."""
 
         def without_padding(x: Padded) -> jax.Array:
-            spec = P(*[None] * x.axis, self.part_axes)
+            spec = P(*[None] * x.axis, self.shard_axes)
             return meshes.constrained(cut(x), self.mesh, spec)
 
         return map_padded(without_padding, state)
@@ -237,7 +237,7 @@ class Layout:
         """Return the devices of a worker, which divide gradients; None if it is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
-        specs = tree.items(params, self.of_gradients(params))
+        specs = tree.items(params, self.gradient_specs(params))
         return Group(
             self.mesh,
             self.inner_axes,
@@ -256,7 +256,7 @@ class Layout:
         """Return copies of params, placed by their specs."""
         return jax.tree.map(
             lambda spec, x: placed_copy(x, meshes.sharding(self.mesh, spec, jnp.ndim(x))),
-            self.of_params(params), params, is_leaf=is_spec,
+            self.param_specs(params), params, is_leaf=is_spec,
         )  # fmt: skip
 
     def replicate(self, x: PyTree) -> PyTree:
@@ -275,16 +275,16 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        all_workers = self.of_all_workers(init)
+        all_workers = self.stored_init(init)
         shapes = jax.eval_shape(all_workers, params)
         self._check_axes_of_exchanges(shapes)
         shardings = jax.tree.map(
             lambda spec, x: meshes.sharding(self.mesh, spec, x.ndim),
-            self.of_state(shapes, params), shapes, is_leaf=is_spec,
+            self.state_specs(shapes, params), shapes, is_leaf=is_spec,
         )  # fmt: skip
         return jax.jit(all_workers, out_shardings=shardings)(params)
 
-    def of_all_workers(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+    def stored_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
         """Return the function from params to the stored state of all workers.
 
         Args:
@@ -297,7 +297,7 @@ class Layout:
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
         over = joined(*(node.axes for node in nodes_of(Exchanged, state)))
-        divided = [axis for axis in over if axis in self.part_axes]
+        divided = [axis for axis in over if axis in self.shard_axes]
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
@@ -328,7 +328,7 @@ class Layout:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
-            in_rows = group.in_rows
+            in_rows = group.rows
             state = map_divided(lambda node: node._replace(value=in_rows(node.value)), state)
             return self._map_state(shaped, lambda x, own: x, state, params)
 

@@ -94,14 +94,14 @@ def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return pmean(leaf, axis_name)
         if tree.is_key(leaf):
-            return tree.on_key_data(reduce, leaf)
+            return tree.map_key_data(reduce, leaf)
         # All other workers add zeros, so the sum is worker 0's value.
         return lax.psum(jnp.where(is_first, leaf, 0), axis_name).astype(leaf.dtype)
 
     return jax.tree.map(reduce, x)
 
 
-def for_optimizer(
+def optimizer_inputs(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Return the gradients that the optimizer takes, the metrics, and arguments of its update.

@@ -87,7 +87,7 @@ def encoding_at(step: jax.Array | None) -> Iterator[None]:
         _step.reset(token)
 
 
-def encoding_part(number: jax.Array, count: int) -> contextlib.AbstractContextManager[None]:
+def encoding_microbatch(number: jax.Array, count: int) -> contextlib.AbstractContextManager[None]:
     """Let packets in a context be those of a microbatch, the `number`-th of `count` in a step."""
     step = _step.get()
     return encoding_at(None if step is None else step * count + number)
@@ -158,7 +158,7 @@ def all_from_owners(
     return jax.vmap(decode)(gathered), packets, rest
 
 
-def coded_mean_part(
+def coded_mean_shard(
     x: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
 ) -> jax.Array:
     """Return a device's part, along one dimension, of the mean of an array, sent as packets.
@@ -189,7 +189,7 @@ def coded_gather(
 ) -> jax.Array:
     """Return a whole array, decoded from packets of its parts along one dimension.
 
-    The arguments are those of `coded_mean_part`.
+    The arguments are those of `coded_mean_shard`.
     """
 
     def encode(x: jax.Array) -> tuple[PyTree, None]:

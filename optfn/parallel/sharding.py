@@ -129,24 +129,24 @@ class ShardState(Layout):
     def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
         """Return specs; by_layers(path, number of layers) tells whether a leaf is divided so."""
         stacked = tree.stacked_axes(params)
-        axes_of = axes_of_layers(self.whole, self.tables, params, self.num_parts)
+        axes_of = axes_of_layers(self.whole, self.tables, params, self.num_shards)
 
         def divided(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
                 return x
             axis = axes_of.get(str(place))
             if axis is not None and by_layers(str(place), x.shape[axis]):
-                return P(*[None] * axis, self.part_axes)
+                return P(*[None] * axis, self.shard_axes)
             return self.divided(jnp.shape(x), stacked[place.number]) if tree.is_inexact(x) else P()
 
         return tree.map_named(divided, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
         """Return True, or raise a ValueError if layers need padding and cannot be padded."""
-        if layers % self.num_parts and self.worker_axes:
+        if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
-                f"{self.num_parts} devices of each worker; they are padded only if the mesh has "
+                f"{self.num_shards} devices of each worker; they are padded only if the mesh has "
                 "no worker axes"
             )
         return True
@@ -161,7 +161,7 @@ class ShardParams(ShardState):
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the specs of gradients, except for leaves that would need padding."""
-        return self._divided(params, lambda path, n: n % self.num_parts == 0)
+        return self._divided(params, lambda path, n: n % self.num_shards == 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -241,7 +241,7 @@ def refuse_decay_factors(name: str, attrs: ParamAttrs) -> None:
             )
 
 
-def with_attributes(
+def apply_attributes(
     name: str,
     param_attrs: object,
     grad_clip: optax.GradientTransformation | None,

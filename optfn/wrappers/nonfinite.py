@@ -37,7 +37,7 @@ def gave_up(state: OptState) -> list[jax.Array]:
     return [leaves[i] for i in _flags(structure)]
 
 
-def with_gave_up(state: OptState, flag: jax.Array) -> OptState:
+def set_gave_up(state: OptState, flag: jax.Array) -> OptState:
     """Return a state in which the flag of each guard is `flag`."""
     leaves, structure = jax.tree.flatten(state)
     for i in _flags(structure):

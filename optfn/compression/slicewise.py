@@ -12,7 +12,7 @@ from jax import lax
 
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
-from optfn.compression.feedback import with_feedback
+from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import encode_all
 from optfn.core.checks import Number
 from optfn.core.types import PyTree
@@ -20,7 +20,7 @@ from optfn.mesh import Axes
 from optfn.parallel.owners import all_from_owners, mean_at_owners
 
 
-def mean_by_parts(
+def slicewise_mean(
     compressors: Sequence[BaseCompressor],
     leaves: Sequence[LeafInExchange],
     axis_name: Axes,
@@ -58,7 +58,7 @@ def mean_by_parts(
     residuals = jax.vmap(rest)(slices, packets)
 
     kept = [_own_slice(leaf, workers, own) for leaf in leaves]
-    totals = [with_feedback(*pair, error_feedback) for pair in zip(means, kept, strict=True)]
+    totals = [add_feedback(*pair, error_feedback) for pair in zip(means, kept, strict=True)]
     wholes, packets, states = all_from_owners(totals, encode, decode, axis_name)
     kept = rest(totals, packets)
     columns = zip(leaves, wholes, residuals, states, kept, strict=True)

@@ -22,12 +22,12 @@ from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, joined, pmean, reducible, without
 from optfn.parallel.layout import Division, Layout, is_spec
-from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_part, current_step
+from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard, current_step
 from optfn.state.padded import pad
 from optfn.state.placement import num_workers
 
 
-def mean_part(
+def mean_shard(
     x: jax.Array,
     divisions: Sequence[Division],
     names: Axes,
@@ -51,7 +51,7 @@ def mean_part(
         if codec is None:
             x = _mean_along(x, dimension, along, mesh)
         else:
-            x = coded_mean_part(x, dimension, along, codec, step)
+            x = coded_mean_shard(x, dimension, along, codec, step)
     rest = without(names, joined(*(along for _, along in divisions)))
     return pmean(x, rest) if rest else x
 
@@ -101,7 +101,7 @@ def gather(
         return x
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return mean_part(cotangent, divisions, layout.part_axes, layout.mesh, reduce, step), None
+        return mean_shard(cotangent, divisions, layout.shard_axes, layout.mesh, reduce, step), None
 
     gather.defvjp(lambda x, step: (gather(x, step), step), backward)
     return gather(part, step)
@@ -226,7 +226,7 @@ def mean_gradients(
             return g
         codec = layout.reduce if g.size >= MIN_SIZE else None
         divisions = layout.divisions(of_gradient)
-        return mean_part(g, divisions, layout.part_axes, layout.mesh, codec, current_step())
+        return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, current_step())
 
     return jax.tree.map(reduced, grads, params, specs, of_gradients, is_leaf=tree.is_leaf)
 
