@@ -1,4 +1,4 @@
-"""Error feedback: the part of an update that has not been sent is added to the next one."""
+"""Error feedback: the residual of an update, which is not sent, is added to the next one."""
 
 import jax
 import jax.numpy as jnp

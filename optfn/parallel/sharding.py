@@ -214,10 +214,7 @@ KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams
 
 
 def layout_of(
-    shard: Kind | None,
-    mesh: Mesh,
-    data_axis: AxisName,
-    tables: tree.Pattern | None = None,
+    shard: Kind | None, mesh: Mesh, data_axis: AxisName, tables: tree.Pattern | None = None
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 

@@ -74,8 +74,7 @@ def _copy_to(axes: tuple[str, ...], x: PyTree) -> PyTree:
 
 
 _copy_to.defvjp(
-    lambda axes, x: (x, None),
-    lambda axes, residual, cotangent: (lax.psum(cotangent, axes),),
+    lambda axes, x: (x, None), lambda axes, residual, cotangent: (lax.psum(cotangent, axes),)
 )
 
 
@@ -85,6 +84,5 @@ def _sum_over(axes: tuple[str, ...], x: PyTree) -> PyTree:
 
 
 _sum_over.defvjp(
-    lambda axes, x: (lax.psum(x, axes), None),
-    lambda axes, residual, cotangent: (cotangent,),
+    lambda axes, x: (lax.psum(x, axes), None), lambda axes, residual, cotangent: (cotangent,)
 )

@@ -124,13 +124,7 @@ _SUM_LENGTH = 16384
 
 
 def model_average_rule(
-    p: jax.Array,
-    s1: jax.Array,
-    s2: jax.Array,
-    s3: jax.Array,
-    *,
-    full: jax.Array,
-    close: jax.Array,
+    p: jax.Array, s1: jax.Array, s2: jax.Array, s3: jax.Array, *, full: jax.Array, close: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Return (p, s1, s2, s3) after p is added; if `full` or `close`, sums are moved to the next."""
     s1 = s1 + _widen(p)
