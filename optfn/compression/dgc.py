@@ -123,8 +123,8 @@ def deep_gradient_compression(
       selection: "exact", the k largest; "sampled" is another name for it.
 
     State: u and v, flat float32 arrays, one each per worker, 8 bytes per compressed parameter; the
-    velocity, 4 bytes per uncompressed parameter; step, skipped and num_workers. `init` needs no axis and
-    returns the state of one worker. Leaves must be real.
+    velocity, 4 bytes per uncompressed parameter; step, skipped and num_workers. `init` needs no
+    axis and returns the state of one worker. Leaves must be real.
 
     `update` takes `row_updates=True`. If `sparsity` has one entry, `rampup_begin_step` is 0 and
     packets are smaller than whole leaves, it then returns the directions of compressed leaves as

@@ -135,8 +135,8 @@ def exchange(
     same direction, bit for bit. With `error_feedback=1` nothing is lost: sent packets and the
     residual add up to the sum of the updates.
 
-    `make_train_step` with a mesh passes it the gradients of each worker. In a step that you
-    write, call it where `axis_name` is bound (shard_map, pmap, vmap). With `shard_map(check_vma=True)` JAX
+    `make_train_step` with a mesh passes it the gradients of each worker. In a step that you write,
+    call it where `axis_name` is bound (shard_map, pmap, vmap). With `shard_map(check_vma=True)` JAX
     itself sums the gradient of replicated params: differentiate with respect to
     `jax.lax.pcast(params, axis_name, to="varying")` instead.
 

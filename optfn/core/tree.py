@@ -143,13 +143,6 @@ def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
         yield Place(known, i), *row
 
 
-def replace_arrays(tree: PyTree, values: Sequence[Any]) -> PyTree:
-    """Return `tree` with one of `values` for each leaf; masked leaves stay as they are."""
-    first, structure = flatten(tree)
-    pairs = zip(first, values, strict=True)
-    return structure.unflatten(x if is_masked(x) else value for x, value in pairs)
-
-
 def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
 
@@ -240,11 +233,8 @@ def stacked_axes(tree: PyTree) -> list[int]:
 
 def runs(tree: PyTree) -> "dict[str, Run]":
     """Map each leaf name to its run: the neighbours of one shape in the same array."""
-    return {
-        name: run
-        for group, layout in zip(names(tree), layouts(tree), strict=True)
-        for name, run in zip(group, layout.run_of_leaves, strict=True)
-    }
+    all_runs = itertools.chain(*(layout.run_of_leaves for layout in layouts(tree)))
+    return dict(zip(itertools.chain(*names(tree)), all_runs, strict=True))
 
 
 def names(tree: PyTree) -> list[tuple[str, ...]]:

@@ -1,7 +1,7 @@
 """The two functions that tensor-parallel layers are made of: f and g of Megatron-LM.
 
 If the weights of a layer are divided over a mesh axis, the layer begins with `copy_to`, computes
-its part, and ends with `sum_over`:
+its shard, and ends with `sum_over`:
 
     h = copy_to(x, "model")            # x is the same on all devices
     y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
