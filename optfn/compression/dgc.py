@@ -249,10 +249,7 @@ def _accumulate_and_send(
     options = dataclasses.replace(options, group=workers.group)
     updates = row_sparse.to_dense(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
-    result: tuple[Updates, DeepGradientCompressionState] = update_on_shards(
-        run, updates, state, params, workers.group
-    )
-    return result
+    return update_on_shards(run, updates, state, params, workers.group)
 
 
 def _accumulate_and_send_shards(

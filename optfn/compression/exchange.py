@@ -72,22 +72,13 @@ class ExchangeDenseState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _Options(Sending):
     """The arguments of `exchange`, checked."""
 
     compressors: Mapping[Any, BaseCompressor | None]
-    error_feedback: Number
-    axis_name: Axes
     min_size: int
-    warmup_steps: int
-    route: str = "gather"
     group: Group | None = None
     row_updates: bool = False
-
-    @property
-    def sending(self) -> Sending:
-        """How a worker sends its updates."""
-        return Sending(self.axis_name, self.error_feedback, self.warmup_steps, self.route)
 
     @property
     def all_axes(self) -> mesh.Axes:
@@ -188,12 +179,12 @@ def exchange(
     with feedback on both sides, Tang et al. 2021, arXiv 2102.02888 (1-bit Adam), §3.
     """
     options = _Options(
-        {} if compressor is None else check_choice(compressor),
-        checks.number("error_feedback", error_feedback, checks.UNIT),
-        mesh.check_names("axis_name", axis_name),
-        checks.count("min_size", min_size),
-        checks.count("warmup_steps", warmup_steps, low=0),
-        checks.choice("route", route, ("gather", "parts")),
+        compressors={} if compressor is None else check_choice(compressor),
+        error_feedback=checks.number("error_feedback", error_feedback, checks.UNIT),
+        axis_name=mesh.check_names("axis_name", axis_name),
+        min_size=checks.count("min_size", min_size),
+        warmup_steps=checks.count("warmup_steps", warmup_steps, low=0),
+        route=checks.choice("route", route, ("gather", "parts")),
     )
     if options.route == "parts":
         for codec in options.compressors.values():
@@ -327,7 +318,7 @@ def _compressed_mean_of_shards(
         large = [leaves[i] for i in numbers]
         zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)
         pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for i, zero in zeros]
-        sent = options.sending.compressed(compressors, nonfinite, step, large, pending)
+        sent = options.send(compressors, nonfinite, step, large, pending)
         for i, leaf in zip(numbers, sent, strict=True):
             directions[i], residuals[i], states[i], published[i] = leaf
     return structure.unflatten(directions), ExchangeState(

@@ -1,8 +1,8 @@
 """How accumulated updates are sent: densely, as packets to all workers, or slice by slice."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from optfn.mesh import Axes
 from optfn.transforms.in_place import when
 
 
-class Sending(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sending:
     """How a worker sends its updates; the arguments are those of `exchange`."""
 
     axis_name: Axes
@@ -29,7 +30,7 @@ class Sending(NamedTuple):
     warmup_steps: int
     route: str
 
-    def compressed(
+    def send(
         self,
         compressors: Sequence[BaseCompressor],
         nonfinite: jax.Array,
@@ -62,10 +63,10 @@ class Sending(NamedTuple):
                 [leaf.direction for leaf in leaves],
             )
             leaves = list(map(lambda leaf, mean: leaf._replace(direction=mean), leaves, means))
-        (sent,) = when(sends, [partial(self._send, compressors)], (leaves,))
+        (sent,) = when(sends, [partial(self._sent, compressors)], (leaves,))
         return sent
 
-    def _send(
+    def _sent(
         self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
     ) -> tuple[list[LeafInExchange]]:
         """Send the accumulated updates, and keep their residuals."""

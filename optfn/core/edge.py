@@ -58,10 +58,7 @@ def entered(
     def left(new: Updates) -> Updates:
         return structure.unflatten(map(_narrowed, structure.flatten_up_to(new), grads, like))
 
-    def widened(x: Leaf, dtype: DType | None) -> Leaf:
-        return numerics.cast(x, dtype) if dtype else MASKED
-
-    trees = [structure.unflatten(map(widened, x, dtypes)) for x in (grads, like)]
+    trees = [structure.unflatten(map(_widened, x, dtypes)) for x in (grads, like)]
     return trees[0], None if params is None else trees[1], left
 
 
@@ -79,10 +76,15 @@ def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
     return of_p if is_fit else None
 
 
+def _widened(x: Leaf, dtype: DType | None) -> Leaf:
+    return numerics.cast(x, dtype) if dtype else MASKED
+
+
 def _narrowed(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    """Cast an update back; the update of a masked leaf is zero."""
-    if not tree.is_masked(u):
-        return numerics.cast(u, p.dtype)
+    return _frozen(g, p) if tree.is_masked(u) else numerics.cast(u, p.dtype)
+
+
+def _frozen(g: Leaf, p: Leaf) -> Leaf:
     from optfn.leaves import frozen
 
     return frozen.frozen_update(g, p)

@@ -225,7 +225,11 @@ def _check_length(state: OptState, length: int) -> None:
 def check_params_given(name: str, params: Params | None) -> None:
     """Raise a ValueError if a transformation that needs params is called without."""
     if params is None:
-        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        raise _without_params(name)
+
+
+def _without_params(name: str) -> ValueError:
+    return ValueError(f"{name} needs the parameters: call update(updates, state, params)")
 
 
 def rule_of(tx: optax.GradientTransformation | Rule) -> Rule:
@@ -264,8 +268,8 @@ def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if rule.needs_params:
-            check_params_given(name, params)
+        if rule.needs_params and params is None:
+            raise _without_params(name)
         if _kinds(state) != expected_kinds():
             _check_state(name, rule, state)
         clean, wide, left = edge.entered(name, rule.real_only, updates, params)

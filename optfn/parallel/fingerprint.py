@@ -28,7 +28,7 @@ _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 def fingerprint(x: jax.Array) -> jax.Array:
     """Return the checksum of an array: two uint32 sums over its words and their positions."""
-    words = _words(x)
+    words = _bit_words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):
@@ -51,7 +51,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
     return jnp.stack(lax.reduce(tuple(mixed), zeros, add, tuple(range(words.ndim))))
 
 
-def _words(x: jax.Array) -> jax.Array:
+def _bit_words(x: jax.Array) -> jax.Array:
     """Return the bits of an array as uint32, with one more axis if elements are wider."""
     if tree.is_key(x):
         x = jax.random.key_data(x)

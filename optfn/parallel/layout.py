@@ -161,8 +161,8 @@ class Layout:
             # 5. x has only the padded layers in common with it: a device keeps those of its layers.
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
-            # 6. x has another shape, such as one scale per block: if the gradient is divided, so is x
-            #    along any dimension that fits; else it is whole on each device of a worker.
+            # 6. x has another shape, such as one scale per block: if the gradient is divided, so is
+            #    x, along any dimension that fits; else it is whole on each device of a worker.
             return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
 
         return self._map_state(divided_spec, lambda x, over: over, state, params)

@@ -50,7 +50,8 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
     if not axis_name:
         return x
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
-    small = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_small(leaf)}
+    dense = ((i, x) for i, x in enumerate(leaves) if tree.is_inexact(x) and not tree.is_leaf(x))
+    small = {i: a for i, x in dense if (a := jnp.asarray(x)).nbytes <= _SMALL_BYTES}
 
     def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, LeafKind):
@@ -72,15 +73,6 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
 def sum_dtype(x: jax.Array) -> DType:
     """Return the dtype in which integers are summed; it has at least 32 bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
-
-
-def _is_small(leaf: Leaf) -> bool:
-    """Tell whether a leaf is a floating-point array, or number, of few bytes."""
-    return (
-        tree.is_inexact(leaf)
-        and not isinstance(leaf, LeafKind)
-        and jnp.asarray(leaf).nbytes <= _SMALL_BYTES
-    )
 
 
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:

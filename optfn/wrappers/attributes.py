@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import optax
@@ -271,6 +272,10 @@ def regularizing(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
     """Return transforms that regularize each leaf by its penalty, or by the optimizer's."""
+
+    def has(penalty: object, attr: ParamAttr) -> bool:
+        return attr.regularization is penalty
+
     penalties = {id(a.regularization): a.regularization for a in attrs.values()}
     if set(penalties) <= {id(INHERIT)}:
         return [] if regularization is None else [regularization]
@@ -278,7 +283,5 @@ def regularizing(
     for penalty in {id(INHERIT): INHERIT, **penalties}.values():
         tx = regularization if penalty is INHERIT else penalty
         if tx is not None:
-            found.append(
-                limit_to(tx, attrs, lambda a, penalty=penalty: a.regularization is penalty)
-            )
+            found.append(limit_to(tx, attrs, partial(has, penalty)))
     return found

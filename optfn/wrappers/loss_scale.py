@@ -93,8 +93,7 @@ def dynamic_loss_scale(
         good_steps = jnp.where(bad, 0, core.next_step(state.good_steps))
         grows = good_steps == interval
         larger = state.scale * growth
-        larger = jnp.where(jnp.isfinite(larger), larger, state.scale)
-        scale = jnp.where(grows, larger, state.scale)
+        scale = jnp.where(grows & jnp.isfinite(larger), larger, state.scale)
         scale = jnp.where(bad, state.scale * backoff, scale)
         return updated, DynamicLossScaleState(scale, jnp.where(grows, 0, good_steps), guarded)
 

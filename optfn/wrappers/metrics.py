@@ -137,7 +137,9 @@ def _patterns(per: str | Sequence[str] | None) -> list[str]:
 
 
 def _recorded(norms: Sequence[jax.Array], inner_state: OptState, groups: Any) -> RecordMetricsState:
-    return RecordMetricsState(*norms, *_readings(inner_state), inner_state, groups)
+    grad_norm, update_norm, param_norm = norms
+    factor, rate = _readings(inner_state)
+    return RecordMetricsState(grad_norm, update_norm, param_norm, factor, rate, inner_state, groups)
 
 
 def _norm(x: Updates) -> jax.Array:
@@ -182,8 +184,8 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
-    fields = {name: _reduced(name, getattr(recorder, name)) for name in _NUMBERS}
-    groups = jax.tree.map(partial(_reduced, "norm"), recorder.groups)
+    fields = {name: _over_workers(name, getattr(recorder, name)) for name in _NUMBERS}
+    groups = jax.tree.map(partial(_over_workers, "norm"), recorder.groups)
     return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
@@ -191,7 +193,7 @@ def _is_recorder(x: object) -> bool:
     return isinstance(x, RecordMetricsState)
 
 
-def _reduced(name: str, node: object) -> jax.Array:
+def _over_workers(name: str, node: object) -> jax.Array:
     """Return a number, reduced over the workers if each has recorded one."""
     value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:
