@@ -216,13 +216,13 @@ def shapes(step: optfn.TrainStep, division: Division) -> tuple[TrainState, Any]:
     assert layout is not None
     params = division.params
     if layout.tables is not None:
-        owners = Owners(layout.mesh, layout.part_axes)
+        owners = Owners(layout.mesh, layout.shard_axes)
         params = jax.tree.map(
             lambda is_table, x: ShardedTable(x, owners, x.shape[0]) if is_table else x,
             layout.is_table(params), params,
         )  # fmt: skip
     init = (step.local or step.tx).init
-    opt_state = jax.eval_shape(layout.of_all_workers(init), params)
+    opt_state = jax.eval_shape(layout.stored_init(init), params)
 
     def placed(x: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
@@ -237,8 +237,8 @@ def shapes(step: optfn.TrainStep, division: Division) -> tuple[TrainState, Any]:
     )
     state = TrainState(
         placed(jax.ShapeDtypeStruct((), jnp.int32), P()),
-        jax.tree.map(placed, params, layout.of_params(params)),
-        jax.tree.map(placed, opt_state, layout.of_state(opt_state, params)),
+        jax.tree.map(placed, params, layout.param_specs(params)),
+        jax.tree.map(placed, opt_state, layout.state_specs(opt_state, params)),
     )
     return state, batch
 

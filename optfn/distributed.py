@@ -10,8 +10,8 @@ from optfn.compression.selection import select_top_k
 from optfn.compression.top_k import top_k
 from optfn.mesh import data_mesh
 from optfn.parallel.fingerprint import compare_replicas
-from optfn.parallel.parts import scan_layers
 from optfn.parallel.sharding import init_state, sharded
+from optfn.parallel.shards import scan_layers
 from optfn.parallel.tensor import copy_to, sum_over
 from optfn.pipeline.plan import Plan, plan
 from optfn.pipeline.stacking import PipelineParams, stack_stages, unstack_stages

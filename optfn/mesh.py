@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn.core import checks
+from optfn.core.types import PyTree
 from optfn.leaves import slices
 from optfn.leaves.groups import map_groups
 
@@ -30,9 +31,9 @@ def axes(axis_name: AxisName) -> Axes:
     return Axes(axis_name if isinstance(axis_name, tuple | list) else (axis_name,))
 
 
-def without(axis_name: AxisName, others: Collection[Any]) -> Axes:
-    """Return the axes in `axis_name` that are not in `others`."""
-    return Axes(axis for axis in axes(axis_name) if axis not in others)
+def without(axis_name: AxisName, excluded: Collection[Any]) -> Axes:
+    """Return the axes in `axis_name` that are not `excluded`."""
+    return Axes(axis for axis in axes(axis_name) if axis not in excluded)
 
 
 def joined(*axis_names: AxisName) -> Axes:
@@ -75,7 +76,7 @@ def mapped(
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function over these axes of a mesh, which it then has bound.
 
-    The other axes are left to the compiler. If a `shard_map` over other axes encloses it, the mesh
+    The remaining axes are left to the compiler. Inside a `shard_map` over some of these, the mesh
     is that of the context.
     """
     bound = bound_axes()
@@ -98,7 +99,7 @@ def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return laid_out
 
 
-def on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Return fn(x), an array like x, with matrices (…, m, n) that no explicit mesh axis divides.
 
     JAX does not decide how the product of two divided matrices lies along explicit axes.
@@ -170,13 +171,13 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
 def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     """Return the means over workers, with one all-reduce for all arrays of one dtype.
 
-    If JAX tracks variation, arrays that vary over further axes have an all-reduce of their own.
+    If JAX tracks variation, arrays that vary over further axes have a separate all-reduce.
     """
 
     def means(arrays: list[jax.Array]) -> list[jax.Array]:
         bucket = pmean(jnp.concatenate([x.reshape(-1) for x in arrays]), names)
-        parts = slices.split(bucket, [x.size for x in arrays])
-        return [part.reshape(x.shape) for part, x in zip(parts, arrays, strict=True)]
+        found = slices.split(bucket, [x.size for x in arrays])
+        return [mean.reshape(x.shape) for mean, x in zip(found, arrays, strict=True)]
 
     return map_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
 
@@ -186,30 +187,31 @@ def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
     return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
-def gather_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
-    """Return the arrays of all workers, (N, *shape) each, by one all-gather per dtype.
+def gather_in_one(x: PyTree, names: Axes) -> PyTree:
+    """Return a tree of the arrays of all workers, (N, *shape) each, by one all-gather per dtype.
 
     All dtypes of 32 bits share one all-gather.
     """
-    return _in_one([x[None] for x in g], lambda bucket: all_gather(bucket[0], names))
+    rows = jax.tree.map(lambda array: array[None], x)
+    return _send_in_one(rows, lambda bucket: all_gather(bucket[0], names))
 
 
-def all_to_all_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
+def all_to_all_in_one(x: PyTree, names: Axes) -> PyTree:
     """Return the rows that all workers have for this one, (N, …), by one all-to-all per dtype.
 
     All dtypes of 32 bits share one all-to-all.
 
     Args:
-      g: arrays (N, …), with a row for each worker.
+      x: a tree of arrays (N, …), with a row for each worker.
       names: the mesh axes of the workers.
     """
-    return _in_one(g, lambda bucket: lax.all_to_all(bucket, names, 0, 0))
+    return _send_in_one(x, lambda bucket: lax.all_to_all(bucket, names, 0, 0))
 
 
-def _in_one(g: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+def _send_in_one(x: PyTree, send: Callable[[jax.Array], jax.Array]) -> PyTree:
     """Return arrays of rows after a collective over rows, (rows, size) -> (N, size), of all."""
 
-    def as_words(x: jax.Array) -> jax.Array:
+    def words(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.uint32) if x.dtype.itemsize == 4 else x
 
     def received(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -220,8 +222,9 @@ def _in_one(g: Sequence[jax.Array], send: Callable[[jax.Array], jax.Array]) -> l
         x = lax.bitcast_convert_type(x, like.dtype) if like.dtype.itemsize == 4 else x
         return x.reshape(-1, *like.shape[1:])
 
-    words = list(map(as_words, g))
-    return list(map(restored, map_groups(received, words, lambda x: x.dtype), g))
+    arrays, structure = jax.tree.flatten(x)
+    found = map_groups(received, list(map(words, arrays)), lambda x: x.dtype)
+    return jax.tree.unflatten(structure, map(restored, found, arrays))
 
 
 def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:

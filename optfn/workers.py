@@ -1,4 +1,4 @@
-"""Workers that each have their own gradient: reductions over them, and the devices of each."""
+"""Workers with a private gradient each: reductions over them, and the devices of each."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -44,18 +44,18 @@ class Group(NamedTuple):
         """Return the axes over which the leaf at a path is divided."""
         return joined(*self.specs.get(str(place), P()))
 
-    def in_rows(self, values: PyTree) -> PyTree:
+    def rows(self, values: PyTree) -> PyTree:
         """Return divided leaves as arrays with a flat row for each device that has a shard."""
 
-        def rows(place: tree.Place, x: Leaf) -> Leaf:
+        def reshaped(place: tree.Place, x: Leaf) -> Leaf:
             names = self.axes_of(place)
             count = math.prod(self.mesh.shape[name] for name in names)
             return x.reshape(count, -1) if names and not tree.is_masked(x) else x
 
-        return tree.map_named(rows, values)
+        return tree.map_named(reshaped, values)
 
-    def specs_of_rows(self, values: PyTree) -> PyTree:
-        """Return the specs of the arrays that `in_rows` makes."""
+    def row_specs(self, values: PyTree) -> PyTree:
+        """Return the specs of the arrays that `rows` makes."""
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:
             names = self.axes_of(place)
@@ -63,7 +63,7 @@ class Group(NamedTuple):
 
         return tree.map_named(spec_of, values)
 
-    def on_each(
+    def mapped(
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., Any]:
         """Return `fn` run by each device on its shards of arrays."""
@@ -71,7 +71,7 @@ class Group(NamedTuple):
 
 
 class Workers(NamedTuple):
-    """Workers that each have their own gradient. A step passes it to `update` as `workers=`.
+    """Workers with a private gradient each. A step passes them to `update` as `workers=`.
 
     Where the gradient is already that of all workers, there is one worker, without axes, and each
     method returns its argument.
@@ -108,7 +108,7 @@ def joined_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> 
 
     Args:
       name: the name of the wrapper in errors.
-      axis_name: the argument of the wrapper, axes that it knows itself.
+      axis_name: the argument of the wrapper, axes that it is told.
       extra: the extra arguments of its update, with the step's workers as `workers`.
 
     Raises:

@@ -6,8 +6,8 @@ from jax import lax
 
 from optfn import mesh
 from optfn.compression.bits import pack_mask
-from optfn.core import numerics, tree
-from optfn.core.types import Leaf, LeafKind, Updates
+from optfn.core import leafwise, numerics, tree
+from optfn.core.types import Leaf, Updates
 from optfn.mesh import Axes
 
 
@@ -18,13 +18,12 @@ def is_compressible(p: jax.Array, min_size: int) -> bool:
     return bool(dtype == jnp.float32 and p.size >= min_size)
 
 
-def check_own_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
-    """Raise unless the axes are bound and, if JAX can tell, each gradient is the worker's own."""
+def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None:
+    """Raise unless axes are bound and, if JAX can tell, each gradient is that of one worker."""
     mesh.check_axis(name, axis_name)
     checked = set(mesh.checked_axes(axis_name))
     for place, g in tree.items(updates):
-        values = g.values if isinstance(g, LeafKind) else g
-        if tree.is_masked(g) or checked <= mesh.varying_axes(values):
+        if tree.is_masked(g) or checked <= mesh.varying_axes(leafwise.numbers_of(g)):
             continue
         raise ValueError(
             f"{name}: the gradient of {place!r} is already summed or averaged over axis "
@@ -51,11 +50,10 @@ def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array
     Both are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on them
     remains a branch.
     """
-    arrays = [g.values if isinstance(g, LeafKind) else g for g in tree.leaves(updates)]
     # Turn each leaf into bits in one pass, then reduce the bits of all leaves at once.
-    bits = [pack_mask(~jnp.isfinite(g.reshape(-1))) for g in arrays if not tree.is_masked(g)]
+    arrays = map(leafwise.numbers_of, tree.arrays(updates))
+    bits = [pack_mask(~jnp.isfinite(x.reshape(-1))) for x in arrays]
     nonfinite = jnp.any(jnp.concatenate(bits) > 0) if bits else jnp.asarray(False)
-    axes = axis_name
     flags = jnp.stack([nonfinite.astype(jnp.int32), step])
-    nonfinite, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axes)), axes)
+    nonfinite, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axis_name)), axis_name)
     return nonfinite > 0, step

@@ -32,12 +32,14 @@ def pack_fields(fields: Sequence[jax.Array], widths: Sequence[int]) -> jax.Array
       widths: the bits of an entry of each field, 0 to 32; a field of width 0 takes no space.
     """
     digit = math.gcd(32, *widths)
-    digits = [_digits(x, width, digit) for x, width in zip(fields, widths, strict=True) if width]
+    digits = [
+        _split_digits(x, width, digit) for x, width in zip(fields, widths, strict=True) if width
+    ]
     stream = digits[0] if len(digits) == 1 else jnp.concatenate(digits)
     per_word = 32 // digit
     if stream.size % per_word:
         stream = jnp.pad(stream, (0, -stream.size % per_word))
-    return _of_digits(stream, 32, digit)
+    return _join_digits(stream, 32, digit)
 
 
 def unpack_fields(
@@ -46,19 +48,20 @@ def unpack_fields(
     """Return the fields that `pack_fields` packed; counts are their numbers of entries."""
     digit = math.gcd(32, *widths)
     lengths = [n * width // digit for n, width in zip(counts, widths, strict=True)]
-    stream = _digits(words, 32, digit)
-    parts = [stream[: lengths[0]]] if len(lengths) == 1 else slices.split(stream, lengths)
-    return [
-        _of_digits(part, width, digit) if width else jnp.zeros(n, jnp.uint32)
-        for part, width, n in zip(parts, widths, counts, strict=True)
-    ]
+    stream = _split_digits(words, 32, digit)
+    fields = [stream[: lengths[0]]] if len(lengths) == 1 else slices.split(stream, lengths)
+
+    def unpacked(field: jax.Array, width: int, count: int) -> jax.Array:
+        return _join_digits(field, width, digit) if width else jnp.zeros(count, jnp.uint32)
+
+    return list(map(unpacked, fields, widths, counts))
 
 
 def _shifts(width: int, digit: int) -> np.ndarray:
     return np.arange(0, width, digit, dtype=np.uint32)
 
 
-def _digits(x: jax.Array, width: int, digit: int) -> jax.Array:
+def _split_digits(x: jax.Array, width: int, digit: int) -> jax.Array:
     """Return the digits of integers of `width` bits, the lowest digit first."""
     if width == digit:
         return x
@@ -66,7 +69,7 @@ def _digits(x: jax.Array, width: int, digit: int) -> jax.Array:
     return ((x[:, None] >> _shifts(width, digit)) & mask).reshape(-1)
 
 
-def _of_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
+def _join_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
     """Return the integers of `width` bits that consist of these digits."""
     if width == digit:
         return digits
@@ -109,11 +112,7 @@ def first_bits(words: jax.Array, n: jax.Array) -> jax.Array:
 
 
 def positions(
-    words: jax.Array,
-    ends: jax.Array,
-    number: jax.Array,
-    first: jax.Array | np.ndarray,
-    most: int,
+    words: jax.Array, ends: jax.Array, number: jax.Array, first: jax.Array | np.ndarray, most: int
 ) -> jax.Array:
     """Return the positions of set bits in flat words, given their numbers, counted from 0.
 

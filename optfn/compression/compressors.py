@@ -1,8 +1,8 @@
 """Compressors: the protocol, and the choice of a compressor for each leaf.
 
 A compressor turns a leaf of one worker into a packet. It is a value with four methods; `top_k`,
-`quantize` and `power_sgd` return such values, and you can write your own. This one sends signs and
-one magnitude:
+`quantize` and `power_sgd` return such values, and you can write one. This one sends signs and one
+magnitude:
 
     class Signs:
         def init(self, shape):
@@ -65,10 +65,10 @@ class LeafInExchange(NamedTuple):
 
     direction: zeros, to which the mean may be added in place; afterwards the mean over workers.
       Rows if the mean is wanted as Rows.
-    residual: the accumulated updates of a worker, flat float32; afterwards the part not sent.
+    residual: the accumulated updates of a worker, flat float32; afterwards the residual.
     state: the state of the compressor.
-    published: the part of the mean that a worker, as the owner of a slice, has not sent yet, flat
-      float32 (see `by_parts`); None if packets are sent to all workers.
+    published: the residual of the mean that a worker, as the owner of a slice, keeps, flat float32
+      (see `slicewise`); None if packets are sent to all workers.
     """
 
     direction: jax.Array | Rows
@@ -86,22 +86,23 @@ class BaseCompressor(Compressor):
     """A compressor with defaults for the methods that `exchange` calls besides the protocol.
 
     is_reduced: whether packets are averaged by all-reduces, in `reduced`, instead of gathered
-      together with those of other compressors.
+      together with those of all gathered leaves.
     """
 
     is_reduced = False
 
     @classmethod
-    def completing(cls, own: Compressor) -> "BaseCompressor":
+    def completing(cls, given: Compressor) -> "BaseCompressor":
         """Return a compressor of any class, with defaults for the methods that it lacks."""
-        if isinstance(own, BaseCompressor):
-            return own
-        completed, names = cls(), [name for name in dir(cls) if not name.startswith("_")]
-        vars(completed).update({name: getattr(own, name) for name in names if hasattr(own, name)})
+        if isinstance(given, BaseCompressor):
+            return given
+        completed = cls()
+        known = (name for name in dir(cls) if not name.startswith("_") and hasattr(given, name))
+        vars(completed).update({name: getattr(given, name) for name in known})
         return completed
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether leaves of this shape are compressed; others are exchanged densely."""
+        """Tell whether leaves of this shape are compressed, or else exchanged densely."""
         del shape
         return True
 
@@ -109,7 +110,7 @@ class BaseCompressor(Compressor):
         self, xs: Sequence[jax.Array], states: Sequence[PyTree]
     ) -> list[tuple[PyTree, PyTree]]:
         """Return the results of `encode` for several leaves."""
-        return [self.encode(x, state) for x, state in zip(xs, states, strict=True)]
+        return list(map(self.encode, xs, states))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
         """Return the packets (N, …) for N slices of a leaf, (N, n), and the next state of one."""

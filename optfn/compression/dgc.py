@@ -16,7 +16,7 @@ import optax
 from jax import lax
 
 from optfn import core, mesh
-from optfn.compression.agreement import agree, check_own_gradients, check_state_of_leaf
+from optfn.compression.agreement import agree, check_state_of_leaf, check_worker_gradients
 from optfn.compression.dgc_phases import (
     VALUES,
     DgcLeaf,
@@ -43,7 +43,7 @@ from optfn.workers import ONE_WORKER, Workers
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 
-    Each worker has its own local_velocity (u) and residual (v): flat float32 arrays, 8 bytes per
+    Each worker has a private local_velocity (u) and residual (v): flat float32 arrays, 8 bytes per
     compressed parameter. Everything else is the same on all workers: the step; the number of steps
     that were skipped because a gradient was not finite; the number of workers; the velocity of the
     leaves that are not compressed, 4 bytes per parameter; the state of the penalty; and
@@ -77,9 +77,9 @@ def deep_gradient_compression(
     wire: str = "float32",
     selection: str = "exact",
 ) -> core.Rule:
-    """Exchange only the largest entries of the accumulated gradients, and send the others later.
+    """Exchange only the largest entries of the accumulated gradients, and keep the rest for later.
 
-    With N workers, each with the mean gradient g of its own examples, and steps counted from 0:
+    With N workers, each with the mean gradient g of its examples, and steps counted from 0:
 
         step < rampup_begin_step:  G = mean over workers of (g + reg);  u = μu + G
                                    direction = u, or G + μu with nesterov
@@ -95,7 +95,7 @@ def deep_gradient_compression(
     all workers leave u, v and params unchanged, and count the step as skipped.
 
     `make_train_step` with a mesh runs it as it needs to be. Elsewhere, call it where `axis_name` is
-    bound (shard_map, pmap, vmap), and pass the gradient of each worker's own examples. With
+    bound (shard_map, pmap, vmap), and pass the gradient of each worker's examples. With
     `shard_map(check_vma=True)` JAX itself sums the gradient of replicated parameters over workers:
     differentiate with respect to `jax.lax.pcast(params, axis_name, to="varying")` instead. The
     direction already includes momentum, so only `scale_by_learning_rate` should follow.
@@ -123,8 +123,8 @@ def deep_gradient_compression(
       selection: "exact", the k largest; "sampled" is another name for it.
 
     State: u and v, flat float32 arrays, one each per worker, 8 bytes per compressed parameter; the
-    velocity, 4 bytes per other parameter; step, skipped and num_workers. `init` needs no axis and
-    returns the state of one worker. Leaves must be real.
+    velocity, 4 bytes per uncompressed parameter; step, skipped and num_workers. `init` needs no
+    axis and returns the state of one worker. Leaves must be real.
 
     `update` takes `row_updates=True`. If `sparsity` has one entry, `rampup_begin_step` is 0 and
     packets are smaller than whole leaves, it then returns the directions of compressed leaves as
@@ -138,13 +138,14 @@ def deep_gradient_compression(
     """
     penalty = optax.identity() if regularization is None else regularization
     core.check_transform("regularization", penalty)
+    norm = local_grad_clip_norm
     options = Options(
         checks.decay("momentum", momentum),
         checks.count("rampup_begin_step", rampup_begin_step, low=0),
         checks.count("rampup_step", rampup_step),
         _check_sparsity(sparsity),
         checks.flag("nesterov", nesterov),
-        _check_clip_norm(local_grad_clip_norm),
+        None if norm is None else checks.positive("local_grad_clip_norm", norm),
         optax.with_extra_args_support(penalty),
         mesh.check_names("axis_name", axis_name),
         mesh.check_names("reduce_axis_name", reduce_axis_name, optional=True),
@@ -175,10 +176,6 @@ def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:
             )
         checks.number("sparsity", s, checks.BELOW_ONE)
     return tuple(map(float, sparsity))
-
-
-def _check_clip_norm(norm: Number | None) -> Number | None:
-    return None if norm is None else checks.positive("local_grad_clip_norm", norm)
 
 
 def _state_of_zeros(options: Options, params: Params) -> DeepGradientCompressionState:
@@ -252,10 +249,7 @@ def _accumulate_and_send(
     options = dataclasses.replace(options, group=workers.group)
     updates = row_sparse.to_dense(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
-    result: tuple[Updates, DeepGradientCompressionState] = update_on_shards(
-        run, updates, state, params, workers.group
-    )
-    return result
+    return update_on_shards(run, updates, state, params, workers.group)
 
 
 def _accumulate_and_send_shards(
@@ -266,7 +260,7 @@ def _accumulate_and_send_shards(
     params: Params,
 ) -> tuple[Updates, DeepGradientCompressionState]:
     for axis_name in (options.axis_name, options.reduce_axis_name):
-        check_own_gradients("deep_gradient_compression", updates, axis_name)
+        check_worker_gradients("deep_gradient_compression", updates, axis_name)
     _check_state(options, updates, state)
     nonfinite, step = agree(updates, state.step, options.agreeing_axes)
     compressing = ~nonfinite & (step >= options.rampup_begin_step)
@@ -274,8 +268,8 @@ def _accumulate_and_send_shards(
     g, regularization = options.regularization.update(g, state.regularization, params)
 
     directions, structure = tree.flatten(g)
-    parts = state.velocity, state.local_velocity.value, state.residual.value
-    velocity, u, v = map(tree.leaves, parts)
+    trees = state.velocity, state.local_velocity.value, state.residual.value
+    velocity, u, v = map(tree.leaves, trees)
     # A leaf is masked in `velocity` if it is compressed, and in `residual` if it is not.
     small = [i for i, x in enumerate(velocity) if not tree.is_masked(x)]
     large = [i for i, x in enumerate(v) if not tree.is_masked(x)]
@@ -302,12 +296,13 @@ def _accumulate_and_send_shards(
 def _check_state(options: Options, updates: Updates, state: DeepGradientCompressionState) -> None:
     """Raise unless the state is that of one worker, for leaves like those of `updates`."""
     u, v = state.local_velocity.value, state.residual.value
-    for part in (state.velocity, u, v):
-        tree.check_same_structure("update", "the state", part, "updates", updates)
+    for values in (state.velocity, u, v):
+        tree.check_same_structure("update", "the state", values, "updates", updates)
     for place, g, velocity, residual in tree.items(updates, state.velocity, v):
         if not tree.is_masked(g):
-            of_shard = options.group is not None
-            is_flat = not tree.is_masked(residual) if of_shard else options.compresses(g)
+            is_flat = (
+                options.compresses(g) if options.group is None else not tree.is_masked(residual)
+            )
             found, shape = (residual, (g.size,)) if is_flat else (velocity, g.shape)
             check_state_of_leaf("update", place, found, shape)
 

@@ -46,8 +46,8 @@ def dgc_momentum(
         G = deep_gradient_compression(g)
         p −= lr·G
 
-    Each worker sends only the largest entries of its accumulated gradients, and keeps the others to
-    send them later. Pass it to `make_train_step` with a mesh. In a step of your own, call it where
+    Each worker sends only the largest entries of its accumulated gradients, and keeps the rest to
+    send it later. Pass it to `make_train_step` with a mesh. In a step that you write, call it where
     `axis_name` is bound, with the gradient of each worker.
 
     Momentum factor masking (`momentum_masking=True`, as in the paper) zeroes the velocity wherever

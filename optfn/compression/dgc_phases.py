@@ -170,26 +170,32 @@ def update_compressed(
     skip, compressed, dense = range(3)
     in_ramp = step >= options.rampup_begin_step
     phase = jnp.where(nonfinite, skip, jnp.where(in_ramp, compressed, dense))
+
+    def reshaped(leaf: DgcLeaf, like: DgcLeaf) -> DgcLeaf:
+        return leaf._replace(direction=leaf.direction.reshape(like.direction.shape))
+
     # The phase is the same on all workers, so its branches may contain collectives.
-    shapes = [leaf.direction.shape for leaf in leaves]
-    pairs = zip(lax.switch(phase, phases, flat), shapes, strict=True)
-    return [leaf._replace(direction=leaf.direction.reshape(shape)) for leaf, shape in pairs]
+    return list(map(reshaped, lax.switch(phase, phases, flat), leaves))
 
 
 def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     """Return zero directions and the old state."""
     if ramp.gives_rows:
-        zeros: Sequence[jax.Array | Rows] = _empty_rows(ramp.formats[0], ramp.workers)
-    else:
-        zeros = [mesh.zeros_of_mean(leaf.direction, ramp.options.axis_name) for leaf in leaves]
-    return [leaf._replace(direction=zero) for leaf, zero in zip(leaves, zeros, strict=True)]
+        return _redirected(leaves, _empty_rows(ramp.formats[0], ramp.workers))
+    axes = ramp.options.axis_name
+    return _redirected(leaves, [mesh.zeros_of_mean(leaf.direction, axes) for leaf in leaves])
+
+
+def _redirected(leaves: list[DgcLeaf], directions: Sequence[jax.Array | Rows]) -> list[DgcLeaf]:
+    """Return the leaves with these directions."""
+    return list(map(lambda leaf, x: leaf._replace(direction=x), leaves, directions))
 
 
 def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     """Apply momentum to the mean gradient, with u as the velocity."""
     options, axes = ramp.options, ramp.options.axis_name
 
-    def of_leaf(leaf: DgcLeaf) -> DgcLeaf:
+    def step(leaf: DgcLeaf) -> DgcLeaf:
         mean = lax.pmean(leaf.direction, axes)
         direction, u = momentum_rule(
             mean, leaf.velocity, momentum=options.momentum, nesterov=options.nesterov
@@ -199,24 +205,23 @@ def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
             direction = lax.pmax(direction, axes)
         return DgcLeaf(direction, u, leaf.residual)
 
-    return list(map(of_leaf, leaves))
+    return list(map(step, leaves))
 
 
 def compressed_step(ramp: Ramp, step: jax.Array, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
-    """Accumulate, send the selected entries, and keep the others in the residual."""
+    """Accumulate, send the selected entries, and keep all remaining ones in the residual."""
     options = ramp.options
     leaves = [accumulated(leaf, options.momentum, options.nesterov) for leaf in leaves]
     # All ramp steps share one program for the passes over whole leaves; only the counts differ.
     search = SampleSearch(Segments(ramp.sizes))
     counts = [search.counts(packet_format.k) for packet_format in ramp.formats]
     i = ramp_step(step, options.rampup_begin_step, options.rampup_step, len(counts))
-    of_step = jax.tree.map(lambda *each: jnp.asarray(np.array(each))[i], *counts)
-    words = search.candidates([leaf.residual for leaf in leaves], of_step)
+    current = jax.tree.map(lambda *each: jnp.asarray(np.array(each))[i], *counts)
+    words = search.candidates([leaf.residual for leaf in leaves], current)
 
-    def send(of_ramp_step: int, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
-        residuals = [leaf.residual for leaf in leaves]
-        entries = search.extract(residuals, words, counts[of_ramp_step])
-        return _exchanged_entries(ramp, ramp.formats[of_ramp_step], *entries, leaves)
+    def send(n: int, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
+        entries = search.extract([leaf.residual for leaf in leaves], words, counts[n])
+        return _exchanged_entries(ramp, ramp.formats[n], *entries, leaves)
 
     return lax.switch(i, [partial(send, n) for n in range(len(counts))], leaves)
 
@@ -246,52 +251,46 @@ def _exchanged_entries(
     remainder = jnp.where(jnp.isfinite(sent), values - sent, 0.0)
     # With unsigned indices JAX adds no code per leaf that tests for negative ones.
     places = packet_format.split(index.astype(jnp.uint32))
-    parts = zip(leaves, places, packet_format.split(remainder), strict=True)
-    masking = ramp.options.momentum_masking
-    kept = [_without_entries(leaf, at, left, masking) for leaf, at, left in parts]
-    axis_name = ramp.options.axis_name
+    without_sent = partial(_without_entries, ramp.options.momentum_masking)
+    kept = list(map(without_sent, leaves, places, packet_format.split(remainder)))
+    axes = ramp.options.axis_name
     zeros = [jnp.zeros(n, jnp.float32) for n in ramp.sizes]
-    directions: Sequence[jax.Array | Rows]
     if dense:
         entries = zip(zeros, places, packet_format.split(sent), strict=True)
-        axes = axis_name
-        directions = [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries]
-    elif ramp.gives_rows:
-        packet = packet_format.encode(sent, index)
-        directions = _rows_of_packets(packet, packet_format, axis_name)
-    else:
-        packet = packet_format.encode(sent, index)
-        directions = mean_of_packets(packet, zeros, packet_format.add_to, axis_name)
-    pairs = zip(kept, directions, strict=True)
-    return [leaf._replace(direction=direction) for leaf, direction in pairs]
+        return _redirected(kept, [lax.pmean(zero.at[i].set(x), axes) for zero, i, x in entries])
+    packet = packet_format.encode(sent, index)
+    if ramp.gives_rows:
+        return _redirected(kept, _rows_of_packets(packet, packet_format, axes))
+    return _redirected(kept, mean_of_packets(packet, zeros, packet_format.add_to, axes))
 
 
 def _without_entries(
-    leaf: DgcLeaf, places: jax.Array, remainder: jax.Array, momentum_masking: bool
+    momentum_masking: bool, leaf: DgcLeaf, places: jax.Array, remainder: jax.Array
 ) -> DgcLeaf:
     """Return the leaf with v = remainder, and u = 0 if masked, at these increasing places."""
 
-    def with_entries(x: jax.Array, values: jax.Array | float) -> jax.Array:
+    def set_entries(x: jax.Array, values: jax.Array | float) -> jax.Array:
         return x.at[places].set(values, indices_are_sorted=True, unique_indices=True)
 
     g, u, v = leaf
-    u = with_entries(u, 0.0) if momentum_masking else u
-    return DgcLeaf(g, u, with_entries(v, remainder))
+    u = set_entries(u, 0.0) if momentum_masking else u
+    return DgcLeaf(g, u, set_entries(v, remainder))
 
 
 def _rows_of_packets(packet: jax.Array, packet_format: PacketFormat, axis_name: Axes) -> list[Rows]:
-    """Return the mean over workers as Rows of one entry each, with one part per worker.
+    """Return the mean over workers as Rows of one entry each, with one block per worker.
 
     This makes no array of the size of a leaf.
     """
     packets = mesh.all_gather(packet, axis_name)
     workers = packets.shape[0]
     values, index = jax.vmap(packet_format.decode)(packets)
-    parts = map(packet_format.split, (index.astype(jnp.int32), values / workers))
-    return [
-        Rows(i.reshape(-1), v.reshape(-1), n, parts=workers)
-        for n, i, v in zip(packet_format.segments.sizes, *parts, strict=True)
-    ]
+
+    def rows(size: int, index: jax.Array, values: jax.Array) -> Rows:
+        return Rows(index.reshape(-1), values.reshape(-1), size, parts=workers)
+
+    columns = map(packet_format.split, (index.astype(jnp.int32), values / workers))
+    return list(map(rows, packet_format.segments.sizes, *columns))
 
 
 def _empty_rows(packet_format: PacketFormat, workers: int) -> list[Rows]:

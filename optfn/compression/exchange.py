@@ -1,6 +1,6 @@
 """The exchange of updates between workers, for any optimizer: compressors with error feedback.
 
-`exchange` is the transform. `compressors` has the protocol of packets, `gathering` and `by_parts`
+`exchange` is the transform. `compressors` has the protocol of packets, `gathering` and `slicewise`
 take the mean over workers of decoded packets, and `sending` calls these for all leaves.
 """
 
@@ -16,8 +16,8 @@ import optax
 from optfn import core, mesh
 from optfn.compression.agreement import (
     agree,
-    check_own_gradients,
     check_state_of_leaf,
+    check_worker_gradients,
     is_compressible,
 )
 from optfn.compression.compressors import (
@@ -34,7 +34,7 @@ from optfn.compression.traffic import traffic_of
 from optfn.core import checks, leafwise, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
+from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.leaves import mismatch, packed
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.rows import Rows
@@ -50,8 +50,8 @@ from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_p
 class ExchangeState(NamedTuple):
     """State of `exchange` with a compressor.
 
-    Each worker has its own residual, a flat float32 array, 4 bytes per compressed parameter. With
-    route="parts", published is the part of the mean that the owner of each slice has not sent yet,
+    Each worker has a private residual, a flat float32 array, 4 bytes per compressed parameter. With
+    route="parts", published is the residual of the mean that the owner of each slice keeps,
     4/N bytes per parameter on each worker. Everything else is the same on all workers: the step,
     the number of workers, the states of the compressors, and `exchanged`, which marks the leaves
     that are exchanged and has no arrays.
@@ -72,22 +72,13 @@ class ExchangeDenseState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class _Options(Sending):
     """The arguments of `exchange`, checked."""
 
     compressors: Mapping[Any, BaseCompressor | None]
-    error_feedback: Number
-    axis_name: Axes
     min_size: int
-    warmup_steps: int
-    route: str = "gather"
     group: Group | None = None
     row_updates: bool = False
-
-    @property
-    def sending(self) -> Sending:
-        """How a worker sends its updates."""
-        return Sending(self.axis_name, self.error_feedback, self.warmup_steps, self.route)
 
     @property
     def all_axes(self) -> mesh.Axes:
@@ -96,8 +87,13 @@ class _Options:
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
-        pairs = zip(chosen(self.compressors, params), tree.leaves(params), strict=True)
-        return [compressor if self._compresses(compressor, p) else None for compressor, p in pairs]
+
+        def accepted(compressor: BaseCompressor | None, p: Leaf) -> BaseCompressor | None:
+            if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
+                return None
+            return compressor if compressor.accepts(p.shape) else None
+
+        return list(map(accepted, chosen(self.compressors, params), tree.leaves(params)))
 
     def zeros(self, compressor: BaseCompressor, g: jax.Array) -> jax.Array | Rows:
         """Return zeros for the mean of a leaf; as Rows where these are wanted, and cost less."""
@@ -105,11 +101,6 @@ class _Options:
         if self.row_updates and self.route == "gather" and not self.warmup_steps:
             rows = empty_rows(compressor, g.shape, self.axis_name)
         return mesh.zeros_of_mean(g, self.axis_name) if rows is None else rows
-
-    def _compresses(self, compressor: BaseCompressor | None, p: Leaf) -> bool:
-        if compressor is None or tree.is_masked(p) or not is_compressible(p, self.min_size):
-            return False
-        return compressor.accepts(p.shape)
 
 
 @core.named
@@ -132,10 +123,10 @@ def exchange(
 
     Put it in front of any optimizer, as in `chain(exchange(top_k(0.05)), adamw(1e-3))`, if the link
     between your workers is slow. It replaces the dense mean of the gradients. All workers get the
-    same direction, bit for bit. With `error_feedback=1` nothing is lost: the parts sent and the
+    same direction, bit for bit. With `error_feedback=1` nothing is lost: sent packets and the
     residual add up to the sum of the updates.
 
-    `make_train_step` with a mesh passes it the gradients of each worker. In a step of your own,
+    `make_train_step` with a mesh passes it the gradients of each worker. In a step that you write,
     call it where `axis_name` is bound (shard_map, pmap, vmap). With `shard_map(check_vma=True)` JAX
     itself sums the gradient of replicated params: differentiate with respect to
     `jax.lax.pcast(params, axis_name, to="varying")` instead.
@@ -151,12 +142,12 @@ def exchange(
       param_attrs: attributes by patterns of paths. Leaves with trainable=False or learning_rate=0
         are not sent, and their update is −0.0.
       warmup_steps: the number of first steps in which the mean is dense, and the residual stays 0.
-      route: how packets are sent. "gather": each worker sends its packet, of b bytes, to all
-        others, which is (N − 1)·b bytes. "parts": each worker owns a slice of each leaf, 1/N of its
+      route: how packets are sent. "gather": each worker sends its packet, of b bytes, to the N − 1
+        remaining ones, (N − 1)·b bytes. "parts": each worker owns a slice of each leaf, 1/N of its
         entries in C order. Packets of slices are sent to their owners, and each owner sends the
         mean of them to all workers, in a packet again. This is 2(N − 1)/N·b bytes, for any number
-        of workers. The owner keeps the part of the mean that its packet leaves out, with the same
-        error feedback. Chunks are those of slices; if they divide slices evenly, residuals are
+        of workers. The owner keeps the residual of the mean that its packet leaves out, with the
+        same error feedback. Chunks are those of slices; if they divide slices evenly, residuals are
         those of "gather".
 
     All compressed leaves share one all-gather (and with route="parts" one all-to-all). All leaves
@@ -174,29 +165,31 @@ def exchange(
     largest float32 number. `exchange(None)` is the mean of all updates, finite or not.
 
     State: the residual, flat float32, one per worker, 4 bytes per compressed parameter; step and
-    num_workers; and the states of compressors. With route="parts" also the rest that owners keep,
-    flat float32, 4/N bytes per compressed parameter on each worker. `exchange(None)` keeps no
-    arrays. `init` needs no axis and returns the state of one worker, with the rest of all owners as
-    one array. `init_state` divides that array over a mesh; if each worker keeps it whole (pmap,
-    vmap), the worker uses its own slice. Leaves must be real.
+    num_workers; and the states of compressors. With route="parts" also the residuals that owners
+    keep, flat float32, 4/N bytes per compressed parameter on each worker. `exchange(None)` keeps no
+    arrays. `init` needs no axis and returns the state of one worker, with the residuals of all
+    owners as one array. `init_state` divides that array over a mesh; if each worker keeps it whole
+    (pmap, vmap), the worker uses the slice that it owns. Leaves must be real.
 
     Raises:
       ValueError: with route="parts", a compressor needs the whole leaf, as `power_sgd` does. At
         update: an axis is not bound; or an update is already averaged, if JAX can tell.
 
-    Sources: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; by parts, with
-    feedback on both sides, Tang et al. 2021, arXiv 2102.02888 (1-bit Adam), §3.
+    Sources: error feedback, Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; slice by slice,
+    with feedback on both sides, Tang et al. 2021, arXiv 2102.02888 (1-bit Adam), §3.
     """
     options = _Options(
-        {} if compressor is None else check_choice(compressor),
-        checks.number("error_feedback", error_feedback, checks.UNIT),
-        mesh.check_names("axis_name", axis_name),
-        checks.count("min_size", min_size),
-        checks.count("warmup_steps", warmup_steps, low=0),
-        checks.choice("route", route, ("gather", "parts")),
+        compressors={} if compressor is None else check_choice(compressor),
+        error_feedback=checks.number("error_feedback", error_feedback, checks.UNIT),
+        axis_name=mesh.check_names("axis_name", axis_name),
+        min_size=checks.count("min_size", min_size),
+        warmup_steps=checks.count("warmup_steps", warmup_steps, low=0),
+        route=checks.choice("route", route, ("gather", "parts")),
     )
     if options.route == "parts":
-        _check_slices(options.compressors)
+        for codec in options.compressors.values():
+            if codec is not None:
+                check_codec('exchange: with route="parts" compressor', codec)
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
         tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
@@ -204,13 +197,6 @@ def exchange(
         init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
         tx = core.behind_edge("exchange", core.Rule(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
-
-
-def _check_slices(compressors: Mapping[Any, BaseCompressor | None]) -> None:
-    """Raise a ValueError unless compressors can send slices of leaves."""
-    for compressor in compressors.values():
-        if compressor is not None:
-            check_codec('exchange: with route="parts" compressor', compressor)
 
 
 def _freezing(
@@ -224,15 +210,15 @@ def _freezing(
         pattern: ParamAttr(trainable=attr.trainable and attr.learning_rate > 0)
         for pattern, attr in attrs.items()
     }
-    without = attributed("exchange", tx, trained)
+    masking = attributed("exchange", tx, trained)
 
     def init(params: Params) -> Any:
-        state = without.init(params)
+        state = masking.init(params)
         mark = state.exchanged
         whole = packed.unpack(leafwise.inexact(params))
         return state._replace(exchanged=exchanged(whole, mark.axes, mark.traffic))
 
-    return core.Transform(init, without.update)
+    return core.Transform(init, masking.update)
 
 
 def _mark_exchanged(options: _Options, params: Params) -> ExchangeDenseState:
@@ -250,7 +236,7 @@ def _plain_mean(
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
     mismatch.check_state("exchange", state, ExchangeDenseState)
-    check_own_gradients("exchange", leafwise.inexact(updates), options.axis_name)
+    check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
     return mean_of_all(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
@@ -261,16 +247,15 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     masked = optax.MaskedNode()
     residuals = [masked if c is None else jnp.zeros(p.size, jnp.float32) for c, p in pairs]
     states = [() if c is None else c.init(p.shape) for c, p in pairs]
-    by_parts = options.route == "parts"
+    flat = structure.unflatten(residuals)
+    traffic = traffic_of(pairs, options.route, options.warmup_steps)
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        per_worker(structure.unflatten(residuals), options.axis_name),
+        per_worker(flat, options.axis_name),
         structure.unflatten(states),
-        exchanged(
-            params, options.axis_name, traffic_of(pairs, options.route, options.warmup_steps)
-        ),
-        divided(structure.unflatten(residuals), options.axis_name) if by_parts else (),
+        exchanged(params, options.axis_name, traffic),
+        divided(flat, options.axis_name) if options.route == "parts" else (),
     )
 
 
@@ -304,21 +289,21 @@ def _check_compressors_of_shards(updates: Updates, states: PyTree, group: Group 
     """Raise a ValueError if the compressor of a divided leaf keeps arrays for the whole leaf."""
     if group is None:
         return
-    of_leaves = tree.flatten(updates)[1].flatten_up_to(states)
+    leaf_states = tree.flatten(updates)[1].flatten_up_to(states)
     for place, spec in tree.items(group.specs_of(updates)):
-        has_arrays = any(map(jnp.ndim, jax.tree.leaves(of_leaves[place.number])))
+        has_arrays = any(map(jnp.ndim, jax.tree.leaves(leaf_states[place.number])))
         if not tree.is_masked(spec) and any(spec) and has_arrays:
             raise ValueError(
                 f"exchange: the compressor of leaf {place!r} keeps arrays for the whole leaf (as "
                 "power_sgd does), but the leaf is divided over devices, which exchange only their "
-                "parts. Choose another compressor for this leaf, or do not divide it"
+                "shards. Choose another compressor for this leaf, or do not divide it"
             )
 
 
 def _compressed_mean_of_shards(
     options: _Options, whole: Updates, state: ExchangeState
 ) -> tuple[Updates, ExchangeState]:
-    check_own_gradients("exchange", whole, options.axis_name)
+    check_worker_gradients("exchange", whole, options.axis_name)
     nonfinite, step = agree(whole, state.step, options.all_axes)
 
     leaves, structure = tree.flatten(whole)
@@ -328,12 +313,12 @@ def _compressed_mean_of_shards(
     directions = exchanged_densely(leaves, numbers, nonfinite, options.axis_name)
     published = _published(whole, state, options.axis_name)
     if numbers:
-        of_leaves = chosen(options.compressors, whole)
-        compressors = [c for i in numbers if (c := of_leaves[i]) is not None]
-        own = [leaves[i] for i in numbers]
-        pairs = zip(map(options.zeros, compressors, own), numbers, strict=True)
-        pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for zero, i in pairs]
-        sent = options.sending.compressed(compressors, nonfinite, step, own, pending)
+        known = chosen(options.compressors, whole)
+        compressors = [c for i in numbers if (c := known[i]) is not None]
+        large = [leaves[i] for i in numbers]
+        zeros = zip(numbers, map(options.zeros, compressors, large), strict=True)
+        pending = [LeafInExchange(zero, residuals[i], states[i], published[i]) for i, zero in zeros]
+        sent = options.send(compressors, nonfinite, step, large, pending)
         for i, leaf in zip(numbers, sent, strict=True):
             directions[i], residuals[i], states[i], published[i] = leaf
     return structure.unflatten(directions), ExchangeState(
@@ -349,7 +334,7 @@ def _compressed_mean_of_shards(
 
 
 def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[Leaf]:
-    """Return the rest that a worker keeps for its slice of each leaf; None without slices.
+    """Return the owner's residual of the mean of each leaf; None without slices.
 
     Raises:
       ValueError: an array has the size neither of one slice nor of all.
@@ -358,7 +343,7 @@ def _published(updates: Updates, state: ExchangeState, axis_name: Axes) -> list[
         return [None] * len(tree.leaves(updates))
     workers = mesh.axis_size(axis_name)
     for place, g, x in tree.items(updates, state.published.value):
-        if not (tree.is_masked(x) or isinstance(g, LeafKind) or x.shape == (g.size,)):
+        if not (tree.is_masked(x) or tree.is_leaf(g) or x.shape == (g.size,)):
             check_state_of_leaf("exchange", place, x, (-(-g.size // workers),))
     return tree.leaves(state.published.value)
 
@@ -371,7 +356,7 @@ def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
     """
     numbers = []
     for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):
-        if not (tree.is_masked(g) or tree.is_masked(residual) or isinstance(g, LeafKind)):
+        if not (tree.is_leaf(g) or tree.is_masked(residual)):
             check_state_of_leaf("exchange", place, residual, (g.size,))
             numbers.append(i)
     return numbers

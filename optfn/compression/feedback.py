@@ -1,4 +1,4 @@
-"""Error feedback: the part of an update that has not been sent is added to the next one."""
+"""Error feedback: the residual of an update, which is not sent, is added to the next one."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from optfn.core import numerics
 from optfn.core.checks import Number
 
 
-def with_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
+def add_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
     """Return error_feedback·residual + update, clipped to the range of finite float32 numbers."""
     largest = np.finfo(np.float32).max
     total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)

@@ -28,11 +28,11 @@ def mean_by_all_gather(
       leaves: the leaves of one worker.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """
-    xs, states = [leaf.accumulated for leaf in leaves], [leaf.state for leaf in leaves]
-    encoded = encode_all(compressors, xs, states)
+    xs = [leaf.accumulated for leaf in leaves]
+    encoded = encode_all(compressors, xs, [leaf.state for leaf in leaves])
     packets = [packet for packet, _ in encoded]
-    residuals = [c.add_to(xs[i], packets[i], -1.0) for i, c in enumerate(compressors)]
-    gathered = _of_all_workers(packets, axis_name)
+    residuals = list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
+    gathered = mesh.gather_in_one(packets, axis_name)
     zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
@@ -70,14 +70,8 @@ def _mean_of_entries(compressor: BaseCompressor, packets: PyTree, like: Rows) ->
     """Return the mean over workers as Rows, each entry once: the bits are those of the array."""
     indices, values = jax.vmap(lambda packet: compressor.entries(packet, like.num_rows))(packets)
     workers = indices.shape[0]
-    parts = Rows(
-        indices.reshape(-1).astype(jnp.int32),
-        (1 / workers) * values.reshape(-1),
-        like.num_rows,
-        parts=workers,
-        view=like.view,
-    )
-    return parts.merged()
+    indices, values = indices.reshape(-1).astype(jnp.int32), (1 / workers) * values.reshape(-1)
+    return Rows(indices, values, like.num_rows, parts=workers, view=like.view).merged()
 
 
 def encode_all(
@@ -105,13 +99,7 @@ def mean_of_packets(
       add: adds a multiple of a decoded packet to arrays.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """
-    return _mean_of_gathered(_of_all_workers(packet, axis_name), zeros, add, axis_name)
-
-
-def _of_all_workers(packet: PyTree, axis_name: Axes) -> PyTree:
-    """Return the packets of all workers, with a leading axis, by one all-gather."""
-    arrays, structure = jax.tree.flatten(packet)
-    return jax.tree.unflatten(structure, mesh.gather_in_one(arrays, axis_name))
+    return _mean_of_gathered(mesh.gather_in_one(packet, axis_name), zeros, add, axis_name)
 
 
 def _mean_of_gathered(

@@ -1,13 +1,14 @@
 """An exchange between workers that are groups of devices: each device exchanges its shards."""
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from optfn.core import tree
-from optfn.core.types import Leaf, OptState, Params, Updates
+from optfn.core.types import OptState, Params, Updates
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.workers import Group
 
@@ -29,45 +30,44 @@ def update_on_shards(
       group: the devices of a worker; None if a worker is one device.
     """
 
-    def on_device(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
-        flat = _map_own(lambda x: tree.map_arrays(jnp.ravel, x), state)
+    def run(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
+        flat = _map_private(lambda x: jax.tree.map(jnp.ravel, x), state)
         updates, new = update(updates, flat, params)
-        own = iter([x.value for x in state if _is_own(x)])
-        return updates, _map_own(lambda x: tree.map(_shaped_as, x, next(own)), new)
+        old = iter([x.value for x in state if isinstance(x, PerWorker | Divided)])
+        return updates, _map_private(lambda x: jax.tree.map(_reshaped, x, next(old)), new)
 
     if group is None:
-        return on_device(updates, state, params)
+        return run(updates, state, params)
     specs = group.specs_of(updates), _specs_of_state(state, updates, group)
-    of_params = None if params is None else group.specs_of(params)
-    result: tuple[Updates, OptState] = group.on_each(on_device, (*specs, of_params), specs)(
+    param_specs = None if params is None else group.specs_of(params)
+    result: tuple[Updates, OptState] = group.mapped(run, (*specs, param_specs), specs)(
         updates, state, params
     )
     return result
 
 
-def _is_own(x: object) -> TypeGuard[PerWorker | Divided]:
-    return isinstance(x, PerWorker | Divided)
-
-
-def _map_own(fn: Callable[[Any], Any], state: Any) -> Any:
+def _map_private(fn: Callable[[Any], Any], state: Any) -> Any:
     """Map the trees of per-worker arrays among the fields of a state."""
-    fields = (x._replace(value=fn(x.value)) if _is_own(x) else x for x in state)
-    return type(state)(*fields)
+
+    def mapped(x: Any) -> Any:
+        return x._replace(value=fn(x.value)) if isinstance(x, PerWorker | Divided) else x
+
+    return type(state)(*map(mapped, state))
 
 
-def _shaped_as(x: Leaf, like: Leaf) -> Leaf:
-    return x if tree.is_masked(x) else jnp.reshape(x, jnp.shape(like))
+def _reshaped(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x.reshape(like.shape)
 
 
 def _specs_of_state(state: Any, updates: Updates, group: Group) -> Any:
     """Return the PartitionSpecs of a state; fields like the params are divided like them."""
     structure = tree.flatten(updates)[1]
 
-    def of_field(x: Any) -> Any:
+    def field_specs(x: Any) -> Any:
         if isinstance(x, PerWorker):
             return x._replace(value=group.specs_of(x.value))
         if isinstance(x, Divided):
-            return x._replace(value=group.specs_of_rows(x.value))
+            return x._replace(value=group.row_specs(x.value))
         return group.specs_of(x) if tree.flatten(x)[1] == structure else P()
 
-    return type(state)(*map(of_field, state))
+    return type(state)(*map(field_specs, state))

@@ -83,12 +83,14 @@ class PacketFormat:
             return jnp.zeros(0, jnp.float32)
         return Chunks(self.count, int(self.k[0])).map(self.values.scales, values, self.k)
 
-    def _with_scales(self, scales: jax.Array) -> jax.Array:
-        return self.segments.of_entries(scales, self.k) if self.values.has_scale else scales
+    def _scale_entries(self, scales: jax.Array) -> jax.Array:
+        return (
+            self.segments.spread_over_entries(scales, self.k) if self.values.has_scale else scales
+        )
 
     def rounded(self, values: jax.Array) -> jax.Array:
         """Return float32 values as they are decoded from a packet, (count,)."""
-        scales = self._with_scales(self._scales(values))
+        scales = self._scale_entries(self._scales(values))
         return self.values.decode(self.values.encode(values, scales), scales)
 
     def encode(self, values: jax.Array, index: jax.Array) -> jax.Array:
@@ -102,7 +104,7 @@ class PacketFormat:
           uint32 (num_bytes/4,).
         """
         scales = self._scales(values)
-        codes = self.values.encode(values, self._with_scales(scales))
+        codes = self.values.encode(values, self._scale_entries(scales))
         fields = [index.astype(jnp.uint32), codes]
         if self._end_is_sent.any():
             block = self._first_block + (index >> self.index_bits)
@@ -116,7 +118,7 @@ class PacketFormat:
         """Return the values, float32 (count,), and their indices in the array, uint32 (count,)."""
         scales = lax.bitcast_convert_type(packet[: self._num_scales], jnp.float32)
         index, codes, *ends = bits.unpack_fields(packet[self._num_scales :], *self._fields)
-        values = self.values.decode(codes, self._with_scales(scales))
+        values = self.values.decode(codes, self._scale_entries(scales))
         if ends:
             of_segments = np.repeat(np.cumsum(self.k), self._num_blocks).astype(np.int32)
             sent = np.flatnonzero(self._end_is_sent)
@@ -125,7 +127,9 @@ class PacketFormat:
             block = jnp.searchsorted(of_blocks, number, side="right").astype(jnp.int32)
             index += (block - self._first_block).astype(jnp.uint32) << np.uint32(self.index_bits)
         if self.segments.chunk is not None:
-            index += self.segments.of_entries(self.segments.row_starts.astype(np.uint32), self.k)
+            index += self.segments.spread_over_entries(
+                self.segments.row_starts.astype(np.uint32), self.k
+            )
         return values, index
 
     def split(self, entries: jax.Array) -> list[jax.Array]:
@@ -137,8 +141,8 @@ class PacketFormat:
     ) -> list[jax.Array]:
         """Return flat arrays plus scale times the decoded entries; only these are touched."""
         values, index = self.decode(packet)
-        parts = zip(totals, self.split(scale * values), self.split(index), strict=True)
-        return [
-            total.at[i].add(v, indices_are_sorted=True, unique_indices=True)
-            for total, v, i in parts
-        ]
+
+        def added(total: jax.Array, values: jax.Array, index: jax.Array) -> jax.Array:
+            return total.at[index].add(values, indices_are_sorted=True, unique_indices=True)
+
+        return list(map(added, totals, self.split(scale * values), self.split(index)))

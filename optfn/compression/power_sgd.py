@@ -38,17 +38,17 @@ class PowerSgd(ShownAsCall):
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
         """Return leaves with the mean over workers of P̂Q_w; two all-reduces serve all leaves."""
         matrices = [leaf.accumulated for leaf in leaves]
-        products = [_matmul(m, leaf.state.mT) for m, leaf in zip(matrices, leaves, strict=True)]
-        bases = [orthonormal(p) for p in mesh.mean_in_one(products, axis_name)]
-        own = [_matmul(p.mT, m) for m, p in zip(matrices, bases, strict=True)]
-        shared = mesh.mean_in_one(own, axis_name)
-        return [
-            LeafInExchange(_matmul(p, q), (m - _matmul(p, own_q)).reshape(-1), q)
-            for m, p, own_q, q in zip(matrices, bases, own, shared, strict=True)
-        ]
+        products = [_matmul(leaf.accumulated, leaf.state.mT) for leaf in leaves]
+        bases = list(map(orthonormal, mesh.mean_in_one(products, axis_name)))
+        local = list(map(lambda p, m: _matmul(p.mT, m), bases, matrices))
+
+        def sent(m: jax.Array, p: jax.Array, local: jax.Array, q: jax.Array) -> LeafInExchange:
+            return LeafInExchange(_matmul(p, q), (m - _matmul(p, local)).reshape(-1), q)
+
+        return list(map(sent, matrices, bases, local, mesh.mean_in_one(local, axis_name)))
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Tell whether a leaf has two axes or more, none of them empty; others are dense."""
+        """Tell whether a leaf has two axes or more, none of them empty."""
         return len(shape) >= 2 and 0 not in shape
 
     def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -65,7 +65,7 @@ class PowerSgd(ShownAsCall):
         return jnp.broadcast_to(q, (*shape[:-2], rank, n))
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the packet of one worker, (P̂, Q), and Q as the next Q̄."""
+        """For one worker: the packet (P̂, Q); Q is the next shared factor."""
         if not self.accepts(x.shape):
             return x, state
         p = orthonormal(_matmul(x, state.mT))
@@ -100,7 +100,7 @@ def power_sgd(rank: int) -> PowerSgd:
       rank: the number of columns of P̂ and of rows of Q̄, ≥ 1. If a dimension of the matrix is
         smaller, that counts instead.
 
-    All axes before the last two count matrices, each with factors of its own: the layers of a
+    All axes before the last two count matrices, each with its factors: the layers of a
     `Stacked`, and the places of a kernel (h, w, in, out). Of a kernel (out, in, h, w) the matrices
     are those of (h, w), whose factors are larger than the kernel; exchange it densely. A leaf with
     fewer than two axes is exchanged densely.

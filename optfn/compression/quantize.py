@@ -9,7 +9,7 @@ from jax import lax
 
 from optfn.compression import bits as packing
 from optfn.compression.compressors import ShownAsCall, showing_call
-from optfn.compression.segments import Chunks, chunks_of
+from optfn.compression.segments import chunks_of
 from optfn.compression.values import ValueFormat, scaled, sums_of_bits
 from optfn.core import checks
 from optfn.core.types import PyTree
@@ -31,21 +31,19 @@ class Quantize(ShownAsCall):
         """The encoding of a value."""
         return scaled(self.bits, self.stochastic)
 
-    def _chunks(self, size: int) -> Chunks:
-        return chunks_of(size, self.chunk)
-
     def init(self, shape: tuple[int, ...]) -> PyTree:
         """Return the step count, uint32, which seeds the random bits; () if there are none."""
         return jnp.zeros((), jnp.uint32) if self.stochastic else ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packet, uint32 (words,): scales, then codes."""
-        chunks, flat = self._chunks(x.size), x.reshape(-1)
+        chunks, flat = chunks_of(x.size, self.chunk), x.reshape(-1)
         scales = chunks.map(self.format.scales, flat, chunks.lengths)
         noise = None
         if self.stochastic:
             total = jnp.sum(chunks.map(sums_of_bits, flat), dtype=jnp.uint32)
-            noise, state = _noise(flat.shape, total, state), state + 1
+            # The sum of all bits makes the hash different for each leaf and worker.
+            noise, state = random_bits(flat.shape, random_bits((), state + total)), state + 1
         codes = self.format.encode(flat, chunks.spread(scales), noise)
         words = packing.pack_fields([codes], [self.bits])
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
@@ -53,7 +51,7 @@ class Quantize(ShownAsCall):
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, with the values that the codes stand for."""
         size = math.prod(shape)
-        chunks = self._chunks(size)
+        chunks = chunks_of(size, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.count], jnp.float32)
         (codes,) = packing.unpack_fields(packet[chunks.count :], [self.bits], [size])
         return self.format.decode(codes, chunks.spread(scales)).reshape(shape)
@@ -61,15 +59,7 @@ class Quantize(ShownAsCall):
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
         size = math.prod(shape)
-        return 4 * (self._chunks(size).count + packing.num_words([self.bits], [size]))
-
-
-def _noise(shape: tuple[int, ...], total: jax.Array, step: jax.Array) -> jax.Array:
-    """Return 32 random bits for each entry: a hash of its number, the step and a sum of all bits.
-
-    The sum makes the hash different for each leaf and worker.
-    """
-    return random_bits(shape, random_bits((), step + total))
+        return 4 * (chunks_of(size, self.chunk).count + packing.num_words([self.bits], [size]))
 
 
 @showing_call

@@ -120,7 +120,7 @@ class Segments:
         return self.first_row * np.int32(self.words)
 
     @property
-    def per_array(self) -> list[int]:
+    def num_per_array(self) -> list[int]:
         """The number of segments of each array."""
         return [1 if self.chunk is None else rows.count for rows in self.arrays]
 
@@ -132,7 +132,7 @@ class Segments:
     @property
     def first_segment(self) -> np.ndarray:
         """The first segment of each array, (arrays,)."""
-        return np.cumsum(self.per_array) - self.per_array
+        return np.cumsum(self.num_per_array) - self.num_per_array
 
     @cached_property
     def num_rows(self) -> np.ndarray:
@@ -160,11 +160,11 @@ class Segments:
         """The index of the first entry of each row in its array, (rows,)."""
         return np.concatenate([rows.starts for rows in self.arrays])
 
-    def of_rows(self, per_segment: jax.Array) -> jax.Array:
+    def spread_over_rows(self, per_segment: jax.Array) -> jax.Array:
         """Repeat a number per segment for each of its rows, (rows, 1)."""
         return (per_segment if self.chunk is not None else per_segment[self.owner])[:, None]
 
-    def of_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
+    def spread_over_entries(self, per_segment: jax.Array | np.ndarray, k: np.ndarray) -> jax.Array:
         """Repeat a number per segment for each of its k entries, (∑k,).
 
         It is broadcast, because a constant of this size would take seconds to compile.
@@ -175,9 +175,9 @@ class Segments:
             most that.
         """
         counts = np.split(k, self.first_segment[1:])
-        numbers = slices.split(jnp.asarray(per_segment), self.per_array)
-        pairs = zip(counts, numbers, strict=True)
-        return jnp.concatenate([Chunks(int(k.sum()), int(k[0])).spread(x) for k, x in pairs])
+        numbers = slices.split(jnp.asarray(per_segment), self.num_per_array)
+        spread = map(lambda k, x: Chunks(int(k.sum()), int(k[0])).spread(x), counts, numbers)
+        return jnp.concatenate(list(spread))
 
     def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
         """Split an array with a number for each of the k entries of the segments, by array."""
@@ -191,9 +191,9 @@ class Segments:
 
     def padded(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """Return the arrays as rows, (rows, row), with zeros for padding."""
-        parts = []
+        pieces = []
         for x, rows in zip(arrays, self.arrays, strict=True):
-            parts.append(x)
+            pieces.append(x)
             if missing := rows.length - rows.last_length:
-                parts.append(jnp.zeros(missing, x.dtype))
-        return jnp.concatenate(parts).reshape(-1, self.row)
+                pieces.append(jnp.zeros(missing, x.dtype))
+        return jnp.concatenate(pieces).reshape(-1, self.row)

@@ -23,6 +23,7 @@ entries. These bound the k-th largest with certainty, at the cost of a pass.
 import abc
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -33,7 +34,7 @@ import numpy as np
 from jax import lax
 
 from optfn.compression import bits
-from optfn.compression.segments import Segments
+from optfn.compression.segments import Chunks, Segments
 from optfn.core import checks
 from optfn.leaves import slices
 from optfn.mesh import vary, varying_axes
@@ -74,7 +75,7 @@ def kth_largest(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) -> 
 
     def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
         trial = found | (1 << (30 - i))
-        reached = jnp.sum(m >= segments.of_rows(trial), axis=1, dtype=jnp.int32)
+        reached = jnp.sum(m >= segments.spread_over_rows(trial), axis=1, dtype=jnp.int32)
         return jnp.where(segments.totals(reached) >= k, trial, found)
 
     start = vary(jnp.zeros(segments.num_rows.size, jnp.int32), varying_axes(m))
@@ -86,7 +87,7 @@ def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) ->
 
     The arguments are those of `kth_largest`.
     """
-    kth = segments.of_rows(kth_largest(m, k, segments))
+    kth = segments.spread_over_rows(kth_largest(m, k, segments))
     above, equal = bits.pack_mask(m > kth).reshape(-1), bits.pack_mask(m == kth).reshape(-1)
     return filled_up(above, equal, k, segments)
 
@@ -100,7 +101,7 @@ def filled_up(
     """
     before = _cumulative(equal) - bits.num_ones(equal)
     last = before[segments.first_word] + k - num_set(above, segments)
-    wanted = jnp.repeat(segments.of_rows(last), segments.words) - before
+    wanted = jnp.repeat(segments.spread_over_rows(last), segments.words) - before
     return above | bits.first_bits(equal, jnp.maximum(wanted, 0))
 
 
@@ -114,7 +115,7 @@ def _all_set(words: jax.Array, k: np.ndarray, segments: Segments) -> jax.Array:
     number = jnp.arange(k.sum(), dtype=jnp.int32)
     first, most = jnp.zeros(1, jnp.int32), segments.words * segments.owner.size
     if segments.chunk is not None:
-        first, most = segments.of_entries(segments.first_word, k), segments.words
+        first, most = segments.spread_over_entries(segments.first_word, k), segments.words
     return bits.positions(words, _cumulative(words), number, first, most)
 
 
@@ -190,12 +191,11 @@ class Search(abc.ABC):
         def packed(m: jax.Array, bound: jax.Array) -> jax.Array:
             return bits.pack_mask(compare(m, bound[:, None])).reshape(-1)
 
-        bounds = slices.split(bound, self.segments.per_array)
-        words = [
-            rows.map(packed, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
-            for rows, x, bound in zip(self.segments.arrays, arrays, bounds, strict=True)
-        ]
-        return jnp.concatenate(words)
+        def packed_array(rows: Chunks, x: jax.Array, bound: jax.Array) -> jax.Array:
+            return rows.map(packed, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
+
+        bounds = slices.split(bound, self.segments.num_per_array)
+        return jnp.concatenate(list(map(packed_array, self.segments.arrays, arrays, bounds)))
 
     def extract(
         self, arrays: Sequence[jax.Array], words: jax.Array, counts: Counts
@@ -215,13 +215,13 @@ class Search(abc.ABC):
         # Candidate j of a segment is the set bit number first + j, counted over all words.
         of_segment = np.arange(slots.owner.size, dtype=np.int32) - slots.first_row[slots.owner]
         place = slots.row * of_segment[:, None] + jnp.arange(slots.row, dtype=jnp.int32)
-        number = slots.of_rows((ends - bits.num_ones(words))[segments.first_word]) + place
+        number = slots.spread_over_rows((ends - bits.num_ones(words))[segments.first_word]) + place
         first = jnp.repeat(segments.first_word[slots.owner], slots.row)
         most = int(segments.num_rows.max()) * segments.words
         at = bits.positions(words, ends, number.reshape(-1), first, most)
         room = slots.num_rows.astype(np.int32) * np.int32(slots.row)
         values, index = self._entries(arrays, at, room)
-        valid = place < slots.of_rows(num_set(words, segments))
+        valid = place < slots.spread_over_rows(num_set(words, segments))
         m = jnp.where(valid, magnitude(values).reshape(valid.shape), -1)
         largest = _all_set(largest_mask(m, k, slots), k, slots)
         return values[largest], index[largest]
@@ -234,8 +234,8 @@ class Search(abc.ABC):
         row, inside = bit // width, bit % width
         in_array = inside + jnp.asarray(self.segments.row_starts)[row]
         # With unsigned indices JAX adds no code per array that tests for negative ones.
-        parts = self.segments.split(in_array.astype(jnp.uint32), k)
-        values = jnp.concatenate([x[i] for x, i in zip(arrays, parts, strict=True)])
+        index = self.segments.split(in_array.astype(jnp.uint32), k)
+        values = jnp.concatenate(list(map(operator.getitem, arrays, index)))
         return values, in_array if self.segments.chunk is None else inside
 
     def _slots(self, room: jax.Array | np.ndarray) -> Segments:
@@ -243,7 +243,7 @@ class Search(abc.ABC):
         if self.segments.chunk is None:
             return Segments(tuple(int(n) for n in room))
         width = -(-int(room.max()) // 32) * 32
-        return Segments(tuple(width * n for n in self.segments.per_array), width)
+        return Segments(tuple(width * n for n in self.segments.num_per_array), width)
 
 
 # A sample has one entry in 256, but at least 4096. A smaller array is its own sample.
@@ -272,9 +272,8 @@ class SampleSearch(Search):
 
     def summary(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, Segments]:
         """Return the samples."""
-        pairs = zip(arrays, self.strides, strict=True)
-        samples = [lax.slice(x, (0,), x.shape, (int(stride),)) for x, stride in pairs]
-        return magnitudes(samples, self.samples), self.samples
+        samples = map(lambda x, n: lax.slice(x, (0,), x.shape, (int(n),)), arrays, self.strides)
+        return magnitudes(list(samples), self.samples), self.samples
 
     def counts(self, k: np.ndarray) -> Counts:
         """Return room, and the rank in the sample of a magnitude that at least k entries reach."""
@@ -327,9 +326,10 @@ class BlockSearch(Search):
             m = jnp.pad(m, ((0, 0), (0, missing)), constant_values=-1) if missing else m
             return jnp.max(m.reshape(m.shape[0], block, -1), axis=1)
 
-        pairs = zip(self.segments.arrays, arrays, strict=True)
-        parts = [rows.map(maxima, magnitude(x), fill=-1) for rows, x in pairs]
-        return jnp.concatenate(parts), self.segments
+        found = map(
+            lambda rows, x: rows.map(maxima, magnitude(x), fill=-1), self.segments.arrays, arrays
+        )
+        return jnp.concatenate(list(found)), self.segments
 
     def counts(self, k: np.ndarray) -> Counts:
         """Return room, and k as the rank: k blocks have an entry that reaches this bound."""
@@ -337,11 +337,9 @@ class BlockSearch(Search):
         # If a fraction of the blocks have a maximum above the bound, this fraction of the entries
         # is.
         reached = 1 - (1 - most * block / length) ** (1 / block)
-        others = max(0.0, reached * length - most)
-        room = math.ceil(
-            most + others + _BLOCK_TOLERANCE * math.sqrt(others) + _BLOCK_TOLERANCE_MIN
-        )
-        return Counts(k, k, np.full(k.shape, min(length, room), np.int32))
+        excess = max(0.0, reached * length - most)
+        room = most + excess + _BLOCK_TOLERANCE * math.sqrt(excess) + _BLOCK_TOLERANCE_MIN
+        return Counts(k, k, np.full(k.shape, min(length, math.ceil(room)), np.int32))
 
 
 def num_selected(density: float, lengths: np.ndarray) -> np.ndarray:

@@ -1,18 +1,18 @@
-"""How accumulated updates are sent: densely, as packets to all workers, or by parts."""
+"""How accumulated updates are sent: densely, as packets to all workers, or slice by slice."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
-from optfn.compression.by_parts import mean_by_parts
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
-from optfn.compression.feedback import with_feedback
+from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import mean_by_all_gather
+from optfn.compression.slicewise import slicewise_mean
 from optfn.core import tree
 from optfn.core.checks import Number
 from optfn.core.types import Leaf, LeafKind
@@ -21,7 +21,8 @@ from optfn.mesh import Axes
 from optfn.transforms.in_place import when
 
 
-class Sending(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sending:
     """How a worker sends its updates; the arguments are those of `exchange`."""
 
     axis_name: Axes
@@ -29,7 +30,7 @@ class Sending(NamedTuple):
     warmup_steps: int
     route: str
 
-    def compressed(
+    def send(
         self,
         compressors: Sequence[BaseCompressor],
         nonfinite: jax.Array,
@@ -46,39 +47,37 @@ class Sending(NamedTuple):
         sends = ~nonfinite & (step >= self.warmup_steps)
         checked = mesh.checked_axes(axes)
 
-        def with_update(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
-            total = with_feedback(g, mesh.vary(leaf.residual, checked), self.error_feedback)
+        def accumulate(g: jax.Array, leaf: LeafInExchange) -> LeafInExchange:
+            total = add_feedback(g, mesh.vary(leaf.residual, checked), self.error_feedback)
             published = None if leaf.published is None else mesh.vary(leaf.published, checked)
             residual = jnp.where(sends, total, leaf.residual)
             return leaf._replace(residual=residual, published=published)
 
-        leaves = [with_update(g, leaf) for g, leaf in zip(updates, leaves, strict=True)]
+        leaves = list(map(accumulate, updates, leaves))
         if self.warmup_steps:
-            is_dense = ~nonfinite & (step < self.warmup_steps)
             means = lax.cond(
-                is_dense,
+                ~nonfinite & (step < self.warmup_steps),
                 lambda g, zeros: [lax.pmean(x, axes) for x in g],
                 lambda g, zeros: zeros,
                 updates,
                 [leaf.direction for leaf in leaves],
             )
-            pairs = zip(leaves, means, strict=True)
-            leaves = [leaf._replace(direction=mean) for leaf, mean in pairs]
-        (sent,) = when(sends, [partial(self._send, compressors)], (leaves,))
+            leaves = list(map(lambda leaf, mean: leaf._replace(direction=mean), leaves, means))
+        (sent,) = when(sends, [partial(self._sent, compressors)], (leaves,))
         return sent
 
-    def _send(
+    def _sent(
         self, compressors: Sequence[BaseCompressor], leaves: list[LeafInExchange]
     ) -> tuple[list[LeafInExchange]]:
-        """Send the accumulated updates, and keep the rest."""
+        """Send the accumulated updates, and keep their residuals."""
         if self.route == "parts":
-            return (mean_by_parts(compressors, leaves, self.axis_name, self.error_feedback),)
+            return (slicewise_mean(compressors, leaves, self.axis_name, self.error_feedback),)
 
-        def together(group: list[int]) -> list[LeafInExchange]:
-            own, first = [leaves[i] for i in group], compressors[group[0]]
+        def together(numbers: list[int]) -> list[LeafInExchange]:
+            first, members = compressors[numbers[0]], [leaves[i] for i in numbers]
             if first.is_reduced:
-                return first.reduced(own, self.axis_name)
-            return mean_by_all_gather([compressors[i] for i in group], own, self.axis_name)
+                return first.reduced(members, self.axis_name)
+            return mean_by_all_gather([compressors[i] for i in numbers], members, self.axis_name)
 
         def kind(i: int) -> object:
             return compressors[i].is_reduced and compressors[i].reduced
@@ -90,17 +89,13 @@ class Sending(NamedTuple):
 def exchanged_densely(
     leaves: list[Leaf], compressed: list[int], nonfinite: jax.Array, axis_name: Axes
 ) -> list[Leaf]:
-    """Return the leaves with those that are not compressed replaced by their means."""
+    """Average the uncompressed leaves."""
 
     def finite(x: jax.Array) -> jax.Array:
         return jnp.where(nonfinite, 0.0, x)
 
     new = list(leaves)
-    others = [i for i in range(len(leaves)) if not tree.is_masked(leaves[i])]
-    dense = [i for i in others if i not in compressed and not isinstance(leaves[i], LeafKind)]
+    dense = [i for i, x in enumerate(leaves) if i not in compressed and not tree.is_leaf(x)]
     for i, mean in zip(dense, mesh.mean_in_one([leaves[i] for i in dense], axis_name), strict=True):
         new[i] = finite(mean)
-    for i in others:
-        if isinstance(leaves[i], LeafKind):
-            new[i] = leaves[i].mean_over(axis_name).map(finite)
-    return new
+    return [x.mean_over(axis_name).map(finite) if isinstance(x, LeafKind) else x for x in new]

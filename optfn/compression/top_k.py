@@ -51,8 +51,8 @@ class TopK(ShownAsCall):
         segments = Segments(tuple(x.size for x in flat), self.chunk)
         k = num_selected(self.density, segments.lengths)
         values, index = search_of(segments, k).largest(flat, k)
-        parts = zip(flat, segments.split(values, k), segments.split(index, k), strict=True)
-        return [self._packet(x.size, values, index) for x, values, index in parts]
+        sizes = [x.size for x in flat]
+        return list(map(self._packet, sizes, segments.split(values, k), segments.split(index, k)))
 
     def encode_slices(self, xs: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
         """Return the packets (N, words) of N slices of a leaf, (N, n), one after the other.

@@ -18,21 +18,20 @@ class ExchangeTraffic:
 
     gathered, reduced: the bytes of one worker's packets in the all-gather, and in all-reduces.
     dense: the bytes of all leaves, all-reduced in the first `warmup_steps` exchanges.
-    by_parts: compressors and sizes of the leaves whose slices are sent to owners, and back.
+    slices: compressors and sizes of the leaves whose slices are sent to owners, and back.
     """
 
     gathered: int
     reduced: int
     dense: int
     warmup_steps: int
-    by_parts: tuple[tuple[BaseCompressor, int], ...] = ()
+    slices: tuple[tuple[BaseCompressor, int], ...] = ()
 
     def bytes_sent(self, exchange: jax.Array, num_workers: int) -> jax.Array:
         """Return the bytes that a worker sends."""
-        of_slices = sum(c.num_bytes((-(-size // num_workers),)) for c, size in self.by_parts)
-        packets = (num_workers - 1) * (self.gathered + 2 * of_slices) + all_reduce_bytes(
-            self.reduced, num_workers
-        )
+        of_slices = sum(c.num_bytes((-(-size // num_workers),)) for c, size in self.slices)
+        sent_on = (num_workers - 1) * (self.gathered + 2 * of_slices)
+        packets = sent_on + all_reduce_bytes(self.reduced, num_workers)
         dense = all_reduce_bytes(self.dense, num_workers)
         return jnp.where(exchange < self.warmup_steps, dense, packets)
 
@@ -42,18 +41,18 @@ def traffic_of(
 ) -> ExchangeTraffic:
     """Return the bytes that a worker sends for leaves with these compressors.
 
-    The other arguments are those of `exchange`.
+    `route` and `warmup_steps` are those of `exchange`.
     """
     gathered = reduced = dense = 0
-    by_parts = []
+    slices = []
     for compressor, p in pairs:
         whole = 0 if tree.is_masked(p) else numerics.accumulated_bytes(p)
         packet = whole if compressor is None else int(compressor.num_bytes(p.shape))
         if compressor is None or compressor.is_reduced:
             reduced += packet
         elif route == "parts":
-            by_parts.append((compressor, int(p.size)))
+            slices.append((compressor, int(p.size)))
         else:
             gathered += packet
         dense += whole
-    return ExchangeTraffic(gathered, reduced, dense, warmup_steps, tuple(by_parts))
+    return ExchangeTraffic(gathered, reduced, dense, warmup_steps, tuple(slices))

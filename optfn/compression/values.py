@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_UPPER_HALF = np.uint32(0xFFFF0000)
 # The largest integer that stands for a value, by the number of bits.
 _LARGEST = {8: 127, 4: 7}
 # After this many improvements of the 2-bit scale, the error is within a thousandth of the least
@@ -78,7 +77,7 @@ class ValueFormat(NamedTuple):
         if self.bits == 32:
             return lax.bitcast_convert_type(x, jnp.uint32)
         if self.bits == 16:
-            return _to_upper_half(x) >> np.uint32(16)
+            return _bfloat16_bits(x)
         negative = (x < 0).astype(jnp.uint32)
         if self.bits == 1:
             return negative
@@ -110,7 +109,7 @@ class ValueFormat(NamedTuple):
         if self.bits == 32:
             return lax.bitcast_convert_type(codes, jnp.float32)
         if self.bits == 16:
-            return _from_upper_half(codes << np.uint32(16))
+            return lax.bitcast_convert_type(codes << np.uint32(16), jnp.float32)
         if self.bits == 1:
             return jnp.where(codes == 0, s, -s)
         if self.bits == 2:
@@ -159,11 +158,8 @@ def _sum_of_magnitudes(x: jax.Array) -> jax.Array:
 
 def sums_of_bits(x: jax.Array) -> jax.Array:
     """Return the sum of the bits of each row of float32 numbers, as uint32 modulo 2³²."""
-    return _reduced(x, _bits, jnp.add, functools.partial(jnp.sum, dtype=jnp.uint32))
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
+    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
+    return _reduced(x, bits, jnp.add, functools.partial(jnp.sum, dtype=jnp.uint32))
 
 
 def _reduced(
@@ -178,7 +174,7 @@ def _reduced(
     memory for it, so eighths of the row are first combined with each other.
     """
     for _ in range(2 if x.shape[1] % 64 == 0 else 0):
-        x = functools.reduce(of_two, [each(part) for part in jnp.split(x, 8, axis=1)])
+        x = functools.reduce(of_two, map(each, jnp.split(x, 8, axis=1)))
     return of_row(each(x), axis=1)
 
 
@@ -189,18 +185,13 @@ def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:
     return below + (uniform < x - below)
 
 
-def _to_upper_half(values: jax.Array) -> jax.Array:
-    """Return words whose upper half is the value rounded to bfloat16, ties to even."""
+def _bfloat16_bits(values: jax.Array) -> jax.Array:
+    """Return the bits of the values rounded to bfloat16, ties to even, as uint32."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     # A finite value stays finite: one above the largest bfloat16 is truncated, not rounded up to ∞.
     finite = (bits & np.uint32(0x7FFFFFFF)) < np.uint32(0x7F7F8000)
-    return jnp.where(finite, bits + rounding, bits) & _UPPER_HALF
-
-
-def _from_upper_half(words: jax.Array) -> jax.Array:
-    """Return the bfloat16 values in the upper halves of words, as float32."""
-    return lax.bitcast_convert_type(words & _UPPER_HALF, jnp.float32)
+    return jnp.where(finite, bits + rounding, bits) >> np.uint32(16)
 
 
 FLOAT32, BFLOAT16 = ValueFormat(32, False), ValueFormat(16, False)

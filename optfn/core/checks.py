@@ -211,5 +211,5 @@ def optional_module(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f'{name.partition(".")[0]} is not installed: pip install "optfn[{extra}]"'
+            f'{package(name)} is not installed: pip install "optfn[{extra}]"'
         ) from error

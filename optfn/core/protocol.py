@@ -2,7 +2,7 @@
 
 A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). A `Rule` is
 such a pair that may assume checked inputs: gradients match params leaf by leaf, in float32 or
-wider; other leaves are masked. The edge around the rule checks and casts gradients, and gives
+wider; everything else is masked. The edge around the rule checks and casts gradients, and gives
 updates the dtypes of the params. Rules in a chain have no edge between them, so a gradient passes
 one edge per optimizer:
 
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     init: params -> state.
     update: (updates, state, params, **extra) -> (updates, state).
     needs_params: whether update reads params; without them it is an error.
-    real_only: the part of the rule that is not defined for complex leaves, "" if there is none.
+    real_only: the name of the rule that is not defined for complex leaves, "" if there is none.
     reads_state: whether update reads its state, see `transform`.
     links: the rules of a chain.
     decays: whether there is a weight decay, which the extra argument `decay_factors` scales by
@@ -88,7 +88,7 @@ class Transform(optax.GradientTransformationExtraArgs):
         return call_text("Transform", tuple(self), {}) if self.origin else call_text(*self.call)
 
     @property
-    def parts(self) -> list[optax.GradientTransformation]:
+    def inner(self) -> list[optax.GradientTransformation]:
         """The transformations among the arguments of the call."""
         arguments = [*self.call[1], *self.call[2].values()]
         return [x for x in arguments if isinstance(x, optax.GradientTransformation)]
@@ -176,22 +176,21 @@ def transform(
 
 
 @named
-def chain(*parts: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 
     Args:
-      *parts: transformations of optfn or optax, at least one.
+      *links: transformations of optfn or optax, at least one.
 
     Raises:
-      TypeError: a part is not a gradient transformation.
-      ValueError: there are no parts.
+      TypeError: a link is not a gradient transformation.
+      ValueError: there are no links.
     """
-    if not parts:
+    if not links:
         raise ValueError("chain needs at least one gradient transformation")
-    parts = tuple(check_transform(f"chain: part {i}", part) for i, part in enumerate(parts))
-    with_edges = chained([Rule(*part) for part in parts])
-    links = [rule_of(part) for part in parts]
-    return Transform(*with_edges[:2], rule=chained(links))
+    links = tuple(check_transform(f"chain: part {i}", link) for i, link in enumerate(links))
+    with_edges = chained([Rule(*link) for link in links])
+    return Transform(*with_edges[:2], rule=chained(list(map(rule_of, links))))
 
 
 def chained(links: Sequence[Rule]) -> Rule:
@@ -234,7 +233,7 @@ def _without_params(name: str) -> ValueError:
 
 
 def rule_of(tx: optax.GradientTransformation | Rule) -> Rule:
-    """Return the rule behind the edge of `tx`, or its own init and update if it has none."""
+    """Return the rule behind the edge of `tx`, or its init and update if it has none."""
     if isinstance(tx, Rule):
         return tx
     known = tx.rule if isinstance(tx, Transform) else None
@@ -273,8 +272,8 @@ def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
             raise _without_params(name)
         if _kinds(state) != expected_kinds():
             _check_state(name, rule, state)
-        clean, own, left = edge.entered(name, rule.real_only, updates, params)
-        new, state = rule.update(clean, state, own, **extra)
+        clean, wide, left = edge.entered(name, rule.real_only, updates, params)
+        new, state = rule.update(clean, state, wide, **extra)
         return left(new), state
 
     expected_kinds = functools.cache(lambda: _kinds(_state_of_no_params(rule)))
@@ -287,10 +286,13 @@ def _kinds(state: OptState) -> Any:
 
 
 def _state_of_no_params(rule: Rule) -> OptState:
-    """Return the state for an empty tree, which has the types of any state; None if it fails."""
+    """Return a state whose types every state of this rule has; None if the rule needs leaves.
+
+    It is the state of an empty tree.
+    """
     try:
         return jax.eval_shape(rule.init, ())
-    except Exception:  # a user's rule may need leaves; then its state is not checked
+    except Exception:  # the rule needs leaves; then its state is not checked
         return None
 
 

@@ -75,7 +75,7 @@ def is_key(x: Leaf) -> bool:
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def on_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
+def map_key_data(fn: Callable[[jax.Array], jax.Array], key: jax.Array) -> jax.Array:
     """Return the key whose data are `fn` of the data of `key`."""
     data = fn(jax.random.key_data(key))
     new: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
@@ -141,13 +141,6 @@ def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
     known = functools.cache(functools.partial(paths, tree))
     for i, row in enumerate(zip(*(leaves(x) for x in (tree, *trees)), strict=True)):
         yield Place(known, i), *row
-
-
-def replace_arrays(tree: PyTree, values: Sequence[Any]) -> PyTree:
-    """Return `tree` with one of `values` for each leaf; masked leaves stay as they are."""
-    first, structure = flatten(tree)
-    pairs = zip(first, values, strict=True)
-    return structure.unflatten(x if is_masked(x) else value for x, value in pairs)
 
 
 def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
@@ -240,11 +233,8 @@ def stacked_axes(tree: PyTree) -> list[int]:
 
 def runs(tree: PyTree) -> "dict[str, Run]":
     """Map each leaf name to its run: the neighbours of one shape in the same array."""
-    return {
-        name: run
-        for group, layout in zip(names(tree), layouts(tree), strict=True)
-        for name, run in zip(group, layout.run_of_leaves, strict=True)
-    }
+    all_runs = itertools.chain(*(layout.run_of_leaves for layout in layouts(tree)))
+    return dict(zip(itertools.chain(*names(tree)), all_runs, strict=True))
 
 
 def names(tree: PyTree) -> list[tuple[str, ...]]:

@@ -154,12 +154,7 @@ def lamb(
     return [
         dense_rows.rule("lamb"),
         scale_by_lamb.rule(
-            b1,
-            b2,
-            eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
-            exclude=exclude,
+            b1, b2, eps, weight_decay=weight_decay, bias_correction=bias_correction, exclude=exclude
         ),
         scale_by_learning_rate.rule(learning_rate),
     ]

@@ -37,7 +37,7 @@ def optimizer(
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
-        own = core.links_of(core.called(factory, args, kwargs))
+        links = core.links_of(core.called(factory, args, kwargs))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         common = bound.arguments
@@ -46,11 +46,11 @@ def optimizer(
         penalty = _optional("regularization", common["regularization"], "optfn.l2_decay")
         if common["param_attrs"] is None and common["multi_precision"] is False:
             rules = [core.rule_of(tx) for tx in (clip, penalty) if tx is not None]
-            return core.behind_edge(name, core.chained([*rules, *own]), **fields)
-        from optfn.optimizers.options import with_options
+            return core.behind_edge(name, core.chained([*rules, *links]), **fields)
+        from optfn.optimizers.options import apply_options
 
-        made = with_options(
-            name, own, clip, penalty, common["param_attrs"], common["multi_precision"]
+        made = apply_options(
+            name, links, clip, penalty, common["param_attrs"], common["multi_precision"]
         )
         return core.described(made, **fields)
 

@@ -42,6 +42,4 @@ def ftrl(
 
     Source: McMahan et al. 2013; fluid's FtrlOptimizer.
     """
-    return [
-        ftrl_proximal.rule(learning_rate, l1=l1, l2=l2, lr_power=lr_power, lazy=lazy),
-    ]
+    return [ftrl_proximal.rule(learning_rate, l1=l1, l2=l2, lr_power=lr_power, lazy=lazy)]

@@ -1,4 +1,4 @@
-"""Muon: orthogonalized momentum for matrices, and another optimizer for all other leaves."""
+"""Muon: orthogonalized momentum for matrices, and another optimizer for the remaining leaves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ def muon(
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
 ) -> list[core.Rule]:
-    """Muon: update matrices by their orthogonalized momentum, and other leaves by adamw.
+    """Muon: update matrices by their orthogonalized momentum, and the rest by adamw.
 
         v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
         p = (1 − lr·wd)·p − lr·scale(rows, columns)·O
@@ -62,11 +62,11 @@ def muon(
         `others=None`, also for the rest.
       exclude: the leaves without decay (wd = 0): a regular expression that matches their whole
         path, or a function path -> bool.
-      others: the optimizer of the rest, with its own rate; None is adamw with the same rate and
+      others: the optimizer of the rest, with its rate; None is adamw with the same rate and
         decay.
       coefficients: the coefficients of the iteration, see `scale_by_muon`.
       scale: "jordan", "moonlight" or a function, see `scale_by_muon`. With "jordan" the right rate
-        is some 20 times that of adamw (0.02), so pass `others` with its own rate. With "moonlight"
+        is some 20 times that of adamw (0.02), so pass `others` with its rate. With "moonlight"
         the rate of adamw fits both.
       eps: > 0, added to the norm of m.
       compute_dtype: "bfloat16" for the products of the iteration, see `scale_by_muon`.
@@ -97,12 +97,12 @@ def muon(
         add_decayed_weights.rule(weight_decay, exclude=exclude),
         scale_by_learning_rate.rule(learning_rate),
     )
-    of_matrices = dense_rows.rule("muon"), direction
+    links = dense_rows.rule("muon"), direction
     if others is None:
-        of_others = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
-        return [_apart(core.chained(of_matrices), of_others, matrices=pattern), *ends]
+        adam = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
+        return [_apart(core.chained(links), adam, matrices=pattern), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
-    return [_apart(core.chained([*of_matrices, *ends]), core.rule_of(others), matrices=pattern)]
+    return [_apart(core.chained([*links, *ends]), core.rule_of(others), matrices=pattern)]
 
 
 @traits(labels="*")
@@ -116,7 +116,7 @@ class MatricesAndOthers(NamedTuple):
 def _apart(*rules: core.Rule, matrices: Pattern | None) -> core.Rule:
     """Apply one rule to the leaves that `matrices` selects, and another to the rest."""
 
-    def parts(values: PyTree) -> tuple[Selection, Selection]:
+    def selections(values: PyTree) -> tuple[Selection, Selection]:
         chosen = matrix_paths(matrices, values)
         return (
             Selection(chosen.__contains__, values),
@@ -124,22 +124,22 @@ def _apart(*rules: core.Rule, matrices: Pattern | None) -> core.Rule:
         )
 
     def init(params: Params) -> OptState:
-        found = zip(rules, parts(params), strict=True)
-        return MatricesAndOthers(*(rule.init(part.keep(params)) for rule, part in found))
+        kept = [selected.keep(params) for selected in selections(params)]
+        return MatricesAndOthers(*map(lambda rule, x: rule.init(x), rules, kept))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         after, new = updates, []
-        for rule, part, old in zip(rules, parts(updates), state, strict=True):
-            own = {
-                k: part.keep_scalars(v, updates) if isinstance(v, PerLeaf) else v
+        for rule, selected, old in zip(rules, selections(updates), state, strict=True):
+            arguments = {
+                k: selected.keep_scalars(v, updates) if isinstance(v, PerLeaf) else v
                 for k, v in extra.items()
             }
-            kept = None if params is None else part.keep(params)
-            moved, own_state = rule.update(part.keep(updates), old, kept, **own)
-            after = part.fill(moved, after)
-            new.append(own_state)
+            kept = None if params is None else selected.keep(params)
+            moved, next_state = rule.update(selected.keep(updates), old, kept, **arguments)
+            after = selected.fill(moved, after)
+            new.append(next_state)
         return after, MatricesAndOthers(*new)
 
     needs_params, decays = any(r.needs_params for r in rules), any(r.decays for r in rules)

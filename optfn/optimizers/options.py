@@ -5,28 +5,27 @@ from collections.abc import Sequence
 import optax
 
 from optfn import core
-from optfn.wrappers.attributes import with_attributes
+from optfn.wrappers.attributes import apply_attributes
 from optfn.wrappers.master_weights import masters_of
 
 
-def with_options(
+def apply_options(
     name: str,
-    own: Sequence[core.Rule],
+    links: Sequence[core.Rule],
     clip: optax.GradientTransformationExtraArgs | None,
     penalty: optax.GradientTransformationExtraArgs | None,
     param_attrs: object,
     multi_precision: object,
 ) -> optax.GradientTransformation:
-    """Return the optimizer of the rules `own`, with its common arguments applied."""
+    """Return the optimizer of these rules, with its common arguments applied."""
     masters = masters_of(multi_precision)
 
     def built(
         before: Sequence[optax.GradientTransformation],
     ) -> optax.GradientTransformationExtraArgs:
-        links = [*(core.rule_of(tx) for tx in before), *own]
-        return masters(core.behind_edge(name, core.chained(links)))
+        return masters(core.behind_edge(name, core.chained([*map(core.rule_of, before), *links])))
 
     if param_attrs is None:
         return built([tx for tx in (clip, penalty) if tx is not None])
-    decays = any(link.decays for link in own)
-    return with_attributes(name, param_attrs, clip, penalty, built, decays)
+    decays = any(link.decays for link in links)
+    return apply_attributes(name, param_attrs, clip, penalty, built, decays)

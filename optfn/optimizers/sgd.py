@@ -44,9 +44,7 @@ def sgd(
     >>> optfn.apply_updates(params, updates)["w"].tolist()
     [0.0, 2.0]
     """
-    return [
-        scale_by_learning_rate.rule(learning_rate),
-    ]
+    return [scale_by_learning_rate.rule(learning_rate)]
 
 
 @optimizer

@@ -2,7 +2,7 @@
 
 The whole step runs in one `shard_map`. An optimizer gets the mean gradient, which is the same on
 all workers, unless its state says that it exchanges gradients itself (`per_worker.exchanges`): then
-it gets each worker's own gradient.
+it gets the gradient of each worker.
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.state.placement import num_workers, specs_of
 
 
-def on_workers(
+def step_of_all_workers(
     step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
     """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
 
     Args:
-      step: the step of one worker on its part of the batch, run where the axes are bound.
+      step: the step of one worker on its shard of the batch, run where the axes are bound.
       mesh: the mesh of the workers.
       data_axis: the mesh axes of the workers, over which the batch is split.
     """
@@ -56,7 +56,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
 
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
-            return tree.on_key_data(place, leaf)
+            return tree.map_key_data(place, leaf)
         return placed_copy(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)
@@ -67,41 +67,38 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
     Args:
       batch: arrays of all examples, the same in every process; or global arrays, which are not
-        copied (`jax.make_array_from_process_local_data` makes one from the part of each process).
+        copied (`jax.make_array_from_process_local_data` makes one from the shard of each process).
       mesh: the mesh of the workers.
       data_axis: the mesh axes over which it is split.
-      local_steps: into how many equal parts each worker splits its own part.
+      local_steps: for how many steps each worker splits its shard evenly.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
     """
     workers = num_workers(mesh, data_axis)
 
-    def part(place: tree.Place, x: Leaf) -> Leaf:
+    def placed(place: tree.Place, x: Leaf) -> Leaf:
         if tree.is_masked(x):
             return x
         if jnp.ndim(x) and np.shape(x)[0] % (workers * local_steps):
-            parts = f"the {workers} workers" + (
-                f" times {local_steps} local steps" if local_steps > 1 else ""
-            )
+            factors = f"the {workers} workers"
+            factors += f" times {local_steps} local steps" if local_steps > 1 else ""
             raise ValueError(
-                f"the leading axis of the batch must be divisible by {parts}; "
+                f"the leading axis of the batch must be divisible by {factors}; "
                 f"{f'leaf {place!r}' if str(place) else 'it'} has shape {np.shape(x)}"
             )
         placement = NamedSharding(mesh, batch_spec(x, data_axis))
-        if checks.is_traced(x):
-            return x
-        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if checks.is_traced(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return x
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
         return placed_copy(x, placement)
 
-    return tree.map_named(part, batch)
+    return tree.map_named(placed, batch)
 
 
 def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Return a copy of an array on all devices of `placement`, even those of other processes."""
+    """Return a copy of an array on all devices of `placement`, in this process or another."""
     if checks.is_traced(x):
         traced: jax.Array = x
         return traced
@@ -109,5 +106,5 @@ def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
         copied: jax.Array = jax.jit(jnp.copy, out_shardings=placement)(x)
         return copied
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
-    # Each device gets a copy of its part, because the step overwrites it.
-    return jax.make_array_from_callback(host.shape, placement, lambda part: host[part].copy())
+    # Each device gets a copy of its shard, because the step overwrites it.
+    return jax.make_array_from_callback(host.shape, placement, lambda index: host[index].copy())

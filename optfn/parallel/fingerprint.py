@@ -1,7 +1,7 @@
 """A checksum of arrays that does not depend on how they are sharded.
 
 Each 32-bit word of an array is mixed with its position, and the results are summed modulo 2³². The
-order of the sum does not matter, so each device can sum over its own part. A single changed word
+order of the sum does not matter, so each device can sum over its shard. A single changed word
 always changes the sum. Other changes go unnoticed with probability 2⁻⁶⁴, since there are two such
 sums.
 """
@@ -28,7 +28,7 @@ _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 def fingerprint(x: jax.Array) -> jax.Array:
     """Return the checksum of an array: two uint32 sums over its words and their positions."""
-    words = _as_words(x)
+    words = _bit_words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):
@@ -41,17 +41,17 @@ def fingerprint(x: jax.Array) -> jax.Array:
         m = (seeded ^ (seeded >> 16)) * multiplier
         m = (m ^ (m >> 13)) * _GOLDEN
         mixed.append(m ^ (m >> 16))
+
+    def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return a[0] + b[0], a[1] + b[1]
+
     # Use one reduction with two results. Of two separate reductions, XLA on CPU first writes the
     # input to memory: twice the size of x, and ten times slower.
     zeros = (np.uint32(0), np.uint32(0))
-    return jnp.stack(lax.reduce(tuple(mixed), zeros, _add_pairs, tuple(range(words.ndim))))
+    return jnp.stack(lax.reduce(tuple(mixed), zeros, add, tuple(range(words.ndim))))
 
 
-def _add_pairs(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return a[0] + b[0], a[1] + b[1]
-
-
-def _as_words(x: jax.Array) -> jax.Array:
+def _bit_words(x: jax.Array) -> jax.Array:
     """Return the bits of an array as uint32, with one more axis if elements are wider."""
     if tree.is_key(x):
         x = jax.random.key_data(x)
@@ -91,20 +91,20 @@ def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
         kinds.setdefault((x.shape, x.dtype, x.sharding), []).append(i)
     found: list[tuple[list[int], jax.Array]] = []
     for kind in kinds.values():
-        rest = len(kind) % _AT_A_TIME
-        for some in [*_split(kind[rest:], _AT_A_TIME), *_split(kind[:rest], 1)]:
+        odd = len(kind) % _AT_A_TIME
+        for some in [*_split(kind[odd:], _AT_A_TIME), *_split(kind[:odd], 1)]:
             # Hundreds of programs that wait to communicate can block the devices of a CPU.
             jax.block_until_ready([sums for _, sums in found[-_IN_FLIGHT:][:1]])
             found.append((some, _fingerprints([arrays[i] for i in some])))
     count = len(arrays)
 
-    def on_host() -> np.ndarray:
+    def wait() -> np.ndarray:
         result = np.zeros((count, 2), np.uint32)
         for some, sums in found:
             result[some] = np.asarray(sums.addressable_data(0))
         return result
 
-    return on_host
+    return wait
 
 
 def _split(numbers: list[int], size: int) -> list[list[int]]:
@@ -129,14 +129,14 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
     Raises:
       RuntimeError: copies differ; the error names the first such leaf.
     """
-    checked = [
+    copied = [
         (name, x, x.sharding.spec)
         for name, x in tree.arrays_with_paths(state)
         if isinstance(x, jax.Array)
         and isinstance(x.sharding, NamedSharding)
         and x.sharding.device_set == set(mesh.devices.flat)
+        and _copied_over(x.sharding.spec, mesh)
     ]
-    copied = [(name, x, spec) for name, x, spec in checked if _copied_over(spec, mesh)]
     if not copied:
         return
     names, arrays, specs = zip(*copied, strict=True)

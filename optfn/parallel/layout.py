@@ -4,11 +4,11 @@ A `Layout` gives each leaf its PartitionSpec. Each way of sharding is a class, i
 everything else (the training step, checkpoints, plans of memory) asks the layout:
 
     mesh axes = data axes (the batch is split over them) + axes that are left to the compiler
-    data axes = worker axes + part axes (params or state are divided over them)
+    data axes = worker axes + shard axes (params or state are divided over them)
 
-Along the worker axes, each group of devices is a worker. It has its own gradient and, if the
-optimizer declares it (`optfn.state.per_worker`), its own state. The devices of a group lie along
-all other axes, and divide this gradient and state among them.
+Along the worker axes, each group of devices is a worker. It has a private gradient and, if the
+optimizer declares it (`optfn.state.per_worker`), a private state. The devices of a group lie along
+all remaining axes, and divide this gradient and state among them.
 """
 
 import dataclasses
@@ -50,16 +50,16 @@ class Layout:
     """How each leaf of a training run is divided over a mesh.
 
     mesh: the mesh.
-    worker_axes: the data axes along which each group of devices has its own gradient.
-    part_axes: the data axes over which params or state are divided.
-    tables: the leaves whose rows are divided over the part axes, whatever the way of sharding.
+    worker_axes: the data axes along which each group of devices has a private gradient.
+    shard_axes: the data axes over which params or state are divided.
+    tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
     gather, reduce: compressors for the params that are gathered, and for the gradients that are
-      reduced, over the part axes; None sends them as they are.
+      reduced, over the shard axes; None sends them as they are.
     """
 
     mesh: Mesh
     worker_axes: Axes
-    part_axes: Axes
+    shard_axes: Axes
     tables: tree.Pattern | None = None
     gather: Codec | None = dataclasses.field(default=None, kw_only=True)
     reduce: Codec | None = dataclasses.field(default=None, kw_only=True)
@@ -75,7 +75,7 @@ class Layout:
     @property
     def data_axes(self) -> Axes:
         """The axes over which the batch is split, worker axes first."""
-        return joined(self.worker_axes, self.part_axes)
+        return joined(self.worker_axes, self.shard_axes)
 
     @property
     def inner_axes(self) -> Axes:
@@ -84,21 +84,21 @@ class Layout:
 
     @property
     def divides(self) -> bool:
-        """Whether the devices of a worker keep parts of arrays."""
-        return bool(self.part_axes)
+        """Whether the devices of a worker keep shards of arrays."""
+        return bool(self.shard_axes)
 
     @property
-    def num_parts(self) -> int:
-        """The number of devices that share a divided leaf: the product of the part axes."""
-        return num_workers(self.mesh, self.part_axes)
+    def num_shards(self) -> int:
+        """The number of devices that share a divided leaf: the product of the shard axes."""
+        return num_workers(self.mesh, self.shard_axes)
 
-    def of_params(self, params: Params) -> PyTree:
+    def param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
-        return self._with_tables(self.dense_params(params), params)
+        return self._add_tables(self.dense_params(params), params)
 
-    def of_gradients(self, params: Params) -> PyTree:
+    def gradient_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of the gradient of each leaf of params, and of its moments."""
-        return self._with_tables(self.dense_gradients(params), params)
+        return self._add_tables(self.dense_gradients(params), params)
 
     def is_table(self, params: Params) -> PyTree:
         """Tell for each leaf of params whether its rows are divided."""
@@ -107,14 +107,14 @@ class Layout:
             lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
         )
 
-    def _with_tables(self, specs: PyTree, params: Params) -> PyTree:
+    def _add_tables(self, specs: PyTree, params: Params) -> PyTree:
         """Return `specs`, with the leaves that are tables replaced by the specs of tables."""
         if self.tables is None:
             return specs
         paths = tree.matching(self.tables, params, "tables")
-        return self._with_spec(P(self.part_axes), paths, specs, params, "tables")
+        return self._replace_specs(P(self.shard_axes), paths, specs, params, "tables")
 
-    def _with_spec(
+    def _replace_specs(
         self,
         spec: P,
         paths: Collection[str],
@@ -132,36 +132,45 @@ class Layout:
 
         return tree.map_named(chosen, params, specs)
 
-    def of_state(self, state: OptState, params: Params) -> PyTree:
+    def state_specs(self, state: OptState, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of the optimizer state of all workers.
 
         A per-worker array is divided over the worker axes, along its first axis. An array with the
         shape of its parameter, also with further leading axes such as that of a history, is divided
-        like the gradient of that parameter. Any other array, such as scales of blocks, is divided
-        along its first dimension that the part axes divide.
+        like the gradient of that parameter. An array of another shape, such as scales of blocks, is
+        divided along its first dimension that the shard axes divide.
         """
         if not self.divides:
             return specs_of(state, self.worker_axes)
 
-        def part_of(x: Leaf, own: P, p: Leaf, spec: P) -> P:
-            if len(own) == 2:  # the rows of a `Divided`, one per device
-                return P(joined(*spec), own[1])
-            shape = _of_one_worker(jnp.shape(x), own, self.mesh)
+        def divided_spec(x: Leaf, over: P, p: Leaf, spec: P) -> P:
+            # 1. x lies on the mesh as the arrays of N workers along its first axis, (N·d, …), with
+            #    over = P(worker axes); or once, (d, …), the same for all workers, with over = P().
+            # 2. The array of a `Divided` has a row for each device of a worker, (devices, N·n).
+            if len(over) == 2:
+                return P(joined(*spec), over[1])
+            # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
+            #    its devices divide by `spec`.
+            shape = _worker_shape(jnp.shape(x), over, self.mesh)
             padded = self.padded_shape(jnp.shape(p), spec)
             leading = _leading(shape, padded)
+            # 4. x is like the gradient, behind leading axes that are whole: a device keeps the same
+            #    shard of x as of the gradient.
             if shape[leading:] == padded:
-                return _over_both(own, P(*[None] * leading, *spec) if any(spec) else P())
+                return _over_both(over, P(*[None] * leading, *spec) if any(spec) else P())
+            # 5. x has only the padded layers in common with it: a device keeps those of its layers.
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
-                return spec  # an array with the same layers
-            is_divided = self.divisions(spec)
-            return _over_both(own, self.divided(shape)) if is_divided else own
+                return spec
+            # 6. x has another shape, such as one scale per block: if the gradient is divided, so is
+            #    x, along any dimension that fits; else it is whole on each device of a worker.
+            return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
 
-        return self._map_state(part_of, lambda x, own: own, state, params)
+        return self._map_state(divided_spec, lambda x, over: over, state, params)
 
     def _map_state(
         self,
         of_param: Callable[[Leaf, P, Leaf, P], Any],
-        of_rest: Callable[[Leaf, P], Any],
+        otherwise: Callable[[Leaf, P], Any],
         state: OptState,
         params: Params,
     ) -> PyTree:
@@ -170,36 +179,37 @@ class Layout:
         Args:
           of_param: a function of (leaf, its spec over the workers, its parameter, the spec of the
             parameter's gradient).
-          of_rest: a function of (leaf, its spec over the workers), for counters and rates.
+          otherwise: a function of (leaf, its spec over the workers), for counters and rates.
           state: the state of an optimizer.
           params: the params.
         """
-        by_path = {str(k): pair for k, *pair in tree.items(params, self.of_gradients(params))}
-        owned = state_names.entries_by_param(state_names.named_entries(state), by_path)
-        of_workers = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
-        new = [
-            of_rest(x, own) if path is None else of_param(x, own, *by_path[path])
-            for (path, x), own in zip(owned, of_workers, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(state), new)
+        by_path = {str(k): pair for k, *pair in tree.items(params, self.gradient_specs(params))}
+        entries = state_names.entries_by_param(state_names.named_entries(state), by_path)
+        worker_specs = jax.tree.leaves(specs_of(state, self.worker_axes), is_leaf=is_spec)
+
+        def mapped(entry: tuple[str | None, Leaf], over: P) -> Any:
+            path, x = entry
+            return otherwise(x, over) if path is None else of_param(x, over, *by_path[path])
+
+        return jax.tree.unflatten(jax.tree.structure(state), map(mapped, entries, worker_specs))
 
     def divided(self, shape: tuple[int, ...], stacked: int = 0) -> P:
         """Return the spec that divides an array along the first dimension that N divides.
 
-        N is the number of parts. Axes that count stacked layers come last, so that each device has
-        a part of each layer. An array without such a dimension is whole on every device.
+        N is the number of shards. Axes that count stacked layers come last, so that each device has
+        a shard of each layer. An array without such a dimension is whole on every device.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
-        fitting = [d for d in order if shape[d] and shape[d] % self.num_parts == 0]
-        return P(*[None] * fitting[0], self.part_axes) if fitting else P()
+        fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]
+        return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions of an array that are divided over part axes."""
-        entries = enumerate(restricted(spec, self.part_axes))
+        """Return the dimensions of an array that are divided over shard axes."""
+        entries = enumerate(restricted(spec, self.shard_axes))
         return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
 
     def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
-        """Return the shape of an array, padded so that all devices have parts of one size."""
+        """Return the shape of an array, padded so that all shards have one size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
             count = num_workers(self.mesh, names)
@@ -209,26 +219,25 @@ class Layout:
     def stored(self, state: OptState, params: Params) -> OptState:
         """Return a state with padding where devices could not divide it otherwise.
 
-        Arrays of the shape of their parameter are padded, and so are others with the same number of
+        Arrays of the shape of their parameter are padded, and so are arrays with the same number of
         layers, such as preconditioners.
         """
 
-        def of_param(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
+        def padded_leaf(x: Leaf, over: P, p: Leaf, spec: P) -> Leaf:
             shape = self.padded_shape(jnp.shape(p), spec)
             leading = _leading(x.shape, jnp.shape(p))
             end = leading + len(spec)
             if shape == jnp.shape(p) or x.shape[leading:end] != p.shape[: len(spec)]:
                 return x
-            axis = len(spec) - 1  # the axis of layers
-            return padded(x, end - 1, shape[axis])
+            return padded(x, end - 1, shape[len(spec) - 1])  # along the axis of layers
 
-        return self._map_state(of_param, lambda x, own: x, state, params)
+        return self._map_state(padded_leaf, lambda x, over: x, state, params)
 
-    def in_update(self, state: OptState) -> OptState:
+    def unpadded(self, state: OptState) -> OptState:
         """Return a stored state without padding, as an update takes it inside jit."""
 
         def without_padding(x: Padded) -> jax.Array:
-            spec = P(*[None] * x.axis, self.part_axes)
+            spec = P(*[None] * x.axis, self.shard_axes)
             return meshes.constrained(cut(x), self.mesh, spec)
 
         return map_padded(without_padding, state)
@@ -237,7 +246,7 @@ class Layout:
         """Return the devices of a worker, which divide gradients; None if it is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
-        specs = tree.items(params, self.of_gradients(params))
+        specs = tree.items(params, self.gradient_specs(params))
         return Group(
             self.mesh,
             self.inner_axes,
@@ -256,7 +265,7 @@ class Layout:
         """Return copies of params, placed by their specs."""
         return jax.tree.map(
             lambda spec, x: placed_copy(x, meshes.sharding(self.mesh, spec, jnp.ndim(x))),
-            self.of_params(params), params, is_leaf=is_spec,
+            self.param_specs(params), params, is_leaf=is_spec,
         )  # fmt: skip
 
     def replicate(self, x: PyTree) -> PyTree:
@@ -266,7 +275,7 @@ class Layout:
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
         """Return the state of step 0, each leaf placed by its spec.
 
-        Divided leaves are made in parts: no device ever has a whole one.
+        Divided leaves are made in shards: no device ever has a whole one.
 
         Args:
           init: returns the state of one worker.
@@ -275,29 +284,28 @@ class Layout:
         Raises:
           ValueError: the state has per-worker arrays, and there are no worker axes.
         """
-        all_workers = self.of_all_workers(init)
+        all_workers = self.stored_init(init)
         shapes = jax.eval_shape(all_workers, params)
         self._check_axes_of_exchanges(shapes)
         shardings = jax.tree.map(
             lambda spec, x: meshes.sharding(self.mesh, spec, x.ndim),
-            self.of_state(shapes, params), shapes, is_leaf=is_spec,
+            self.state_specs(shapes, params), shapes, is_leaf=is_spec,
         )  # fmt: skip
         return jax.jit(all_workers, out_shardings=shardings)(params)
 
-    def of_all_workers(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+    def stored_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
         """Return the function from params to the stored state of all workers.
 
         Args:
           init: the function from params to the state of one worker.
         """
-        in_shapes = self._in_shapes_of_params(init)
-        of_workers = on_workers_of(in_shapes, self.mesh, self.worker_axes)
-        return lambda params: self.stored(of_workers(params), params)
+        widened = on_workers_of(self._leaf_shaped(init), self.mesh, self.worker_axes)
+        return lambda params: self.stored(widened(params), params)
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
         over = joined(*(node.axes for node in nodes_of(Exchanged, state)))
-        divided = [axis for axis in over if axis in self.part_axes]
+        divided = [axis for axis in over if axis in self.shard_axes]
         if divided:
             raise ValueError(
                 f"shard: tx exchanges gradients over axis {divided[0]!r}, over which params or "
@@ -312,25 +320,23 @@ class Layout:
                 "axes that divide them, shard=sharded(..., axis=), or leave shard out"
             )
 
-    def _in_shapes_of_params(
-        self, init: Callable[[Params], OptState]
-    ) -> Callable[[Params], OptState]:
-        """Return `init` whose flat per-worker arrays of divided leaves have the leaf's shape.
+    def _leaf_shaped(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:
+        """Wrap `init`: reshape flat per-worker arrays to their leaf, so that specs can divide them.
 
-        A part of a leaf is not a contiguous range of the flat array.
+        A shard of a leaf is not a contiguous range of the flat array.
         """
 
-        def shaped(x: Leaf, own: P, p: Leaf, spec: P) -> Leaf:
-            is_flat = any(own) and jnp.shape(x) == (jnp.size(p),)
+        def shaped(x: Leaf, over: P, p: Leaf, spec: P) -> Leaf:
+            is_flat = any(over) and jnp.shape(x) == (jnp.size(p),)
             return jnp.reshape(x, p.shape) if is_flat and any(spec) else x
 
         def reshaped(params: Params) -> OptState:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
-            in_rows = group.in_rows
-            state = map_divided(lambda node: node._replace(value=in_rows(node.value)), state)
-            return self._map_state(shaped, lambda x, own: x, state, params)
+            rows = group.rows
+            state = map_divided(lambda node: node._replace(value=rows(node.value)), state)
+            return self._map_state(shaped, lambda x, over: x, state, params)
 
         return reshaped if self.worker_axes and self.divides else init
 
@@ -345,17 +351,17 @@ def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
     return extra if extra > 0 and shape[extra:] == of else 0
 
 
-def _of_one_worker(shape: tuple[int, ...], own: P, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of one worker's part of an array; `own` is its spec over the workers."""
-    return (shape[0] // num_workers(mesh, axes(own[0])), *shape[1:]) if any(own) else shape
+def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of the array of one worker; `over` is its spec over the workers."""
+    return (shape[0] // num_workers(mesh, axes(over[0])), *shape[1:]) if any(over) else shape
 
 
-def _over_both(own: P, part: P) -> P:
-    """Return the spec of an array that is divided over workers, and over the parts of each."""
-    if not any(own):
-        return part
-    first, *rest = part or (None,)
-    return P(joined(own[0], first), *rest)
+def _over_both(over: P, spec: P) -> P:
+    """Return the spec of an array that is divided over workers, and by `spec` within each."""
+    if not any(over):
+        return spec
+    first, *remaining = spec or (None,)
+    return P(joined(over[0], first), *remaining)
 
 
 def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:

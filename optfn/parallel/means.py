@@ -14,26 +14,26 @@ from optfn.state.per_worker import exchanged_axes, exchanges
 from optfn.workers import Workers
 
 
-def mean_of_all(x: Updates, others: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
-    """Return the means over workers of a tree like the params and of other arrays.
+def mean_of_all(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
+    """Return the means over workers of a tree like the params and of metrics.
 
     Of an array that the devices of a worker divide, each device sends its shard.
 
     Args:
       x: gradients of the params.
-      others: arrays that are whole on each device, such as the loss.
+      metrics: arrays that are whole on each device, such as the loss.
       workers: the workers; their axes may be some of those of a step.
     """
     axes, group = workers
     if group is None or not axes:
-        means: tuple[Updates, PyTree] = mean_over_workers((x, others), axes)
+        means: tuple[Updates, PyTree] = mean_over_workers((x, metrics), axes)
         return means
     # shard_map takes no arrays of dtype float0.
     arrays = tree.map(lambda g: g if tree.is_inexact(g) else None, x)
     specs = group.specs_of(arrays), P()
-    mean = group.on_each(lambda *values: mean_over_workers(values, axes), specs, specs)
-    arrays, others = mean(arrays, others)
-    return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), others
+    mean = group.mapped(lambda *values: mean_over_workers(values, axes), specs, specs)
+    arrays, metrics = mean(arrays, metrics)
+    return tree.map(lambda g, mean: g if mean is None else mean, x, arrays), metrics
 
 
 # Up to this size the time of an all-reduce is latency. Joining larger arrays is not worth the copy.
@@ -50,7 +50,8 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
     if not axis_name:
         return x
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
-    small = {i: jnp.asarray(leaf) for i, leaf in enumerate(leaves) if _is_small(leaf)}
+    dense = ((i, x) for i, x in enumerate(leaves) if tree.is_inexact(x) and not tree.is_leaf(x))
+    small = {i: a for i, x in dense if (a := jnp.asarray(x)).nbytes <= _SMALL_BYTES}
 
     def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, LeafKind):
@@ -74,17 +75,8 @@ def sum_dtype(x: jax.Array) -> DType:
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
-def _is_small(leaf: Leaf) -> bool:
-    """Tell whether a leaf is a floating-point array, or number, of few bytes."""
-    return (
-        tree.is_inexact(leaf)
-        and not isinstance(leaf, LeafKind)
-        and jnp.asarray(leaf).nbytes <= _SMALL_BYTES
-    )
-
-
 def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
-    """Return the mean over workers of each floating-point leaf, and worker 0's of all others."""
+    """Return the mean over workers of each floating-point leaf, and worker 0's of every other."""
     if not axis_name:
         return x
     is_first = lax.axis_index(axis_name) == 0
@@ -94,20 +86,20 @@ def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             return pmean(leaf, axis_name)
         if tree.is_key(leaf):
-            return tree.on_key_data(reduce, leaf)
-        # All other workers add zeros, so the sum is worker 0's value.
+            return tree.map_key_data(reduce, leaf)
+        # The remaining workers add zeros, so the sum is worker 0's value.
         return lax.psum(jnp.where(is_first, leaf, 0), axis_name).astype(leaf.dtype)
 
     return jax.tree.map(reduce, x)
 
 
-def for_optimizer(
+def optimizer_inputs(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
 
     If a transform exchanges a leaf itself, over some axes, that leaf is averaged only over the
-    others. All other leaves and the metrics are averaged over all worker axes. If there is an
+    remaining ones. Everything else is averaged over all worker axes. If there is an
     exchange, the extra argument is `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
     axes = workers.axes

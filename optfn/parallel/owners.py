@@ -24,7 +24,7 @@ from optfn.core.checks import shown
 from optfn.core.types import PyTree
 from optfn.mesh import Axes
 
-# A function from arrays to their packets and further results, such as the next states.
+# A function from arrays to their packets and the next states.
 Encode = Callable[[PyTree], tuple[PyTree, Any]]
 # A function from packets to arrays.
 Decode = Callable[[PyTree], PyTree]
@@ -87,7 +87,7 @@ def encoding_at(step: jax.Array | None) -> Iterator[None]:
         _step.reset(token)
 
 
-def encoding_part(number: jax.Array, count: int) -> contextlib.AbstractContextManager[None]:
+def encoding_microbatch(number: jax.Array, count: int) -> contextlib.AbstractContextManager[None]:
     """Let packets in a context be those of a microbatch, the `number`-th of `count` in a step."""
     step = _step.get()
     return encoding_at(None if step is None else step * count + number)
@@ -114,7 +114,7 @@ def _state_at(codec: Codec, shape: tuple[int, ...], step: jax.Array | None) -> P
 def mean_at_owners(
     slices: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
-    """Return the mean of the slice that a worker owns, its packets, and the rest of `encode`.
+    """Return the mean of the slice that a worker owns, its packets, and the states of `encode`.
 
     Packets are added in the order of the workers.
 
@@ -124,47 +124,43 @@ def mean_at_owners(
       decode: decodes the packets of one slice of each array.
       names: the mesh axes of the workers.
     """
-    packets, rest = encode(slices)
-    arrays, structure = jax.tree.flatten(packets)
-    received = mesh.all_to_all_in_one(arrays, names)
-    workers = mesh.axis_size(names)
+    packets, states = encode(slices)
+    received, workers = mesh.all_to_all_in_one(packets, names), mesh.axis_size(names)
 
-    def of_worker(worker: jax.Array | int) -> PyTree:
-        return decode(jax.tree.unflatten(structure, [x[worker] for x in received]))
+    def decode_slice(worker: jax.Array | int) -> PyTree:
+        return decode(jax.tree.map(lambda x: x[worker], received))
 
-    def add_worker(worker: jax.Array, means: PyTree) -> PyTree:
-        return jax.tree.map(lambda mean, x: mean + x / workers, means, of_worker(worker))
+    def add_slice(worker: jax.Array, means: PyTree) -> PyTree:
+        return jax.tree.map(lambda mean, x: mean + x / workers, means, decode_slice(worker))
 
-    first = jax.tree.map(lambda x: x / workers, of_worker(0))
-    return lax.fori_loop(1, workers, add_worker, first), packets, rest
+    first = jax.tree.map(lambda x: x / workers, decode_slice(0))
+    return lax.fori_loop(1, workers, add_slice, first), packets, states
 
 
 def all_from_owners(
-    part: PyTree, encode: Encode, decode: Decode, names: Axes
+    owned: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
-    """Return the slices of all workers, (N, …), the worker's packets, and the rest of `encode`.
+    """Return the slices of all workers, (N, …), the worker's packets, and the states of `encode`.
 
     Every worker gets the same arrays, which are decoded from packets; so does the owner.
 
     Args:
-      part: the slice of each array that a worker owns.
+      owned: the slice of each array that a worker owns.
       encode: encodes one slice of each array.
       decode: decodes the packets of one slice of each array.
       names: the mesh axes of the workers.
     """
-    packets, rest = encode(part)
-    arrays, structure = jax.tree.flatten(packets)
-    gathered = jax.tree.unflatten(structure, mesh.gather_in_one(arrays, names))
-    return jax.vmap(decode)(gathered), packets, rest
+    packets, states = encode(owned)
+    return jax.vmap(decode)(mesh.gather_in_one(packets, names)), packets, states
 
 
-def coded_mean_part(
+def coded_mean_shard(
     x: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
 ) -> jax.Array:
-    """Return a device's part, along one dimension, of the mean of an array, sent as packets.
+    """Return a device's shard, along one dimension, of the mean of an array, sent as packets.
 
     Args:
-      x: each device's own array.
+      x: the array of each device.
       dimension: the dimension that is divided.
       names: the axes over which the mean is taken, and over which it is divided.
       codec: the compressor that makes the packets.
@@ -185,37 +181,37 @@ def coded_mean_part(
 
 
 def coded_gather(
-    part: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
+    shard: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
 ) -> jax.Array:
-    """Return a whole array, decoded from packets of its parts along one dimension.
+    """Return a whole array, decoded from packets of its shards along one dimension.
 
-    The arguments are those of `coded_mean_part`.
+    The arguments are those of `coded_mean_shard`.
     """
 
     def encode(x: jax.Array) -> tuple[PyTree, None]:
         return codec.encode(x, _state_at(codec, x.shape, step))[0], None
 
-    decode = _decoding(codec, part.shape)
-    parts, _, _ = all_from_owners(part.astype(jnp.float32), encode, decode, names)
-    side_by_side = jnp.moveaxis(parts, 0, dimension)
-    whole = side_by_side.reshape(*part.shape[:dimension], -1, *part.shape[dimension + 1 :])
-    return jnp.astype(whole, part.dtype)
+    decode = _decoding(codec, shard.shape)
+    shards, _, _ = all_from_owners(shard.astype(jnp.float32), encode, decode, names)
+    side_by_side = jnp.moveaxis(shards, 0, dimension)
+    whole = side_by_side.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :])
+    return jnp.astype(whole, shard.dtype)
 
 
 def _decoding(codec: Codec, shape: tuple[int, ...]) -> Decode:
     return lambda packet: codec.decode(packet, shape).reshape(shape)
 
 
-def coded_bytes(codec: Codec | None, size: int, parts: int, exact: float, times: int = 1) -> float:
-    """Return the bytes that a device sends to gather an array, or to reduce it to parts.
+def coded_bytes(codec: Codec | None, size: int, shards: int, exact: float, times: int = 1) -> float:
+    """Return the bytes that a device sends to gather an array, or to reduce it to shards.
 
     Args:
       codec: the compressor that makes the packets; None if the array is sent as it is.
       size: the number of elements of the array.
-      parts: the number of devices that have a part of it.
+      shards: into how many shards devices divide it.
       exact: the bytes that the device sends if the array is sent as it is.
       times: into how many equal pieces the array is split, sent one after the other.
     """
     if codec is None or size < MIN_SIZE:
         return exact
-    return (parts - 1) * times * codec.num_bytes((size // parts // times,))
+    return (shards - 1) * times * codec.num_bytes((size // shards // times,))

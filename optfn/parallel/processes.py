@@ -43,7 +43,7 @@ def gather_values(values: Sequence[int]) -> np.ndarray:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes; each calls it with its own."""
+    """Return the texts of all processes; each passes one."""
     content = text.encode()
     sizes = gather_values([len(content)])[:, 0]
     padded = np.zeros(max(sizes), np.uint8)
@@ -85,7 +85,7 @@ def compare_params(params: Params) -> None:
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
         raise ValueError(
             f"processes must start from the same params, but {names[i]!r} in process "
-            f"{_others(digests[:, [i]])} differs from that in process 0"
+            f"{_differing(digests[:, [i]])} differs from that in process 0"
         )
 
 
@@ -107,12 +107,12 @@ def _check_same(noun: str, text: str) -> None:
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
-            f"processes must have the same {noun}, but those of process {_others(digests)} differ "
-            f"from those of process 0. This process, {jax.process_index()}, has {text}"
+            f"processes must have the same {noun}, but those of process {_differing(digests)} "
+            f"differ from those of process 0. This process, {jax.process_index()}, has {text}"
         )
 
 
-def _others(digests: np.ndarray) -> str:
+def _differing(digests: np.ndarray) -> str:
     different = np.flatnonzero(np.any(digests != digests[0], axis=1))
     return ", ".join(map(str, different))
 

@@ -1,4 +1,4 @@
-"""The ways of sharding: which part of params and state each device of a mesh keeps."""
+"""The ways of sharding: which shards of params and state each device of a mesh keeps."""
 
 import dataclasses
 import itertools
@@ -55,16 +55,16 @@ def sharded(
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
       axis: the mesh axis, or axes, over which params or state are divided; some of `data_axis`.
-        None: all of them, or for a mapping those that its PartitionSpecs name. Along the other data
-        axes each group of devices is a worker, whose gradients are averaged or exchanged with those
-        of the others, in each step or every `local_steps`.
+        None: all of them, or for a mapping those that its PartitionSpecs name. Along the
+        remaining data axes each group of devices is a worker; workers average or exchange their
+        gradients in each step or every `local_steps`.
       whole: a pattern of paths of leaves in a `Stacked` that are divided along the axis of layers,
         so that each matrix is whole on one device. Rules that treat matrices whole, such as
         `muon`, then update them without sending anything.
       gather: a compressor for the params that are gathered, such as `quantize(8)`; None sends them
         as they are. The loss sees decoded params, the same on all devices, and each device keeps
-        its exact part of them in `state.params`. With "state", params are then divided as well, and
-        gathered once per step.
+        its exact shard of them in `state.params`. With "state", params are then divided as well,
+        and gathered once per step.
       reduce: a compressor for the gradients that are reduced, such as `quantize(4,
         stochastic=True)`. There is no error feedback, for which each device would have to keep a
         whole gradient, so choose a rounding whose mean is exact. Its random bits are a hash of the
@@ -73,7 +73,7 @@ def sharded(
         once for all of them. This takes the memory of whole params and gradients.
 
     Leaves of fewer than 1,024 elements, and leaves without a dimension that can be divided, are
-    sent as they are. With N devices that divide a leaf, and packets of b bytes for one part, each
+    sent as they are. With N devices that divide a leaf, and packets of b bytes for one shard, each
     device sends (N − 1)·b bytes instead of (N − 1)/N of the leaf.
 
     Raises:
@@ -129,24 +129,24 @@ class ShardState(Layout):
     def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
         """Return specs; by_layers(path, number of layers) tells whether a leaf is divided so."""
         stacked = tree.stacked_axes(params)
-        axes_of = axes_of_layers(self.whole, self.tables, params, self.num_parts)
+        axes_of = axes_of_layers(self.whole, self.tables, params, self.num_shards)
 
         def divided(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
                 return x
             axis = axes_of.get(str(place))
             if axis is not None and by_layers(str(place), x.shape[axis]):
-                return P(*[None] * axis, self.part_axes)
+                return P(*[None] * axis, self.shard_axes)
             return self.divided(jnp.shape(x), stacked[place.number]) if tree.is_inexact(x) else P()
 
         return tree.map_named(divided, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
         """Return True, or raise a ValueError if layers need padding and cannot be padded."""
-        if layers % self.num_parts and self.worker_axes:
+        if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
-                f"{self.num_parts} devices of each worker; they are padded only if the mesh has "
+                f"{self.num_shards} devices of each worker; they are padded only if the mesh has "
                 "no worker axes"
             )
         return True
@@ -161,28 +161,28 @@ class ShardParams(ShardState):
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the specs of gradients, except for leaves that would need padding."""
-        return self._divided(params, lambda path, n: n % self.num_parts == 0)
+        return self._divided(params, lambda path, n: n % self.num_shards == 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardBySpec(Layout):
     """Params, gradients and state are divided by given PartitionSpecs.
 
-    specs: the specs of params, by patterns of paths; other leaves are whole on every device.
+    specs: the specs of params, by patterns of paths; leaves without one are whole on every device.
     """
 
     specs: Mapping[str, P] = dataclasses.field(default_factory=dict)
 
     @property
     def divides(self) -> bool:
-        """Whether the devices of a worker keep parts of arrays."""
+        """Whether the devices of a worker keep shards of arrays."""
         return True
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the spec of the first pattern that matches each leaf."""
         specs = super().dense_params(params)
         for paths, spec in tree.first_matches(self.specs, params, "shard"):
-            specs = self._with_spec(spec, paths, specs, params)
+            specs = self._replace_specs(spec, paths, specs, params)
         return specs
 
 
@@ -195,15 +195,15 @@ def init_state(
 ) -> OptState:
     """Return the initial optimizer state on a mesh: per-worker arrays sharded, the rest replicated.
 
-    You need it only for a `shard_map` of your own; `TrainStep.init` does the same. Each device
-    stores only its worker's part of the per-worker arrays. In a run of several processes, each
+    You need it only if you write a `shard_map`; `TrainStep.init` does the same. Each device stores
+    only the per-worker arrays of its worker. In a run of several processes, each
     process must call it with the same params.
 
     Args:
       tx: an optimizer, however wrapped.
       params: the parameters, arrays on the host or replicated over the mesh.
       mesh: a mesh, such as `data_mesh()`.
-      axis_name: the mesh axes of the workers, for per-worker arrays that do not name their own.
+      axis_name: the mesh axes of the workers, for per-worker arrays that name none.
     """
     num_workers(mesh, axis_name)  # it has these axes
     init = core.check_transform("init_state: tx", tx).init
@@ -214,10 +214,7 @@ KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams
 
 
 def layout_of(
-    shard: Kind | None,
-    mesh: Mesh,
-    data_axis: AxisName,
-    tables: tree.Pattern | None = None,
+    shard: Kind | None, mesh: Mesh, data_axis: AxisName, tables: tree.Pattern | None = None
 ) -> Layout:
     """Return the layout for the arguments of a training step, checked against the mesh.
 
@@ -231,33 +228,33 @@ def layout_of(
     divides = shard is not None or tables is not None
     specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
     _check_shard(specs, mesh)
-    parts = Axes(way.axis or axes(data_axis)) if divides else Axes()
+    along = Axes(way.axis or axes(data_axis)) if divides else Axes()
     if specs and way.axis is None and tables is None:
         named = joined(*itertools.chain.from_iterable(specs.values()))
-        parts = Axes(name for name in parts if name in named)
-    unknown = without(parts, axes(data_axis))
+        along = Axes(name for name in along if name in named)
+    unknown = without(along, axes(data_axis))
     if unknown:
         raise ValueError(
             f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*axes(data_axis),)}"
         )
-    workers = without(data_axis, parts)
+    workers = without(data_axis, along)
     _check_workers_are_whole(specs, workers)
     if divides and not isinstance(mesh, AbstractMesh):
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
     if shard is None:
-        return Replicated(mesh, workers, parts, tables)
+        return Replicated(mesh, workers, along, tables)
     if isinstance(way.kind, Mapping):
-        return ShardBySpec(mesh, workers, parts, tables, specs)
+        return ShardBySpec(mesh, workers, along, tables, specs)
     if way.kind not in KINDS:
         raise TypeError(
             'shard must be "state", "params", a mapping from patterns to PartitionSpecs, or '
             f"sharded(...) of one of these; got {way.kind!r}"
         )
-    # Params that are sent in packets are exact only in the parts that devices keep.
+    # Params that are sent in packets are exact only in the shards that devices keep.
     kind = "params" if way.gathers_once else way.kind
     codecs = {"gather": way.gather, "reduce": way.reduce}
-    return KINDS[kind](mesh, workers, parts, tables, way.whole, **codecs)
+    return KINDS[kind](mesh, workers, along, tables, way.whole, **codecs)
 
 
 def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:

@@ -1,7 +1,7 @@
 """The two functions that tensor-parallel layers are made of: f and g of Megatron-LM.
 
 If the weights of a layer are divided over a mesh axis, the layer begins with `copy_to`, computes
-its part, and ends with `sum_over`:
+its shard, and ends with `sum_over`:
 
     h = copy_to(x, "model")            # x is the same on all devices
     y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
@@ -11,14 +11,18 @@ A plain `jax.lax.psum` would have the wrong derivative where JAX does not track 
 (`shard_map(check_vma=False)`, pmap): it sums cotangents that are the same on all devices.
 """
 
-import functools
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 from jax import lax
 
 from optfn import mesh
 from optfn.core.types import PyTree
-from optfn.mesh import AxisName
+from optfn.mesh import Axes, AxisName
+
+# (x, axes) -> x
+Function: TypeAlias = Callable[[PyTree, Axes], PyTree]
 
 
 def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
@@ -67,24 +71,16 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
     return _sum_over(names, x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _copy_to(axes: tuple[str, ...], x: PyTree) -> PyTree:
-    del axes
-    return x
+def _linear(forward: Function, backward: Function) -> Callable[[Axes, PyTree], PyTree]:
+    """Return forward(x, axes) as a function of (axes, x), with backward(cotangent, axes)."""
+    fn = jax.custom_vjp(lambda axes, x: forward(x, axes), nondiff_argnums=(0,))
+    fn.defvjp(
+        lambda axes, x: (forward(x, axes), None),
+        lambda axes, residual, cotangent: (backward(cotangent, axes),),
+    )
+    return fn
 
 
-_copy_to.defvjp(
-    lambda axes, x: (x, None),
-    lambda axes, residual, cotangent: (lax.psum(cotangent, axes),),
-)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_over(axes: tuple[str, ...], x: PyTree) -> PyTree:
-    return lax.psum(x, axes)
-
-
-_sum_over.defvjp(
-    lambda axes, x: (lax.psum(x, axes), None),
-    lambda axes, residual, cotangent: (cotangent,),
-)
+# The two are transposes of each other.
+_copy_to = _linear(lambda x, axes: x, lax.psum)
+_sum_over = _linear(lax.psum, lambda x, axes: x)

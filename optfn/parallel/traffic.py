@@ -75,13 +75,9 @@ def packets_sent(state: OptState, mesh: Mesh) -> float:
       state: the state of an optimizer, arrays or their shapes.
       mesh: the mesh of the workers; only the sizes of its axes are read.
     """
-    late = 2**30
-    nodes = [x.exchanged for x in _exchanging(state)]
-    return sum(
-        float(node.traffic.bytes_sent(jnp.int32(late), num_workers(mesh, node.axes)))
-        for node in nodes
-        if node.traffic != ()
-    )
+    late, marks = jnp.int32(2**30), [x.exchanged for x in _exchanging(state)]
+    known = [x for x in marks if x.traffic != ()]
+    return sum(float(x.traffic.bytes_sent(late, num_workers(mesh, x.axes))) for x in known)
 
 
 def _exchanging(state: OptState) -> list[Any]:

@@ -22,7 +22,7 @@ from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch
 from optfn.mesh import axes, restricted
 from optfn.parallel.layout import Division, is_spec
-from optfn.parallel.parts import mean_part
+from optfn.parallel.shards import mean_shard
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
@@ -167,7 +167,7 @@ class StackedStages(StagePlacement):
         names = axes(self.data_axis)
         dimensions = map(self._data_dimension, self._of_inexact(weights, self.param_specs))
         return [
-            mean_part(g, [] if d is None else [Division(d, names)], names, self.mesh)
+            mean_shard(g, [] if d is None else [Division(d, names)], names, self.mesh)
             for g, d in zip(gradients, dimensions, strict=True)
         ]
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn import mesh as meshes
 from optfn.core import checks
-from optfn.core.tree import is_array, is_key, on_key_data
+from optfn.core.tree import is_array, is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
@@ -265,7 +265,7 @@ def _host_array(x: object) -> object:
     if not isinstance(x, jax.Array) or not (x.is_fully_addressable or x.is_fully_replicated):
         return x
     if is_key(x):
-        return on_key_data(lambda data: jnp.asarray(np.asarray(data)), x)
+        return map_key_data(lambda data: jnp.asarray(np.asarray(data)), x)
     return np.asarray(x)
 
 

@@ -58,7 +58,7 @@ def composed(
     if local is not None:
         step = local.round(step)
     if layout is not None and workers:
-        step = parallel.on_workers(step, layout.mesh, workers)
+        step = parallel.step_of_all_workers(step, layout.mesh, workers)
     if layout is not None and layout.divides:
         step = _placed(step, layout)
     return step
@@ -68,12 +68,12 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
     """Return a step whose new state is placed as the layout says."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        old = state._replace(opt_state=layout.in_update(state.opt_state))
+        old = state._replace(opt_state=layout.unpadded(state.opt_state))
         new, metrics = step(old, batch)
         new = new._replace(opt_state=layout.stored(new.opt_state, state.params))
         specs = jax.tree.map(lambda x: P(), new)._replace(
-            params=layout.of_params(state.params),
-            opt_state=layout.of_state(new.opt_state, state.params),
+            params=layout.param_specs(state.params),
+            opt_state=layout.state_specs(new.opt_state, state.params),
         )
         return lax.with_sharding_constraint(new, layout.place(specs)), metrics
 
@@ -85,7 +85,7 @@ def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | 
     form = Form(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
-        owners = Owners(layout.mesh, layout.part_axes)
+        owners = Owners(layout.mesh, layout.shard_axes)
 
     def make(seen: Seen = contextlib.nullcontext) -> Objective:
         once = isinstance(options.shard, Sharded) and options.shard.gathers_once
@@ -107,7 +107,7 @@ def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | 
             recompute=options.recompute,
         )
 
-    if layout is None or not layout.part_axes:
+    if layout is None or not layout.shard_axes:
         return make()
     objective = on_parts(make, layout)
     return objective if owners is None else of_sharded_tables(objective)
@@ -122,7 +122,7 @@ def local_rounds(
     if not layout.worker_axes:
         raise ValueError(
             f"local_steps={options.local_steps} cannot be combined with params or state divided "
-            f"over all of data_axis, {(*layout.part_axes,)}: workers that train apart have "
+            f"over all of data_axis, {(*layout.shard_axes,)}: workers that train apart have "
             "different params, so none can keep a part for the others. Divide over some of the "
             "axes, shard=sharded(..., axis=)"
         )

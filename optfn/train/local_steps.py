@@ -27,7 +27,7 @@ from optfn.train.microbatches import of_parts, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.late_steps import with_counts_of
 from optfn.workers import Workers
-from optfn.wrappers.nonfinite import with_gave_up
+from optfn.wrappers.nonfinite import set_gave_up
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -107,7 +107,7 @@ class LocalSteps(NamedTuple):
                 end.opt_state, fresh, own,
             )  # fmt: skip
             if "gave_up" in metrics:  # in any step of the round
-                opt_state = with_gave_up(opt_state, metrics["gave_up"])
+                opt_state = set_gave_up(opt_state, metrics["gave_up"])
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics | sent
@@ -128,7 +128,7 @@ class LocalSteps(NamedTuple):
         """
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~leafwise.all_finite(drift))
-        grads, _, extra = means.for_optimizer(drift, before[1], workers)
+        grads, _, extra = means.optimizer_inputs(drift, before[1], workers)
         updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
         params = apply_updates(state.params, updates)
         after = params, outer, means.mean_or_first(model_state, workers.axes)

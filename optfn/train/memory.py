@@ -123,8 +123,8 @@ def plan_memory(
     divides = shard is not None or shard_tables
     layout = layout_of(shard, mesh, data_axis, tables if divides else None)
     init = _init_of(tx, outer, local_steps, layout)
-    state = jax.eval_shape(layout.of_all_workers(init), params)
-    specs, grad_specs = layout.of_params(params), layout.of_gradients(params)
+    state = jax.eval_shape(layout.stored_init(init), params)
+    specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
     exchanged = exchanged_axes(_with_traffic(state), params)
     once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
@@ -146,7 +146,7 @@ def plan_memory(
         gradients += whole
     return MemoryPlan(
         _bytes_on_device(params, specs, mesh),
-        _bytes_on_device(state, layout.of_state(state, params), mesh),
+        _bytes_on_device(state, layout.state_specs(state, params), mesh),
         gradients,
         round(sent),
         _gathered_in_update(state, params, grad_specs),
@@ -204,7 +204,7 @@ class _Rows(NamedTuple):
           num_rows: the number of its rows.
           workers: over how many workers gradients are averaged.
         """
-        row, parts = whole // max(1, num_rows), self.layout.num_parts
+        row, parts = whole // max(1, num_rows), self.layout.num_shards
         ids = self.lookups // self.microbatches
         over_parts, arrived = 0, ids
         if self.layout.tables is not None and ids:
@@ -240,7 +240,7 @@ def _state_of_parts(
         placement = NamedSharding(layout.mesh, restricted(spec, layout.inner_axes))
         return jax.ShapeDtypeStruct(placement.shard_shape(shape), x.dtype)
 
-    parts = tree.map_named(part, params, layout.of_gradients(params))
+    parts = tree.map_named(part, params, layout.gradient_specs(params))
     return jax.eval_shape(init, parts)
 
 
@@ -282,7 +282,7 @@ class _Leaf(NamedTuple):
           passes: how often the gradient of a divided leaf is reduced.
           workers: over how many workers the gradient is averaged, once in a call.
         """
-        parts, steps = self.layout.num_parts, self.steps
+        parts, steps = self.layout.num_shards, self.steps
         if not self.layout.divisions(self.grad_spec):
             return float(steps * all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
         once = (parts - 1) / parts * whole
@@ -308,7 +308,7 @@ class _Leaf(NamedTuple):
 
     def _gathers(self, passes: int) -> float:
         """Return how often a divided leaf is gathered; an all-to-all is 1/N of a gather."""
-        parts, divisions = self.layout.num_parts, self.layout.divisions(self.spec)
+        parts, divisions = self.layout.num_shards, self.layout.divisions(self.spec)
         if not self.stacked:
             return passes
         if all(dimension for dimension, _ in divisions):

@@ -11,7 +11,7 @@ from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
 from optfn.leaves import mismatch
 from optfn.parallel.means import sum_dtype
-from optfn.parallel.owners import encoding_part
+from optfn.parallel.owners import encoding_microbatch
 from optfn.train.loss_form import Values
 from optfn.train.objective import Objective
 
@@ -67,7 +67,7 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
 
     def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
         def of_part(state: PyTree, part: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
-            with encoding_part(number, count):
+            with encoding_microbatch(number, count):
                 values = objective.value(params, state, part, *keys_of(keys, number))
             return values.model_state, (values.loss, values.aux)
 
@@ -80,7 +80,7 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
         def of_part(carry: Any, part: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
             own = keys_of(keys, number)
-            with encoding_part(number, count):
+            with encoding_microbatch(number, count):
                 values, grads = objective.value_and_grad(params, state, part, *own)
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(_with_part, totals, grads)

@@ -23,7 +23,7 @@ from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.parallel.owners import current_step, encoding_at
-from optfn.parallel.parts import mean_gradients, whole
+from optfn.parallel.shards import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
 from optfn.train.loss_form import Form, Values
@@ -199,7 +199,7 @@ class _OnParts(NamedTuple):
 
     def value(self, params: Params, *rest: Any) -> Values:
         """Return the mean of the values over the devices."""
-        specs = self.layout.of_params(params)
+        specs = self.layout.param_specs(params)
         objective = self._of_one(params, specs)
 
         def on_device(parts: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
@@ -210,7 +210,7 @@ class _OnParts(NamedTuple):
     def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
         """Return the mean values, and the mean gradients, divided as the layout says."""
         layout = self.layout
-        specs, of_gradients = layout.of_params(params), layout.of_gradients(params)
+        specs, of_gradients = layout.param_specs(params), layout.gradient_specs(params)
         objective = self._of_one(params, specs)
         # Gradients of divided params arrive with the PartitionSpecs of the params.
         arriving = jax.tree.map(
@@ -250,17 +250,17 @@ class _OnParts(NamedTuple):
         return self.make(lambda parts: whole(parts, specs, tables, self.layout))
 
     def _mean(self, values: Values) -> Values:
-        names = self.layout.part_axes
+        names = self.layout.shard_axes
         loss, aux = mean_over_workers((values.loss, values.aux), names)
         return Values(loss, mean_or_first(values.model_state, names), aux)
 
     def _own_keys(self, keys: Sequence[jax.Array]) -> list[jax.Array]:
         """Return keys that are different on each device."""
-        return [jax.random.fold_in(key, lax.axis_index(self.layout.part_axes)) for key in keys]
+        return [jax.random.fold_in(key, lax.axis_index(self.layout.shard_axes)) for key in keys]
 
     def _on_devices(self, specs: PyTree) -> PyTree:
         """Return specs restricted to the part axes, which `shard_map` binds."""
-        names = self.layout.part_axes
+        names = self.layout.shard_axes
         return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
 
     def _run(
@@ -268,7 +268,7 @@ class _OnParts(NamedTuple):
     ) -> Any:
         """Return `function` of the arguments on each device; `specs` are those of params."""
         params, model_state, batch, *keys = arguments
-        names = self.layout.part_axes
+        names = self.layout.shard_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
         in_specs = (P(), P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
 

@@ -135,7 +135,7 @@ def warn_of_ascent(argument: str, tx: optax.GradientTransformation, opt_state: O
 def _is_of_optfn(tx: optax.GradientTransformation) -> bool:
     """Tell whether a transformation and all its parts are made by factories of optfn."""
     own = isinstance(tx, core.Transform) and checks.package(tx.module) == "optfn"
-    return own and all(map(_is_of_optfn, tx.parts))
+    return own and all(map(_is_of_optfn, tx.inner))
 
 
 def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
@@ -183,5 +183,5 @@ def _lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | 
     name, _, arguments = tx.call
     if arguments.get("lazy"):
         yield name, arguments["lazy"]
-    for part in tx.parts:
+    for part in tx.inner:
         yield from _lazy_calls(part)

@@ -218,7 +218,7 @@ def _layout_columns(
             "are divided"
         )
     layout = layout_of(shard, mesh, data_axis, tables)
-    names, specs = tree.paths(params), tree.leaves(layout.of_gradients(params))
+    names, specs = tree.paths(params), tree.leaves(layout.gradient_specs(params))
 
     def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
         def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -227,9 +227,9 @@ def _layout_columns(
         return jax.tree.map(part, values, layout.place(specs))
 
     state = jax.eval_shape(layout.stored, state, params)
-    parts = on_a_device(state, layout.of_state(state, params))
+    parts = on_a_device(state, layout.state_specs(state, params))
     kept = _bytes_by_leaf(parts, names)
-    of_params = tree.leaves(on_a_device(params, layout.of_params(params)))
+    of_params = tree.leaves(on_a_device(params, layout.param_specs(params)))
     sizes = [
         0 if tree.is_masked(p) else _bytes(p) + kept[name]
         for name, p in zip(names, of_params, strict=True)

@@ -103,7 +103,7 @@ class TrainStep:
         else:
             params = self.layout.put(natural(params))
             if self.layout.tables is not None:
-                owners = Owners(self.layout.mesh, self.layout.part_axes)
+                owners = Owners(self.layout.mesh, self.layout.shard_axes)
                 params = spread(params, self.layout.is_table(params), owners)
             opt_state = self.layout.init((self.local or self.tx).init, params)
             check_rows(opt_state)

@@ -85,7 +85,7 @@ def worker_step(
             values, grads = objective.value_and_grad(state.params, *arguments)
         # 3. They become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
-        grads, (loss, aux), extra = means.for_optimizer(
+        grads, (loss, aux), extra = means.optimizer_inputs(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
@@ -121,7 +121,7 @@ def _as_laid_out(params: Params, layout: Layout | None) -> Params:
         return params
     return jax.tree.map(
         lambda spec, x: constrained(x, layout.mesh, restricted(spec, layout.inner_axes)),
-        layout.of_params(params), params, is_leaf=is_spec,
+        layout.param_specs(params), params, is_leaf=is_spec,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from optfn.core.tree import Pattern
 from optfn.core.types import DType, OptState, Params, PyTree, Updates
 from optfn.leaves import row_sparse, tensors
 from optfn.leaves.selection import Selection
-from optfn.mesh import on_whole_matrices
+from optfn.mesh import apply_to_whole_matrices
 from optfn.transforms.moment import velocity_rule
 
 # (a, b, c) of one step of the iteration.
@@ -192,7 +192,7 @@ def scale_by_muon(
     velocity = velocity_rule(mu, checks.flag("nesterov", nesterov), moment_dtype)
 
     def orthogonalize(x: jax.Array) -> jax.Array:
-        return factor(*x.shape[-2:]) * on_whole_matrices(direction, x)
+        return factor(*x.shape[-2:]) * apply_to_whole_matrices(direction, x)
 
     def init(params: Params) -> ScaleByMuonState:
         return ScaleByMuonState(velocity.init(select_matrices(matrices, params).keep(params)))

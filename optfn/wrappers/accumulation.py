@@ -45,7 +45,7 @@ def accumulate(
 
     Use it if a batch does not fit in memory. For a loss that is a mean over examples, this is the
     step of the whole batch. `tx` runs only in every n-th call, so its schedules and averages count
-    real steps. If the optimizer exchanges gradients itself, each worker keeps the sum of its own.
+    real steps. If the optimizer exchanges gradients itself, each worker keeps a private sum.
 
     Args:
       tx: an optimizer of optfn or optax.
@@ -75,12 +75,12 @@ def accumulate(
         due = state.micro_step + 1 == every
         add = partial(_added, state.micro_step == 0)
         totals = tree.map(add, state.total, state.own_total.value, updates)
-        arrays, others = _split_extra(extra)
+        arrays, static = _split_extra(extra)
 
         def step(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
             params, arrays = reads
             mean = tree.map(partial(_mean_gradient, every), updates, totals)
-            updated, inner_state = inner.update(mean, inner_state, params, **arrays, **others)
+            updated, inner_state = inner.update(mean, inner_state, params, **arrays, **static)
             if params is None:
                 updated = jax.tree.map(lambda u, g: u.astype(g.dtype), updated, updates)
             return updated, inner_state
@@ -89,43 +89,42 @@ def accumulate(
             due, step, totals, state.inner_state, (params, arrays)
         )
         micro_step = jnp.where(due, 0, state.micro_step + 1)
-        return updated, AccumulateState(micro_step, *_by_owner(totals, state), inner_state)
+        return updated, AccumulateState(micro_step, *_split_totals(totals, state), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
-    """Return zeros for the sums of gradients: those that all workers share, and each one's own."""
-    own_axes = exchanged_axes(inner_state, params)
+    """Return zeros for the sums of gradients: those that all workers share, and private ones."""
+    exchanging = exchanged_axes(inner_state, params)
 
-    def by_owner(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
-        is_own = own_axes[place.number] and not tree.is_masked(total)
-        return (optax.MaskedNode(), total.reshape(-1)) if is_own else (total, optax.MaskedNode())
+    def split(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
+        is_private = exchanging[place.number] and not tree.is_masked(total)
+        masked = optax.MaskedNode()
+        return (masked, total.reshape(-1)) if is_private else (total, masked)
 
-    shared, owned = tree.map_to(2, by_owner, leafwise.zeros_like(leafwise.inexact(params)))
-    return shared, per_worker(owned, joined(*own_axes))
+    shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.inexact(params)))
+    return shared, per_worker(private, joined(*exchanging))
 
 
-def _by_owner(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
+def _split_totals(totals: Updates, state: AccumulateState) -> tuple[Updates, PerWorker]:
     """Return the totals that all workers share, and each worker's, as `state` has them."""
-    shared = tree.map(_without, state.own_total.value, totals)
-    owned = tree.map(_without, state.total, totals)
-    return shared, state.own_total._replace(value=owned)
 
+    def kept(old: Leaf, total: Leaf) -> Leaf:
+        return old if tree.is_masked(old) else total
 
-def _without(other: Leaf, total: Leaf) -> Leaf:
-    """Return a total, masked if the `other` total has the leaf."""
-    return total if tree.is_masked(other) else optax.MaskedNode()
+    private = tree.map(kept, state.own_total.value, totals)
+    return tree.map(kept, state.total, totals), state.own_total._replace(value=private)
 
 
 def _is_summed(total: Leaf, g: Leaf) -> bool:
-    """Tell whether a gradient is added to a total; others are passed on unchanged."""
+    """Tell whether a gradient is added to a total, or else passed on unchanged."""
     return tree.is_inexact(g) and not tree.is_masked(total)
 
 
-def _added(is_first: jax.Array, shared: Leaf, own: Leaf, g: Leaf) -> Leaf:
-    """Return the total of a leaf, shared or own (the other is masked), with a gradient added."""
-    total = shared if tree.is_masked(own) else own
+def _added(is_first: jax.Array, shared: Leaf, private: Leaf, g: Leaf) -> Leaf:
+    """Return the total of a leaf, from the tree that has it, with a gradient added."""
+    total = shared if tree.is_masked(private) else private
     if not _is_summed(total, g):
         return total
     return jnp.where(is_first, 0, total) + g.astype(total.dtype).reshape(total.shape)
@@ -136,7 +135,7 @@ def _mean_gradient(every: int, g: Leaf, total: Leaf) -> Leaf:
 
 
 def _split_extra(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the extra arguments that are trees of arrays, and the others.
+    """Return the extra arguments that are trees of arrays, and the static ones.
 
     Arguments that concern only one gradient are left out.
     """
@@ -166,24 +165,18 @@ def _step_when(
 
     def run(totals: Updates, inner_state: OptState, reads: PyTree) -> tuple[Updates, OptState]:
         updates, inner_state = step(totals, inner_state, reads)
-        return tree.map(_in_place_of, totals, updates), inner_state
+        return tree.map(_overwriting, totals, updates), inner_state
 
     def read(like: Leaf, total: Leaf) -> Leaf:
-        return _update_of(due, total, like) if tree.is_inexact(like) else _zero(like)
+        if tree.is_inexact(like):
+            # The update has overwritten the total; if there was no step, it is −0.0.
+            return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
+        return like if tree.is_masked(like) else numerics.integer_zeros(like.shape, like.dtype)
 
     totals, inner_state = when(due, [run], (totals, inner_state), reads)
     return tree.map(read, shapes, totals), totals, inner_state
 
 
-def _in_place_of(total: Leaf, u: Leaf) -> Leaf:
+def _overwriting(total: Leaf, u: Leaf) -> Leaf:
     """Return an update in the shape and dtype of the total, whose memory it overwrites."""
     return u.astype(total.dtype).reshape(total.shape) if tree.is_inexact(u) else total
-
-
-def _update_of(due: jax.Array, total: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the update, which has overwritten the total, or −0.0 if there was no step."""
-    return jnp.where(due, total.astype(like.dtype), -0.0).reshape(like.shape)
-
-
-def _zero(leaf: Leaf) -> Leaf:
-    return leaf if tree.is_masked(leaf) else numerics.integer_zeros(leaf.shape, leaf.dtype)

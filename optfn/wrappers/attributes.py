@@ -32,16 +32,16 @@ class ParamAttr:
     Args:
       learning_rate: a factor of the optimizer's rate, ≥ 0. It is exact for every rule, even if the
         rate is part of a recursion.
-      regularization: a transform such as `l2_decay(1e-4)` that replaces the optimizer's own; None
-        for no regularization.
+      regularization: a transform such as `l2_decay(1e-4)` that replaces the optimizer's; None for
+        no regularization.
       need_clip: whether the optimizer's `grad_clip` applies to the parameter. If not, its gradient
         does not count in the global norm and is not scaled.
       trainable: False freezes the parameter: it never changes and has no state.
       stacked: how many leading axes of the leaf count tensors, ≥ 0; 1 for layers that a model scans
         over. Rules with a norm per tensor (LAMB, LARS, `clip_by_norm`) then treat each layer as a
         separate leaf. The result of `optfn.distributed.stack_stages` does not need this.
-      weight_decay: a factor of the optimizer's own decay (`weight_decay`, `lars_weight_decay`),
-        ≥ 0; 0 for no decay. It does not affect `regularization`.
+      weight_decay: a factor of the optimizer's decay (`weight_decay`, `lars_weight_decay`), ≥ 0; 0
+        for no decay. It does not affect `regularization`.
 
     Raises:
       TypeError: an argument has the wrong type.
@@ -126,15 +126,15 @@ def attributes_of(tx: optax.GradientTransformation, params: Params) -> dict[str,
     found: dict[str, ParamAttr] = {}
     if not isinstance(tx, core.Transform):
         return found
-    for part in tx.parts:
-        found |= attributes_of(part, params)
+    for inner in tx.inner:
+        found |= attributes_of(inner, params)
     return found | resolve(tx.param_attrs, params) if tx.param_attrs else found
 
 
-def for_leaves(
+def limit_to(
     tx: optax.GradientTransformation, param_attrs: ParamAttrs, choose: Callable[[ParamAttr], bool]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` for the leaves whose attributes `choose` selects; the others pass unchanged.
+    """Return `tx` for the leaves whose attributes `choose` selects; the rest passes unchanged.
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
@@ -198,12 +198,12 @@ def attributed(
         updated, state = tx.update(trained, state, trained_params, **extra)
         names = tree.names(updates)
 
-        def of_frozen(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
+        def freeze(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
             is_trained = all(attrs[name].trainable for name in names[place.number])
             return g if is_trained else frozen.frozen_update(g, g if p is None else p)
 
-        others = tree.map_named(of_frozen, updates, updates if params is None else params)
-        return _trainable(updates, attrs).fill(updated, others), state
+        still = tree.map_named(freeze, updates, updates if params is None else params)
+        return _trainable(updates, attrs).fill(updated, still), state
 
     return core.Transform(init, update, param_attrs=param_attrs)
 
@@ -241,7 +241,7 @@ def refuse_decay_factors(name: str, attrs: ParamAttrs) -> None:
             )
 
 
-def with_attributes(
+def apply_attributes(
     name: str,
     param_attrs: object,
     grad_clip: optax.GradientTransformation | None,
@@ -256,7 +256,7 @@ def with_attributes(
       param_attrs: the argument of the optimizer.
       grad_clip: the argument of the optimizer.
       regularization: the argument of the optimizer.
-      built: makes the optimizer from the transforms that precede its own chain.
+      built: makes the optimizer from the transforms that precede its chain.
       decays: whether that chain has a weight decay.
     """
     attrs = check_param_attrs(param_attrs)
@@ -264,24 +264,24 @@ def with_attributes(
         refuse_decay_factors(name, attrs)
     clips = [] if grad_clip is None else [grad_clip]
     if not all(attr.need_clip for attr in attrs.values()):
-        clips = [for_leaves(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
+        clips = [limit_to(clip, attrs, lambda attr: attr.need_clip) for clip in clips]
     return attributed(name, built([*clips, *regularizing(regularization, attrs)]), attrs)
 
 
 def regularizing(
     regularization: optax.GradientTransformation | None, attrs: ParamAttrs
 ) -> list[optax.GradientTransformation]:
-    """Return transforms that regularize each leaf by its own penalty, or by the optimizer's."""
+    """Return transforms that regularize each leaf by its penalty, or by the optimizer's."""
+
+    def has(penalty: object, attr: ParamAttr) -> bool:
+        return attr.regularization is penalty
+
     penalties = {id(a.regularization): a.regularization for a in attrs.values()}
     if set(penalties) <= {id(INHERIT)}:
         return [] if regularization is None else [regularization]
-    parts = []
+    found = []
     for penalty in {id(INHERIT): INHERIT, **penalties}.values():
         tx = regularization if penalty is INHERIT else penalty
         if tx is not None:
-            parts.append(for_leaves(tx, attrs, partial(_is_regularized_by, penalty)))
-    return parts
-
-
-def _is_regularized_by(penalty: object, attr: ParamAttr) -> bool:
-    return attr.regularization is penalty
+            found.append(limit_to(tx, attrs, partial(has, penalty)))
+    return found

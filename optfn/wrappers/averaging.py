@@ -124,13 +124,7 @@ _SUM_LENGTH = 16384
 
 
 def model_average_rule(
-    p: jax.Array,
-    s1: jax.Array,
-    s2: jax.Array,
-    s3: jax.Array,
-    *,
-    full: jax.Array,
-    close: jax.Array,
+    p: jax.Array, s1: jax.Array, s2: jax.Array, s3: jax.Array, *, full: jax.Array, close: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Return (p, s1, s2, s3) after p is added; if `full` or `close`, sums are moved to the next."""
     s1 = s1 + _widen(p)
@@ -218,17 +212,17 @@ def read_average(state: OptState, params: Params) -> Params:
         step, acc, old = (jax.tree.leaves(x)[0] for x in state[:3])
         count = (acc + old).astype(jnp.float32)
 
-    def read(place: tree.Place, p: Leaf, *parts: Leaf) -> Leaf:
+    def read(place: tree.Place, p: Leaf, *terms: Leaf) -> Leaf:
         if tree.is_masked(p):
             return p
-        if tree.is_masked(parts[0]):
+        if tree.is_masked(terms[0]):
             return jnp.array(p, copy=True)
-        if jnp.shape(p) != parts[0].shape:
+        if jnp.shape(p) != terms[0].shape:
             raise ValueError(
                 f"averaged_params: leaf {place!r} has shape {jnp.shape(p)}, but its average has "
-                f"{parts[0].shape}: the average was made for other params"
+                f"{terms[0].shape}: the average was made for other params"
             )
-        total = functools.reduce(operator.add, parts)
+        total = functools.reduce(operator.add, terms)
         average = total / numerics.scalar(jnp.where(step > 0, count, 1), total)
         return jnp.where(step > 0, average.astype(p.dtype), p)
 

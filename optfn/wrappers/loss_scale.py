@@ -50,7 +50,7 @@ def dynamic_loss_scale(
         if good_steps = growth_interval: scale = scale·growth_factor;  good_steps = 0
 
     `make_train_step` and `minimize` find the scale in the state, multiply the loss by it before
-    they differentiate, and report the unscaled loss. In your own loop, multiply the loss by
+    they differentiate, and report the unscaled loss. In a loop that you write, multiply the loss by
     `loss_scale(opt_state)`. Put everything that reads gradients, such as a clip or
     `record_metrics`, inside; only `accumulate` may also go around it. g/scale is float32 or wider.
     If a larger scale would overflow, the scale stays.
@@ -85,19 +85,17 @@ def dynamic_loss_scale(
         mismatch.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
         if "grad" in extra:
             extra["grad"] = _unscaled(extra["grad"], state.scale)
-        like = updates if params is None else None
         unscaled = _unscaled(updates, state.scale)
-        updates, guarded = guard.update(unscaled, state.inner_state, params, **extra)
-        if like is not None:
-            updates = tree.map(_in_dtype_of, like, updates)
+        updated, guarded = guard.update(unscaled, state.inner_state, params, **extra)
+        if params is None:
+            updated = tree.map(_cast_like, updates, updated)
         bad = guarded.consecutive > 0
         good_steps = jnp.where(bad, 0, core.next_step(state.good_steps))
         grows = good_steps == interval
         larger = state.scale * growth
-        larger = jnp.where(jnp.isfinite(larger), larger, state.scale)
-        scale = jnp.where(grows, larger, state.scale)
+        scale = jnp.where(grows & jnp.isfinite(larger), larger, state.scale)
         scale = jnp.where(bad, state.scale * backoff, scale)
-        return updates, DynamicLossScaleState(scale, jnp.where(grows, 0, good_steps), guarded)
+        return updated, DynamicLossScaleState(scale, jnp.where(grows, 0, good_steps), guarded)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -116,12 +114,12 @@ def _unscaled(grads: Updates, scale: jax.Array) -> Updates:
     return tree.map(unscale, grads)
 
 
-def _in_dtype_of(like: Leaf, u: Leaf) -> Leaf:
+def _cast_like(like: Leaf, u: Leaf) -> Leaf:
     return leafwise.cast(u, like.dtype) if tree.is_inexact(like) else u
 
 
 def loss_scale(opt_state: OptState) -> jax.Array:
-    """Return the factor by which to multiply the loss, a float32 scalar, in your own loop.
+    """Return the factor by which to multiply the loss, a float32 scalar, in a loop that you write.
 
     Args:
       opt_state: the state of the optimizer. Without a `dynamic_loss_scale` the factor is 1.

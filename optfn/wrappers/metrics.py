@@ -1,5 +1,6 @@
 """A record of norms, clip factor and learning rate of each step, in the state."""
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -70,8 +71,8 @@ def record_metrics(
 ) -> optax.GradientTransformationExtraArgs:
     """Record the norms of gradient, update and parameters, the clip factor and the learning rate.
 
-    You find them in the metrics of a training step, in the history and in the log; in your own
-    loop, `metrics(opt_state)` reads them. The structure is fixed, so it works inside `lax.scan`.
+    You find them in the metrics of a training step, in the history and in the log; in a loop that
+    you write, `metrics(opt_state)` reads them. The structure is fixed, so it works in `lax.scan`.
 
     Args:
       tx: an optimizer of optfn or optax.
@@ -147,9 +148,8 @@ def _norm(x: Updates) -> jax.Array:
 
 def _readings(inner_state: OptState) -> tuple[jax.Array, jax.Array]:
     """Return the smallest clip factor and the learning rate in a state."""
-    factor = jnp.ones((), jnp.float32)
-    for node in nodes_of(ClipState, inner_state):
-        factor = jnp.minimum(factor, node.factor)
+    factors = [node.factor for node in nodes_of(ClipState, inner_state)]
+    factor = functools.reduce(jnp.minimum, factors, jnp.ones((), jnp.float32))
     try:
         rate = rates.get_learning_rate(inner_state)
     except ValueError:  # none, or several
@@ -174,19 +174,18 @@ def metrics(opt_state: OptState, path: str | None = None) -> dict[str, jax.Array
       ValueError: the state has no `record_metrics`, or several, even if one is inside another.
     """
     state = state_names.main_state(opt_state) if path is None else opt_state
-    parts = state_names.named_entries(state, stop=_is_recorder)
-    recorders = [
-        node
-        for name, node in parts
+    found = [
+        recorder
+        for name, node in state_names.named_entries(state, stop=_is_recorder)
         if _is_recorder(node) and (path is None or f"/{path}/" in f"/{name}/")
+        for recorder in nested(_is_recorder, node)
     ]
-    found = [x for node in recorders for x in nested(_is_recorder, node)]
     if len(found) != 1:
         where = "" if path is None else f" at path {path!r}"
         raise ValueError(f"the state must have one record_metrics{where}; it has {len(found)}")
     (recorder,) = found
-    fields = {name: _of_all(name, getattr(recorder, name)) for name in _NUMBERS}
-    groups = jax.tree.map(partial(_of_all, "norm"), recorder.groups)
+    fields = {name: _over_workers(name, getattr(recorder, name)) for name in _NUMBERS}
+    groups = jax.tree.map(partial(_over_workers, "norm"), recorder.groups)
     return fields | reported(RecordMetricsState(**fields, inner_state=(), groups=groups))
 
 
@@ -194,7 +193,7 @@ def _is_recorder(x: object) -> bool:
     return isinstance(x, RecordMetricsState)
 
 
-def _of_all(name: str, node: object) -> jax.Array:
+def _over_workers(name: str, node: object) -> jax.Array:
     """Return a number, reduced over the workers if each has recorded one."""
     value: jax.Array = jax.tree.leaves(node)[0]
     if not value.ndim:

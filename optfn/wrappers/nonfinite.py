@@ -37,7 +37,7 @@ def gave_up(state: OptState) -> list[jax.Array]:
     return [leaves[i] for i in _flags(structure)]
 
 
-def with_gave_up(state: OptState, flag: jax.Array) -> OptState:
+def set_gave_up(state: OptState, flag: jax.Array) -> OptState:
     """Return a state in which the flag of each guard is `flag`."""
     leaves, structure = jax.tree.flatten(state)
     for i in _flags(structure):
@@ -91,8 +91,8 @@ def skip_nonfinite(
     Args:
       tx: an optimizer of optfn or optax.
       max_consecutive: how many bad gradients in a row are skipped, ≥ 0.
-      axis_name: if each worker has its own gradient, the mesh axes over which the workers must
-        agree; they must be bound by shard_map, pmap or vmap. `make_train_step` adds its own axes.
+      axis_name: if each worker has a private gradient, the mesh axes over which the workers must
+        agree; they must be bound by shard_map, pmap or vmap. `make_train_step` adds its axes.
 
     State: consecutive and skipped (int32), gave_up (bool), and the state of `tx`.
     """

@@ -260,7 +260,10 @@ def test_the_rows_of_chunks():
         *(Chunks(10, 10), Chunks(10, 10), Chunks(10, 4))
     ]
     assert Segments((10, 30), 4096).arrays == [Chunks(10, 30), Chunks(30, 30)]
-    assert Segments((10, 30)).per_array == [1, 1] and Segments((10, 30), 4).per_array == [3, 8]
+    assert Segments((10, 30)).num_per_array == [1, 1] and Segments((10, 30), 4).num_per_array == [
+        3,
+        8,
+    ]
     widths = [top_k(0.1).format(n).index_bits for n in (1, 2, 1000, 4096, 9999)]
     assert widths == [0, 1, 10, 12, 12]
 

@@ -126,7 +126,7 @@ def test_int8_moments_are_bit_identical_given_equal_gradients():
         spec = {"w": P(*[None] * dimension, "data")}
         sharding = layout_of(spec, mesh, "data")
         placed = jax.device_put((grads, params), NamedSharding(mesh, spec["w"]))
-        specs = sharding.of_state(jax.eval_shape(tx.init, params), params)
+        specs = sharding.state_specs(jax.eval_shape(tx.init, params), params)
         state = jax.device_put(tx.init(params), sharding.place(specs))
         found = jax.jit(update)(placed[0], state, placed[1])
         chex.assert_trees_all_equal(jax.device_get(found[1]), jax.device_get(want[1]))
@@ -138,7 +138,7 @@ def test_codes_of_stacked_layers_stay_where_they_are():
     params = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
     grads = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
     sharding = layout_of({"w": P(None, "data")}, mesh, "data")
-    specs = sharding.of_state(jax.eval_shape(tx.init, params), params)
+    specs = sharding.state_specs(jax.eval_shape(tx.init, params), params)
     state = jax.device_put(tx.init(params), sharding.place(specs))
     placed = jax.device_put(grads, NamedSharding(mesh, P(None, "data")))
     update = jax.jit(tx.update, out_shardings=(placed["w"].sharding, sharding.place(specs)))

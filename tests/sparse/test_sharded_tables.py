@@ -340,8 +340,8 @@ def compiled(tx, rows, ids=4096, width=64):
     opt_state = jax.eval_shape(tx.init, params)
     state = TrainState(
         jax.ShapeDtypeStruct((), jnp.int32),
-        placed(params, place(step.layout.of_params(params))),
-        placed(opt_state, place(step.layout.of_state(opt_state, params))),
+        placed(params, place(step.layout.param_specs(params))),
+        placed(opt_state, place(step.layout.state_specs(opt_state, params))),
     )
     batch = jax.ShapeDtypeStruct((ids,), jnp.int32), jax.ShapeDtypeStruct((ids, 2), jnp.float32)
     return step.compiled.lower(state, batch).compile()

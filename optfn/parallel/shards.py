@@ -1,7 +1,7 @@
 """Params that are divided over devices, inside `shard_map`.
 
-Each device gathers the params that its loss needs, and sends each part of its gradient to the
-device that keeps this part.
+Each device gathers the params that its loss needs, and sends each shard of its gradient to the
+device that keeps this shard.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.mesh import Axes, joined, pmean, reducible, without
 from optfn.parallel.layout import Division, Layout, is_spec
-from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_part, current_step
+from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard, current_step
 from optfn.state.padded import pad
 from optfn.state.placement import num_workers
 
 
-def mean_part(
+def mean_shard(
     x: jax.Array,
     divisions: Sequence[Division],
     names: Axes,
@@ -35,12 +35,12 @@ def mean_part(
     codec: Codec | None = None,
     step: jax.Array | None = None,
 ) -> jax.Array:
-    """Return a device's part of the mean of an array over the axes `names`, by reduce-scatters.
+    """Return a device's shard of the mean of an array over the axes `names`, by reduce-scatters.
 
     A dimension that cannot be divided evenly is padded.
 
     Args:
-      x: each device's own array.
+      x: the array of each device.
       divisions: how the mean is divided, over some of `names`.
       names: the axes over which the mean is taken.
       mesh: the mesh of these axes.
@@ -51,13 +51,13 @@ def mean_part(
         if codec is None:
             x = _mean_along(x, dimension, along, mesh)
         else:
-            x = coded_mean_part(x, dimension, along, codec, step)
-    rest = without(names, joined(*(along for _, along in divisions)))
-    return pmean(x, rest) if rest else x
+            x = coded_mean_shard(x, dimension, along, codec, step)
+    remaining = without(names, joined(*(along for _, along in divisions)))
+    return pmean(x, remaining) if remaining else x
 
 
 def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
-    """Return a device's part along one dimension of the mean over the axes `names`."""
+    """Return a device's shard along one dimension of the mean over the axes `names`."""
     count = num_workers(mesh, names)
     if x.shape[dimension] % count:
         x = pad(x, dimension, -(-x.shape[dimension] // count) * count)
@@ -66,8 +66,8 @@ def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Ar
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes the reduce-scatter is wrong (jax issue 40830).
-    parts = jnp.stack(jnp.split(x, count, dimension))
-    return jnp.mean(lax.all_to_all(parts, names, 0, 0), 0)
+    shards = jnp.stack(jnp.split(x, count, dimension))
+    return jnp.mean(lax.all_to_all(shards, names, 0, 0), 0)
 
 
 def _is_gloo(mesh: Mesh, names: Axes) -> bool:
@@ -77,18 +77,18 @@ def _is_gloo(mesh: Mesh, names: Axes) -> bool:
     return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())
 
 
-def gather(
-    part: jax.Array, divisions: Sequence[Division], layout: Layout, in_packets: bool = False
+def _gather(
+    shard: jax.Array, divisions: Sequence[Division], layout: Layout, is_coded: bool
 ) -> jax.Array:
-    """Return a whole array; its gradient is the device's part of the mean over the part axes.
+    """Return a whole array; its gradient is the device's shard of the mean over the shard axes.
 
     Args:
-      part: this device's part of the array.
+      shard: this device's shard of the array.
       divisions: how the array is divided.
       layout: how params are divided.
-      in_packets: whether the compressors of the layout, if it has some, encode what is sent.
+      is_coded: whether the compressors of the layout, if it has some, encode what is sent.
     """
-    forward, reduce = (layout.gather, layout.reduce) if in_packets else (None, None)
+    forward, reduce = (layout.gather, layout.reduce) if is_coded else (None, None)
     step = None if forward is None and reduce is None else current_step()
 
     @jax.custom_vjp
@@ -101,100 +101,78 @@ def gather(
         return x
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return mean_part(cotangent, divisions, layout.part_axes, layout.mesh, reduce, step), None
+        return mean_shard(cotangent, divisions, layout.shard_axes, layout.mesh, reduce, step), None
 
     gather.defvjp(lambda x, step: (gather(x, step), step), backward)
-    return gather(part, step)
+    return gather(shard, step)
 
 
-class _Part(NamedTuple):
-    """The part of an array that a device keeps, and how the whole array is gathered."""
+class _Shard(NamedTuple):
+    """The shard of an array that a device keeps, and how the whole array is gathered."""
 
-    part: jax.Array
+    array: jax.Array
     divisions: list[Division]
     layout: Layout
 
     @property
-    def in_packets(self) -> bool:
+    def is_coded(self) -> bool:
         """Whether the array is large enough for the compressors of the layout."""
         names = joined(*(names for _, names in self.divisions))
-        return self.part.size * num_workers(self.layout.mesh, names) >= MIN_SIZE
+        return self.array.size * num_workers(self.layout.mesh, names) >= MIN_SIZE
 
     def whole(self) -> jax.Array:
         """Return the whole array."""
-        return gather(self.part, self.divisions, self.layout, self.in_packets)
+        return _gather(self.array, self.divisions, self.layout, self.is_coded)
 
-    def of_each_layer(self) -> "_Part | None":
+    def divide_layers(self) -> "_Shard | None":
         """Return the same array divided within each layer, if it is divided by layers.
 
-        The result is None if no dimension of a layer is divisible by the number of parts.
+        The result is None if no dimension of a layer is divisible by the number of shards.
         """
-        of_layers, rest = self.divisions[0], self.divisions[1:]
-        if of_layers.dimension > 0:
+        (dimension, names), *remaining = self.divisions
+        if dimension > 0:
             return self
-        count = num_workers(self.layout.mesh, of_layers.axes)
+        count = num_workers(self.layout.mesh, names)
         divided = {division.dimension for division in self.divisions}
-        sizes = enumerate(self.part.shape)
+        sizes = enumerate(self.array.shape)
         fitting = [d for d, n in sizes if d not in divided and n % count == 0]
         if not fitting:
             return None
-        part = lax.all_to_all(self.part, of_layers.axes, fitting[0], 0, tiled=True)
-        return self._replace(part=part, divisions=[Division(fitting[0], of_layers.axes), *rest])
+        array = lax.all_to_all(self.array, names, fitting[0], 0, tiled=True)
+        return self._replace(array=array, divisions=[Division(fitting[0], names), *remaining])
 
-    def layer(self, part: jax.Array) -> jax.Array:
-        """Return a whole layer, gathered from this device's part of it and those of others."""
-        of_layer = [Division(d - 1, names) for d, names in self.divisions]
-        return gather(part, of_layer, self.layout, self.in_packets)
-
-
-# The part of each whole array, by the array's id, while a loss is traced.
-_known: ContextVar[Mapping[int, _Part]] = ContextVar("known", default=MappingProxyType({}))
+    def layer(self, shard: jax.Array) -> jax.Array:
+        """Return a whole layer, gathered from its shards on the devices."""
+        divisions = [Division(d - 1, names) for d, names in self.divisions]
+        return _gather(shard, divisions, self.layout, self.is_coded)
 
 
-def _scan_parts(
-    fn: Callable[[list[Leaf], PyTree], PyTree], stacked: Sequence[Leaf], x: PyTree
-) -> PyTree:
-    """Scan over layers that are gathered one at a time."""
-    found = [x and x.of_each_layer() for x in map(_known.get().get, map(id, stacked))]
-    parts = [leaf if x is None else x.part for leaf, x in zip(stacked, found, strict=True)]
-    if len({np.shape(x)[:1] for x in parts}) > 1:
-        shapes = ", ".join(str(np.shape(x)) for x in parts)
-        raise ValueError(
-            "scan_layers: the leading axis of each leaf of stacked must be that of the layers; got "
-            f"shapes {shapes}"
-        )
-
-    def body(x: PyTree, parts: list[jax.Array]) -> tuple[PyTree, None]:
-        pairs = zip(parts, found, strict=True)
-        return fn([part if x is None else x.layer(part) for part, x in pairs], x), None
-
-    if any(x is not None for x in found):
-        body = jax.checkpoint(body, prevent_cse=False)
-    return lax.scan(body, x, parts)[0]
+# From the id of a gathered array to the shard it came from, while a loss is traced.
+_known: ContextVar[Mapping[int, _Shard]] = ContextVar("known", default=MappingProxyType({}))
 
 
 @contextlib.contextmanager
 def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iterator[Params]:
-    """Gather whole params from a device's parts, while a loss is traced in this context.
+    """Gather whole params from a device's shards, while a loss is traced in this context.
 
-    `scan_layers` finds the parts of its stacked params, and gathers them layer by layer. Tables are
-    only looked up, so they remain parts.
+    `scan_layers` finds the shards of its stacked params, and gathers them layer by layer. Tables
+    are only looked up, so they remain divided.
 
     Args:
-      params: the parts that a device keeps.
+      params: the shards that a device keeps.
       specs: the PartitionSpecs of whole params.
       tables: which leaves are tables.
       layout: how params are divided.
     """
-    found: dict[int, _Part] = {}
+    found: dict[int, _Shard] = {}
 
     def gathered(spec: P, is_table: bool, x: Leaf) -> Leaf:
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        part = _Part(x, divisions, layout)
-        gathered = part.whole()
-        found[id(gathered)] = part
+        shard = _Shard(x, divisions, layout)
+        gathered = shard.whole()
+        found[id(gathered)] = shard
         return gathered
 
     whole_params = jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
@@ -206,29 +184,29 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
 
 
 def mean_gradients(
-    grads: Updates, params: Params, specs: PyTree, of_gradients: PyTree, layout: Layout
+    grads: Updates, params: Params, specs: PyTree, gradient_specs: PyTree, layout: Layout
 ) -> Updates:
-    """Return a device's part of the mean gradient over the part axes.
+    """Return a device's shard of the mean gradient over the shard axes.
 
     Args:
-      grads: the device's own gradients of whole params; or those of parts, of which `gather` has
+      grads: the device's gradients of whole params; or those of shards, of which `_gather` has
         already taken the mean.
-      params: the parts that a device keeps.
+      params: the shards that a device keeps.
       specs: the PartitionSpecs of whole params.
-      of_gradients: the PartitionSpecs of whole gradients.
+      gradient_specs: the PartitionSpecs of whole gradients.
       layout: how params are divided.
     """
 
-    def reduced(g: Leaf, p: Leaf, spec: P, of_gradient: P) -> Leaf:
+    def reduced(g: Leaf, p: Leaf, spec: P, gradient_spec: P) -> Leaf:
         if isinstance(g, LeafKind) or not tree.is_inexact(g):
             return g  # rows are already at their owners
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
         codec = layout.reduce if g.size >= MIN_SIZE else None
-        divisions = layout.divisions(of_gradient)
-        return mean_part(g, divisions, layout.part_axes, layout.mesh, codec, current_step())
+        divisions = layout.divisions(gradient_spec)
+        return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, current_step())
 
-    return jax.tree.map(reduced, grads, params, specs, of_gradients, is_leaf=tree.is_leaf)
+    return jax.tree.map(reduced, grads, params, specs, gradient_specs, is_leaf=tree.is_leaf)
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
@@ -236,7 +214,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
     Use it in the loss for `make_train_step(..., shard="params")`, so that a device never holds all
     layers at once: the layers are gathered one at a time, in the forward pass and again in the
-    backward pass. A device then keeps its part of all layers, one whole layer, and x after each
+    backward pass. A device then keeps its shard of all layers, one whole layer, and x after each
     layer; activations inside a layer are recomputed in the backward pass. Otherwise this is
     `jax.lax.scan`.
 
@@ -261,22 +239,29 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
     leaves, structure = jax.tree.flatten(_unmarked(stacked))
+    found = [x and x.divide_layers() for x in map(_known.get().get, map(id, leaves))]
+    shards = [leaf if x is None else x.array for leaf, x in zip(leaves, found, strict=True)]
+    if len({np.shape(x)[:1] for x in shards}) > 1:
+        shapes = ", ".join(str(np.shape(x)) for x in shards)
+        raise ValueError(
+            "scan_layers: the leading axis of each leaf of stacked must be that of the layers; got "
+            f"shapes {shapes}"
+        )
 
-    def of_leaves(layer: list[Leaf], x: PyTree) -> PyTree:
-        return fn(jax.tree.unflatten(structure, layer), x)
+    def body(x: PyTree, shards: list[jax.Array]) -> tuple[PyTree, None]:
+        pairs = zip(shards, found, strict=True)
+        layer = [shard if known is None else known.layer(shard) for shard, known in pairs]
+        return fn(jax.tree.unflatten(structure, layer), x), None
 
-    return _scan_parts(of_leaves, leaves, x)
+    if any(x is not None for x in found):
+        body = jax.checkpoint(body, prevent_cse=False)
+    return lax.scan(body, x, shards)[0]
 
 
 def _unmarked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
-    def is_mark(x: object) -> bool:
-        return tree.is_transparent(x)
+    def unmarked(x: PyTree) -> PyTree:
+        return _unmarked(tree.inside(x)) if tree.is_transparent(x) else x
 
-    def without(x: PyTree) -> PyTree:
-        if not is_mark(x):
-            return x
-        return _unmarked(tree.inside(x))
-
-    return jax.tree.map(without, stacked, is_leaf=is_mark)
+    return jax.tree.map(unmarked, stacked, is_leaf=tree.is_transparent)

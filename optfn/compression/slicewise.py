@@ -1,0 +1,118 @@
+"""The mean over workers of decoded packets, slice by slice: each worker averages one slice.
+
+A worker owns a slice of each leaf. It keeps the residual of the mean of this slice, which its
+packets do not send, and sends it later, as every worker does with the residual of its updates.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optfn import mesh
+from optfn.compression.compressors import BaseCompressor, LeafInExchange
+from optfn.compression.feedback import add_feedback
+from optfn.compression.gathering import encode_all
+from optfn.core.checks import Number
+from optfn.core.types import PyTree
+from optfn.mesh import Axes
+from optfn.parallel.owners import all_from_owners, mean_at_owners
+
+
+def slicewise_mean(
+    compressors: Sequence[BaseCompressor],
+    leaves: Sequence[LeafInExchange],
+    axis_name: Axes,
+    error_feedback: Number,
+) -> list[LeafInExchange]:
+    """Send packets of slices to their owners, and packets of the means back.
+
+    Args:
+      compressors: the compressor of each leaf.
+      leaves: the leaves of one worker. `published` is the residual of the mean of the slice that it
+        owns, or an array of all slices.
+      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
+      error_feedback: the factor of that residual.
+    """
+    workers, worker = mesh.axis_size(axis_name), lax.axis_index(axis_name)
+    lengths = [-(-leaf.residual.size // workers) for leaf in leaves]
+    states = [leaf.state for leaf in leaves]
+
+    def decode(packets: PyTree) -> list[jax.Array]:
+        return list(map(lambda c, packet, n: c.decode(packet, (n,)), compressors, packets, lengths))
+
+    def unsent(xs: Sequence[jax.Array], packets: PyTree) -> list[jax.Array]:
+        return list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
+
+    def encode_slices(xs: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
+        return _unzipped(map(lambda c, x, s: c.encode_slices(x, s), compressors, xs, states))
+
+    def encode(xs: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
+        return _unzipped(encode_all(compressors, xs, states))
+
+    # 1. Every worker cuts its accumulated updates, flat (size,), into N slices, (N, n).
+    slices = [_slices(leaf.residual, workers) for leaf in leaves]
+    # 2. Slice i goes to worker i as a packet. The owner has the mean of N decoded slices, (n,); the
+    #    sender has its own N packets.
+    means, packets, _ = mean_at_owners(slices, encode_slices, decode, axis_name)
+    # 3. The sender keeps the difference between its slices and their packets, (N, n).
+    residuals = jax.vmap(unsent)(slices, packets)
+    # 4. The owner adds to the mean what it did not publish of earlier means, (n,).
+    published = [_owned_slice(leaf, workers, worker) for leaf in leaves]
+    totals = [add_feedback(*pair, error_feedback) for pair in zip(means, published, strict=True)]
+    # 5. This total goes to all workers as a packet. Each has all N slices decoded, (N, n), the same
+    #    bits everywhere; the owner decodes its slice too.
+    directions, packets, next_states = all_from_owners(totals, encode, decode, axis_name)
+    # 6. The owner keeps the difference between the total and its packet, (n,).
+    published = unsent(totals, packets)
+
+    def exchanged(
+        leaf: LeafInExchange, direction: jax.Array, residual: jax.Array, state: PyTree, x: jax.Array
+    ) -> LeafInExchange:
+        direction = _without_padding(direction, leaf).reshape(leaf.direction.shape)
+        x = _replace_owned_slice(leaf, x, worker)
+        return LeafInExchange(direction, _without_padding(residual, leaf), state, x)
+
+    return list(map(exchanged, leaves, directions, residuals, next_states, published))
+
+
+def _unzipped(encoded: Iterable[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]:
+    """Return the packets, and the next states."""
+    packets, states = zip(*encoded, strict=True)
+    return packets, states
+
+
+def _slices(x: jax.Array, count: int) -> jax.Array:
+    """Return a flat array as `count` slices, (count, n), padded with zeros."""
+    return jnp.pad(x, (0, -x.size % count)).reshape(count, -1)
+
+
+def _without_padding(slices: jax.Array, leaf: LeafInExchange) -> jax.Array:
+    return slices.reshape(-1)[: leaf.residual.size]
+
+
+def _has_all_slices(leaf: LeafInExchange, length: int) -> bool:
+    """Tell whether `published` has all slices of a leaf, as after `init` without a mesh.
+
+    The worker then uses the slice that it owns.
+    """
+    return leaf.published is not None and leaf.published.size != length
+
+
+def _owned_slice(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.Array:
+    """Return the owner's residual of the mean."""
+    assert leaf.published is not None
+    if not _has_all_slices(leaf, -(-leaf.residual.size // count)):
+        return leaf.published
+    return lax.dynamic_index_in_dim(_slices(leaf.published, count), worker, keepdims=False)
+
+
+def _replace_owned_slice(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:
+    """Return `published` of a leaf with x as the slice that the worker owns, and 0 in padding."""
+    assert leaf.published is not None
+    x = jnp.where(worker * x.size + jnp.arange(x.size) < leaf.residual.size, x, 0.0)
+    if not _has_all_slices(leaf, x.size):
+        return x
+    slices = _slices(leaf.published, -(-leaf.published.size // x.size))
+    return _without_padding(lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf)
