@@ -22,8 +22,8 @@ The package, from the ground up:
   packed, stacked, masked), arithmetic on arrays, and the application of a rule to a tree.
   `optfn.mesh` has the axes of a mesh and means over them. `optfn.core` is the protocol of a
   transformation.
-* `optfn.state` names the parts of an optimizer's state, and declares which of them are per-worker.
-* `optfn.transforms` are the parts of a chain, `optfn.wrappers` enclose a chain, and
+* `optfn.state` names the entries of an optimizer's state, and declares which are per-worker.
+* `optfn.transforms` are the links of a chain, `optfn.wrappers` enclose a chain, and
   `optfn.optimizers` are whole chains. `optfn.schedules` are learning rates as functions of the
   step.
 * `optfn.jaxprs` interprets functions as equations. `optfn.autodiff` recomputes in the backward

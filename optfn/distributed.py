@@ -47,7 +47,7 @@ __all__ = [
 
 
 def on_each_device(*args: object, **options: object) -> NoReturn:
-    """Raise the error that says what has replaced this function."""
+    """Raise the error that names the replacement of this function."""
     raise TypeError(
         "on_each_device is gone: give the mesh of the pipeline to the step, make_train_step(None, "
         'tx, value_and_grad=f, mesh=mesh, shard={".*": PartitionSpec("stage")}), and leave '

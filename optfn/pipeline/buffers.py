@@ -31,6 +31,11 @@ def lengths_for(trees: Iterable[PyTree]) -> Lengths:
     return dict(sorted(longest.items()))
 
 
+def shapes(lengths: Lengths) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of buffers of these lengths."""
+    return {k: jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in lengths.items()}
+
+
 def inexact_lengths(lengths: Lengths) -> Lengths:
     """Return the entries of `lengths` whose dtype can have a gradient."""
     return {k: n for k, n in lengths.items() if jnp.issubdtype(jnp.dtype(k), jnp.inexact)}
@@ -38,24 +43,23 @@ def inexact_lengths(lengths: Lengths) -> Lengths:
 
 def ravel(tree: PyTree, lengths: Lengths) -> Buffers:
     """Return the leaves of `tree` in buffers of the given lengths, padded with zeros."""
-    parts: dict[str, list[jax.Array]] = {name: [] for name in lengths}
+    pieces: dict[str, list[jax.Array]] = {name: [] for name in lengths}
     for x in jax.tree.leaves(tree):
-        parts[x.dtype.name].append(jnp.ravel(x))
+        pieces[x.dtype.name].append(jnp.ravel(x))
     buffers = {}
     for name, length in lengths.items():
-        padding = length - sum(x.size for x in parts[name])
-        buffers[name] = jnp.concatenate([*parts[name], jnp.zeros(padding, jnp.dtype(name))])
+        padding = length - sum(x.size for x in pieces[name])
+        buffers[name] = jnp.concatenate([*pieces[name], jnp.zeros(padding, jnp.dtype(name))])
     return buffers
 
 
 def unravel(buffers: Buffers, like: PyTree) -> PyTree:
     """Return the tree that was ravelled; `like` has its structure, shapes and dtypes."""
-    leaves, structure = jax.tree.flatten(like)
     start = dict.fromkeys(buffers, 0)
-    unravelled = []
-    for x in leaves:
-        name, length = x.dtype.name, math.prod(x.shape)
-        stop = start[name] + length
-        unravelled.append(buffers[name][start[name] : stop].reshape(x.shape))
-        start[name] = stop
-    return jax.tree.unflatten(structure, unravelled)
+
+    def take(x: jax.Array) -> jax.Array:
+        name, first = x.dtype.name, start[x.dtype.name]
+        start[name] += math.prod(x.shape)
+        return buffers[name][first : start[name]].reshape(x.shape)
+
+    return jax.tree.map(take, like)

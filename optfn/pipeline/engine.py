@@ -158,7 +158,7 @@ class Engine:
         sums = carry.gradient
 
         def add_to_chunk(total: jax.Array, g: jax.Array) -> jax.Array:
-            chunk_total = _add_masked(lax.dynamic_index_in_dim(total, chunk, 0, False), g, valid)
+            chunk_total = _add(lax.dynamic_index_in_dim(total, chunk, 0, False), g, valid)
             return lax.dynamic_update_index_in_dim(total, chunk_total, chunk, 0)
 
         stage_sums = list(map(add_to_chunk, sums.stage, stage_gradient))
@@ -179,7 +179,7 @@ class Engine:
         return Weights(_at(self.weights.stage, chunk), self.weights.shared)
 
     def _pass_on(self, arrays: PyTree, distance: int) -> PyTree:
-        # Every device must take part in every tick, never inside a branch: a collective that some
+        # Every device must call it in every tick, never inside a branch: a collective that some
         # devices do not reach would deadlock.
         p = self.plan.num_stages
         ring = [(d, (d + distance) % p) for d in range(p)]
@@ -208,9 +208,10 @@ def _accumulator(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(x.shape, numerics.accumulator_dtype(x.dtype))
 
 
-def _add_masked(total: jax.Array, x: jax.Array, valid: jax.Array) -> jax.Array:
-    return total + jnp.where(valid, x, 0).astype(total.dtype)
-
-
 def _add(totals: PyTree, terms: PyTree, valid: jax.Array) -> PyTree:
-    return jax.tree.map(lambda total, x: _add_masked(total, x, valid), totals, terms)
+    """Return totals + terms, or the totals if the terms are not valid."""
+
+    def add(total: jax.Array, x: jax.Array) -> jax.Array:
+        return total + jnp.where(valid, x, 0).astype(total.dtype)
+
+    return jax.tree.map(add, totals, terms)

@@ -57,14 +57,14 @@ class UserFunctions(NamedTuple):
     def check_keywords(self, has_shared: bool, has_rng: bool) -> None:
         """Raise an error if no function takes `shared` or `rng`, or a function takes more."""
         given = {name for name, there in (("shared", has_shared), ("rng", has_rng)) if there}
-        of_loss = _keywords(self.loss) - {"rng"}
-        for name in sorted(given.difference(of_loss, *map(_keywords, self.stages))):
+        loss_keywords = _keywords(self.loss) - {"rng"}
+        for name in sorted(given.difference(loss_keywords, *map(_keywords, self.stages))):
             raise ValueError(f"{name} was passed, but no function has a parameter {name!r}")
         for fn in self.stages:
             checks.takes("stage_fn", fn, ("params", "x"), given & _keywords(fn), _BY_NAME)
-        checks.takes("loss_fn", self.loss, ("outputs", "targets"), given & of_loss, _BY_NAME)
+        checks.takes("loss_fn", self.loss, ("outputs", "targets"), given & loss_keywords, _BY_NAME)
 
-    def of_weights(self) -> ModelFunctions:
+    def model_functions(self) -> ModelFunctions:
         """Return the functions as the model calls them."""
         stages = [partial(_call_stage, fn, _keywords(fn)) for fn in self.stages]
         return ModelFunctions(stages, partial(_call_loss, self.loss, _keywords(self.loss)))

@@ -129,11 +129,11 @@ def _loss_and_gradients(
 ) -> tuple[jax.Array, Leaves, Leaves]:
     """Return (loss, gradient of shared, cotangent of y)."""
 
-    def of_inexact(y_leaves: Leaves, shared_leaves: Leaves) -> jax.Array:
+    def loss_of(y_leaves: Leaves, shared_leaves: Leaves) -> jax.Array:
         outputs = with_inexact_leaves(y, y_leaves)
         return loss_fn(outputs, target, with_inexact_leaves(shared, shared_leaves))
 
-    value_and_grad = jax.value_and_grad(of_inexact, (0, 1))
+    value_and_grad = jax.value_and_grad(loss_of, (0, 1))
     loss, (cotangent, gradient) = value_and_grad(inexact_leaves(y), inexact_leaves(shared))
     return loss, gradient, cotangent
 
@@ -175,15 +175,12 @@ def homogeneous_model(
         item: WorkItem, weights: Weights, stash: Stash, received: Activation
     ) -> BackwardResult:
         def seed(y: PyTree) -> tuple[PyTree, Leaves]:
-            def in_last_stage() -> tuple[jax.Array, Leaves, Leaves]:
-                return _loss_and_gradients(loss_fn, y, item.target, weights.shared)
-
-            def in_inner_stage() -> tuple[jax.Array, Leaves, Leaves]:
-                return *_no_loss(loss_dtype, weights.shared), received
-
-            # With a cond only the last stage computes the loss; in others it may be NaN.
-            is_last = item.stage == num_stages - 1
-            loss, shared_gradient, cotangent = lax.cond(is_last, in_last_stage, in_inner_stage)
+            # With a cond only the last stage computes the loss; in inner ones it may be NaN.
+            loss, shared_gradient, cotangent = lax.cond(
+                item.stage == num_stages - 1,
+                lambda: _loss_and_gradients(loss_fn, y, item.target, weights.shared),
+                lambda: (*_no_loss(loss_dtype, weights.shared), received),
+            )
             return (loss, shared_gradient), cotangent
 
         (loss, shared_gradient), cotangent, context = stage.backward(weights, stash, item.key, seed)
@@ -209,16 +206,12 @@ def _check_output(activation: Activation, stage_fn: WeightsFn) -> WeightsFn:
         needed: Any = jax.tree.structure(activation)
         if returned != needed:
             raise ValueError(f"stage_fn takes {needed} but returns {returned}: {hint}")
-        for name, a, b in zip(
-            tree.array_paths(activation),
-            jax.tree.leaves(activation),
-            jax.tree.leaves(y),
-            strict=True,
-        ):
-            if (a.shape, a.dtype) != (b.shape, b.dtype):
+        for place, a, b in tree.items(activation, y):
+            if not tree.is_masked(a) and (a.shape, a.dtype) != (b.shape, b.dtype):
+                at = f" ({place})" if str(place) else ""
                 raise ValueError(
-                    f"stage_fn takes {a.dtype}{list(a.shape)}{f' ({name})' if name else ''} but "
-                    f"returns {b.dtype}{list(b.shape)}: {hint}"
+                    f"stage_fn takes {a.dtype}{list(a.shape)}{at} but returns "
+                    f"{b.dtype}{list(b.shape)}: {hint}"
                 )
         # If y were weakly typed, its type would differ from that of the next stage's x.
         return jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), y)
@@ -243,24 +236,22 @@ def heterogeneous_model(
       item: an example to trace with.
     """
     stages = _RavelledStages(functions, policy, params, weights, item)
-    indices = range(len(functions.stages))
+
+    def branches(method: Callable[..., Any]) -> list[Callable[..., Any]]:
+        return [partial(method, i) for i in range(len(functions.stages))]
 
     def forward(item: WorkItem, weights: Weights, received: Activation) -> tuple[Activation, Stash]:
-        branches = [partial(stages.forward, i) for i in indices]
-        return lax.switch(item.stage, branches, item, weights, received)
+        return lax.switch(item.stage, branches(stages.forward), item, weights, received)
 
     def backward(
         item: WorkItem, weights: Weights, stash: Stash, received: Activation
     ) -> BackwardResult:
-        branches = [partial(stages.backward, i) for i in indices]
-        return lax.switch(item.stage, branches, item, weights, stash, received)
+        return lax.switch(item.stage, branches(stages.backward), item, weights, stash, received)
 
     def weight_gradient(item: WorkItem, weights: Weights, context: Context) -> Gradient:
-        branches = [partial(stages.weight_gradient, i) for i in indices]
-        return lax.switch(item.stage, branches, weights, context)
+        return lax.switch(item.stage, branches(stages.weight_gradient), weights, context)
 
-    lengths = stages.activation_lengths
-    activation = {k: jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in lengths.items()}
+    activation = buffers.shapes(stages.activation_lengths)
     return Model(activation, stages.loss_dtype, forward, backward, weight_gradient)
 
 
@@ -299,14 +290,11 @@ class _RavelledStages:
         self.context_lengths = buffers.lengths_for(self.contexts)
 
     def _context_shapes(self, weights: Weights, item: WorkItem) -> list[Context]:
-        lengths = self.cotangent_lengths
-        cotangent = [jax.ShapeDtypeStruct((n,), jnp.dtype(k)) for k, n in lengths.items()]
-        contexts = []
-        for i, stash in enumerate(self.stashes):
-            backward = partial(self._backward, i)
-            *_, context = jax.eval_shape(backward, item, weights, stash, cotangent)
-            contexts.append(context)
-        return contexts
+        cotangent = list(buffers.shapes(self.cotangent_lengths).values())
+        return [
+            jax.eval_shape(partial(self._backward, i), item, weights, stash, cotangent)[-1]
+            for i, stash in enumerate(self.stashes)
+        ]
 
     def _unravel_weights(self, i: int, weights: Weights) -> Weights:
         return Weights(buffers.unravel(weights.stage, self.params[i]), weights.shared)

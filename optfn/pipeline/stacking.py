@@ -67,8 +67,8 @@ def stack_stages(
         raise ValueError(
             f"params: the number of stages, {len(params)}, must be a multiple of virtual_stages={v}"
         )
-    for i, other in enumerate(params[1:], 1):
-        _check_homogeneous(params[0], other, i)
+    for i, stage in enumerate(params[1:], 1):
+        _check_homogeneous(params[0], stage, i)
 
     def stack(*leaves: Leaf) -> jax.Array:
         x = jnp.stack(leaves)
@@ -90,15 +90,16 @@ def stack_stages(
     return jax.device_put(stacked, NamedSharding(mesh, spec))
 
 
-def _check_homogeneous(first: Params, other: Params, i: int) -> None:
+def _check_homogeneous(first: Params, stage: Params, i: int) -> None:
     hint = "if your stages differ, pass the pipeline a list of functions and a list of params"
-    tree.check_same_structure("stack_stages", f"params[{i}]", other, "params[0]", first)
-    columns = tree.array_paths(first), jax.tree.leaves(first), jax.tree.leaves(other)
-    for name, a, b in zip(*columns, strict=True):
+    tree.check_same_structure("stack_stages", f"params[{i}]", stage, "params[0]", first)
+    for place, a, b in tree.items(first, stage):
+        if tree.is_masked(a):
+            continue
         if jnp.shape(a) != jnp.shape(b) or jnp.result_type(a) != jnp.result_type(b):
             raise ValueError(
-                f"params[{i}]: leaf {name!r} is {jnp.result_type(b)}{list(jnp.shape(b))}, but that "
-                f"of params[0] is {jnp.result_type(a)}{list(jnp.shape(a))}; {hint}"
+                f"params[{i}]: leaf {place!r} is {jnp.result_type(b)}{list(jnp.shape(b))}, but "
+                f"that of params[0] is {jnp.result_type(a)}{list(jnp.shape(a))}; {hint}"
             )
 
 

@@ -1,11 +1,11 @@
 """A stage function as three functions: forward, backward, and the gradient of the weights.
 
-A schedule runs the three in different ticks, with other microbatches in between, so the values that
-one of them passes to the next have to be saved. The three builders here differ in how much they
-save.
+A schedule runs the three in different ticks, with further microbatches in between, so the values
+that one of them passes to the next have to be saved. The three builders here differ in how much
+they save.
 
 A stage function takes (weights, x, key) and returns y. A gradient or a cotangent is a list for the
-inexact leaves of its tree; other leaves have none.
+inexact leaves of its tree; integer leaves have none.
 """
 
 from collections.abc import Callable, Iterable
@@ -102,9 +102,9 @@ def split_backward_stage(
     """Return a stage whose weight gradient is computed separately from the cotangent of x.
 
     The previous stage then need not wait for the weight gradient. Backward runs the equations that
-    the cotangent of x needs, and the weight gradient runs the others. The context has the results
-    of backward and the residuals that these other equations read. Only values that depend on
-    nothing but the weights are computed twice. A lax.scan inside the stage is split as well. A
+    the cotangent of x needs, and the weight gradient runs the remaining ones. The context has the
+    results of backward and the residuals that the remaining equations read. Only values that depend
+    on nothing but the weights are computed twice. A lax.scan inside the stage is split as well. A
     jax.checkpoint is one equation, which is not split and belongs to backward.
 
     Args:
@@ -173,17 +173,18 @@ class _ResidualProgram:
 
     def restore(self, weights: Params, stash: Stash) -> tuple[PyTree, list[Value]]:
         """Return y (None if it is not kept) and all residuals."""
-        known = bindings(self.weight_inputs, jax.tree.leaves(weights))
-        values = self.program.run(self.from_weights, known)
-        values |= bindings(self.stashed, stash)
+        values = self._weight_values(weights) | bindings(self.stashed, stash)
         y = jax.tree.unflatten(self.y_structure, read(values, self.y)) if self.keep_output else None
         return y, read(values, self.residuals)
 
     def residuals_of_weights(self, weights: Params) -> dict[int, Value]:
         """Return the residuals that depend only on the weights, by their positions."""
-        known = bindings(self.weight_inputs, jax.tree.leaves(weights))
-        values = self.program.run(self.from_weights, known)
+        values = self._weight_values(weights)
         return {i: read(values, [self.residuals[i]])[0] for i in self.weight_positions}
+
+    def _weight_values(self, weights: Params) -> dict[Variable, Value]:
+        known = bindings(self.weight_inputs, jax.tree.leaves(weights))
+        return self.program.run(self.from_weights, known)
 
     @property
     def weight_positions(self) -> list[int]:
@@ -201,7 +202,7 @@ class _ResidualProgram:
 
 
 class _SplitPullback:
-    """The equations of a pullback in two parts: for the cotangent of x, and for the weights."""
+    """The equations of a pullback: first those for the cotangent of x, then the remaining ones."""
 
     def __init__(self, stage: _ResidualProgram) -> None:
         cotangent = [a for a in shapes_of(stage.y) if jnp.issubdtype(a.dtype, jnp.inexact)]
@@ -212,7 +213,7 @@ class _SplitPullback:
         self.program = program = unsplit if ordered else with_split_scans(unsplit, targets)
         self.gradients, self.cotangent = jax.tree.unflatten(program.structure, program.outputs)
         self.first = program.equations if ordered else program.needed_for(self.cotangent)
-        # Compute values that depend only on the weights in both parts: in the context they would
+        # Compute values that depend only on the weights in both halves: in the context they would
         # take the same memory again for every microbatch.
         weight_inputs = [program.inputs[i] for i in stage.weight_positions]
         from_weights = program.computable_from(() if ordered else weight_inputs)

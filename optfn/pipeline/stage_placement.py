@@ -20,7 +20,7 @@ from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch
-from optfn.mesh import axes, restricted
+from optfn.mesh import axes, joined, restricted
 from optfn.parallel.layout import Division, is_spec
 from optfn.parallel.shards import mean_shard
 from optfn.pipeline import buffers
@@ -31,7 +31,7 @@ from optfn.state.placement import num_workers
 
 @dataclasses.dataclass(frozen=True)
 class StagePlacement:
-    """The common part of both placements.
+    """The base of both placements.
 
     data_axis: the data axis, if there is one.
     param_specs: the PartitionSpecs over further axes of the leaves of a stage, or of each stage;
@@ -49,7 +49,7 @@ class StagePlacement:
     def along_explicit_axes(self, arrays: PyTree, spec: PyTree) -> PyTree:
         """Return `arrays` resharded along the mesh's explicit axes.
 
-        shard_map itself reshards its arguments only along other axes.
+        shard_map itself reshards its arguments only along the remaining axes.
 
         Args:
           arrays: a tree.
@@ -59,9 +59,8 @@ class StagePlacement:
         if not explicit:
             return arrays
 
-        def reshard(spec: P, part: PyTree) -> PyTree:
-            placement = NamedSharding(self.mesh, restricted(spec, explicit))
-            return jax.sharding.reshard(part, placement)
+        def reshard(spec: P, x: PyTree) -> PyTree:
+            return jax.sharding.reshard(x, NamedSharding(self.mesh, restricted(spec, explicit)))
 
         return jax.tree.map(reshard, spec, arrays, is_leaf=is_spec)
 
@@ -76,10 +75,9 @@ class StagePlacement:
                 f"paths are {tree.listed(tree.paths(self.param_specs))}, but those of params are "
                 f"{tree.listed(tree.paths(stages))}"
             )
-        for path, x, spec in zip(
-            tree.array_paths(stages), jax.tree.leaves(stages), self._leaf_specs(), strict=True
-        ):  # fmt: skip
-            self._check_fit(path, x.shape[front:], spec)
+        for place, x, spec in tree.items(stages, self.param_specs):
+            if not tree.is_masked(x):
+                self._check_fit(str(place), x.shape[front:], spec)
 
     def _check_fit(self, path: str, shape: tuple[int, ...], spec: P) -> None:
         if len(spec) > len(shape):
@@ -95,26 +93,18 @@ class StagePlacement:
                     f"{shape}, over {devices} devices"
                 )
 
-    def _leaf_specs(self) -> list[P]:
-        return jax.tree.leaves(self.param_specs, is_leaf=is_spec)
-
     @staticmethod
-    def _of_inexact(params: Params, specs: PyTree) -> list[P]:
+    def _inexact_specs(params: Params, specs: PyTree) -> list[P]:
         """Return the PartitionSpecs of the leaves that have gradients."""
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-        return [spec for x, spec in pairs if tree.is_inexact(x)]
+        return [spec for _, x, spec in tree.items(params, specs) if tree.is_inexact(x)]
 
     def gradient_tree(self, params: Params, gradients: list[jax.Array]) -> Updates:
-        """Return the gradients of inexact leaves as a tree like `params`; others are float0."""
-        leaves, structure = jax.tree.flatten(params)
+        """Return the gradients of inexact leaves as a tree like `params`; integers get float0."""
         remaining = iter(gradients)
-
-        def gradient_of(x: Leaf) -> Leaf:
-            if jnp.issubdtype(x.dtype, jnp.inexact):
-                return next(remaining)
-            return mismatch.no_gradient(x.shape)
-
-        return jax.tree.unflatten(structure, [gradient_of(x) for x in leaves])
+        return jax.tree.map(
+            lambda x: next(remaining) if tree.is_inexact(x) else mismatch.no_gradient(x.shape),
+            params,
+        )
 
 
 class StackedStages(StagePlacement):
@@ -138,7 +128,7 @@ class StackedStages(StagePlacement):
         if self.param_specs is None:
             return P(None, self.axis_name)
         return [
-            P(None, self.axis_name, *spec) for spec in self._of_inexact(stages, self.param_specs)
+            P(None, self.axis_name, *spec) for spec in self._inexact_specs(stages, self.param_specs)
         ]
 
     def whole_along_data(self, weights: Params) -> Params:
@@ -156,7 +146,7 @@ class StackedStages(StagePlacement):
         return jax.tree.map(gathered, weights, self.param_specs)
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
-        """Return a device's part of the means of gradients (v, …) over the data axis.
+        """Return a device's shards of the means of gradients (v, …) over the data axis.
 
         Args:
           weights: the weights of the device.
@@ -165,7 +155,7 @@ class StackedStages(StagePlacement):
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
         names = axes(self.data_axis)
-        dimensions = map(self._data_dimension, self._of_inexact(weights, self.param_specs))
+        dimensions = map(self._data_dimension, self._inexact_specs(weights, self.param_specs))
         return [
             mean_shard(g, [] if d is None else [Division(d, names)], names, self.mesh)
             for g, d in zip(gradients, dimensions, strict=True)
@@ -219,7 +209,7 @@ class ListedStages(StagePlacement):
     """The placement of heterogeneous stages: their params are in buffers (v, p, longest).
 
     There is one buffer per dtype. If leaves are divided over further axes, each device has a buffer
-    of its parts, and a whole buffer consists of those of all devices, one after the other.
+    of its shards, and a whole buffer is the concatenation of those of all devices.
     """
 
     def weights(self, stages: Params) -> buffers.Buffers:
@@ -245,19 +235,16 @@ class ListedStages(StagePlacement):
             device = lax.axis_index(self.axis_name)
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, device, 1), stacked)
 
-        return self._on_parts(ravel, self._part_specs(stages), self.weight_specs(stages), stages)
+        return self._map_shards(ravel, self._seen_specs(stages), self.weight_specs(stages), stages)
 
     def shapes(self, stages: Params) -> PyTree:
-        """Return the shapes of the parts that stage functions see."""
+        """Return the shapes of the shards that stage functions see."""
 
-        def part(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
-            entries = (*spec, *[None] * (len(x.shape) - len(spec)))
-            shape = [
-                n // num_workers(self.mesh, axes(e)) for n, e in zip(x.shape, entries, strict=True)
-            ]
-            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        def shard(x: Leaf, spec: P) -> jax.ShapeDtypeStruct:
+            shape = NamedSharding(self.mesh, spec).shard_shape(x.shape)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
 
-        return jax.tree.map(part, stages, self._part_specs(stages))
+        return jax.tree.map(shard, stages, self._seen_specs(stages))
 
     def weight_specs(self, stages: Params) -> P:
         """Return the PartitionSpec of the buffers."""
@@ -276,34 +263,32 @@ class ListedStages(StagePlacement):
     def gradients(self, stages: Params, gradients: list[jax.Array]) -> Updates:
         """Return gradients from buffers (v, p, longest), structured like `stages`."""
         p = self.plan.num_stages
-        parts = self.shapes(stages)
-        shapes = [inexact_leaves(params) for params in parts]
-        names = buffers.inexact_lengths(buffers.lengths_for(parts))
+        shapes = self.shapes(stages)
+        names = buffers.inexact_lengths(buffers.lengths_for(shapes))
 
         def unravel(gradients: list[jax.Array]) -> list[Leaves]:
             # Give every device all stages, in one collective per dtype.
             whole = lax.all_gather(gradients, self.axis_name, axis=1, tiled=True)
             by_dtype = dict(zip(names, whole, strict=True))
             trees = []
-            for s, like in enumerate(shapes):
+            for s, like in enumerate(map(inexact_leaves, shapes)):
                 row = {name: x[s // p, s % p] for name, x in by_dtype.items()}
                 trees.append(buffers.unravel(row, like=like))
             return trees
 
-        def specs_of(specs: PyTree) -> list[list[P]]:
-            pairs = zip(stages, specs, strict=True)
-            return [self._of_inexact(*pair) for pair in pairs]
-
-        out_specs = specs_of(self._part_specs(stages))
-        found = self._on_parts(unravel, self.gradient_specs(stages), out_specs, gradients)
-        placed = jax.tree.map(self._placed, found, specs_of(self._specs(stages)))
+        out_specs = list(map(self._inexact_specs, stages, self._seen_specs(stages)))
+        found = self._map_shards(unravel, self.gradient_specs(stages), out_specs, gradients)
+        placed = jax.tree.map(
+            self._placed, found, list(map(self._inexact_specs, stages, self._specs(stages)))
+        )
         return type(stages)(map(self.gradient_tree, stages, placed))
 
     @property
     def _further_axes(self) -> tuple[str, ...]:
-        """The axes, other than the data axis, over which leaves are divided."""
-        names = {name for spec in self._leaf_specs() for entry in spec for name in axes(entry)}
-        return tuple(a for a in self.mesh.axis_names if a in names - {self.data_axis})
+        """The axes besides the data axis over which leaves are divided."""
+        specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
+        names = {name for spec in specs for name in joined(*spec)} - {self.data_axis}
+        return tuple(a for a in self.mesh.axis_names if a in names)
 
     def _specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpecs of the leaves, as a tree like `stages`."""
@@ -311,20 +296,20 @@ class ListedStages(StagePlacement):
             return jax.tree.map(lambda x: P(), stages)
         return self.param_specs
 
-    def _part_specs(self, stages: Params) -> PyTree:
+    def _seen_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpecs that stage functions see: whole along the data axis."""
         return jax.tree.map(
             lambda spec: restricted(spec, self._further_axes), self._specs(stages), is_leaf=is_spec
         )
 
-    def _on_parts(
+    def _map_shards(
         self, fn: Callable[[Any], Any], in_specs: PyTree, out_specs: PyTree, arrays: PyTree
     ) -> Any:
-        """Run `fn` on each device's part of the arrays."""
+        """Run `fn` on each device's shards of the arrays."""
         run = meshes.mapped(fn, self.mesh, self.mesh.axis_names, (in_specs,), out_specs)
         return run(self.along_explicit_axes(arrays, in_specs))
 
     def _placed(self, x: jax.Array, spec: P) -> jax.Array:
         x = self.along_explicit_axes(x, spec)
-        others = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
-        return meshes.constrained(x, self.mesh, restricted(spec, others))
+        implicit = set(self.mesh.axis_names).difference(self.mesh.explicit_axes)
+        return meshes.constrained(x, self.mesh, restricted(spec, implicit))

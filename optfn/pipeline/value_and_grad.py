@@ -18,7 +18,7 @@ from optfn import mesh as meshes
 from optfn.core import checks, tree
 from optfn.core.types import Batch, LossFn, Params, PyTree, Updates
 from optfn.jaxprs.pullback import Key, inexact_leaves
-from optfn.mesh import axes
+from optfn.mesh import joined
 from optfn.parallel.layout import is_spec
 from optfn.pipeline.engine import Engine, Microbatches, work_item
 from optfn.pipeline.functions import StageFunction, UserFunctions
@@ -88,10 +88,10 @@ def pipeline_value_and_grad(
         function with a parameter `shared` or `rng` gets these as keywords (see below).
       loss_fn: a function (outputs, targets) -> loss, a real scalar, the mean over the examples of
         its arguments. It may have a parameter `shared`.
-      mesh: the devices. Along axes other than `axis_name`, `data_axis` and those in `param_specs`,
-        the work is replicated. If you pass the same mesh to `make_train_step`, it splits the batch
-        over its own `data_axis`. Place the params by `shard={pattern: PartitionSpec("stage")}`
-        there; exchanges, local steps and sharding over the other axes work as for any model.
+      mesh: the devices. Along axes besides `axis_name`, `data_axis` and those in `param_specs`, the
+        work is replicated. If you pass the same mesh to `make_train_step`, it splits the batch over
+        the `data_axis` of the step. Place the params by `shard={pattern: PartitionSpec("stage")}`
+        there; exchanges, local steps and sharding over the remaining axes work as for any model.
       num_microbatches: m ≥ 1, per data worker; it may be smaller than p.
       axis_name: the mesh axis of the stages; p is its size.
       schedule: "1f1b", "gpipe" or "zb".
@@ -107,7 +107,7 @@ def pipeline_value_and_grad(
         that exchanges gradients itself takes those of each worker in a training step with `mesh`.
       param_specs: a tree like the params of a stage, of PartitionSpecs over further axes of the
         mesh (a list of such trees for a list of functions); None divides nothing. Weights and
-        gradients are divided like this, and `stage_fn` sees the part of its device, which it
+        gradients are divided like this, and `stage_fn` sees the shards of its device, which it
         combines by `copy_to` and `sum_over`. Weights divided over `data_axis` are gathered once
         before the ticks, and their gradients are reduce-scattered after them (with a list of
         functions, by an all-reduce).
@@ -128,7 +128,7 @@ def pipeline_value_and_grad(
 
     Memory per device: the weights, their gradients, and the stash of min(m·v, 2v·p − 1)
     microbatches, or m·v with gpipe. To run heterogeneous stages as one program, weights take p·v
-    times the largest stage on every device (or its largest part, with `param_specs`), and stash and
+    times the largest stage on every device (its largest shard, with `param_specs`), and stash and
     activations take the size of the largest.
 
     Raises, when f is made or traced, with the name of the argument:
@@ -139,8 +139,8 @@ def pipeline_value_and_grad(
 
     State: none.
 
-    Source: as `plan`. Running the phases as scans, with the vjp of each stage taken explicitly, is
-    this library's own way: differentiating through one scan yields only gpipe.
+    Source: as `plan`. That the phases are scans, with the vjp of each stage taken explicitly, is of
+    this library: differentiating through one scan yields only gpipe.
     """
     functions = UserFunctions.checked(stage_fn, loss_fn)
     _check_axes(mesh, axis_name, data_axis)
@@ -154,15 +154,8 @@ def pipeline_value_and_grad(
     checks.choice("grad_reduce", grad_reduce, ("mean",))
     if param_specs is not None:
         _check_specs(param_specs, mesh, axis_name)
-    pipeline = _Pipeline(
-        functions,
-        mesh,
-        axis_name,
-        pipeline_plan,
-        StashPolicy(stash, pipeline_plan.splits_backward),
-        data_axis,
-        param_specs,
-    )
+    policy = StashPolicy(stash, pipeline_plan.splits_backward)
+    pipeline = _Pipeline(functions, mesh, axis_name, pipeline_plan, policy, data_axis, param_specs)
     compiled = jax.jit(pipeline.value_and_grad)
 
     def value_and_grad(
@@ -196,20 +189,18 @@ def _check_axes(mesh: Mesh, axis_name: str, data_axis: str | None) -> None:
 
 def _check_specs(specs: PyTree, mesh: Mesh, axis_name: str) -> None:
     """Raise an error unless the pipeline can divide params by `param_specs`."""
-    for path, spec in zip(
-        tree.array_paths(specs), jax.tree.leaves(specs, is_leaf=is_spec), strict=True
-    ):  # fmt: skip
+    for path, spec in tree.arrays_with_paths(specs):
         if not is_spec(spec):
             raise TypeError(
                 f"param_specs must consist of PartitionSpecs; got {spec!r} of type "
                 f"{type(spec).__name__} at {path!r}"
             )
-        for name in (name for entry in spec for name in axes(entry)):
+        for name in joined(*spec):
             if name not in mesh.axis_names or name == axis_name:
-                others = tree.listed([a for a in mesh.axis_names if a != axis_name])
+                allowed = tree.listed([a for a in mesh.axis_names if a != axis_name])
                 raise ValueError(
                     f"param_specs: {name!r} at {path!r} must be an axis of the mesh other than "
-                    f"that of the stages: {others}"
+                    f"that of the stages: {allowed}"
                 )
 
 
@@ -250,16 +241,11 @@ class _Pipeline:
         weights = Weights(placement.weights(stages), shared)
         arguments = (weights, (inputs, targets), rng)
         specs = (Weights(placement.weight_specs(stages), P()), P(self.data_axis), P())
-        run = meshes.mapped(
-            partial(self._run_on_device, placement.shapes(stages)),
-            self.mesh,
-            self.mesh.axis_names,
-            specs,
-            (P(), (placement.gradient_specs(stages), P())),
-        )
-        loss, (stage_gradients, shared_gradients) = run(
-            *placement.along_explicit_axes(arguments, specs)
-        )
+        out_specs = P(), (placement.gradient_specs(stages), P())
+        run_on_device = partial(self._run_on_device, placement.shapes(stages))
+        run = meshes.mapped(run_on_device, self.mesh, self.mesh.axis_names, specs, out_specs)
+        arguments = placement.along_explicit_axes(arguments, specs)
+        loss, (stage_gradients, shared_gradients) = run(*arguments)
         grads = marked(placement.gradients(stages, stage_gradients), marks)
         if has_shared:
             grads = PipelineParams(grads, placement.gradient_tree(shared, shared_gradients))
@@ -268,7 +254,7 @@ class _Pipeline:
     def _run_on_device(
         self, shapes: Params, weights: Weights, batch: Batch, rng: Key
     ) -> tuple[jax.Array, tuple[Leaves, Leaves]]:
-        """Run the pipeline on one device; `shapes` are those of the params, or of its parts."""
+        """Run the pipeline on one device; `shapes` are those of the params, or of its shards."""
         m = self.plan.num_microbatches
 
         def split(x: jax.Array) -> jax.Array:
@@ -277,8 +263,8 @@ class _Pipeline:
         worker = 0 if self.data_axis is None else lax.axis_index(self.data_axis)
         inputs, targets = jax.tree.map(split, batch)
         microbatches = Microbatches(inputs, targets, worker * m, rng)
-        of_device = jax.tree.map(lambda x: x[:, 0], weights.stage)
-        weights = weights._replace(stage=self.placement.whole_along_data(of_device))
+        local = jax.tree.map(lambda x: x[:, 0], weights.stage)
+        weights = weights._replace(stage=self.placement.whole_along_data(local))
         example = weights._replace(stage=jax.tree.map(lambda x: x[0], weights.stage))
         model = self._model(shapes, example, work_item(microbatches, 0, 0))
         engine = Engine(self.plan, model, self.axis_name, weights, microbatches)
@@ -287,7 +273,7 @@ class _Pipeline:
 
     def _model(self, shapes: Params, weights: Weights, item: WorkItem) -> Model:
         """Return the model; `weights` and `item` are examples to trace with."""
-        functions, policy = self.functions.of_weights(), self.stash_policy
+        functions, policy = self.functions.model_functions(), self.stash_policy
         if self.functions.homogeneous:
             num_stages = self.plan.num_stages * self.plan.virtual_stages
             return homogeneous_model(functions, policy, num_stages, weights, item)
@@ -319,7 +305,7 @@ class _Pipeline:
                 "this axis and takes the mean. Make the pipeline without data_axis"
             )
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
-        divided = [a for spec in specs for entry in spec for a in axes(entry) if a in bound]
+        divided = [a for spec in specs for a in joined(*spec) if a in bound]
         if divided:
             raise ValueError(
                 f"param_specs: the training step splits the batch over {divided[0]!r}, and gathers "

@@ -67,12 +67,12 @@ def copied(tree: PyTree) -> PyTree:
     copies: dict[int, jax.Array] = {}
     for group in groups.values():
         arrays = list(group.values())
-        made = iter(_copier(tuple(map(_sharding_on_host, arrays)))(arrays))
-        copies |= {key: next(made) for key in group}
+        made = _copier(tuple(map(_host_sharding, arrays)))(arrays)
+        copies |= dict(zip(group, made, strict=True))
     return jax.tree.map(lambda x: copies[id(x)] if id(x) in copies else np.array(x), tree)
 
 
-def _sharding_on_host(x: jax.Array) -> jax.sharding.Sharding:
+def _host_sharding(x: jax.Array) -> jax.sharding.Sharding:
     """Return the sharding of an array, in memory of the host if its devices have such memory."""
     kinds = {memory.kind for d in x.sharding.addressable_devices for memory in _memories(d)}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding
@@ -84,7 +84,4 @@ def _memories(device: Any) -> Any:  # jax.Device has no annotations
 
 @functools.lru_cache(maxsize=16)
 def _copier(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[[PyTree], PyTree]:
-    def copy_each(arrays: PyTree) -> PyTree:
-        return [jnp.copy(x) for x in arrays]
-
-    return jax.jit(copy_each, out_shardings=list(shardings))
+    return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=list(shardings))

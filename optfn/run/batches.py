@@ -37,7 +37,7 @@ class Remaining:
         self.epoch: int | None = None
         self._pass = 1
         self._iterator: Iterator[Batch] = iter(())
-        self._passes = self._of_all_passes(found and self._at(found))
+        self._passes = self._numbered(found and self._at(found))
         self._ahead: list[tuple[int, Batch]] = []  # at most one
         self._before_ahead: Position | None = None
 
@@ -87,7 +87,8 @@ class Remaining:
             return Position(self._pass, self._iterator.get_state())
         return None
 
-    def _of_all_passes(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
+    def _numbered(self, begun: Iterator[Batch] | None) -> Iterator[tuple[int, Batch]]:
+        """Yield the batches of all passes, each with the number of its pass."""
         for epoch in range(self._pass, 1 + (self.epochs or 1)):
             self._pass = epoch
             self._iterator = iter(self.batches) if begun is None else begun

@@ -20,15 +20,15 @@ from optfn.core import checks
 from optfn.core.tree import Pattern, check_pattern, is_key, listed
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.parallel import processes
-from optfn.run import sharded_checkpoint as parts
+from optfn.run import sharded_checkpoint
 from optfn.run.background import copied, start, wait
 from optfn.run.checkpoint_file import load_file
 from optfn.run.newest import OtherRun, newest_of, newest_of_all, step_of, told
 from optfn.run.storage import directory_of, is_remote, remove_directory, write_file
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
-from optfn.train.changes import Changes, Misfit
-from optfn.train.loading import ABOUT, load_named, on_host
+from optfn.train.changes import Changes, Misfit, misfits
+from optfn.train.loading import ABOUT, host_array, load_named
 from optfn.train.state import TrainState
 from optfn.train.state_dict import named_arrays, named_leaves
 
@@ -50,11 +50,11 @@ def save_checkpoint(
     A checkpoint gets its name only when all of it is on the disk. So if the process is killed, at
     any moment, the newest checkpoint is intact. In a run of several processes, all must call it.
 
-    A file (`sharded=False`): each process has its own directory, and writes the whole state, with
-    the parts of other processes. Any of these directories is enough to resume from.
+    A file (`sharded=False`): each process writes the whole state, with the shards that only other
+    processes hold, to a local directory. Any of these directories is enough to resume from.
 
     A directory (`sharded=True`, by orbax): all processes name the same directory, which they share,
-    and each writes its own part. A checksum of each array, of the state and of the history, and one
+    and each writes its shards. A checksum of each array, of the state and of the history, and one
     of the names are stored beside them.
 
     In the background: the call returns as soon as a copy of the state is under way, and you may
@@ -102,10 +102,16 @@ def save_checkpoint(
             )
         sharded = True
     if sharded is None:
-        sharded = parts.holds_parts(state) and parts.is_available()
+        sharded = sharded_checkpoint.is_divided(state) and sharded_checkpoint.is_available()
     path = directory / f"step_{int(state.step):09d}{'' if sharded else '.npz'}"
-    write = (parts.writer if sharded else _file_writer)(path, state, history or {})
-    start(directory, functools.partial(_write_and_remove, write, path, keep))
+    writer = sharded_checkpoint.writer if sharded else _file_writer
+    write = writer(path, state, history or {})
+
+    def write_and_remove() -> None:
+        write()
+        _remove_oldest(path, keep)
+
+    start(directory, write_and_remove)
     if not (sharded if background is None else background):
         wait(directory)
     return path
@@ -115,11 +121,11 @@ def _file_writer(
     path: Path, state: PyTree, history: Mapping[str, np.ndarray]
 ) -> Callable[[], None]:
     """Return a function that writes a state to a file; the state may be overwritten at once."""
-    own = copied(jax.tree.map(_gathered, state))
+    whole = copied(jax.tree.map(_gathered, state))
     beside = {f"history/{k}": np.array(v) for k, v in history.items()}
 
     def write() -> None:
-        arrays = named_arrays(jax.tree.map(np.asarray, own)) | beside
+        arrays = named_arrays(jax.tree.map(np.asarray, whole)) | beside
         try:
             write_file(path, lambda file: np.savez(file, **arrays))
         except OSError as error:
@@ -129,28 +135,23 @@ def _file_writer(
     return write
 
 
-def _write_and_remove(write: Callable[[], None], path: Path, keep: int) -> None:
-    write()
-    _remove_others(path, keep)
-
-
-def _remove_others(path: Path, keep: int) -> None:
+def _remove_oldest(path: Path, keep: int) -> None:
     """Remove the oldest checkpoints until `keep` are left; the one just written is not removed.
 
-    It may be older than others, if the run went back to an earlier step. Incomplete checkpoints,
-    which a process left when it was killed, are removed too.
+    It may not be the newest, if the run went back to an earlier step. Incomplete checkpoints, which
+    a process left when it was killed, are removed too.
     """
-    others = [other for other in checkpoints(path.parent) if other != path]
-    unfinished = [other for pattern in _UNFINISHED for other in path.parent.glob(pattern)]
-    for other in others[: max(0, len(others) + 1 - keep)] + unfinished:
-        if other.is_file():
-            other.unlink(missing_ok=True)
+    earlier = [found for found in checkpoints(path.parent) if found != path]
+    unfinished = [found for pattern in _UNFINISHED for found in path.parent.glob(pattern)]
+    for found in earlier[: max(0, len(earlier) + 1 - keep)] + unfinished:
+        if found.is_file():
+            found.unlink(missing_ok=True)
         elif jax.process_index() == 0:  # all processes share the directory
-            remove_directory(other)
+            remove_directory(found)
 
 
 def _gathered(x: Leaf) -> Leaf:
-    """Return a whole array, gathered if other processes hold a part of it."""
+    """Return a whole array, gathered if this process holds only a shard of it."""
     x = jax.random.key_data(x) if is_key(x) else x
     if isinstance(x, jax.Array) and x.is_fully_replicated:
         return x.addressable_data(0)
@@ -189,9 +190,9 @@ def load_checkpoint(
         nothing.
     """
     wait()
-    loaded, history, changes = _load(path, state, _choice(strict, only))
-    if changes and (not strict or only is not None):
-        checks.warn(f"{path}: {changes}")
+    choice = _choice(strict, only)
+    loaded, history, changes = _load(path, state, choice)
+    choice.warn_of(changes, path)
     return loaded, history
 
 
@@ -211,6 +212,11 @@ class _Choice(NamedTuple):
     def reads(self, name: str) -> bool:
         """Tell whether it is read. Numbers of workers are, since conversions depend on them."""
         return self.has(name) or name.endswith("/num_workers")
+
+    def warn_of(self, changes: Changes, path: object) -> None:
+        """Warn of differences, unless they are only those that strict loading allows."""
+        if changes and (not self.strict or self.only is not None):
+            checks.warn(f"{path}: {changes}")
 
 
 def _choice(strict: bool, only: Pattern | None) -> _Choice:
@@ -234,12 +240,12 @@ def _load(
     path = directory_of(path)
     if path.is_dir():
         convert = functools.partial(_rescaled, state)
-        mapping, history, names = parts.load(path, state, convert, choice.reads)
+        mapping, history, names = sharded_checkpoint.load(path, state, convert, choice.reads)
     else:
         arrays, history, names = load_file(path, state, choice.reads)
         mapping = _rescaled(state, arrays)
-    others = [name for name in names if not choice.has(name)]
-    if len(others) == len(names):
+    left_out = [name for name in names if not choice.has(name)]
+    if len(left_out) == len(names):
         raise OtherRun(
             f"only={choice.only!r} matches no name in {path}; it has "
             f"{listed([_public_name(name) for name in names])}"
@@ -250,13 +256,12 @@ def _load(
         loaded, changes = load_named(state, mapping, strict=is_strict, shown=_public_name)
     except ValueError as error:
         raise OtherRun(f"{path} is from another run: {error}{_remedy(error)}") from error
-    dropped = [*changes.dropped, *others]
-    lists = ([_public_name(name) for name in x] for x in (changes.carried, changes.new, dropped))
-    return loaded, history, Changes(*lists)
+    lists = changes.carried, changes.new, [*changes.dropped, *left_out]
+    return loaded, history, Changes(*(list(map(_public_name, names)) for names in lists))
 
 
 def _remedy(error: ValueError) -> str:
-    """Return which argument loads a part of a checkpoint that does not fit, for its error."""
+    """Return which argument loads the arrays that fit, for its error."""
     if not isinstance(error, Misfit):
         return ""
     if error.arrays:
@@ -274,7 +279,7 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
         and shardings.
 
     Raises:
-      ValueError: the checkpoint is truncated or damaged, or its params have other names or shapes.
+      ValueError: the checkpoint is truncated or damaged, or its params differ in names or shapes.
         To load some of them, use `restore_checkpoint(..., only=)`.
       FileNotFoundError: there is no checkpoint at `path`.
       TypeError: `params` is a TrainState.
@@ -289,9 +294,7 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
         loaded, _, changes = _load(path, template, choice)
         missing = [name for name in changes.new if choice.has(name)]
         extra = [name for name in changes.dropped if choice.has(name)]
-        wrong = [f"missing {listed(missing)}"] if missing else []
-        wrong += [f"not expected {listed(extra)}"] if extra else []
-        if wrong:
+        if wrong := misfits(missing, extra):
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}")
         return loaded.params
 
@@ -309,12 +312,12 @@ def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
     """Return a mapping whose arrays are those of as many workers as `state` has."""
     if PER_WORKER_KEY not in mapping or not has_own_state(state):
         return mapping
-    own = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
+    names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
     both = dict(named_leaves(state)), mapping
-    now, before = ({int(on_host(x[name])) for name in count_names(x, own)} for x in both)
-    if now == before or len(now) != 1 or not own:
+    now, before = ({int(host_array(x[name])) for name in count_names(x, names)} for x in both)
+    if now == before or len(now) != 1 or not names:
         return mapping
-    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(own)}, now.pop())
+    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())
 
 
 def restore_checkpoint(
@@ -359,14 +362,12 @@ def restore_checkpoint(
             f"{checks.shown(template)}. load_params loads the parameters alone"
         )
     problems: list[str] = []
-    newest = newest_of(found, lambda path: _load(path, template, choice), problems)
+    read = functools.partial(_load, state=template, choice=choice)
+    newest = newest_of(found, read, problems)
     if processes.share_state(template):
-        newest = newest_of_all(
-            directory_of(directory), newest, lambda path: _load(path, template, choice)
-        )
+        newest = newest_of_all(directory_of(directory), newest, read)
     if newest is None and not found:
         return None
     path, (loaded, history, changes) = told(newest, problems)
-    if changes and (not strict or only is not None):
-        checks.warn(f"{path}: {changes}")
+    choice.warn_of(changes, path)
     return loaded, history

@@ -16,7 +16,7 @@ from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
 from optfn.run.progress import num_examples
 from optfn.sparse.sharded_table import natural
-from optfn.train.batches import as_arrays
+from optfn.train.batches import numeric_batch
 from optfn.train.state import TrainState
 
 
@@ -24,7 +24,7 @@ class Evaluator:
     """Evaluates a run when it is due, and records the best evaluation.
 
     options: the options of the loop.
-    history: where results are recorded; it may have those of an earlier part of the run.
+    history: where results are recorded; it may have those from before a restart.
     per_call: the number of steps that one call of the step takes.
     has_model_state: whether `evaluate` gets the model state too.
     ended_epoch: tells whether a step of an earlier part of the run was the last of its epoch.
@@ -59,7 +59,7 @@ class Evaluator:
 
     @property
     def worst(self) -> float:
-        """The number that is worse than every other."""
+        """The worst number that there is."""
         return self.sign * math.inf
 
     def is_better(self, value: float, than: float) -> bool:
@@ -92,16 +92,14 @@ class Evaluator:
           ValueError: there are several numbers, and `monitor` does not name one of them.
         """
         assert self.options.evaluate is not None
-        result = self.options.evaluate(natural(unpack(state.params)), *_model_state(state))
-        named = result if isinstance(result, Mapping) else {"": result}
-        values = {
-            "evaluation" + (f"/{k}" if k else ""): _real("evaluate", k, value)
-            for k, value in named.items()
-        }
+        model_state = () if state.model_state is None else (state.model_state,)
+        result = self.options.evaluate(natural(unpack(state.params)), *model_state)
+        named = _numbers_by_key("evaluate", result)
+        values = {"evaluation" + (f"/{k}" if k else ""): x for k, x in named.items()}
         if self.key in values:
             self._compare(n, values[self.key])
         elif self._compares or self.options.monitor is not None:
-            if named is not result:
+            if not isinstance(result, Mapping):
                 raise ValueError(
                     f"monitor={self.options.monitor!r} names a number of a dict; evaluate gives "
                     "a number alone: leave monitor out"
@@ -130,16 +128,12 @@ class Evaluator:
         values = list(self.monitored.values())
         wrong = all(self.is_better(a, b) for a, b in itertools.pairwise(values))
         if self._compares and len(values) > 2 and wrong:
-            way, other = ("rose", "max") if self.sign > 0 else ("fell", "min")
+            way, opposite = ("rose", "max") if self.sign > 0 else ("fell", "min")
             checks.warn(
                 f"{self.key} {way} from each evaluation to the next, {values[0]:g} to "
                 f"{values[-1]:g} in {len(values)}, and mode={self.options.mode!r} takes the first "
-                f"as the best: pass mode={other!r} if that is the right way"
+                f"as the best: pass mode={opposite!r} if that is the right way"
             )
-
-
-def _model_state(state: TrainState) -> tuple[Any, ...]:
-    return () if state.model_state is None else (state.model_state,)
 
 
 def _real(who: str, key: str, value: Any) -> float:
@@ -194,8 +188,11 @@ def over_batches(
         names = ("params", "model_state")[: len(arguments)]
         checks.takes("over_batches: fn", fn, (*names, "batch"))
         rows = []
-        for batch in map(as_arrays, batches):
-            rows.append((_num_examples(batch), _numbers_by_key(compiled(*arguments, batch))))
+        for batch in map(numeric_batch, batches):
+            # Reading the numbers waits for the device, so that one batch at most is under way. CPU
+            # devices need that, since they share their threads; see `TrainStep`.
+            numbers = _numbers_by_key("over_batches: fn", compiled(*arguments, batch))
+            rows.append((_num_examples(batch), numbers))
         return _mean_of(rows)
 
     return evaluate
@@ -212,14 +209,10 @@ def _num_examples(batch: Batch) -> int:
     return count
 
 
-def _numbers_by_key(result: object) -> dict[str, float]:
-    """Return the numbers for a batch by key, or by "" for a single number.
-
-    Reading them waits for the device, so at most one batch is under way. CPU devices need that,
-    since they share their threads; see `TrainStep`.
-    """
+def _numbers_by_key(who: str, result: object) -> dict[str, float]:
+    """Return the numbers that a function returned by key, or by "" for a single number."""
     named = result if isinstance(result, Mapping) else {"": result}
-    return {str(key): _real("over_batches: fn", str(key), value) for key, value in named.items()}
+    return {str(key): _real(who, str(key), value) for key, value in named.items()}
 
 
 def _mean_of(rows: list[tuple[int, dict[str, float]]]) -> float | dict[str, float]:

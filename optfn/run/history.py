@@ -33,20 +33,25 @@ class History:
         self.steps.append(_scalars_by_name(kept))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return an array for each metric, with the entries of earlier parts of the run first."""
+        """Return an array for each metric, with the entries from before a restart first."""
         self._move_to_host()
-        evaluations = {k: x for k, x in self.earlier.items() if k.startswith("evaluation")}
-        per_step = {k: x for k, x in self.earlier.items() if k not in evaluations}
-        return per_step | _joined(evaluations, _columns(self.evaluations))
+        per_step, evaluations = self._tables()
+        return per_step | _joined(evaluations, _table(self.evaluations))
+
+    def _tables(self) -> list[dict[str, np.ndarray]]:
+        """Return the columns on the host of the steps, and those of the evaluations."""
+        return [
+            {k: x for k, x in self.earlier.items() if k.startswith("evaluation") == of_evaluations}
+            for of_evaluations in (False, True)
+        ]
 
     def _move_to_host(self) -> None:
         """Add the latest steps to those on the host; each is read once, since that takes long."""
-        per_step = {k: x for k, x in self.earlier.items() if not k.startswith("evaluation")}
-        self.earlier |= _joined(per_step, _columns(jax.device_get(self.steps)))
+        self.earlier |= _joined(self._tables()[0], _table(jax.device_get(self.steps)))
         self.steps.clear()
 
 
-def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _table(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for row in rows for name in row)
     return {k: np.array([row.get(k, np.nan) for row in rows]) for k in names}
 
@@ -75,7 +80,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: np.asarray(x).item() for name, x in _scalars_by_name(metrics).items()}
 
 
-def as_numbers(metrics: Mapping[str, Any]) -> PyTree:
+def numbers(metrics: Mapping[str, Any]) -> PyTree:
     """Return metrics on the host, scalars as Python numbers."""
     return jax.tree.map(
         lambda x: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x,

@@ -55,7 +55,7 @@ class RunLog:
     def __init__(self, log: Logs, done: int) -> None:
         self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
-        targets = [_target(one) for one in several]  # check all before a file is opened
+        targets = list(map(_target, several))  # check all before a file is opened
         self.sinks = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
 
     def __enter__(self) -> "RunLog":
@@ -103,16 +103,13 @@ class _Lines:
 
     def __init__(self, path: Path, done: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if done and path.exists():
-            kept = [line for line in path.read_text().splitlines() if _is_earlier(line, done)]
+        lines = path.read_text().splitlines() if done and path.exists() else []
         self.file = path.open("w")
-        self.file.writelines(f"{line}\n" for line in kept)
+        self.file.writelines(f"{line}\n" for line in lines if _is_earlier(line, done))
 
     def write(self, n: int, numbers: dict[str, float]) -> None:
-        numbers = {"step": n} | numbers
         finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
-        self.file.write(json.dumps(finite) + "\n")
+        self.file.write(json.dumps({"step": n} | finite) + "\n")
         self.file.flush()
 
     def close(self) -> None:

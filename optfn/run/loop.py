@@ -11,7 +11,7 @@ from optfn.plot.run_report import RunReport
 from optfn.run.background import wait as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
-from optfn.run.history import as_numbers
+from optfn.run.history import numbers
 from optfn.run.interrupt import interruptible
 from optfn.run.log import RunLog
 from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
@@ -63,8 +63,8 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       state: where to start: `step.init(params)`, or any later state of that step. It is donated,
         unless the step was made with `donate=False`.
       batches: an iterable of batches, beginning with that of the first step after `state`. The
-        leaves of a batch are numbers, arrays of JAX or NumPy, or tensors (of torch or others) that
-        `np.asarray` takes without a copy. You can pass a torch DataLoader as it is.
+        leaves of a batch are numbers, arrays of JAX or NumPy, or tensors, such as those of torch,
+        that `np.asarray` takes without a copy. You can pass a torch DataLoader as it is.
       **LoopOptions
 
     With local steps, each batch is a round. `steps`, `save_every` and `evaluate_every` count local
@@ -77,7 +77,7 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       each number of a tree, if the loss returns numbers; and "epoch", with `epochs`. With one entry
       per evaluation it has "evaluation", or "evaluation/<key>" for each number of a dict; and
       "evaluation_step", the number of steps before it. If a number was recorded only before or only
-      after a restart, its other entries are NaN.
+      after a restart, its remaining entries are NaN.
 
     Raises:
       ValueError: `batches` is empty, ends before `steps` or before the step of the checkpoint, or
@@ -88,7 +88,7 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
       TypeError: `step` is not a TrainStep, or `state` is no state of it; an option is of a wrong
         type; or `callback` returns a state.
     """
-    return _Run(options).to_the_end()
+    return _Run(options).finish()
 
 
 def _is_state(x: object) -> bool:
@@ -128,7 +128,7 @@ class _Run:
         epochs = self.history.earlier.get("epoch", np.zeros(0))
         return later >= len(epochs) or epochs[-later] != epochs[-later - 1]
 
-    def to_the_end(self) -> tuple[TrainState, dict[str, np.ndarray]]:
+    def finish(self) -> tuple[TrainState, dict[str, np.ndarray]]:
         """Take all steps; return the last state, or the best one, and the history."""
         options, per_call = self.options, self.step.local_steps
         with (
@@ -170,15 +170,15 @@ class _Run:
         return metrics
 
     def _evaluate(self) -> dict[str, float]:
-        numbers = self.evaluator(self.n, self.state)
+        values = self.evaluator(self.n, self.state)
         self.best.consider(self.state)
-        return numbers
+        return values
 
     def _callback_stops(self, metrics: dict[str, Any]) -> bool:
         callback = self.options.callback
         if callback is None:
             return False
-        answer = callback(self.n, self.state, as_numbers(metrics))
+        answer = callback(self.n, self.state, numbers(metrics))
         if any(map(_is_state, jax.tree.leaves([answer], is_leaf=_is_state))):
             raise TypeError(
                 f"callback returned {checks.shown(answer)}. It cannot replace the state; return "

@@ -51,21 +51,21 @@ def told(newest: T | None, problems: list[str]) -> T:
 def newest_of_all(
     directory: Path, newest: tuple[Path, T] | None, read: Callable[[Path], T]
 ) -> tuple[Path, T] | None:
-    """Return the newest checkpoint that any process has; the others get a copy of its file."""
-    own = -1 if newest is None else step_of(newest[0])
-    steps = processes.gather_values([own])[:, 0]
-    if np.all(steps == own):
+    """Return the newest checkpoint of all processes; those without it get a copy of its file."""
+    step = -1 if newest is None else step_of(newest[0])
+    steps = processes.gather_values([step])[:, 0]
+    if np.all(steps == step):
         return newest
     source, last = int(np.argmax(steps)), int(np.max(steps))
     path = directory / f"step_{last:09d}.npz"
-    is_file = own == last and path.is_file()
+    is_file = step == last and path.is_file()
     content = processes.send(source, path.read_bytes() if is_file else b"")
     if not content:
         raise ValueError(
             f"process {source} has a checkpoint of step {last} that is a directory, but other "
             "processes cannot see it: all processes must name the same, shared directory"
         )
-    if own == last:
+    if step == last:
         return newest
     checks.warn(f"{path} was missing here, and is now a copy of the file of process {source}")
     directory.mkdir(parents=True, exist_ok=True)

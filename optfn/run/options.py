@@ -45,7 +45,7 @@ class LoopOptions:
       monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
         compared; `patience` and `keep_best` then need it.
       mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
-        accuracy. You get a warning if in all of three or more evaluations it went the other way.
+        accuracy. You get a warning if in all of three or more evaluations it went the wrong way.
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
         If you start such a run again from its checkpoint, it takes no further step. An evaluation
         of the state in which an earlier run was stopped, between two multiples of

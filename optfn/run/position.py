@@ -44,8 +44,8 @@ def encoded(position: Position | None, is_shared: bool) -> dict[str, np.ndarray]
       position: the position of this process.
       is_shared: whether all processes call this; the entry then has the positions of all.
     """
-    own = "" if position is None else _text(position)
-    texts = processes.gather_texts(own) if is_shared else [own]
+    text = "" if position is None else _text(position)
+    texts = processes.gather_texts(text) if is_shared else [text]
     if not any(texts):
         return {}
     content = "[" + ", ".join(text or "null" for text in texts) + "]"

@@ -26,14 +26,13 @@ class Progress:
         file: TextIO | None = None,
         per_call: int = 1,
     ) -> None:
-        self.steps, self.done, self.per_call = steps, done, per_call
+        self.steps, self.done, self.per_call, self.shown = steps, done, per_call, shown
         self.file = file or sys.stderr
         self.bar: Any = None
-        self.shown = shown
         self.every = max(1, steps // 10) if steps else 100
         self.last: tuple[int, dict[str, Any]] | None = None
         self.printed = 0
-        self.speed = _Speed()
+        self.examples, self.since = 0, time.monotonic()  # since the speed was last shown
 
     def __enter__(self) -> "Progress":
         if self.shown and self.file.isatty():
@@ -51,10 +50,10 @@ class Progress:
         if not self.shown:
             return
         self.last = n, metrics
-        self.speed.add(num_examples(batch))
+        self.examples += num_examples(batch) or 0
         if self.bar is not None:
             if self.bar.update(self.per_call):
-                self.bar.set_postfix_str(self._words(metrics), refresh=False)
+                self._set_postfix(metrics)
         elif n == self.done + self.per_call or n // self.every > (n - self.per_call) // self.every:
             self._line()
 
@@ -71,33 +70,21 @@ class Progress:
             text = words(metrics, self.per_call)
             print(f"step {self.printed} {text}", file=self.file, flush=True)
 
-    def _words(self, metrics: dict[str, Any]) -> str:
-        return words(metrics, self.per_call) + self.speed.words()
+    def _set_postfix(self, metrics: dict[str, Any]) -> None:
+        text = words(metrics, self.per_call)
+        now = time.monotonic()  # once the device has computed the metrics
+        if self.examples and now > self.since:
+            text += f" {self.examples / (now - self.since):.3g} examples/s"
+        self.examples, self.since = 0, now
+        self.bar.set_postfix_str(text, refresh=False)
 
     def __exit__(self, *error: Any) -> None:
         if self.bar is not None:
             if self.last is not None:
-                self.bar.set_postfix_str(self._words(self.last[1]), refresh=False)
+                self._set_postfix(self.last[1])
             self.bar.close()
         else:
             self._line()
-
-
-class _Speed:
-    """Examples per second since they were last shown."""
-
-    def __init__(self) -> None:
-        self.examples = 0
-        self.since = time.monotonic()
-
-    def add(self, examples: int | None) -> None:
-        self.examples += examples or 0
-
-    def words(self) -> str:
-        now = time.monotonic()
-        seconds, examples = now - self.since, self.examples
-        self.since, self.examples = now, 0
-        return f" {examples / seconds:.3g} examples/s" if examples and seconds > 0 else ""
 
 
 def num_examples(batch: Batch) -> int | None:

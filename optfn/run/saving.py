@@ -34,11 +34,9 @@ class Saver:
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
         self.step, self.options = step, options
         self.directory = options.checkpoint
-        self._clock = (
-            _Clock(options.save_every, processes.share(step.mesh))
-            if isinstance(options.save_every, datetime.timedelta)
-            else None
-        )
+        self._clock: _Clock | None = None
+        if isinstance(options.save_every, datetime.timedelta):
+            self._clock = _Clock(options.save_every, processes.share(step.mesh))
         self.saved: int | None = None
         self.resumed: int | None = None
         self.batches: position.Position | None = None

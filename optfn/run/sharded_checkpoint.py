@@ -1,4 +1,4 @@
-"""Checkpoints of which each process writes its own part, by orbax.
+"""Checkpoints of which each process writes the shards that it holds, by orbax.
 
 A checkpoint is a directory step_<n>. It has the arrays under the names of `state_dict`; the
 history; "about", which is the version, the names of both, and which arrays are per worker; and a
@@ -41,8 +41,8 @@ def is_available() -> bool:
     return True
 
 
-def holds_parts(state: PyTree) -> bool:
-    """Tell whether arrays of a state, other than per-worker ones, are divided over devices."""
+def is_divided(state: PyTree) -> bool:
+    """Tell whether arrays of a state, besides per-worker ones, are divided over devices."""
     shared = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerWorker | Divided))
     return any(
         isinstance(x, jax.Array)
@@ -122,7 +122,7 @@ def _save(path: Path, saved: dict[str, Any]) -> None:
     try:
         if jax.process_index() == 0:  # the processes share the directory
             publish(unsynced, path)
-    finally:  # the others do not wait in vain
+    finally:  # no process waits in vain
         every = set(range(jax.process_count()))
         ocp.multihost.sync_global_processes(f"optfn {next(_published)}", processes=every)
 
@@ -149,10 +149,9 @@ def load(
     Raises:
       ValueError: an array is missing or damaged, or does not fit.
     """
+    templates = dict(named_leaves(bare(unpack_state(state))))
     try:
-        about, history, arrays = _read_parts(
-            path, dict(named_leaves(bare(unpack_state(state)))), is_read
-        )
+        about, history, arrays = _read(path, templates, is_read)
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds
@@ -164,43 +163,27 @@ def load(
     return mapping, history, [*about["names"], *(k for k in arrays if k not in about["names"])]
 
 
-def _read_parts(
+def _read(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Return the metadata, the history, and the checked arrays."""
-    ocp = checks.optional_module("orbax.checkpoint", "orbax")
-    checkpointer = _checkpointer()
-    shapes = checkpointer.metadata(absolute(path)).item_metadata.tree
+    shapes = _checkpointer().metadata(absolute(path)).item_metadata.tree
 
-    def on_host(names: list[str]) -> dict[str, Any]:
-        return {name: np.zeros(shapes[name].shape, shapes[name].dtype) for name in names}
-
-    def restore(wanted: dict[str, Any]) -> dict[str, Any]:
-        found = checkpointer.restore(
-            absolute(path),
-            args=ocp.args.PyTreeRestore(
-                wanted,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-                partial_restore=True,
-            ),
-        )
-        return dict(found)
-
-    extra = [name for name in shapes if name.startswith(_HISTORY)]
-    beside = restore(on_host([_ABOUT, *extra]))
-    about = json.loads(bytes(beside[_ABOUT]))
-    extra = about.get("beside", extra)
-    wanted: dict[str, Any] = on_host([_CHECKSUMS])
-    names = [name for name in about["names"] if is_read(name)]
-    for name in names:
-        like = _data(templates[name]) if name in templates else None
+    def wanted(name: str) -> Any:
+        """Return an array of the host like the saved one, or its shape as the template lies."""
+        like = _data(templates.get(name))
         shape, dtype = tuple(shapes[name].shape), shapes[name].dtype
         fits = like is not None and like.shape == shape and like.dtype == dtype
         if fits and isinstance(like, jax.Array | jax.ShapeDtypeStruct) and like.sharding:
-            wanted[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=like.sharding)
-        else:  # on the host
-            wanted[name] = np.zeros(shape, dtype)
-    arrays = restore(wanted)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=like.sharding)
+        return np.zeros(shape, dtype)
+
+    extra = [name for name in shapes if name.startswith(_HISTORY)]
+    beside = _restore(path, {name: wanted(name) for name in (_ABOUT, *extra)})
+    about = json.loads(bytes(beside[_ABOUT]))
+    extra = about.get("beside", extra)
+    names = [name for name in about["names"] if is_read(name)]
+    arrays = _restore(path, {name: wanted(name) for name in (_CHECKSUMS, *names)})
     sums = np.asarray(arrays.pop(_CHECKSUMS))
     # Directories of earlier versions have checksums of the arrays alone.
     saved = zip([*about["names"], _ABOUT, *extra], sums, strict="beside" in about)
@@ -215,13 +198,22 @@ def _read_parts(
     return about, history, empty | arrays
 
 
+def _restore(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return saved arrays by name; they lie as `wanted` does."""
+    ocp = checks.optional_module("orbax.checkpoint", "orbax")
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    return dict(_checkpointer().restore(absolute(path), args=args))
+
+
 def _check_sums(
     arrays: Mapping[str, Leaf], beside: Mapping[str, np.ndarray], saved: Mapping[str, np.ndarray]
 ) -> None:
-    """Raise a ValueError if what was read is not what was saved."""
+    """Raise a ValueError if an array is not the one that was saved."""
     found = dict(zip(arrays, fingerprints(list(arrays.values())), strict=True)) if arrays else {}
     found |= zip(beside, _digests(beside.values()), strict=True)
-    sums = ((name, own, saved[name]) for name, own in found.items() if name in saved)
-    damaged = [name for name, own, want in sums if not np.array_equal(own, want)]
+    damaged = [
+        name for name, x in found.items() if name in saved and not np.array_equal(x, saved[name])
+    ]
     if damaged:
         raise ValueError(f"the checksum of {listed(damaged)} is wrong")

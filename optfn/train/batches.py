@@ -11,7 +11,7 @@ from optfn.core.types import Batch, Leaf
 _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
 
 
-def as_arrays(batch: Batch) -> Batch:
+def numeric_batch(batch: Batch) -> Batch:
     """Return a batch of arrays and numbers.
 
     Arrays of other libraries in the memory of the host, such as tensors of torch or TensorFlow, are

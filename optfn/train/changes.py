@@ -24,16 +24,22 @@ class Changes:
         return bool(self.new or self.dropped)
 
     def __str__(self) -> str:
-        parts = {
+        names = {
             "carried over": self.carried,
             "new, as in the template": self.new,
             "dropped": self.dropped,
         }
-        return "; ".join(f"{what}: {tree.listed(x) or 'nothing'}" for what, x in parts.items())
+        return "; ".join(f"{word}: {tree.listed(x) or 'nothing'}" for word, x in names.items())
+
+
+def misfits(missing: Sequence[str], superfluous: Sequence[str]) -> list[str]:
+    """Return the names that do not fit, for an error."""
+    found = {"missing": missing, "not expected": superfluous}
+    return [f"{word} {tree.listed(names)}" for word, names in found.items() if names]
 
 
 class Misfit(ValueError):
-    """Names, where loading is strict, or arrays, however it is, do not fit a state."""
+    """Raised if names (strict) or shapes do not fit."""
 
     def __init__(self, names: Sequence[str], arrays: Sequence[str]) -> None:
         words = [*names, *([tree.first_of(arrays, 20)] if arrays else [])]

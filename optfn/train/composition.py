@@ -18,16 +18,16 @@ from optfn.parallel.sharding import Sharded
 from optfn.sparse.tables import Owners
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_form import Form
-from optfn.train.microbatches import in_microbatches
+from optfn.train.microbatches import split_objective
 from optfn.train.objective import (
     Objective,
     Seen,
+    differentiated,
     gathered,
-    of_loss,
-    of_packed,
-    of_sharded_tables,
-    of_value_and_grad,
-    on_parts,
+    packed_objective,
+    sharded_objective,
+    sharded_table_objective,
+    user_objective,
 )
 from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
@@ -46,19 +46,31 @@ def composed(
     Args:
       loss_fn: the argument of `make_train_step`.
       tx: likewise.
-      options: the other arguments.
+      options: the remaining arguments.
       layout: how params lie on a mesh; None without one.
-      local: how a round goes; None where a call is one step.
+      local: the round, or None.
     """
     workers = Axes() if layout is None else layout.worker_axes
     key_of = keys_of(options.rng, workers)
     averaged = workers if local is None else Axes()
 
-    step = worker_step(_objective(loss_fn, options, layout), tx, key_of, averaged, layout)
+    # From the innermost function to the outermost one, with the arrays that each takes:
+    # 1. The objective takes params and the batch of one worker. If devices divide the params, each
+    #    has its shards in it, gathers them for the loss, and computes on a slice of the batch; loss
+    #    and gradients are means over these devices, and gradients lie as the layout says.
+    objective = _objective(loss_fn, options, layout)
+    # 2. The step takes the state as one worker has it. Gradients become means over the workers,
+    #    except in a round, where each worker trains apart; new params are again those of a worker.
+    step = worker_step(objective, tx, key_of, averaged, layout)
+    # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
+    #    workers; the params that it returns are equal again.
     if local is not None:
         step = local.round(step)
+    # 4. Here the batch is that of all workers, split along its leading axis. Params are equal on
+    #    all workers, and per-worker arrays are joined along their first axis.
     if layout is not None and workers:
         step = parallel.step_of_all_workers(step, layout.mesh, workers)
+    # 5. The state comes and goes as it is stored between steps: divided and padded.
     if layout is not None and layout.divides:
         step = _placed(step, layout)
     return step
@@ -81,7 +93,7 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
 
 
 def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | None) -> Objective:
-    """Return the objective of one device, or of all devices of the part axes if there are some."""
+    """Return the objective of one device, or of all devices that divide params."""
     form = Form(options.model_state, options.has_aux)
     owners = None
     if layout is not None and layout.tables is not None:
@@ -90,33 +102,29 @@ def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | 
     def make(seen: Seen = contextlib.nullcontext) -> Objective:
         once = isinstance(options.shard, Sharded) and options.shard.gathers_once
         if not (once or options.packed):
-            return in_microbatches(of_one(seen), options.microbatches)
-        whole = in_microbatches(of_one(), options.microbatches)
-        return gathered(of_packed(whole) if options.packed else whole, seen)
+            return split_objective(basic(seen), options.microbatches)
+        whole = split_objective(basic(), options.microbatches)
+        return gathered(packed_objective(whole) if options.packed else whole, seen)
 
-    def of_one(seen: Seen = contextlib.nullcontext) -> Objective:
+    def basic(seen: Seen = contextlib.nullcontext) -> Objective:
         if options.value_and_grad is not None:
-            return of_value_and_grad(options.value_and_grad, form, seen)
+            return user_objective(options.value_and_grad, form, seen)
         assert loss_fn is not None
-        return of_loss(
-            loss_fn,
-            form,
-            seen,
-            tables=options.tables,
-            owners=owners,
-            recompute=options.recompute,
+        tables, recompute = options.tables, options.recompute
+        return differentiated(
+            loss_fn, form, seen, tables=tables, owners=owners, recompute=recompute
         )
 
     if layout is None or not layout.shard_axes:
         return make()
-    objective = on_parts(make, layout)
-    return objective if owners is None else of_sharded_tables(objective)
+    objective = sharded_objective(make, layout)
+    return objective if owners is None else sharded_table_objective(objective)
 
 
 def local_rounds(
     options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
-    """Return the parts of a round; None if a call is one step."""
+    """Return the rounds that the options ask for; None if a call is one step."""
     if options.local_steps == 1 or layout is None:
         return None
     if not layout.worker_axes:

@@ -1,8 +1,8 @@
 """Loading arrays by name, as `state_dict` returns them, into the state of an optimizer.
 
 Strict loading needs every name to fit. Otherwise `Changes` says how the names differ, so that a run
-can continue with another chain, other frozen parameters or another model, and keep all that the two
-have in common.
+can continue with a changed chain, changed frozen parameters or a changed model, and keep all that
+the two have in common.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,8 +21,8 @@ from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
 from optfn.state.names import names_within
 from optfn.state.placement import PER_WORKER_KEY, divided_sizes, padded_to_multiple
-from optfn.train import masters
-from optfn.train.changes import Changes, Misfit
+from optfn.train.changes import Changes, Misfit, misfits
+from optfn.train.masters import converted_masters
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
@@ -81,6 +81,44 @@ def load_named(
 
     Errors have the names as `shown` returns them.
     """
+    _check_format(mapping)
+    # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
+    #    instead of buffers of several leaves, and none padded.
+    is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
+    plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
+    per_worker = set(per_worker_names(plain))
+    template_names = [name for name, _ in named_leaves(plain)]
+    # 2. The masters in `mapping` have the form of those in `plain`.
+    mapping = converted_masters(plain, dict(named_leaves(plain)), mapping)
+    # 3. Both states have a step count for each leaf whose moments begin late, and for no more.
+    late = _late_leaves(plain, template_names, mapping)
+    opt_state, plain = _replace_late_leaves(opt_state, late), _replace_late_leaves(plain, late)
+    named = list(named_leaves(plain))
+    changes = _changes(template_names, [name for name, _ in named], mapping)
+    refused, wrong = _refused(plain, changes, shown) if strict else [], []
+    # 4. The arrays of `mapping`, and those made of its params, have the dtype and the sharding of
+    #    `plain`, and its shape, also if they were saved by another number of workers.
+    made = _begun_at_params(plain, named, mapping)
+    leaves, sizes = [], jax.tree.leaves(divided_sizes(plain))
+    for (name, leaf), size in zip(named, sizes, strict=True):
+        value, problem = mapping.get(name, made.get(name)), ""
+        if value is not None:
+            value = _resized(value, leaf, size, is_local=name in per_worker)
+            value, problem = _fitted(value, leaf)
+        if problem:
+            wrong.append(f"{shown(name)!r} {problem}")
+        leaves.append(leaf if value is None else value)
+    if refused or wrong:
+        raise Misfit(refused, wrong)
+    loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    # 5. Buffers are packed and padded again, and lie on the devices of the template's.
+    if is_converted:
+        loaded = _placed_like(pack_state(bare(opt_state), loaded), bare(opt_state))
+    return stored_as(opt_state, loaded), changes
+
+
+def _check_format(mapping: Mapping[str, Any]) -> None:
+    """Raise an error unless `mapping` is one, of a version that this one reads."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             "load_state_dict: mapping must be a mapping from names to arrays, such as the result "
@@ -92,46 +130,21 @@ def load_named(
             f"the state has format version {version}; this version of optfn reads versions up to "
             f"{VERSION}"
         )
-    is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
-    plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
-    per_worker = set(per_worker_names(plain))
-    own_names = [name for name, _ in named_leaves(plain)]
-    mapping = masters.in_form_of(plain, list(named_leaves(plain)), mapping)
-    late = _late_leaves(plain, own_names, mapping)
-    opt_state, plain = _with_late_leaves(opt_state, late), _with_late_leaves(plain, late)
-    named = list(named_leaves(plain))
-    changes = _changes(own_names, [name for name, _ in named], mapping)
-    refused, wrong = _refused(plain, changes, shown) if strict else [], []
-    copied = _begun_at_params(plain, named, mapping)
-    leaves, sizes = [], jax.tree.leaves(divided_sizes(plain))
-    for (name, leaf), size in zip(named, sizes, strict=True):
-        found = mapping.get(name, copied.get(name))
-        if name in per_worker and np.size(found) == leaf.size:
-            found = np.reshape(found, leaf.shape)  # flat, or of the shape of a divided leaf
-        if found is not None and size:
-            found = _in_parts_of(found, size, leaf)
-        value, problem = (leaf, "") if found is None else _fitted(found, leaf)
-        if problem:
-            wrong.append(f"{shown(name)!r} {problem}")
-        leaves.append(value)
-    if refused or wrong:
-        raise Misfit(refused, wrong)
-    loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
-    if is_converted:
-        loaded = _placed_like(pack_state(bare(opt_state), loaded), bare(opt_state))
-    return stored_as(opt_state, loaded), changes
 
 
-def _in_parts_of(value: Leaf, size: int, leaf: Leaf) -> Leaf:
-    """Return an array that all workers share, padded for the number of workers of `leaf`.
+def _resized(value: Leaf, leaf: Leaf, size: int, is_local: bool) -> Leaf:
+    """Return a saved array in the shape that the template has for its number of workers.
 
     Args:
-      value: the array, padded for another number of workers.
-      size: the length of its last axis without padding.
+      value: the saved array.
       leaf: the array of the template.
+      size: the length of its last axis without padding, if each worker keeps a slice; else 0.
+      is_local: whether it is per-worker: flat, or of the shape of a divided leaf.
     """
     shape = np.shape(value)
-    if shape == leaf.shape or len(shape) != leaf.ndim or shape[-1] < size:
+    if is_local and np.size(value) == leaf.size:
+        return np.reshape(value, leaf.shape)
+    if not size or shape == leaf.shape or len(shape) != leaf.ndim or shape[-1] < size:
         return value
     return padded_to_multiple(np.asarray(value), size, leaf.shape[-1])
 
@@ -186,19 +199,19 @@ def _counts_before(step: Steps, loaded: Leaf, paths: Sequence[str]) -> dict[str,
       paths: the leaves that keep their moments.
     """
     begun = step.begun if isinstance(step, LateStepsState) else {}
-    (own,) = jax.tree.leaves(late_steps.shared(step))
+    (shared,) = jax.tree.leaves(late_steps.shared(step))
     if not paths:
         return {}
     started = {path: jax.tree.leaves(begun.get(path, 0))[0] for path in paths}
-    if not all(map(_is_on_host, (loaded, own, *started.values()))):
+    if not all(map(_is_on_host, (loaded, shared, *started.values()))):
         checks.warn(
             f"the moments of {tree.listed(paths)} start at zero, but their step count is spread "
             "over several processes and cannot be changed here, so their bias correction also "
             "counts the steps before"
         )
         return {}
-    made = np.subtract(on_host(loaded), on_host(own))
-    counts = {path: made + on_host(x) for path, x in started.items()}
+    made = np.subtract(host_array(loaded), host_array(shared))
+    counts = {path: made + host_array(x) for path, x in started.items()}
     return {path: count for path, count in counts.items() if np.any(count)}
 
 
@@ -206,16 +219,16 @@ def _is_on_host(x: Leaf) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
-def on_host(x: Leaf) -> np.ndarray:
+def host_array(x: Leaf) -> np.ndarray:
     """Return an array on the host; this process must hold all of it, on one device or on each."""
     is_spread = isinstance(x, jax.Array) and not x.is_fully_addressable
     return np.asarray(x.addressable_data(0) if is_spread else x)
 
 
-def _with_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Return a state with counts for the leaves of `_late_leaves`, and for no others."""
-    parts = state_names.named_entries(state, stop=counts_steps)
-    found = {id(node): late[name] for name, node in parts if counts_steps(node) and name in late}
+def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
+    """Return a state with step counts for exactly the leaves of `_late_leaves`."""
+    entries = state_names.named_entries(state, stop=counts_steps)
+    found = {id(node): late[name] for name, node in entries if counts_steps(node) and name in late}
 
     def put(node: PyTree) -> PyTree:
         begun = found.get(id(node))
@@ -237,18 +250,18 @@ def _filled(count: np.ndarray, like: Leaf) -> Leaf:
 def _begun_at_params(
     state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Return the arrays made of params, such as new masters and averages, that a mapping lacks.
+    """Start the copies and averages of new parameters at the parameter.
 
-    A copy is the param of the mapping. A sum whose weight the mapping has is weight·param, so that
-    the average of a new leaf is its param. If the state has no params, the average begins at zero,
-    and a warning says so.
+    A copy, such as a new master, is the param of the mapping. A sum whose weight the mapping has is
+    weight·param, so that the average of a new leaf is its param. If the state has no params, the
+    average begins at zero, and a warning says so.
     """
     # Two walks, since an average may be inside of the state with the masters that it averages.
     fields = [
         (tree.join(name, field), weight and tree.join(name, weight))
         for has_weights in (False, True)
-        for name, part in state_names.named_entries(state, stop=partial(_begins, has_weights))
-        for field, weight in traits_of(part).made_of_params.items()
+        for name, entry in state_names.named_entries(state, stop=partial(_begins, has_weights))
+        for field, weight in traits_of(entry).made_of_params.items()
         if weight is not None
     ]
     by_name, begun, at_zero = dict(named), {}, []
@@ -260,7 +273,9 @@ def _begun_at_params(
             if source in by_name:
                 param, _ = _fitted(mapping.get(source, by_name[source]), by_name[source])
                 wide = param.astype(by_name[name].dtype)
-                begun[name] = wide * on_host(mapping[weight]).astype(wide.dtype) if weight else wide
+                if weight:
+                    wide *= host_array(mapping[weight]).astype(wide.dtype)
+                begun[name] = wide
             elif weight:
                 at_zero.append(name)
     if at_zero:
@@ -284,8 +299,7 @@ def _refused(state: OptState, changes: Changes, shown: Callable[[str], str]) -> 
     missing = [shown(name) for name in changes.new if not is_report(name)]
     known = {x for field in retired for x in names_within(changes.dropped, field).values()}
     extra = [shown(name) for name in changes.dropped if not (is_report(name) or name in known)]
-    wrong = [f"missing {tree.listed(missing)}"] if missing else []
-    return wrong + ([f"not expected {tree.listed(extra)}"] if extra else [])
+    return misfits(missing, extra)
 
 
 def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
@@ -295,27 +309,25 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     result stay packed too.
     """
 
-    def on_host(node: PyTree) -> PyTree:
-        return jax.tree.map(_shape_on_host, node) if is_stored(node) else node
+    def placeholder(x: Leaf) -> Leaf:  # of the same shape on the host, without memory
+        return x if tree.is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape)
 
-    def is_in(mapping: Mapping[str, Any], state: OptState) -> bool:
-        named, own = dict(named_leaves(state)), per_worker_names(state)
-        return all(k in mapping and np.shape(mapping[k]) == named[k].shape for k in own)
+    def fits(state: OptState) -> bool:
+        named = dict(named_leaves(state))
+        return all(
+            name in mapping and np.shape(mapping[name]) == named[name].shape
+            for name in per_worker_names(state)
+        )
 
-    forms = unpack_state, unpack
-    template = jax.tree.map(on_host, opt_state, is_leaf=is_stored)
-    form = next((form for form in forms if is_in(mapping, form(template))), unpack_state)
+    template = jax.tree.map(
+        lambda node: jax.tree.map(placeholder, node) if is_stored(node) else node,
+        opt_state, is_leaf=is_stored,
+    )  # fmt: skip
+    form = next((form for form in (unpack_state, unpack) if fits(form(template))), unpack_state)
     plain = form(template)
     # Arrays that the mapping lacks stay as they are.
     is_whole = all(name in mapping for name, _ in named_leaves(plain))
     return plain if is_whole else form(opt_state)
-
-
-def _shape_on_host(leaf: Leaf) -> Leaf:
-    """Return an array on the host with the shape of `leaf`, but not its values."""
-    if tree.is_key(leaf):
-        return leaf
-    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _placed_like(state: OptState, like: OptState) -> OptState:
@@ -334,11 +346,14 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     if tree.is_key(leaf):
         data, problem = _fitted(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
-    if isinstance(value, jax.Array) and _lies_as(value, leaf):
-        fits = value.shape == leaf.shape and value.dtype == leaf.dtype
-        return value, "" if fits else f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
+    sharding, dtype = getattr(leaf, "sharding", None), np.dtype(leaf.dtype)
+    if isinstance(value, jax.Array):
+        lies_there = value.sharding == sharding and value.dtype == dtype
+        if lies_there or not value.is_fully_addressable:
+            fits = value.shape == leaf.shape and value.dtype == dtype
+            got = f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"
+            return value, "" if fits else got
     array = np.asarray(value)
-    dtype = np.dtype(leaf.dtype)
     if array.shape != leaf.shape:
         return leaf, f"has shape {array.shape}, but the template has {leaf.shape}"
     if is_foreign(dtype) and array.dtype in (bits_of(dtype), np.dtype(f"V{dtype.itemsize}")):
@@ -346,14 +361,6 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     if not jnp.can_cast(array.dtype, dtype, "same_kind") and not is_foreign(array.dtype):
         return leaf, f"has dtype {array.dtype}, but the template has {dtype}"
     array = array.astype(dtype)
-    sharding = getattr(leaf, "sharding", None)
     if sharding is None or not getattr(leaf, "committed", True):
         return jnp.asarray(array), ""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index]), ""
-
-
-def _lies_as(value: jax.Array, leaf: Leaf) -> bool:
-    """True if sharding and dtype already match, or the array is not fully addressable here."""
-    return not value.is_fully_addressable or (
-        value.sharding == getattr(leaf, "sharding", None) and value.dtype == leaf.dtype
-    )

@@ -23,7 +23,7 @@ from optfn.parallel.layout import Layout
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
 from optfn.state.reports import over_round
-from optfn.train.microbatches import of_parts, scan_batch
+from optfn.train.microbatches import combined, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.late_steps import with_counts_of
 from optfn.workers import Workers
@@ -70,11 +70,11 @@ class LocalSteps(NamedTuple):
         state = self.tx.init(params)
         _check_inner(self.tx, state, params)
         one = jnp.ones((), jnp.int32)
-        inner = LocalState(one, _laid_out(state, is_own(self.tx, params)))
+        inner = LocalState(one, _laid_out(state, varying(self.tx, params)))
         return InnerAndOuter(inner, self.outer.init(params))
 
     def round(self, local_step: StepFn) -> StepFn:
-        """Return the step of one worker: (state, its part of the batch) -> (state, metrics).
+        """Return the step of one worker: (state, its slice of the batch) -> (state, metrics).
 
         Args:
           local_step: a step on the state and the batch of one worker.
@@ -84,12 +84,12 @@ class LocalSteps(NamedTuple):
             # 1. The state is equal on all workers, except the leaves of the inner one in a
             #    PerWorker; `start` has these as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
-            own = with_counts_of(is_own(self.tx, state.params), counted)
+            varies = with_counts_of(varying(self.tx, state.params), counted)
             like = with_counts_of(jax.eval_shape(self.tx.init, state.params), counted)
             start = state._replace(opt_state=_unwrapped(counted, like))
             # 2. `end`, the metrics, (steps,), and the drift in float32 are this worker's.
             end, metrics = scan_batch(
-                lambda state, part, _: local_step(state, part),
+                lambda state, microbatch, _: local_step(state, microbatch),
                 start, batch, self.steps, "local_steps",
             )  # fmt: skip
             drift = jax.tree.map(_drift, state.params, end.params)
@@ -103,12 +103,12 @@ class LocalSteps(NamedTuple):
             fresh = with_counts_of(self.tx.init(params), counted)
             astray = ~leafwise.all_finite(drift)
             opt_state = jax.tree.map(
-                lambda x, new, is_own: jnp.where(astray, new, x) if is_own else x,
-                end.opt_state, fresh, own,
+                lambda x, new, is_local: jnp.where(astray, new, x) if is_local else x,
+                end.opt_state, fresh, varies,
             )  # fmt: skip
             if "gave_up" in metrics:  # in any step of the round
                 opt_state = set_gave_up(opt_state, metrics["gave_up"])
-            inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, own))
+            inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, varies))
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics | sent
 
@@ -151,10 +151,8 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
         )
     if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
         return
-    found, workers = (
-        int(np.asarray(opt_state.inner.num_workers)),
-        num_workers(layout.mesh, layout.worker_axes),
-    )
+    found = int(np.asarray(opt_state.inner.num_workers))
+    workers = num_workers(layout.mesh, layout.worker_axes)
     if found != workers and has_own_state(opt_state.inner):
         raise ValueError(
             f"the state was made for {found} workers, but the step has {workers}. Convert it by "
@@ -170,8 +168,8 @@ def _can_be_read(x: jax.Array) -> bool:
     return not checks.is_traced(x) and bool(x.is_ready())  # type: ignore[attr-defined]
 
 
-def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
-    """Tell for each leaf of the state of `tx` whether it may differ between workers in a round."""
+def varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
+    """Tell for each leaf of the state of `tx` whether it may vary between workers in a round."""
 
     def update(params: Params, state: OptState) -> OptState:
         grads = jax.tree.map(_like_gradient, params)
@@ -181,13 +179,13 @@ def is_own(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree:
         return tx.update(grads, state, params, **extra)[1]
 
     shapes = jax.eval_shape(tx.init, params)
-    own = jax.tree.map(lambda x: False, shapes)
-    of_params = jax.tree.map(lambda x: True, params)
+    varies = jax.tree.map(lambda x: False, shapes)
+    marks = jax.tree.map(lambda x: True, params)
     while True:
-        found = depends(update, (params, shapes), (of_params, own))
-        if jax.tree.leaves(found) == jax.tree.leaves(own):
-            return own
-        own = found
+        found = depends(update, (params, shapes), (marks, varies))
+        if jax.tree.leaves(found) == jax.tree.leaves(varies):
+            return varies
+        varies = found
 
 
 def _like_gradient(p: Leaf) -> Leaf:
@@ -218,17 +216,18 @@ def _follows_params(x: object) -> bool:
     return bool(traits_of(x).made_of_params)
 
 
-def _laid_out(state: OptState, own: PyTree) -> OptState:
-    """Return a state whose own leaves are each in a PerWorker, scalars with the shape (1,)."""
-    return jax.tree.map(
-        lambda x, is_own: PerWorker(jnp.reshape(x, x.shape or (1,))) if is_own else x, state, own
-    )
+def _laid_out(state: OptState, varies: PyTree) -> OptState:
+    """Return a state whose per-worker leaves are each in a PerWorker, scalars of shape (1,)."""
+
+    def laid_out(x: jax.Array, is_local: bool) -> PyTree:
+        return PerWorker(jnp.reshape(x, x.shape or (1,))) if is_local else x
+
+    return jax.tree.map(laid_out, state, varies)
 
 
 def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
     """Return the state of `tx` from the result of `_laid_out`."""
-    pairs = zip(jax.tree.leaves(laid_out), jax.tree.leaves(like), strict=True)
-    return jax.tree.unflatten(jax.tree.structure(like), [x.reshape(y.shape) for x, y in pairs])
+    return jax.tree.map(lambda y, x: jax.tree.leaves(x)[0].reshape(y.shape), like, laid_out)
 
 
 def _drift(start: Leaf, end: Leaf) -> Leaf:
@@ -241,8 +240,8 @@ def _drift(start: Leaf, end: Leaf) -> Leaf:
 
 def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any]:
     """Return the metrics of a round from those of its steps."""
-    of_steps = {k: metrics[k] for k in ("loss", "aux") if k in metrics}
-    reduced = means.mean_over_workers(jax.tree.map(of_parts, of_steps), workers.axes)
+    values = combined({k: metrics[k] for k in ("loss", "aux") if k in metrics})
+    reduced = means.mean_over_workers(values, workers.axes)
     if "learning_rate" in metrics:  # workers differ in it only behind a guard
         reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])
     return reduced | over_round(metrics, workers)

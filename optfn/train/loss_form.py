@@ -27,10 +27,10 @@ class Form:
     has_model_state: bool
     has_aux: bool
 
-    def arguments(self, model_state: PyTree, *others: Any) -> tuple[Any, ...]:
+    def arguments(self, model_state: PyTree, *rest: Any) -> tuple[Any, ...]:
         """Return the arguments that follow the params in a call."""
         # Make a new tree for each call, because equinox marks a State as used up.
-        return (jax.tree.map(lambda x: x, model_state), *others) if self.has_model_state else others
+        return (jax.tree.map(lambda x: x, model_state), *rest) if self.has_model_state else rest
 
     @property
     def result(self) -> str:

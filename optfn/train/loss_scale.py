@@ -27,21 +27,21 @@ def current_factor() -> jax.Array | None:
     return _factor.get()
 
 
-def with_factor(loss: jax.Array) -> jax.Array:
+def scaled_loss(loss: jax.Array) -> jax.Array:
     """Return a loss, in float32 or wider, whose gradient has the factor of `scaling_losses`."""
     factor = _factor.get()
     if factor is None:
         return loss
     wide = loss.astype(numerics.accumulator_dtype(loss.dtype))
-    return _with_factor(wide, factor.astype(wide.dtype))
+    return _scaled(wide, factor.astype(wide.dtype))
 
 
 @jax.custom_vjp
-def _with_factor(loss: jax.Array, factor: jax.Array) -> jax.Array:
+def _scaled(loss: jax.Array, factor: jax.Array) -> jax.Array:
     return loss
 
 
-_with_factor.defvjp(
+_scaled.defvjp(
     lambda loss, factor: (loss, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor))
 )
 

@@ -3,10 +3,10 @@
     bits(|M|) = bits(|p|)·2ᵏ + e      k = 16 and 8 for masters of 32 and 24 bits
 
 Between a copy M and a remainder e the conversion needs the parameter p; if p is not saved beside a
-copy, it is the copy rounded. One remainder becomes the other by a shift of bits.
+copy, it is the copy rounded. Remainders of 32 and of 24 bits differ by a shift.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,43 +40,40 @@ _FORMS = {
 }  # fmt: skip
 
 
-def _has_masters(x: object) -> bool:
-    return type(x) in _FORMS
-
-
-def in_form_of(
-    state: OptState, named: Sequence[tuple[str, Leaf]], mapping: Mapping[str, Any]
+def converted_masters(
+    state: OptState, by_name: Mapping[str, Leaf], mapping: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return a mapping whose masters are in the form of those in a state.
+    """Return a mapping whose masters have the form of those in a state.
 
     Args:
       state: the template.
-      named: its arrays with their names.
-      mapping: arrays by name; masters may be in another form.
+      by_name: its arrays by name.
+      mapping: arrays by name, with masters of any form.
 
     Raises:
       ValueError: copies are needed, but the mapping has remainders without their parameters.
     """
-    parts = state_names.named_entries(state, stop=_has_masters)
-    by_name: dict[str, Leaf] = dict(named)
     new: dict[str, Leaf] = {}
     used: set[str] = set()
-    for name, form in [(name, _FORMS[type(x)]) for name, x in parts if _has_masters(x)]:
-        for other in _FORMS.values():
-            before = _renamed(name, form, other)
-            field = f"{before}/{other.field}"
-            saved = state_names.names_within(mapping, field)
-            if other == form or not saved:
+    for name, entry in state_names.named_entries(state, stop=lambda x: type(x) in _FORMS):
+        if type(entry) not in _FORMS:
+            continue
+        form = _FORMS[type(entry)]
+        *labels, last = name.split("/")
+        for old in _FORMS.values():
+            old_name = tree.join(*labels, old.word + last.removeprefix(form.word))  # … or …_2
+            saved = state_names.names_within(mapping, f"{old_name}/{old.field}")
+            if old == form or not saved:
                 continue
-            masters = _in_other_form(saved, other, form, by_name, mapping)
+            masters = _converted(saved, old, form, by_name, mapping)
             new |= {tree.join(name, form.field, path): x for path, x in masters.items()}
-            used |= {f"{before}/step", *saved.values()}
+            used |= {f"{old_name}/step", *saved.values()}
             if form.bits == 24:
                 new[f"{name}/step"] = np.zeros((), np.int32)  # the seed of the rounding
     return {k: v for k, v in mapping.items() if k not in used} | new if new else mapping
 
 
-def _in_other_form(
+def _converted(
     saved: Mapping[str, str],
     before: _Form,
     after: _Form,
@@ -104,14 +101,8 @@ def _in_other_form(
                 "the master is computed from. Load the state of the whole run: state_dict(state) "
                 "of the TrainState, or a checkpoint"
             )
-        found[path] = _in_form(mapping[name], p, before.bits, after.bits)
+        found[path] = _convert(mapping[name], p, before.bits, after.bits)
     return found
-
-
-def _renamed(name: str, form: _Form, other: _Form) -> str:
-    """Return a name with that of another form in it; a number such as in `…_2` stays."""
-    *before, last = name.split("/")
-    return tree.join(*before, other.word + last.removeprefix(form.word))
 
 
 def _param(
@@ -125,7 +116,7 @@ def _param(
     return jnp.asarray(x if x.dtype == jnp.bfloat16 else x.view(jnp.bfloat16))
 
 
-def _in_form(kept: Leaf, p: jax.Array | None, before: int | None, after: int | None) -> jax.Array:
+def _convert(kept: Leaf, p: jax.Array | None, before: int | None, after: int | None) -> jax.Array:
     """Return a master or a remainder in another form.
 
     Args:

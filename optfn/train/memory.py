@@ -6,7 +6,6 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,7 +15,7 @@ from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves.modules import check_split
 from optfn.leaves.packed import pack
-from optfn.mesh import Axes, AxisName, axes, restricted, without
+from optfn.mesh import Axes, AxisName, joined, restricted, without
 from optfn.optimizers.sgd import sgd
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.owners import coded_bytes
@@ -82,8 +81,8 @@ def plan_memory(
     * With "params" a `Stacked` is sent P once more, because `scan_layers` gathers its layers again
       in the backward pass; and with `sharded(..., whole=)` 2P/N more, because each layer is divided
       first.
-    * With `sharded(kind, axis=)` N is the number of devices that divide a leaf. If the other axes
-      of `data_axis` have W workers, each device also sends 2(W − 1)/W of its part of G.
+    * With `sharded(kind, axis=)` N is the number of devices that divide a leaf. If the remaining
+      axes of `data_axis` have W workers, each device also sends 2(W − 1)/W of its shard of G.
     * A leaf that N does not divide counts whole, and is averaged by an all-reduce.
     * If N does not divide the L layers of a leaf in `sharded(..., whole=)`, S and the bytes sent
       for "state" count ⌈L/N⌉·N layers. For "params" 3/N of the padded bytes are sent in addition.
@@ -107,7 +106,7 @@ def plan_memory(
       microbatches: as for `make_train_step`. With "params" each of them gathers params and reduces
         gradients, unless you use `sharded(..., gather_once=True)`.
       packed: as for `make_train_step`.
-      value_and_grad: whether the step has its own `value_and_grad`, which sees whole params.
+      value_and_grad: whether you pass a `value_and_grad` to the step, which sees whole params.
       local_steps: as for `make_train_step`; `sent` is then that of a round. With "state" params are
         gathered once in each step, and once more after the round.
       outer: as for `make_train_step`.
@@ -122,23 +121,27 @@ def plan_memory(
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divides = shard is not None or shard_tables
     layout = layout_of(shard, mesh, data_axis, tables if divides else None)
-    init = _init_of(tx, outer, local_steps, layout)
+    init: Callable[[Params], OptState] = tx.init
+    if local_steps > 1:
+        inner, outer = map(optax.with_extra_args_support, (tx, outer or sgd(1.0)))
+        init = LocalSteps(local_steps, inner, outer, layout).init
     state = jax.eval_shape(layout.stored_init(init), params)
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
-    exchanged = exchanged_axes(_with_traffic(state), params)
+    exchanged = exchanged_axes(_without_unknown(state), params)
     once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
-    sent, gradients = packets_sent(_state_of_parts(init, params, layout, as_rows), mesh), 0
-    of_rows = _Rows(layout, lookups or 0, microbatches, local_steps)
+    sent, gradients = packets_sent(_shard_state(init, params, layout, as_rows), mesh), 0
+    looked_up = _Rows(layout, lookups or 0, microbatches, local_steps)
     for place, p, spec, grad_spec in tree.items(params, specs, grad_specs):
         if tree.is_masked(p) or not tree.is_inexact(p):
             continue
-        whole = _bytes_on_device(p, _outside(grad_spec, layout.data_axes), mesh)
+        undivided = restricted(grad_spec, without(joined(*grad_spec), layout.data_axes))
+        whole = _bytes_on_device(p, undivided, mesh)
         done = Axes() if str(place) in as_rows else exchanged[place.number]  # rows go to all
         workers = num_workers(mesh, without(layout.worker_axes, done))
         if str(place) in rows:
-            sent += of_rows.sent(whole, p.shape[0], workers)
+            sent += looked_up.sent(whole, p.shape[0], workers)
             continue
         num_stacked = 0 if once or value_and_grad else stacked[place.number]
         leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps)
@@ -153,33 +156,13 @@ def plan_memory(
     )
 
 
-def _with_traffic(state: OptState) -> OptState:
-    """Return a state that marks only the exchanges whose bytes are known.
-
-    Any other exchange counts as a mean.
-    """
-
-    def is_mark(x: object) -> bool:
-        return isinstance(x, Exchanged)
+def _without_unknown(state: OptState) -> OptState:
+    """Return a state without the marks of exchanges of unknown bytes, which count as means."""
 
     def known(x: PyTree) -> PyTree:
-        return None if is_mark(x) and x.traffic == () else x
+        return None if isinstance(x, Exchanged) and x.traffic == () else x
 
-    return jax.tree.map(known, state, is_leaf=is_mark)
-
-
-def _init_of(
-    tx: optax.GradientTransformation,
-    outer: optax.GradientTransformation | None,
-    local_steps: int,
-    layout: Layout,
-) -> Callable[[Params], OptState]:
-    """Return the function that makes the state of one worker."""
-    if local_steps == 1:
-        init: Callable[[Params], OptState] = tx.init
-        return init
-    inner, outer = map(optax.with_extra_args_support, (tx, outer or sgd(1.0)))
-    return LocalSteps(local_steps, inner, outer, layout).init
+    return jax.tree.map(known, state, is_leaf=lambda x: isinstance(x, Exchanged))
 
 
 class _Rows(NamedTuple):
@@ -187,7 +170,7 @@ class _Rows(NamedTuple):
 
     layout: where the rows of tables are.
     lookups: how many ids a device looks up in a step.
-    microbatches: the number of parts of the batch, each with its own lookups.
+    microbatches: the number of microbatches, which look up rows one after another.
     local_steps: the number of steps in a call.
     """
 
@@ -204,44 +187,41 @@ class _Rows(NamedTuple):
           num_rows: the number of its rows.
           workers: over how many workers gradients are averaged.
         """
-        row, parts = whole // max(1, num_rows), self.layout.num_shards
+        row, owners = whole // max(1, num_rows), self.layout.num_shards
         ids = self.lookups // self.microbatches
-        over_parts, arrived = 0, ids
+        to_owners, arrived = 0, ids
         if self.layout.tables is not None and ids:
-            over_parts = self.microbatches * bytes_of_round(ids, parts, row)
-            arrived = num_arrived(ids, parts, num_rows)
+            to_owners = self.microbatches * bytes_of_round(ids, owners, row)
+            arrived = num_arrived(ids, owners, num_rows)
         if self.local_steps > 1:  # the drift of a table is a dense array
-            drift = all_reduce_bytes(whole / parts, workers)
-            return float(self.local_steps * over_parts + drift)
-        return float(over_parts + (workers - 1) * self.microbatches * arrived * (4 + row))
+            drift = all_reduce_bytes(whole / owners, workers)
+            return float(self.local_steps * to_owners + drift)
+        return float(to_owners + (workers - 1) * self.microbatches * arrived * (4 + row))
 
 
-def _state_of_parts(
+def _shard_state(
     init: Callable[[Params], OptState],
     params: Params,
     layout: Layout,
-    without: Collection[str],
+    as_rows: Collection[str],
 ) -> OptState:
-    """Return the optimizer state for one device's parts of params, whose gradients are exchanged.
+    """Return the optimizer state for one device's shards of params, whose gradients are exchanged.
 
     Args:
       init: the function that makes the optimizer's state.
       params: the shapes of params.
       layout: how params are divided.
-      without: the paths of leaves whose gradients are sent as rows.
+      as_rows: the paths of leaves whose gradients are sent as rows.
     """
 
-    def part(place: tree.Place, x: Leaf, spec: P) -> Leaf:
-        if tree.is_masked(x):
-            return x
-        if str(place) in without:
+    def shard(place: tree.Place, x: Leaf, spec: P) -> Leaf:
+        if tree.is_masked(x) or str(place) in as_rows:
             return optax.MaskedNode()
         shape = layout.padded_shape(x.shape, spec)
         placement = NamedSharding(layout.mesh, restricted(spec, layout.inner_axes))
         return jax.ShapeDtypeStruct(placement.shard_shape(shape), x.dtype)
 
-    parts = tree.map_named(part, params, layout.gradient_specs(params))
-    return jax.eval_shape(init, parts)
+    return jax.eval_shape(init, tree.map_named(shard, params, layout.gradient_specs(params)))
 
 
 def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
@@ -282,53 +262,47 @@ class _Leaf(NamedTuple):
           passes: how often the gradient of a divided leaf is reduced.
           workers: over how many workers the gradient is averaged, once in a call.
         """
-        parts, steps = self.layout.num_shards, self.steps
+        n, steps, size = self.layout.num_shards, self.steps, math.prod(self.shape)
         if not self.layout.divisions(self.grad_spec):
-            return float(steps * all_reduce_bytes(whole, parts) + all_reduce_bytes(whole, workers))
-        once = (parts - 1) / parts * whole
+            return float(steps * all_reduce_bytes(whole, n) + all_reduce_bytes(whole, workers))
+        once = (n - 1) / n * whole
         padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
-        padded = once * math.prod(padded_shape) / max(1, math.prod(self.shape))
+        padded = once * math.prod(padded_shape) / max(1, size)
         is_divided = bool(self.layout.divisions(self.spec))
-        size = math.prod(self.shape)
         layers = math.prod(self.shape[: self.stacked]) if is_divided else 1
         gather, reduce = (
-            coded_bytes(codec, size, parts, once if is_divided else padded, layers)
+            coded_bytes(codec, size, n, once if is_divided else padded, layers)
             for codec in (self.layout.gather, self.layout.reduce)
         )
         if not is_divided:
             # Params are gathered in each step of a round, and once more after it.
-            over_parts = steps * reduce + (steps + (steps > 1)) * gather
+            sent = steps * reduce + (steps + (steps > 1)) * gather
         else:
-            over_parts = passes * reduce + self._gathers(passes) * gather
+            sent = passes * reduce + self._gathers(passes) * gather
             # Gradient and params are sent to the devices with their layers, and the update back.
             if self.spec != self.grad_spec:
-                over_parts += 3 * padded / parts
-            over_parts *= steps
-        return float(over_parts + all_reduce_bytes(whole / parts, workers))
+                sent += 3 * padded / n
+            sent *= steps
+        return float(sent + all_reduce_bytes(whole / n, workers))
 
     def _gathers(self, passes: int) -> float:
         """Return how often a divided leaf is gathered; an all-to-all is 1/N of a gather."""
-        parts, divisions = self.layout.num_shards, self.layout.divisions(self.spec)
+        n = self.layout.num_shards
         if not self.stacked:
             return passes
-        if all(dimension for dimension, _ in divisions):
+        if all(dimension for dimension, _ in self.layout.divisions(self.spec)):
             return 2 * passes  # forwards and backwards
-        if not any(n % parts == 0 for n in self.shape[1:]):
+        if not any(size % n == 0 for size in self.shape[1:]):
             return passes  # all layers at once
-        # Params are sent as parts of each layer once for all passes, gradients back in each.
-        return 2 * passes + (1 + passes) / parts
-
-
-def _outside(spec: P, names: Axes) -> P:
-    """Return a PartitionSpec without these axes."""
-    return restricted(spec, {a for entry in spec for a in axes(entry) if a not in names})
+        # Params are sent as shards of each layer once for all passes, gradients back in each.
+        return 2 * passes + (1 + passes) / n
 
 
 def _bytes_on_device(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Return the bytes of arrays on each device."""
-    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-    return sum(
-        int(np.prod(x.shape, dtype=np.int64)) * jnp.dtype(x.dtype).itemsize
-        // num_workers(mesh, tuple(axis for entry in spec for axis in axes(entry)))
-        for x, spec in pairs
-    )  # fmt: skip
+
+    def size(spec: P, x: Leaf) -> int:
+        whole = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        return whole // num_workers(mesh, joined(*spec))
+
+    return sum(jax.tree.leaves(jax.tree.map(size, specs, values, is_leaf=is_spec)))

@@ -1,6 +1,7 @@
-"""Microbatches: equal parts of a batch, one after the other, to save memory for activations."""
+"""Microbatches: equal slices of a batch, one after another, to save memory for activations."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -25,9 +26,9 @@ def scan_batch(
     count: int,
     argument: str,
 ) -> tuple[Carry, PyTree]:
-    """Return `lax.scan` of fn(carry, part, number) over `count` equal parts of a batch, in order.
+    """Return `lax.scan` of fn(carry, microbatch, number) over `count` equal slices of a batch.
 
-    Scalars of the batch are the same in each part.
+    Scalars of the batch are the same in each slice.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf and `argument`.
@@ -45,19 +46,19 @@ def scan_batch(
 
     def body(carry: Carry, numbered: tuple[jax.Array, PyTree]) -> tuple[Carry, PyTree]:
         number, arrays = numbered
-        part = jax.tree.map(lambda x, own: x if own is None else own, batch, arrays)
-        return fn(carry, part, number)
+        microbatch = jax.tree.map(lambda x, new: x if new is None else new, batch, arrays)
+        return fn(carry, microbatch, number)
 
     result: tuple[Carry, PyTree] = lax.scan(body, carry, (jnp.arange(count), split))
     return result
 
 
-def in_microbatches(objective: Objective, count: int) -> Objective:
-    """Return the objective of a batch as the mean over `count` equal parts of it.
+def split_objective(objective: Objective, count: int) -> Objective:
+    """Return the objective of a batch as the mean over `count` microbatches.
 
-    Loss, gradients and floating-point aux are means over the parts; integers in aux are summed. The
-    model state is passed from each part to the next, and the number of a part is folded into its
-    key. Dense gradients are added up in float32 or wider; rows are joined.
+    Loss, gradients and floating-point aux are means over the microbatches; integers in aux are
+    summed. The model state is passed from each microbatch to the next, whose number is folded into
+    its key. Dense gradients are added up in float32 or wider; rows are joined.
     """
     if count == 1:
         return objective
@@ -66,34 +67,33 @@ def in_microbatches(objective: Objective, count: int) -> Objective:
         return [jax.random.fold_in(key, number) for key in keys]
 
     def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
-        def of_part(state: PyTree, part: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
+        def body(state: PyTree, microbatch: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
             with encoding_microbatch(number, count):
-                values = objective.value(params, state, part, *keys_of(keys, number))
+                values = objective.value(params, state, microbatch, *keys_of(keys, number))
             return values.model_state, (values.loss, values.aux)
 
-        state, results = scan_batch(of_part, model_state, batch, count, "microbatches")
-        return _values_of_parts(state, results)
+        state, (loss, aux) = scan_batch(body, model_state, batch, count, "microbatches")
+        return Values(jnp.mean(loss), state, combined(aux))
 
     def value_and_grad(
         params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array
     ) -> tuple[Values, Updates]:
-        def of_part(carry: Any, part: Batch, number: jax.Array) -> tuple[Any, PyTree]:
+        def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            own = keys_of(keys, number)
+            arguments = state, microbatch, *keys_of(keys, number)
             with encoding_microbatch(number, count):
-                values, grads = objective.value_and_grad(params, state, part, *own)
+                values, grads = objective.value_and_grad(params, *arguments)
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
-            totals = tree.map(_with_part, totals, grads)
+            totals = tree.map(_sum, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)
 
         first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
         _, like = jax.eval_shape(objective.value_and_grad, params, model_state, first, *keys)
         start = model_state, tree.map(_zeros, like)
-        (state, totals), (*results, rows) = scan_batch(of_part, start, batch, count, "microbatches")
-        grads = tree.map(
-            lambda g, total, own: _mean_of_parts(g, total, own, count), like, totals, rows
-        )
-        return _values_of_parts(state, results), grads
+        carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")
+        state, totals = carry
+        grads = tree.map(partial(_mean, count), like, totals, rows)
+        return Values(jnp.mean(loss), state, combined(aux)), grads
 
     return Objective(value, value_and_grad)
 
@@ -105,11 +105,11 @@ def _zeros(g: Leaf) -> Leaf:
     return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype))
 
 
-def _with_part(total: Leaf, g: Leaf) -> Leaf:
+def _sum(total: Leaf, g: Leaf) -> Leaf:
     return None if total is None else total + leafwise.cast(g, total.dtype)
 
 
-def _mean_of_parts(g: Leaf, total: Leaf, rows: Leaf, count: int) -> Leaf:
+def _mean(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
     if total is not None:
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):
@@ -117,13 +117,12 @@ def _mean_of_parts(g: Leaf, total: Leaf, rows: Leaf, count: int) -> Leaf:
     return g if tree.is_masked(g) else mismatch.no_gradient(jnp.shape(g))
 
 
-def _values_of_parts(model_state: PyTree, results: PyTree) -> Values:
-    loss, aux = results
-    return Values(jnp.mean(loss), model_state, jax.tree.map(of_parts, aux))
+def combined(values: PyTree) -> PyTree:
+    """Return means over the leading axis of numbers, sums of integers, and the first of keys."""
 
+    def combine(x: jax.Array) -> jax.Array:
+        if tree.is_key(x):
+            return x[0]
+        return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=sum_dtype(x))
 
-def of_parts(x: jax.Array) -> jax.Array:
-    """Return the mean over parts of numbers, the sum of integers, the first of keys."""
-    if tree.is_key(x):
-        return x[0]
-    return jnp.mean(x, 0) if tree.is_inexact(x) else jnp.sum(x, 0, dtype=sum_dtype(x))
+    return jax.tree.map(combine, values)

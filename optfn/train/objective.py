@@ -27,7 +27,7 @@ from optfn.parallel.shards import mean_gradients, whole
 from optfn.sparse.sharded_table import bare, dressed
 from optfn.sparse.tables import Owners
 from optfn.train.loss_form import Form, Values
-from optfn.train.loss_scale import check_unscaled, current_factor, scaling_losses, with_factor
+from optfn.train.loss_scale import check_unscaled, current_factor, scaled_loss, scaling_losses
 from optfn.workers import Workers
 
 
@@ -46,7 +46,7 @@ class Objective(NamedTuple):
 Seen: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
 
 
-def of_loss(
+def differentiated(
     loss_fn: LossFn,
     form: Form,
     seen: Seen = contextlib.nullcontext,
@@ -67,48 +67,42 @@ def of_loss(
       recompute: names of values that are kept for the backward pass.
     """
 
-    def value(params: Params, model_state: PyTree, *others: Any) -> Values:
+    def value(params: Params, model_state: PyTree, *batch_and_keys: Any) -> Values:
         with seen(params) as whole_params:
-            returned = loss_fn(whole_params, *form.arguments(model_state, *others))
+            returned = loss_fn(whole_params, *form.arguments(model_state, *batch_and_keys))
         return form.values("loss_fn", returned, model_state)
 
     def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         loss, *rest = value(*arguments)
-        return with_factor(loss), tuple(rest)
+        return scaled_loss(loss), tuple(rest)
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
-        differentiated = sparse.value_and_grad(
+        transformed = sparse.value_and_grad(
             loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
         function = loss_and_rest if transform is None else transform(loss_and_rest)
-        differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
+        transformed = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad(*arguments: Any) -> tuple[Values, Updates]:
-        (loss, rest), grads = differentiated(*arguments)
+        (loss, rest), grads = transformed(*arguments)
         return Values(loss, *rest), grads
 
-    # loss_fn alone would look up ids in a worker's part as if it were the whole table.
+    # loss_fn alone would look up ids in a worker's rows as if they were the whole table.
     if owners is not None:
         return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
     return Objective(value, value_and_grad)
 
 
-def of_value_and_grad(
-    function: Callable[..., Any], form: Form, seen: Seen = contextlib.nullcontext
-) -> Objective:
-    """Return the objective of a user's own (params, batch) -> (loss, gradients).
-
-    Its gradients are with respect to the params that it sees, which `seen` makes.
-    """
+def user_objective(function: Callable[..., Any], form: Form, seen: Seen) -> Objective:
+    """Return the objective of a user's function (params, batch) -> (loss, gradients)."""
 
     def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
         check_unscaled("value_and_grad")
-        with seen(params) as whole_params:
-            result = function(whole_params, *form.arguments(model_state, batch))
+        result = function(params, *form.arguments(model_state, batch))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
                 f"value_and_grad must return a pair, ({form.result}, gradients); got a value of "
@@ -117,82 +111,73 @@ def of_value_and_grad(
         returned, grads = result
         values = form.values("the value of value_and_grad", returned, model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
-        grads = jax.tree.map(_as_array, grads)
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
         if seen is not contextlib.nullcontext:
-            mismatch.check_gradients("value_and_grad", grads, whole_params)
-        return values, grads
+            mismatch.check_gradients("value_and_grad", grads, params)
+        return values, jax.tree.map(tree.as_array, grads)
 
-    return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
+    objective = Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
+    return gathered(objective, seen)
 
 
 def gathered(objective: Objective, seen: Seen) -> Objective:
-    """Return the objective as a function of stored params; gradients are those of the seen ones."""
-
-    def value(params: Params, *others: Any) -> Values:
-        with seen(params) as whole_params:
-            return objective.value(whole_params, *others)
-
-    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
-        with seen(params) as whole_params:
-            return objective.value_and_grad(whole_params, *others)
-
-    return Objective(value, value_and_grad)
+    """Return the objective of stored params, differentiated with respect to the gathered ones."""
+    return _converted(objective, seen, lambda params, grads: grads)
 
 
-def _as_array(x: Leaf) -> Leaf:
-    return jnp.asarray(x) if isinstance(x, int | float) else x
-
-
-def of_packed(objective: Objective) -> Objective:
+def packed_objective(objective: Objective) -> Objective:
     """Return the objective as a function of packed params, with packed gradients."""
-    return _of_form(objective, unpack, lambda packed, grads: pack_like(packed.layout, grads))
+    return _converted(
+        objective,
+        lambda params: contextlib.nullcontext(unpack(params)),
+        lambda packed, grads: pack_like(packed.layout, grads),
+    )
 
 
-def of_sharded_tables(objective: Objective) -> Objective:
+def sharded_table_objective(objective: Objective) -> Objective:
     """Return the objective as a function of params with ShardedTables, and gradients to match."""
-    return _of_form(objective, bare, dressed)
+    return _converted(objective, lambda params: contextlib.nullcontext(bare(params)), dressed)
 
 
-def _of_form(
-    objective: Objective,
-    read: Callable[[Params], Params],
-    write: Callable[[Params, Updates], Updates],
+def _converted(
+    objective: Objective, seen: Seen, stored: Callable[[Params, Updates], Updates]
 ) -> Objective:
     """Return the objective as a function of params in another form, with gradients in that form.
 
     Args:
       objective: the objective.
-      read: returns the params that the objective takes.
-      write: (params, gradients of `objective`) -> the gradients.
+      seen: a context manager from params in that form to those that the objective takes.
+      stored: (params, gradients of `objective`) -> the gradients in that form.
     """
 
-    def value(params: Params, *others: Any) -> Values:
-        return objective.value(read(params), *others)
+    def value(params: Params, *arguments: Any) -> Values:
+        with seen(params) as converted:
+            return objective.value(converted, *arguments)
 
-    def value_and_grad(params: Params, *others: Any) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(read(params), *others)
-        return values, write(params, grads)
+    def value_and_grad(params: Params, *arguments: Any) -> tuple[Values, Updates]:
+        with seen(params) as converted:
+            values, grads = objective.value_and_grad(converted, *arguments)
+        return values, stored(params, grads)
 
     return Objective(value, value_and_grad)
 
 
-def on_parts(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
-    """Return the objective of all devices of the part axes, a function of whole arrays on the mesh.
+def sharded_objective(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
+    """Return the objective of all devices that divide params: a function of whole sharded arrays.
 
     Loss and gradients are means over these devices. Each device gathers the params that its
-    loss needs, and gets its own part of the gradients.
+    loss needs, and gets its shards of the gradients.
 
     Args:
       make: returns the objective of one device.
       layout: how params are divided.
     """
-    objective = _OnParts(make, layout)
+    objective = _ShardedObjective(make, layout)
     return Objective(objective.value, objective.value_and_grad)
 
 
-class _OnParts(NamedTuple):
-    """The objective of the devices of the part axes; see `on_parts`."""
+class _ShardedObjective(NamedTuple):
+    """The objective of the devices that divide params; see `sharded_objective`."""
 
     make: Callable[[Seen], Objective]
     layout: Layout
@@ -200,18 +185,18 @@ class _OnParts(NamedTuple):
     def value(self, params: Params, *rest: Any) -> Values:
         """Return the mean of the values over the devices."""
         specs = self.layout.param_specs(params)
-        objective = self._of_one(params, specs)
+        objective = self._device_objective(params, specs)
 
-        def on_device(parts: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
-            return self._mean(objective.value(parts, model_state, batch, *self._own_keys(keys)))
+        def run(shards: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
+            return self._mean(objective.value(shards, model_state, batch, *self._local_keys(keys)))
 
-        return self._run(on_device, specs, P(), params, *rest)
+        return self._run(run, specs, P(), params, *rest)
 
     def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
         """Return the mean values, and the mean gradients, divided as the layout says."""
         layout = self.layout
         specs, of_gradients = layout.param_specs(params), layout.gradient_specs(params)
-        objective = self._of_one(params, specs)
+        objective = self._device_objective(params, specs)
         # Gradients of divided params arrive with the PartitionSpecs of the params.
         arriving = jax.tree.map(
             lambda p, spec, of_gradient: (
@@ -220,19 +205,18 @@ class _OnParts(NamedTuple):
             params, specs, of_gradients,
         )  # fmt: skip
 
-        def on_device(
-            parts: Params, model_state: PyTree, batch: Batch, *keys: Any
+        def run(
+            shards: Params, model_state: PyTree, batch: Batch, *keys: Any
         ) -> tuple[Values, Updates]:
-            values, grads = objective.value_and_grad(
-                parts, model_state, batch, *self._own_keys(keys)
-            )
-            grads = mean_gradients(grads, parts, specs, arriving, layout)
+            local_keys = self._local_keys(keys)
+            values, grads = objective.value_and_grad(shards, model_state, batch, *local_keys)
+            grads = mean_gradients(grads, shards, specs, arriving, layout)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return self._mean(values), grads
 
-        out_specs = P(), self._on_devices(arriving)
-        values, grads = self._run(on_device, specs, out_specs, params, *rest)
+        out_specs = P(), self._bound(arriving)
+        values, grads = self._run(run, specs, out_specs, params, *rest)
 
         def laid_out(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
             if arrived is None:
@@ -244,22 +228,22 @@ class _OnParts(NamedTuple):
 
         return values, jax.tree.map(laid_out, params, grads, arriving, of_gradients)
 
-    def _of_one(self, params: Params, specs: PyTree) -> Objective:
+    def _device_objective(self, params: Params, specs: PyTree) -> Objective:
         """Return the objective of one device, which sees whole params."""
         tables = self.layout.is_table(params)
-        return self.make(lambda parts: whole(parts, specs, tables, self.layout))
+        return self.make(lambda shards: whole(shards, specs, tables, self.layout))
 
     def _mean(self, values: Values) -> Values:
         names = self.layout.shard_axes
         loss, aux = mean_over_workers((values.loss, values.aux), names)
         return Values(loss, mean_or_first(values.model_state, names), aux)
 
-    def _own_keys(self, keys: Sequence[jax.Array]) -> list[jax.Array]:
+    def _local_keys(self, keys: Sequence[jax.Array]) -> list[jax.Array]:
         """Return keys that are different on each device."""
         return [jax.random.fold_in(key, lax.axis_index(self.layout.shard_axes)) for key in keys]
 
-    def _on_devices(self, specs: PyTree) -> PyTree:
-        """Return specs restricted to the part axes, which `shard_map` binds."""
+    def _bound(self, specs: PyTree) -> PyTree:
+        """Return specs restricted to the axes that `shard_map` binds."""
         names = self.layout.shard_axes
         return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
 
@@ -270,15 +254,15 @@ class _OnParts(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.shard_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (P(), P(), self._on_devices(specs), P(), split, *[P()] * len(keys))
+        in_specs = (P(), P(), self._bound(specs), P(), split, *[P()] * len(keys))
 
-        def on_device(factor: jax.Array | None, step: jax.Array | None, *arguments: Any) -> Any:
+        def run(factor: jax.Array | None, step: jax.Array | None, *arguments: Any) -> Any:
             # Inside shard_map, arrays must be arguments.
             with scaling_losses(factor), encoding_at(step):
                 return function(*arguments)
 
-        run = meshes.mapped(on_device, self.layout.mesh, names, in_specs, out_specs)
-        return run(current_factor(), current_step(), params, model_state, batch, *keys)
+        mapped = meshes.mapped(run, self.layout.mesh, names, in_specs, out_specs)
+        return mapped(current_factor(), current_step(), params, model_state, batch, *keys)
 
 
 def value_fn(
@@ -314,7 +298,7 @@ def value_fn(
     def value(params: Params, workers: object = None, row_updates: object = None) -> jax.Array:
         # A line search refuses extra arguments that this function does not take.
         del workers, row_updates
-        of_params: jax.Array = loss(params)
-        return of_params
+        at_params: jax.Array = loss(params)
+        return at_params
 
     return value

@@ -1,4 +1,4 @@
-"""The options of a training step: which need another, and which exclude each other."""
+"""The options of a training step, those that each of them needs, and those that it excludes."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ class StepOptions:
         arrays of all examples, the same in every process, or as global arrays.
       data_axis: the axis of the mesh, or a tuple of axes, over which the batch is split. An
         optimizer that exchanges gradients itself, such as `dgc_momentum`, does so over its
-        `axis_name`; over the other data axes its gradients are averaged.
+        `axis_name`; over the remaining data axes its gradients are averaged.
       recompute: names of values in `loss_fn` that are kept for the backward pass. Everything
         between them is recomputed there, to save memory; see `optfn.recompute`.
       packed: whether params and state are kept in one buffer per dtype, which is faster for models
@@ -70,13 +70,13 @@ class StepOptions:
       value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
         of `loss_fn`, such as that of a pipeline, whose batch is (inputs, targets). It takes and
         returns model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh`
-        it is called inside `shard_map`, with a worker's part of the batch.
-      microbatches: k. The loss is computed for k equal parts of a worker's batch, one after the
-        other, and the gradients are averaged. This saves memory, since only the activations of one
-        part are kept at a time. Batch statistics are those of the parts. With `shard="params"` each
-        part gathers the params again; see `optfn.distributed.sharded`.
-      local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with
-        its own state, on equal parts of its part of the batch. Then `outer` gets the drift
+        it is called inside `shard_map`, with a worker's slice of the batch.
+      microbatches: k. The loss is computed for k equal slices of a worker's batch, one after
+        another, and the gradients are averaged. This saves memory, since only the activations of
+        one microbatch are kept at a time. Batch statistics are those of microbatches. With
+        `shard="params"` each of them gathers the params again; see `optfn.distributed.sharded`.
+      local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with a
+        local state, on equal slices of its batch. Then `outer` gets the drift
         θ_start − θ_end of each worker, in float32, as its gradient, and params become θ_start plus
         its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
       outer: the optimizer of the rounds. It sees the mean drift, or that of each worker if it
@@ -86,9 +86,9 @@ class StepOptions:
         1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
         "params": params are divided as well, and gathered for the loss, one layer at a time if it
         uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
-        PartitionSpecs of params: the state follows them, other leaves are whole on each device, and
-        axes other than `data_axis` are left to the compiler. A leaf without a dimension that N
-        divides stays whole. The results are those of one device.
+        PartitionSpecs of params: the state follows them, leaves without a pattern are whole on each
+        device, and axes besides `data_axis` are left to the compiler. A leaf without a dimension
+        that N divides stays whole. The results are those of one device.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
         `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
         are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
@@ -163,10 +163,10 @@ def _check_together(given: Mapping[str, Any]) -> None:
     for option, needed, why in NEEDS:
         if option in given and needed not in given:
             raise ValueError(f"{_shown(option, given)} needs {needed}: {why}")
-    for option, other, why in EXCLUDES:
-        if {option, other} <= set(given):
+    for option, excluded, why in EXCLUDES:
+        if {option, excluded} <= set(given):
             raise ValueError(
-                f"{_shown(option, given)} cannot be combined with {_shown(other, given)}: {why}"
+                f"{_shown(option, given)} cannot be combined with {_shown(excluded, given)}: {why}"
             )
 
 

@@ -39,8 +39,8 @@ def _chains(state: OptState) -> Iterator[tuple[OptState, ...]]:
         return
     if type(state) is tuple:
         yield state
-    for part in state:
-        yield from _chains(part)
+    for entry in state:
+        yield from _chains(entry)
 
 
 def _averages(links: tuple[OptState, ...]) -> Iterator[str]:
@@ -53,7 +53,7 @@ def _averages(links: tuple[OptState, ...]) -> Iterator[str]:
 
 
 def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
-    # A masked optimizer and another may have leaves of their own.
+    # Masked optimizers may each have leaves that no second one has.
     descends = [
         i for i, x in enumerate(links) if _descends(x) and not isinstance(x, optax.MaskedState)
     ]
@@ -62,13 +62,15 @@ def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
             f"a chain applies a learning rate in part {descends[0]} and another in part "
             f"{descends[1]}. Each turns the direction round, so that the step goes uphill: keep one"
         )
-    is_plateau = [isinstance(x, rates.PlateauLearningRateState) for x in map(_rate_of, links)]
+    is_plateau = [
+        isinstance(getattr(x, "rate", None), rates.PlateauLearningRateState) for x in links
+    ]
     if True not in is_plateau:
         return
     before = nodes_of(rates.LearningRateState, links[: is_plateau.index(True)])
     # Multiplying a schedule is intended.
-    own = [x.learning_rate for x in before if type(x) is rates.LearningRateState]
-    for rate in (largest(x) for x in own if not checks.is_traced(x)):
+    given = [x.learning_rate for x in before if type(x) is rates.LearningRateState]
+    for rate in (largest(x) for x in given if not checks.is_traced(x)):
         if rate != 1:
             yield (
                 "reduce_on_plateau multiplies updates by its own rate, but the optimizer before it "
@@ -82,10 +84,6 @@ def _descends(state: OptState) -> bool:
     kinds = rates.LearningRateState, rates.GivenLearningRateState
     found = [x for kind in kinds for x in nodes_of(kind, state)]
     return any(not isinstance(x, rates.PlateauLearningRateState) for x in found)
-
-
-def _rate_of(link: OptState) -> OptState:
-    return getattr(link, "rate", None)
 
 
 def _exchanges(links: tuple[OptState, ...]) -> Iterator[str]:
@@ -122,7 +120,7 @@ def _around_scales(state: OptState) -> Iterator[str]:
 def warn_of_ascent(argument: str, tx: optax.GradientTransformation, opt_state: OptState) -> None:
     """Warn of an optimizer that goes uphill, since no learning rate turns its direction round.
 
-    Only transforms of optfn are judged, because those of others may turn a direction themselves.
+    Only transforms of optfn are judged, because a foreign one may turn a direction itself.
     """
     if _is_of_optfn(tx) and not _descends(opt_state):
         checks.warn(
@@ -133,9 +131,9 @@ def warn_of_ascent(argument: str, tx: optax.GradientTransformation, opt_state: O
 
 
 def _is_of_optfn(tx: optax.GradientTransformation) -> bool:
-    """Tell whether a transformation and all its parts are made by factories of optfn."""
-    own = isinstance(tx, core.Transform) and checks.package(tx.module) == "optfn"
-    return own and all(map(_is_of_optfn, tx.inner))
+    """Tell whether a transformation and all links of its chain are made by factories of optfn."""
+    made_here = isinstance(tx, core.Transform) and checks.package(tx.module) == "optfn"
+    return made_here and all(map(_is_of_optfn, tx.inner))
 
 
 def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
@@ -183,5 +181,5 @@ def _lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | 
     name, _, arguments = tx.call
     if arguments.get("lazy"):
         yield name, arguments["lazy"]
-    for part in tx.inner:
-        yield from _lazy_calls(part)
+    for link in tx.inner:
+        yield from _lazy_calls(link)

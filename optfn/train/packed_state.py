@@ -1,7 +1,7 @@
 """Conversion between the state of packed params and the state of the tree, for checkpoints.
 
-On a mesh a per-worker buffer has the shape (N·size,): one part for each of N workers, with the
-elements of all leaves. In the state of the tree each leaf has a part for each worker instead:
+On a mesh a per-worker buffer has the shape (N·size,): a slice for each of N workers, with the
+elements of all leaves. In the state of the tree each leaf has a slice for each worker instead:
 
 * If a Packed is inside a `PerWorker`, leaves are flat, (N·n,), as `accumulate` keeps them.
 * If `PerWorker`s are inside a Packed, leaves are (N·d₀, …) and scalars (N,), as local steps keep
@@ -23,7 +23,7 @@ import optax
 from optfn.core import tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
-from optfn.leaves.layout import PackedLayout
+from optfn.leaves.layout import BufferLayout, PackedLayout
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.mesh import joined
@@ -50,14 +50,12 @@ def unpack_state(state: OptState) -> OptState:
     def convert(node: PyTree) -> PyTree:
         if workers and isinstance(node, PerWorker):
             return jax.tree.map(flat, node, is_leaf=is_packed)
-        if workers and _is_of_own_buffers(node):
-            own = joined(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
+        if workers and _has_local_buffers(node):
+            names = joined(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
             return _leaves_of_buffers(
-                node,
-                _bare(node.buffers),
-                workers,
-                lambda x: per_worker(x.reshape(-1, *x.shape[2:]), own),
-            )
+                node, _bare(node.buffers), workers,
+                lambda x: per_worker(x.reshape(-1, *x.shape[2:]), names),
+            )  # fmt: skip
         return unpack(node)
 
     return jax.tree.map(convert, state, is_leaf=_is_unit)
@@ -72,15 +70,15 @@ def pack_state(like: OptState, state: OptState) -> OptState:
     """
     workers = workers_of(like)
 
-    def of_workers(node: PyTree, leaves: PyTree) -> PyTree:
+    def pack_local(node: PyTree, leaves: PyTree) -> PyTree:
         if not is_packed(node) or is_packed(leaves):
             return leaves
         arrays = jax.tree.leaves(_buffers_of_leaves(node.layout, leaves, workers))
         return jax.tree.unflatten(jax.tree.structure(node), arrays)
 
     def convert(node: PyTree, leaves: PyTree) -> PyTree:
-        is_own = isinstance(node, PerWorker) or _is_of_own_buffers(node)
-        pack = of_workers if workers and is_own else _pack_one
+        is_local = isinstance(node, PerWorker) or _has_local_buffers(node)
+        pack = pack_local if workers and is_local else _pack_one
 
         def stored(node: PyTree, leaves: PyTree) -> PyTree:
             if is_padded(node):
@@ -97,7 +95,7 @@ def _is_unit(x: object) -> bool:
     return is_stored(x) or isinstance(x, PerWorker) or traits_of(x).spans_buffers
 
 
-def _is_of_own_buffers(x: object) -> bool:
+def _has_local_buffers(x: object) -> bool:
     return is_packed(x) and any(isinstance(buffer, PerWorker) for buffer in x.buffers)
 
 
@@ -123,14 +121,17 @@ def _leaves_of_buffers(
     """Return the tree of a Packed, or the Packed itself if it lacks a number for each element.
 
     Args:
-      packed: a Packed of buffers with the parts of all workers.
+      packed: a Packed of buffers with the slices of all workers.
       buffers: the arrays in it, (workers·size,).
       workers: the number of workers.
-      made: makes the leaf of the tree from the parts of all workers, (workers, *shape).
+      made: makes the leaf of the tree from the slices of all workers, (workers, *shape).
     """
+
+    def is_whole(x: Leaf, buffer: BufferLayout) -> bool:
+        return tree.is_masked(x) or np.shape(x) == (workers * buffer.size,)
+
     layout = packed.layout
-    shapes = [(workers * buffer.size,) for buffer in layout.buffers]
-    if not all(map(_has_shape, buffers, shapes)):
+    if not all(map(is_whole, buffers, layout.buffers)):
         return packed
     rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]
     frozen = [optax.MaskedNode()] * len(layout.frozen)
@@ -139,10 +140,6 @@ def _leaves_of_buffers(
     for number, x in enumerate(packed.frozen):
         leaves[layout.frozen[number]] = x
     return layout.structure.unflatten(leaves)
-
-
-def _has_shape(x: np.ndarray | jax.Array | optax.MaskedNode, shape: tuple[int, ...]) -> bool:
-    return tree.is_masked(x) or np.shape(x) == shape
 
 
 def _buffers_of_leaves(layout: PackedLayout, whole: PyTree, workers: int) -> Packed:

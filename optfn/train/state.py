@@ -44,16 +44,16 @@ def distinct(state: TrainState) -> TrainState:
     """
     seen: set[int] = set()
 
-    def own(x: jax.Array) -> jax.Array:
+    def once(x: jax.Array) -> jax.Array:
         if id(x) in seen or (not tree.is_key(x) and x.weak_type):
             return copy(x)
         seen.add(id(x))
         return x
 
-    return jax.tree.map(own, state)
+    return jax.tree.map(once, state)
 
 
-def on_one_mesh(state: TrainState) -> TrainState:
+def replicate_counters(state: TrainState) -> TrainState:
     """Replicate arrays that lie on one device, such as counters, over the mesh of the params.
 
     Otherwise the first step would replicate them, and the second would be compiled again for the
@@ -66,9 +66,7 @@ def on_one_mesh(state: TrainState) -> TrainState:
     if len(meshes) != 1:
         return state
     everywhere = NamedSharding(meshes.pop(), PartitionSpec())
-
-    def placed(x: jax.Array) -> jax.Array:
-        on_mesh = isinstance(x.sharding, NamedSharding)
-        return x if on_mesh else jax.device_put(x, everywhere)
-
-    return jax.tree.map(placed, state)
+    return jax.tree.map(
+        lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere),
+        state,
+    )

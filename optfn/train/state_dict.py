@@ -53,8 +53,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
       opt_state: the state of an optimizer, however wrapped; or any tree of arrays.
 
     Returns:
-      A dict of NumPy arrays on the host. Traced arrays, and arrays of which other processes hold a
-      part, are returned as they are.
+      A dict of NumPy arrays on the host. Traced arrays, and arrays that this process holds only a
+      shard of, are returned as they are.
 
     Raises:
       TypeError: you passed an optimizer instead of its state.
@@ -65,15 +65,15 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
             "state_dict takes the state of an optimizer, such as tx.init(params); "
             f"got {checks.shown(opt_state)}"
         )
-    return named_arrays(jax.tree.map(_to_host, opt_state))
+    return named_arrays(jax.tree.map(_host_copy, opt_state))
 
 
 def named_arrays(host: OptState) -> dict[str, Any]:
     """Return `state_dict` of a state whose arrays are already on the host, without copying them."""
-    host = natural(unpack_state(jax.tree.map(_as_bits, host)))
+    host = natural(unpack_state(jax.tree.map(_bits, host)))
     _check_distinct(name for name, _ in named_leaves(host))
-    own = per_worker_names(host)
-    listed = {PER_WORKER_KEY: np.array(own)} if own else {}
+    per_worker = per_worker_names(host)
+    listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
     return {"version": np.asarray(VERSION), **listed, **dict(named_leaves(host))}
 
 
@@ -91,13 +91,13 @@ def _check_distinct(names: Iterable[str]) -> None:
         )
 
 
-def _to_host(leaf: Leaf) -> Leaf:
+def _host_copy(leaf: Leaf) -> Leaf:
     if checks.is_traced(leaf) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
         return leaf
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
 
 
-def _as_bits(leaf: Leaf) -> Leaf:
+def _bits(leaf: Leaf) -> Leaf:
     is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
     return leaf.view(bits_of(leaf.dtype)) if is_host else leaf
 
@@ -128,8 +128,8 @@ def averaged_params(opt_state: OptState, params: Params, *, name: str | None = N
       ValueError: there is no average, or there are several and `name` does not choose one; the
         error lists them.
     """
-    parts = state_names.named_entries(map_padded(cut, opt_state), stop=is_average)
-    found = {part_name: part for part_name, part in parts if is_average(part)}
+    entries = state_names.named_entries(map_padded(cut, opt_state), stop=is_average)
+    found = {label: entry for label, entry in entries if is_average(entry)}
     chosen = {k: v for k, v in found.items() if name is None or f"/{name}/" in f"/{k}/"}
     if len(chosen) != 1:
         raise ValueError(
@@ -218,25 +218,23 @@ def _layout_columns(
             "are divided"
         )
     layout = layout_of(shard, mesh, data_axis, tables)
-    names, specs = tree.paths(params), tree.leaves(layout.gradient_specs(params))
 
-    def on_a_device(values: PyTree, specs: PyTree) -> PyTree:
-        def part(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
+    def shards(values: PyTree, specs: PyTree) -> PyTree:
+        def shard(x: Leaf, placement: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(placement.shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(part, values, layout.place(specs))
+        return jax.tree.map(shard, values, layout.place(specs))
 
     state = jax.eval_shape(layout.stored, state, params)
-    parts = on_a_device(state, layout.state_specs(state, params))
-    kept = _bytes_by_leaf(parts, names)
-    of_params = tree.leaves(on_a_device(params, layout.param_specs(params)))
-    sizes = [
-        0 if tree.is_masked(p) else _bytes(p) + kept[name]
-        for name, p in zip(names, of_params, strict=True)
-    ]
-    total = sum(_bytes(p) for p in jax.tree.leaves((of_params, parts)))
-    words = [str(tuple(spec)).replace("'", "") if tuple(spec) else "whole" for spec in specs]
-    columns = [(word, f"{size:,}") for word, size in zip(words, sizes, strict=True)]
+    state = shards(state, layout.state_specs(state, params))
+    local = shards(params, layout.param_specs(params))
+    kept = _bytes_by_leaf(state, tree.paths(params))
+    columns = []
+    for place, p, spec in tree.items(local, layout.gradient_specs(params)):
+        size = 0 if tree.is_masked(p) else _bytes(p) + kept[str(place)]
+        word = str(tuple(spec)).replace("'", "") if tuple(spec) else "whole"
+        columns.append((word, f"{size:,}"))
+    total = sum(map(_bytes, jax.tree.leaves((local, state))))
     return [*columns, ("", f"{total:,}")]
 
 
@@ -255,7 +253,7 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 
 def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
     """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
-    found = {path for part in getattr(tx, "parts", []) for path in _without_decay(part, params)}
+    found = {path for link in getattr(tx, "parts", []) for path in _without_decay(link, params)}
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         found |= tree.matching(tx.call[2]["exclude"], params, "exclude")
     return found

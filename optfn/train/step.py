@@ -1,10 +1,10 @@
 """The training step: gradients, update, new params (fluid's backward and apply_gradients).
 
 `make_train_step` compiles it once, and it updates params and state in place. All options are
-composed of the same parts (composition.py):
+composed of the same functions (composition.py):
 
     layout       how params, state and batch are divided over a mesh          parallel/layout.py
-    objective    loss and gradients; means over the part axes of the layout   objective.py
+    objective    loss and gradients; means over devices that divide params    objective.py
     update       means over the worker axes, or an exchange; the optimizer    worker_step.py
     rounds       local steps of each worker, and an outer step on the drift   local_steps.py
 """
@@ -29,12 +29,12 @@ from optfn.parallel.layout import Layout
 from optfn.parallel.sharding import layout_of
 from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
 from optfn.sparse.tables import Owners
-from optfn.train.batches import as_arrays
+from optfn.train.batches import numeric_batch
 from optfn.train.composition import composed, local_rounds
 from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepArguments, taking
 from optfn.train.order import warn_of_ascent, warn_of_frozen, warn_of_lazy, warn_of_order
-from optfn.train.state import TrainState, copy, distinct, on_one_mesh
+from optfn.train.state import TrainState, copy, distinct, replicate_counters
 from optfn.wrappers.nonfinite import gave_up
 
 
@@ -76,8 +76,8 @@ class TrainStep:
         processes, all must pass the same params, which is checked.
 
         You get a warning if a transform is at the wrong position in a chain, such as an average
-        before others, if no learning rate or two of them make steps that go uphill, if an optimizer
-        has `lazy` although no gradient is row-sparse, or if no parameter is trained.
+        that is not last, if no learning rate or two of them make steps that go uphill, if an
+        optimizer has `lazy` although no gradient is row-sparse, or if no parameter is trained.
 
         Args:
           params: the parameters to train.
@@ -99,7 +99,8 @@ class TrainStep:
         if self.layout is None:
             params, model_state = jax.tree.map(copy, (params, model_state))
             step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
-            state = on_one_mesh(distinct(TrainState(step, params, opt_state, model_state)))
+            state = TrainState(step, params, opt_state, model_state)
+            state = replicate_counters(distinct(state))
         else:
             params = self.layout.put(natural(params))
             if self.layout.tables is not None:
@@ -137,7 +138,7 @@ class TrainStep:
         """
         self.check_state(state)
         self.check(state)
-        batch = as_arrays(batch)
+        batch = numeric_batch(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
         if self.layout is not None:
@@ -235,8 +236,8 @@ def make_train_step(options: StepArguments) -> TrainStep:
       model_state: whether the model has arrays besides params, such as batch statistics. `loss_fn`
         is then (params, model_state, batch) -> (loss, model_state), or (loss, (model_state, aux))
         with `has_aux`, and the next TrainState has the new model_state. On a mesh, floating-point
-        arrays are averaged over the workers, and others are those of worker 0. If `skip_nonfinite`
-        skips the step, the model_state stays as it was.
+        arrays are averaged over the workers, and integers are those of worker 0. If
+        `skip_nonfinite` skips the step, the model_state stays as it was.
       donate: whether the step may overwrite the state that you pass.
 
     Transforms of optax that ask for extra arguments get them: value, the loss; grad, the gradients;

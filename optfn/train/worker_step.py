@@ -1,12 +1,13 @@
 """The training step of one worker: gradients, their mean over the workers, the update.
 
-It runs inside `shard_map` over the worker axes, or on one device. Along the part axes of a layout
+It runs inside `shard_map` over the worker axes, or on one device. Along the axes that divide params
 it is written for whole arrays, and the compiler divides the update, so that norms are those of
 whole arrays.
 """
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,7 @@ def worker_step(
         #    except a PerWorker; the devices of a worker divide them as the layout says.
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
-        state = state._replace(params=_as_laid_out(state.params, layout))
+        state = state._replace(params=_constrained(state.params, layout))
         with scaling_losses(scale_of(state.opt_state)), encoding_at(state.step):
             values, grads = objective.value_and_grad(state.params, *arguments)
         # 3. They become means over workers, except the leaves that the optimizer exchanges.
@@ -112,7 +113,7 @@ def worker_step(
     return step
 
 
-def _as_laid_out(params: Params, layout: Layout | None) -> Params:
+def _constrained(params: Params, layout: Layout | None) -> Params:
     """Return params with a sharding constraint, so that the compiler leaves them as they are.
 
     Otherwise it may divide whole params for the update, and gather them for the loss.
@@ -127,8 +128,7 @@ def _as_laid_out(params: Params, layout: Layout | None) -> Params:
 
 def _kept_where_skipped(model_state: PyTree, before: TrainState, opt_state: OptState) -> PyTree:
     """Return the new model state, or the old one if a guard has skipped the step."""
-    pairs = zip(_skips(before.opt_state), _skips(opt_state), strict=True)
-    changed = [old != new for old, new in pairs]
+    changed = list(map(operator.ne, _skips(before.opt_state), _skips(opt_state)))
     if not changed or model_state is None:
         return model_state
     skipped = functools.reduce(jnp.logical_or, changed)
@@ -152,10 +152,9 @@ def _barrier(values: PyTree) -> PyTree:
 
     Both read the parameters, so XLA would have to keep a copy of them.
     """
-    leaves, structure = jax.tree.flatten(values)
-    kept = iter(lax.optimization_barrier([x for x in leaves if not tree.is_float0(x)]))
-    whole = [x if tree.is_float0(x) else next(kept) for x in leaves]
-    return jax.tree.unflatten(structure, whole)
+    numbers = jax.tree.map(lambda x: None if tree.is_float0(x) else x, values)
+    kept = lax.optimization_barrier(numbers)
+    return jax.tree.map(lambda x, new: x if new is None else new, values, kept)
 
 
 def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:
