@@ -36,7 +36,7 @@ class History:
         """Return an array for each metric, with the entries from before a restart first."""
         self._move_to_host()
         per_step, evaluations = self._tables()
-        return per_step | _joined(evaluations, _table(self.evaluations))
+        return per_step | _joined(evaluations, _columns_by_name(self.evaluations))
 
     def _tables(self) -> list[dict[str, np.ndarray]]:
         """Return the columns on the host of the steps, and those of the evaluations."""
@@ -47,11 +47,11 @@ class History:
 
     def _move_to_host(self) -> None:
         """Add the latest steps to those on the host; each is read once, since that takes long."""
-        self.earlier |= _joined(self._tables()[0], _table(jax.device_get(self.steps)))
+        self.earlier |= _joined(self._tables()[0], _columns_by_name(jax.device_get(self.steps)))
         self.steps.clear()
 
 
-def _table(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def _columns_by_name(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = dict.fromkeys(name for row in rows for name in row)
     return {k: np.array([row.get(k, np.nan) for row in rows]) for k in names}
 

@@ -151,7 +151,7 @@ def load(
     """
     templates = dict(named_leaves(bare(unpack_state(state))))
     try:
-        about, history, arrays = _read(path, templates, is_read)
+        about, history, arrays = _read_checked(path, templates, is_read)
     except ImportError:
         raise
     except Exception as error:  # orbax and its storage raise errors of many kinds
@@ -163,7 +163,7 @@ def load(
     return mapping, history, [*about["names"], *(k for k in arrays if k not in about["names"])]
 
 
-def _read(
+def _read_checked(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Return the metadata, the history, and the checked arrays."""

@@ -65,7 +65,7 @@ def converted_masters(
             saved = state_names.names_within(mapping, f"{old_name}/{old.field}")
             if old == form or not saved:
                 continue
-            masters = _converted(saved, old, form, by_name, mapping)
+            masters = _convert_each(saved, old, form, by_name, mapping)
             new |= {tree.join(name, form.field, path): x for path, x in masters.items()}
             used |= {f"{old_name}/step", *saved.values()}
             if form.bits == 24:
@@ -73,7 +73,7 @@ def converted_masters(
     return {k: v for k, v in mapping.items() if k not in used} | new if new else mapping
 
 
-def _converted(
+def _convert_each(
     saved: Mapping[str, str],
     before: _Form,
     after: _Form,

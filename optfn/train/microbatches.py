@@ -84,7 +84,7 @@ def split_objective(objective: Objective, count: int) -> Objective:
             with encoding_microbatch(number, count):
                 values, grads = objective.value_and_grad(params, *arguments)
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
-            totals = tree.map(_sum, totals, grads)
+            totals = tree.map(_add_gradient, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)
 
         first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
@@ -92,7 +92,7 @@ def split_objective(objective: Objective, count: int) -> Objective:
         start = model_state, tree.map(_zeros, like)
         carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")
         state, totals = carry
-        grads = tree.map(partial(_mean, count), like, totals, rows)
+        grads = tree.map(partial(_mean_gradient, count), like, totals, rows)
         return Values(jnp.mean(loss), state, combined(aux)), grads
 
     return Objective(value, value_and_grad)
@@ -105,11 +105,11 @@ def _zeros(g: Leaf) -> Leaf:
     return jnp.zeros(g.shape, numerics.accumulator_dtype(g.dtype))
 
 
-def _sum(total: Leaf, g: Leaf) -> Leaf:
+def _add_gradient(total: Leaf, g: Leaf) -> Leaf:
     return None if total is None else total + leafwise.cast(g, total.dtype)
 
 
-def _mean(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
+def _mean_gradient(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
     if total is not None:
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):

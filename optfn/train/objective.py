@@ -122,12 +122,12 @@ def user_objective(function: Callable[..., Any], form: Form, seen: Seen) -> Obje
 
 def gathered(objective: Objective, seen: Seen) -> Objective:
     """Return the objective of stored params, differentiated with respect to the gathered ones."""
-    return _converted(objective, seen, lambda params, grads: grads)
+    return _adapted(objective, seen, lambda params, grads: grads)
 
 
 def packed_objective(objective: Objective) -> Objective:
     """Return the objective as a function of packed params, with packed gradients."""
-    return _converted(
+    return _adapted(
         objective,
         lambda params: contextlib.nullcontext(unpack(params)),
         lambda packed, grads: pack_like(packed.layout, grads),
@@ -136,10 +136,10 @@ def packed_objective(objective: Objective) -> Objective:
 
 def sharded_table_objective(objective: Objective) -> Objective:
     """Return the objective as a function of params with ShardedTables, and gradients to match."""
-    return _converted(objective, lambda params: contextlib.nullcontext(bare(params)), dressed)
+    return _adapted(objective, lambda params: contextlib.nullcontext(bare(params)), dressed)
 
 
-def _converted(
+def _adapted(
     objective: Objective, seen: Seen, stored: Callable[[Params, Updates], Updates]
 ) -> Objective:
     """Return the objective as a function of params in another form, with gradients in that form.

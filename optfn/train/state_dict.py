@@ -70,7 +70,7 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
 def named_arrays(host: OptState) -> dict[str, Any]:
     """Return `state_dict` of a state whose arrays are already on the host, without copying them."""
-    host = natural(unpack_state(jax.tree.map(_bits, host)))
+    host = natural(unpack_state(jax.tree.map(_foreign_bits, host)))
     _check_distinct(name for name, _ in named_leaves(host))
     per_worker = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
@@ -97,7 +97,7 @@ def _host_copy(leaf: Leaf) -> Leaf:
     return np.array(jax.random.key_data(leaf) if tree.is_key(leaf) else leaf)
 
 
-def _bits(leaf: Leaf) -> Leaf:
+def _foreign_bits(leaf: Leaf) -> Leaf:
     is_host = isinstance(leaf, np.ndarray) and is_foreign(leaf.dtype)
     return leaf.view(bits_of(leaf.dtype)) if is_host else leaf
 
