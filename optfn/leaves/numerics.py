@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from optfn.checks import Number, Scalar
+from optfn.leaves.platforms import on_cpu
 
 
 def accumulator_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -106,18 +107,26 @@ LANES, LONG_ROW = 8, 256
 
 
 def row_norms(x: jax.Array) -> jax.Array:
-    """Return the L2 norms of x[0], x[1], …, shape (len(x),).
-
-    XLA on CPU sums many long rows slowly, and keeps the squares in memory. Partial sums of eight
-    elements avoid both; the comparison, always false, keeps XLA from summing them in one operation.
-    """
-    squares = abs_squared(x)
+    """Return the L2 norms of x[0], x[1], …, shape (len(x),)."""
     length = math.prod(x.shape[1:])
-    if length >= LONG_ROW and length % LANES == 0:
-        eighths = squares.reshape(len(x), -1, LANES)
-        partial_sums = sum(eighths[:, :, i] for i in range(LANES))
-        squares = jnp.where(partial_sums < 0, 0, partial_sums)
-    return jnp.sqrt(jnp.sum(squares, axis=range(1, squares.ndim)))
+    squares = abs_squared(x)
+    in_lanes = length >= LONG_ROW and length % LANES == 0
+    return jnp.sqrt(on_cpu(_sums_by_lanes if in_lanes else _sums, _sums, squares))
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=range(1, x.ndim))
+
+
+def _sums_by_lanes(x: jax.Array) -> jax.Array:
+    """Return the sum of each row of x ≥ 0, of eight elements first.
+
+    XLA on CPU sums many long rows slowly, and keeps them in memory. Partial sums of eight elements
+    avoid both; the comparison, always false, keeps XLA from summing them in one operation.
+    """
+    eighths = x.reshape(len(x), -1, LANES)
+    partial_sums = sum(eighths[:, :, i] for i in range(LANES))
+    return _sums(jnp.where(partial_sums < 0, 0, partial_sums))
 
 
 def power(x: jax.Array, exponent: Number) -> jax.Array:

@@ -93,7 +93,7 @@ def _norms_of_runs(
     def of_tensor(tensors: Sequence[jax.Array], numbers: dict[str, jax.Array]) -> jax.Array:
         return of(*tensors, **common, **numbers)
 
-    runs = zip(*map(layout.tensors, arrays), strict=True)
+    runs = zip(*map(layout.rows, arrays), strict=True)
     return [
         numerics.row_norms(jax.vmap(of_tensor)(tensors, {k: v[i] for k, v in own.items()}))
         for i, tensors in enumerate(runs)
