@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check tables outputs docs docs-serve release clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled tables outputs docs docs-serve release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -76,6 +76,13 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
+# Updates as the compilers of TPUs and of a GPU make them, which need Python 3.12 and no device.
+# OPTIONS="--only adam,lamb --target v5e --tree matrix" compiles these.
+compiled: NEWER = $(if $(filter file,$(origin PYTHON)),$(shell .ci/newer),$(PYTHON))
+compiled:
+	$(MAKE) $(VENV)-compiled/.compile VENV=$(VENV)-compiled PYTHON=$(NEWER)
+	$(VENV)-compiled/bin/python -m benchmarks.compiled $(OPTIONS)
+
 # Strict: a warning, a link to nowhere or a page outside the navigation ends it.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
@@ -101,4 +108,4 @@ release: $(VENV)/.release
 	VENV=$(VENV) .ci/release
 
 clean:
-	rm -rf $(VENV) $(VENV)-outside .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist dist-about site
+	rm -rf $(VENV) $(VENV)-outside $(VENV)-compiled .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist dist-about site

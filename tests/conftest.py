@@ -2,7 +2,24 @@
 
 import collections
 
+import pytest
+
 pytest_plugins = ["machine"]
+
+
+@pytest.fixture
+def plain_expressions(monkeypatch):
+    """Compile on a CPU what all other platforms compile."""
+    from optfn.leaves import xla
+
+    monkeypatch.setattr(xla, "BEHIND_THE_DOOR", ())
+
+
+@pytest.fixture(params=["of a CPU", "plain"])
+def expressions(request):
+    """Run a test with both sides of the door of `optfn.leaves.xla`."""
+    if request.param == "plain":
+        request.getfixturevalue("plain_expressions")
 
 
 def pytest_addoption(parser):

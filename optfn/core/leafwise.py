@@ -182,12 +182,6 @@ def inexact(params: Params) -> Params:
     return tree.map(lambda x: x if tree.is_inexact(x) else optax.MaskedNode(), params)
 
 
-def all_finite(updates: Updates) -> jax.Array:
-    """Tell whether all floating-point leaves are finite, a bool scalar."""
-    finite = [jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(inexact(updates))]
-    return numerics.computed_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)
-
-
 def merge_rows(updates: Updates) -> Updates:
     """Return `updates` with repeated rows of row-sparse leaves added up, as norms need it."""
     if not any(isinstance(g, OneLeaf) for g in tree.leaves(updates)):

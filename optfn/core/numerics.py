@@ -102,24 +102,6 @@ def norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(sum_of_squares(x))
 
 
-LANES, LONG_ROW = 8, 256
-
-
-def row_norms(x: jax.Array) -> jax.Array:
-    """Return the L2 norms of x[0], x[1], …, shape (len(x),).
-
-    XLA on CPU sums many long rows slowly, and keeps the squares in memory. Partial sums of eight
-    elements avoid both; the comparison, always false, keeps XLA from summing them in one operation.
-    """
-    squares = abs_squared(x)
-    length = math.prod(x.shape[1:])
-    if length >= LONG_ROW and length % LANES == 0:
-        eighths = squares.reshape(len(x), -1, LANES)
-        partial_sums = sum(eighths[:, :, i] for i in range(LANES))
-        squares = jnp.where(partial_sums < 0, 0, partial_sums)
-    return jnp.sqrt(jnp.sum(squares, axis=range(1, squares.ndim)))
-
-
 def power(x: jax.Array, exponent: Number) -> jax.Array:
     """Return x^exponent for x ≥ 0; a Python ½ is computed as a square root, a Python 1 as x."""
     if isinstance(exponent, int | float):
@@ -137,13 +119,3 @@ def integer_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     while JAX traces it.
     """
     return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def computed_once(flag: jax.Array) -> jax.Array:
-    """Return a bool scalar that XLA does not compute again in each of its uses.
-
-    The conjunction of N flags is cheap to XLA's CPU fusion, so it is fused into the update of each
-    of N leaves: with 300 leaves the compiler takes minutes and gigabytes. Square roots are not
-    duplicated.
-    """
-    return jnp.sqrt(flag.astype(jnp.float32)) > 0

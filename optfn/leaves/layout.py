@@ -10,12 +10,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
+
+from optfn.leaves.xla import on_cpu
 
 T = TypeVar("T")
 
@@ -99,6 +101,15 @@ class BufferLayout:
             for piece, run in zip(pieces, self.runs, strict=True)
         ]
 
+    def rows(self, x: jax.Array) -> list[jax.Array]:
+        """Return the tensors run by run as `tensors` does, those of a buffer as rows of a matrix.
+
+        A buffer has one axis, and a view of more would be laid out anew on a TPU.
+        """
+        if x.ndim > 1:
+            return self.tensors(x)
+        return [x[run.start : run.stop].reshape(run.num_tensors, -1) for run in self.runs]
+
     def joined(self, tensors: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
         """Undo `tensors`: return the array of `shape` in which these tensors lie."""
         if len(tensors) == 1:
@@ -129,7 +140,12 @@ class BufferLayout:
           values: for each run an array (num_tensors,).
           shape: that of the array of this layout.
         """
-        # Joined in units that divide all tensors, since the joined array is kept in memory.
+        in_units, in_tensors = partial(self._in_units, shape), partial(self._in_tensors, shape)
+        spread: jax.Array = on_cpu(in_units, in_tensors, list(values))
+        return spread
+
+    def _in_units(self, shape: tuple[int, ...], values: Sequence[jax.Array]) -> jax.Array:
+        # Joined in units that divide all tensors: XLA on CPU keeps the joined array in memory.
         unit = max(1, math.gcd(*(run.tensor_size for run in self.runs)))
         units = []
         for of_run, run in zip(values, self.runs, strict=True):
@@ -137,6 +153,19 @@ class BufferLayout:
             units.append(jnp.broadcast_to(of_run[:, None], counted).reshape(-1))
         joined = units[0] if len(units) == 1 else jnp.concatenate(units)
         return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
+
+    def _in_tensors(self, shape: tuple[int, ...], values: Sequence[jax.Array]) -> jax.Array:
+        # An axis of a few elements would be padded to the 128 lanes of a TPU.
+        if len(shape) > 1:
+            stacked = self.runs[0].shape[: self.runs[0].stacked]
+            ones = (1,) * (len(shape) - len(stacked))
+            return jnp.broadcast_to(values[0].reshape(*stacked, *ones), shape)
+        pieces = [
+            jnp.broadcast_to(number, (run.tensor_size,))
+            for of_run, run in zip(values, self.runs, strict=True)
+            for number in of_run
+        ]
+        return jnp.concatenate(pieces).reshape(shape)
 
 
 def buffer_of(dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]) -> BufferLayout:

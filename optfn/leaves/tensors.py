@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.core import checks, numerics, tree
+from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.leafwise import PerLeaf, numbers_of, scalar_at, shared
 from optfn.core.types import Leaf, LeafKind, PyTree, Updates
+from optfn.leaves import xla
 from optfn.leaves.layout import BufferLayout
 
 
@@ -92,9 +93,9 @@ def _norms_of_runs(
     def tensor_value(tensors: Sequence[jax.Array], numbers: dict[str, jax.Array]) -> jax.Array:
         return of(*tensors, **common, **numbers)
 
-    runs = zip(*map(layout.tensors, arrays), strict=True)
+    runs = zip(*map(layout.rows, arrays), strict=True)
     return [
-        numerics.row_norms(jax.vmap(tensor_value)(tensors, {k: v[i] for k, v in varying.items()}))
+        xla.row_norms(jax.vmap(tensor_value)(tensors, {k: v[i] for k, v in varying.items()}))
         for i, tensors in enumerate(runs)
     ]
 
@@ -168,3 +169,9 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], updates: Updates) -> Updat
         return layout.joined([program(x) for x in layout.tensors(g)], g.shape)
 
     return tree.map_named(map_leaf, updates)
+
+
+def all_finite(updates: Updates) -> jax.Array:
+    """Tell whether all floating-point leaves are finite, a bool scalar."""
+    finite = [jnp.all(jnp.isfinite(numbers_of(g))) for g in tree.arrays(leafwise.inexact(updates))]
+    return xla.computed_once(jnp.all(jnp.stack(finite))) if finite else jnp.asarray(True)

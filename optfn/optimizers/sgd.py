@@ -151,7 +151,7 @@ def asgd(
       weight_decay: λ, a number ≥ 0 or a schedule of the 0-based step. It is not averaged, whereas
         `regularization` changes g and so the average.
 
-    State: y, 4·n bytes per parameter. Real and complex leaves.
+    State: y, 4·n bytes per parameter; none for n = 1. Real and complex leaves.
 
     Source: Schmidt et al. 2017, arXiv 1309.2388; Paddle's ASGD.
     """

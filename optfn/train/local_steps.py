@@ -16,7 +16,7 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.jaxprs.dependence import depends
-from optfn.leaves import mismatch
+from optfn.leaves import mismatch, tensors
 from optfn.leaves.updates import apply_updates
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
@@ -101,7 +101,7 @@ class LocalSteps(NamedTuple):
             )
             # 4. The inner state stays this worker's: one whose drift is not finite begins anew.
             fresh = with_counts_of(self.tx.init(params), counted)
-            astray = ~leafwise.all_finite(drift)
+            astray = ~tensors.all_finite(drift)
             opt_state = jax.tree.map(
                 lambda x, new, is_local: jnp.where(astray, new, x) if is_local else x,
                 end.opt_state, fresh, varies,
@@ -127,7 +127,7 @@ class LocalSteps(NamedTuple):
         They are those of `state` if the drift of a worker is not finite.
         """
         before = state.params, state.opt_state.outer, state.model_state
-        finite = ~workers.any(~leafwise.all_finite(drift))
+        finite = ~workers.any(~tensors.all_finite(drift))
         grads, _, extra = means.optimizer_inputs(drift, before[1], workers)
         updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
         params = apply_updates(state.params, updates)

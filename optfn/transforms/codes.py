@@ -183,19 +183,34 @@ def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return _decode(codes.astype(jnp.uint32), scale, UNSIGNED)
 
 
-# The magnitude of infinity, and the canonical NaN, as the bits of a float32.
-_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+# The bits of infinity and of the canonical NaN in a float32, of all but the sign, and of the sign.
+_INFINITY, _NAN, _SIGNLESS, _SIGN = 0x7F800000, 0x7FC00000, 0x7FFFFFFF, np.int32(-(2**31))
 REMAINDERS = {32: jnp.dtype(jnp.int16), 24: jnp.dtype(jnp.int8)}
+
+
+def _int_bits(x: jax.Array) -> jax.Array:
+    # Of float32 alone, and signed: compilers for TPUs lay an array of 16 bits out anew to read its
+    # bits, and break a kernel at arithmetic in uint32.
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _is_nan(bits: jax.Array) -> jax.Array:
+    return (bits & _SIGNLESS) > _INFINITY
 
 
 def _magnitude(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
     """Return the bits of |x|, int32; with 24 bits rounded by the noise, without the last 8."""
-    magnitude = _float_bits(x) & 0x7FFFFFFF
+    magnitude = jnp.minimum(_int_bits(x) & _SIGNLESS, _INFINITY)  # also of NaN
     if bits == 24:
-        rounded = (magnitude + (0x80 if noise is None else noise & 0xFF)) >> 8
+        low = 0x80 if noise is None else jax.lax.bitcast_convert_type(noise & 0xFF, jnp.int32)
+        rounded = (magnitude + low) >> 8
         is_finite = magnitude < _INFINITY
         magnitude = jnp.where(is_finite, jnp.minimum(rounded, (_INFINITY - 1) >> 8), rounded)
-    return magnitude.astype(jnp.int32)
+    return magnitude
 
 
 def split_float32(
@@ -219,10 +234,10 @@ def split_float32(
     """
     k = bits - 16
     magnitude = _magnitude(x, bits, noise)
-    upper = ((magnitude + (1 << (k - 1))) >> k).astype(jnp.uint16)
-    sign = (_float_bits(x) >> 16).astype(jnp.uint16) & 0x8000
-    p = jnp.where(jnp.isnan(x), np.uint16(_NAN >> 16), upper | sign)
-    narrow = jax.lax.bitcast_convert_type(p, jnp.bfloat16)
+    upper = ((magnitude + (1 << (k - 1))) >> k) << 16
+    own = _int_bits(x)
+    p = jnp.where(_is_nan(own), _NAN, upper | (own & _SIGN))
+    narrow = _from_bits(p).astype(jnp.bfloat16)  # exact
     return narrow, remainder_beside(narrow, x, bits, noise)
 
 
@@ -232,11 +247,11 @@ def remainder_beside(
     """Return the e for which `join_float32(p, e)` comes nearest to x; see `split_float32`."""
     dtype = REMAINDERS[bits]
     k, (low, high) = bits - 16, (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
-    own = jax.lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.int32)
-    e = jnp.clip(_magnitude(x, bits, noise) - ((own & 0x7FFF) << k), low, high)
-    same_sign = (own >> 15).astype(jnp.uint32) == _float_bits(x) >> 31
-    e = jnp.where(same_sign, e, low)
-    return jnp.where(jnp.isnan(x) | jnp.isnan(p), 0, e).astype(dtype)
+    own = _int_bits(p.astype(jnp.float32))
+    e = jnp.clip(_magnitude(x, bits, noise) - ((own & _SIGNLESS) >> (16 - k)), low, high)
+    wanted = _int_bits(x)
+    e = jnp.where((own ^ wanted) >= 0, e, low)  # low where the signs differ
+    return jnp.where(_is_nan(own) | _is_nan(wanted), 0, e).astype(dtype)
 
 
 def join_float32(p: jax.Array, e: jax.Array) -> jax.Array:
@@ -244,9 +259,7 @@ def join_float32(p: jax.Array, e: jax.Array) -> jax.Array:
 
     Of a p that was edited, it is p moved by e units: by half a unit of p's last place at most.
     """
-    own = jax.lax.bitcast_convert_type(p, jnp.uint16).astype(jnp.uint32)
-    unit = 1 if e.dtype == jnp.int16 else 1 << 8
-    moved = ((own & 0x7FFF) << 16).astype(jnp.int32) + e.astype(jnp.int32) * unit
-    magnitude = jnp.clip(moved, 0, _INFINITY).astype(jnp.uint32)
-    whole = jnp.where(jnp.isnan(p), np.uint32(_NAN), magnitude | (own >> 15) << 31)
-    return jax.lax.bitcast_convert_type(whole, jnp.float32)
+    own = _int_bits(p.astype(jnp.float32))
+    moved = (own & _SIGNLESS) + (e.astype(jnp.int32) << (0 if e.dtype == jnp.int16 else 8))
+    whole = jnp.clip(moved, 0, _INFINITY) | (own & _SIGN)
+    return _from_bits(jnp.where(_is_nan(own), _NAN, whole))

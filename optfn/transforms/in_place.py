@@ -11,18 +11,26 @@ from jax.custom_derivatives import SymbolicZero
 from optfn.core import checks
 from optfn.core.types import PyTree
 from optfn.leaves.groups import map_groups
+from optfn.leaves.xla import on_cpu
 from optfn.mesh import varying_axes
 
 
 def in_passes(
-    fns: Sequence[Callable[..., tuple[PyTree, ...]]], carry: tuple[PyTree, ...], *reads: PyTree
+    fns: Sequence[Callable[..., tuple[PyTree, ...]]],
+    carry: tuple[PyTree, ...],
+    *reads: PyTree,
+    also: tuple[str, ...] = (),
 ) -> tuple[PyTree, ...]:
-    """Return the carry after each of `fns`, one pass over the arrays after the other.
+    """Return the carry after each of `fns`, in a program for a CPU one pass after the other.
 
-    Only the carry is passed from one pass to the next, and it is updated in place; see `when`. The
-    barrier hides from XLA that the condition is always true.
+    There only the carry is passed from one pass over the arrays to the next, and it is updated in
+    place; see `when`. All other platforms get the plain expressions, which they fuse themselves,
+    but for those that `also` names.
     """
-    return when(jax.lax.optimization_barrier(jnp.asarray(True)), fns, carry, *reads)
+    if not checks.is_traced((carry, reads)):
+        return _run(fns, carry, reads)
+    closed, *arguments = _closed(fns, carry, reads)
+    return _in_passes(closed, also, *arguments)
 
 
 def when(
@@ -48,12 +56,19 @@ def when(
     """
     if not checks.is_traced((due, carry, reads)):
         return _run(fns, carry, reads) if due else carry  # eager: there is no loop to compile
-    converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
-    closed = tuple(fn for fn, _ in converted)
-    return _when(closed, due, carry, reads, [constants for _, constants in converted])
+    closed, *arguments = _closed(fns, carry, reads)
+    return _when(closed, due, *arguments)
 
 
 Fns: TypeAlias = tuple[Callable[..., Any], ...]
+
+
+def _closed(
+    fns: Sequence[Callable[..., Any]], carry: PyTree, reads: PyTree
+) -> tuple[Fns, PyTree, PyTree, PyTree]:
+    """Return `fns` with what they close over as arguments, carry, reads, and these constants."""
+    converted = [jax.closure_convert(fn, *carry, *reads) for fn in fns]
+    return tuple(fn for fn, _ in converted), carry, reads, [own for _, own in converted]
 
 
 def _run(
@@ -65,8 +80,37 @@ def _run(
     return carry
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _in_passes(fns: Fns, also: tuple[str, ...], *arguments: PyTree) -> PyTree:
+    def in_loops(*arguments: PyTree) -> PyTree:
+        # The barrier hides from XLA that the condition is always true.
+        return _in_loops(fns, jax.lax.optimization_barrier(jnp.asarray(True)), *arguments)
+
+    return on_cpu(in_loops, partial(_run, fns), *arguments, also=also)
+
+
+@partial(_in_passes.defjvp, symbolic_zeros=True)
+def _in_passes_jvp(fns: Fns, also: tuple[str, ...], primals: PyTree, tangents: PyTree) -> PyTree:
+    return _jvp(partial(_run, fns), primals, tangents)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _when(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree) -> PyTree:
+def _when(fns: Fns, due: jax.Array, *arguments: PyTree) -> PyTree:
+    return _in_loops(fns, due, *arguments)
+
+
+@partial(_when.defjvp, symbolic_zeros=True)
+def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
+    due, *rest = primals
+
+    def in_cond(*arguments: PyTree) -> PyTree:
+        return jax.lax.cond(due, lambda: _run(fns, *arguments), lambda: arguments[0])
+
+    return _jvp(in_cond, rest, tangents[1:])
+
+
+def _in_loops(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree) -> PyTree:
+    """Return the carry after a loop of one iteration, or none, for each of `fns`."""
     left = jnp.where(due, len(fns), 0)  # carried from loop to loop, which orders them
     for i, (fn, own) in enumerate(zip(fns, constants, strict=True)):
 
@@ -81,19 +125,17 @@ def _when(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyT
     return carry
 
 
-@partial(_when.defjvp, symbolic_zeros=True)
-def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
-    due, *rest = primals
-    leaves = jax.tree.leaves(rest)
-    structure: Any = jax.tree.structure(rest)
-    directions = jax.tree.leaves(tangents[1:], is_leaf=_is_zero)
+def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:
+    """Return `fn` and its derivative along the tangents that are not zero."""
+    leaves = jax.tree.leaves(primals)
+    structure: Any = jax.tree.structure(primals)
+    directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
     varied = [i for i, direction in enumerate(directions) if not _is_zero(direction)]
 
     def plain(*values: jax.Array) -> PyTree:
         # The other leaves are constants: the square root at an accumulator of 0 has no derivative.
         given = dict(zip(varied, values, strict=True))
-        rest = structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
-        return jax.lax.cond(due, lambda: _run(fns, *rest), lambda: rest[0])
+        return fn(*structure.unflatten([given.get(i, x) for i, x in enumerate(leaves)]))
 
     return jax.jvp(plain, [leaves[i] for i in varied], [directions[i] for i in varied])
 

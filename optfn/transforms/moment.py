@@ -343,6 +343,11 @@ class ScaleByAsgdState(NamedTuple):
     gradients: Params
 
 
+@traits(retired=("step", "gradients"))
+class WithoutGradientsState(ScaleByAsgdState):
+    """State of `scale_by_asgd(1)`: masked leaves."""
+
+
 @core.transform(complex_leaves=True)
 def scale_by_asgd(batch_num: int = 1) -> core.Rule:
     """Average the most recent gradients of the n batches of an epoch.
@@ -355,12 +360,15 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
     Args:
       batch_num: n, ≥ 1, static; the batches must come in the same order in every epoch.
 
-    State: step, and gradients (y), shape (n, *leaf), 4·n bytes per parameter. Real and
-    complex leaves.
+    State: step, and gradients (y), shape (n, *leaf), 4·n bytes per parameter; none for n = 1, with
+    which the update is the gradient. Real and complex leaves.
 
     Source: Schmidt et al. 2017, arXiv 1309.2388, eq. 3 ("SAG"); Paddle's ASGD.
     """
     n = checks.count("batch_num", batch_num)
+    if n == 1:
+        empty = WithoutGradientsState(optax.MaskedNode(), optax.MaskedNode())
+        return core.stateless(lambda updates, params: updates, empty)
 
     def init(params: Params) -> ScaleByAsgdState:
         return ScaleByAsgdState(core.first_step(), leafwise.zeros_like(params, leading=(n,)))

@@ -63,18 +63,18 @@ def orthogonalized(
       eps: > 0.
       dtype: in which to iterate; None is that of x.
 
-    The iteration runs on xᵀ if that has fewer rows. Singular values of x/‖x‖ that are far below
-    1/∏a stay small.
+    With fewer columns than rows it is x = a·x + x·(b·A + c·A²), A = xᴴ·x, the same without a
+    transposed copy. Singular values of x/‖x‖ that are far below 1/∏a stay small.
     """
     norms = jnp.sqrt(jnp.sum(numerics.abs_squared(x), axis=(-2, -1), keepdims=True))
     y = x / (norms + numerics.scalar(eps, norms))
     y = y if dtype is None else y.astype(dtype)
     is_tall = y.shape[-2] > y.shape[-1]
-    y = y.mT if is_tall else y
     for a, b, c in coefficients:
-        gram = y @ y.mT.conj()
-        y = a * y + (b * gram + c * (gram @ gram)) @ y
-    return (y.mT if is_tall else y).astype(x.dtype)
+        gram = y.mT.conj() @ y if is_tall else y @ y.mT.conj()
+        factor = b * gram + c * (gram @ gram)
+        y = a * y + (y @ factor if is_tall else factor @ y)
+    return y.astype(x.dtype)
 
 
 @traits(whole_matrices="orthogonalized")
@@ -192,7 +192,11 @@ def scale_by_muon(
     velocity = velocity_rule(mu, checks.flag("nesterov", nesterov), moment_dtype)
 
     def orthogonalize(x: jax.Array) -> jax.Array:
-        return factor(*x.shape[-2:]) * apply_to_whole_matrices(direction, x)
+        # One matrix has no axis that counts it: for TPUs, XLA copies the factors of a product with
+        # such an axis.
+        matrices = jnp.squeeze(x, 0) if len(x) == 1 else x
+        scaled = factor(*x.shape[-2:]) * apply_to_whole_matrices(direction, matrices)
+        return scaled.reshape(x.shape)
 
     def init(params: Params) -> ScaleByMuonState:
         return ScaleByMuonState(velocity.init(select_matrices(matrices, params).keep(params)))

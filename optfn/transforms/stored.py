@@ -45,11 +45,13 @@ class Storage(NamedTuple):
     advance: (moments, g, arrays, noise) -> the arrays after a float32 gradient; of the noise, 16
       random bits for each of two moments.
     decode: arrays -> moments, float32.
+    view: an array that has a number per element -> the view of it in which to compute.
     """
 
     parts: tuple[Part, ...]
     advance: Callable[[Moments, jax.Array, Arrays, jax.Array], Arrays]
     decode: Callable[[Arrays], Arrays]
+    view: Callable[[jax.Array], jax.Array] = lambda x: x
 
     def init(self, params: Params) -> tuple[PyTree, ...]:
         """Return a tree of zeros for each part."""
@@ -69,14 +71,10 @@ class Storage(NamedTuple):
         blocks = (codes.num_blocks(int(np.prod(shape))),)
         return [shape if part.per_element else blocks for part in self.parts]
 
-    def as_rows(self, arrays: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """Return the arrays that have a number per element with one block in each row."""
+    def views(self, arrays: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """Return the views of the arrays that have a number per element, and the others."""
         parts = zip(self.parts, arrays, strict=True)
-        return tuple(_in_rows(x) if part.per_element else x for part, x in parts)
-
-
-def _in_rows(values: PyTree) -> PyTree:
-    return tree.map_arrays(codes.as_rows, values)
+        return tuple(tree.map_arrays(self.view, x) if part.per_element else x for part, x in parts)
 
 
 def _of_each(noise: jax.Array) -> Arrays:
@@ -115,7 +113,7 @@ def _in_int8(signed: Sequence[bool]) -> Storage:
 
     dtypes = (jnp.int8 if is_signed else jnp.uint8 for is_signed in signed)
     parts = (part for dtype in dtypes for part in (Part(dtype), Part(jnp.float32, False)))
-    return Storage(tuple(parts), advance, decode)
+    return Storage(tuple(parts), advance, decode, codes.as_rows)
 
 
 def stored(
@@ -167,10 +165,13 @@ def stored(
     ) -> tuple[Updates, OptState]:
         del params, extra
         step, updates = late_steps.advanced(state.step), row_sparse.to_dense(updates)
-        # In one program XLA would recompute the new moments where they are read, and for that keep
-        # the old ones.
+        # In one program XLA on CPU would recompute the new moments where they are read, and for
+        # that keep the old ones.
         count = late_steps.shared(step)
-        arrays = in_passes([advance], storage.as_rows(state[1:]), _in_rows(updates), count)
+        viewed = tree.map_arrays(storage.view, updates)
+        # Blocks that divide a row are laid out anew on a TPU, outside of a loop twice as often.
+        also = ("tpu",) if moment_dtype == "int8" else ()
+        arrays = in_passes([advance], storage.views(state[1:]), viewed, count, also=also)
         arrays = jax.tree.map(lambda new, old: new.reshape(old.shape), arrays, tuple(state[1:]))
         scalars = late_steps.by_leaf(of_step, step, updates)
         updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]

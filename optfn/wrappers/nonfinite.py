@@ -9,10 +9,10 @@ import optax
 from jax.tree_util import PyTreeDef
 
 from optfn import core
-from optfn.core import checks, leafwise, tree
+from optfn.core import checks, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
-from optfn.leaves import mismatch
+from optfn.leaves import mismatch, tensors
 from optfn.mesh import AxisName, check_names
 from optfn.workers import joined_workers
 
@@ -109,7 +109,7 @@ def skip_nonfinite(
     ) -> tuple[Updates, OptState]:
         mismatch.check_state("skip_nonfinite", state, SkipNonfiniteState)
         workers = joined_workers("skip_nonfinite", axis_name, extra)
-        bad = workers.any(~leafwise.all_finite(updates))
+        bad = workers.any(~tensors.all_finite(updates))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)
         skip = bad & (consecutive <= most)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)

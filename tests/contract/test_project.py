@@ -145,8 +145,9 @@ def arguments_without_a_line(factory: Any) -> list[str]:
 # What the docstrings count per parameter: the rules, and the averages after sgd, which keeps none.
 COUNTED = registry.OPTIMIZERS | registry.TRANSFORMS
 del COUNTED["reduce_on_plateau"]  # a schedule
+del COUNTED["asgd"]  # of one batch, whose gradients it does not keep
 COUNTED |= {k: registry.WRAPPERS[k] for k in ("exponential_moving_average", "model_average")}
-BATCHES = {"asgd": 1, "asgd_batches": 3, "scale_by_asgd": 2}  # what their docstrings call n
+BATCHES = {"asgd_batches": 3, "scale_by_asgd": 2}  # what their docstrings call n
 
 
 def state_bytes(entry: Entry, columns: int) -> int:

@@ -67,6 +67,8 @@ ROUNDING = {"ftrl": 8.0}
 # Products of matrices mix elements: what an element of a matrix may be off is a fraction of the
 # longest path in the matrix.
 MIXING = {"muon"}
+# Optimizers whose programs for a CPU make several passes over memory (`optfn.leaves.xla`).
+IN_PASSES = {"lamb", "ftrl"}
 
 
 # Data: leaves of the same names and shapes throughout, so that a configuration is compiled once
@@ -161,15 +163,15 @@ def together(transforms: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def program_of(optimizer: str) -> Any:
+def program_of(optimizer: str, expressions: str) -> Any:
     """Return the program of all the configurations of an optimizer."""
     return together({k: build(c) for k, c in CONFIGS.items() if c.optimizer == optimizer})
 
 
 @functools.cache
-def trajectories(optimizer: str, kind: str, start: str) -> Any:
+def trajectories(optimizer: str, kind: str, start: str, expressions: str = "cpu") -> Any:
     """Return the trajectories of all the configurations of an optimizer."""
-    return program_of(optimizer)(parameters(start), gradients(kind))
+    return program_of(optimizer, expressions)(parameters(start), gradients(kind))
 
 
 def assert_follows(
@@ -218,6 +220,16 @@ def test_optimizer_follows_its_reference(name, kind, start):
     config, params = CONFIGS[name], parameters(start)
     expected = references.trajectory(config.optimizer, params, gradients(kind), **config.hyper)
     found = trajectories(config.optimizer, kind, start)[name]
+    assert_follows(found, expected, params, **bounds(name))
+
+
+@pytest.mark.parametrize("kind", thinned(KINDS, every=3))
+@pytest.mark.parametrize("name", [k for k, c in CONFIGS.items() if c.optimizer in IN_PASSES])
+def test_plain_expressions_follow_the_reference(name, kind, plain_expressions):
+    """What TPUs and GPUs compile in place of the loops of a CPU is the same rule."""
+    config, params = CONFIGS[name], parameters("mixed")
+    expected = references.trajectory(config.optimizer, params, gradients(kind), **config.hyper)
+    found = trajectories(config.optimizer, kind, "mixed", "plain")[name]
     assert_follows(found, expected, params, **bounds(name))
 
 

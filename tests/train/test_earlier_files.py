@@ -137,3 +137,15 @@ def test_the_state_of_stacked_stages_goes_on():
     updates, _ = tx.update(jax.tree.map(jnp.sin, params), state, params)
     after = optfn.apply_updates(params, updates)
     np.testing.assert_allclose(after["w"], arrays["after/w"], rtol=1e-6, atol=1e-7)
+
+
+def test_asgd_of_one_batch_ignores_the_gradients_that_it_kept():
+    """An earlier state had the step and a gradient; now the state of one batch has no arrays."""
+    params, tx = tree(0), optfn.asgd(0.1)
+    state = tx.init(params)
+    kept = optfn.state_dict(optfn.asgd(0.1, batch_num=2).init(params))
+    earlier = {k: v[:1] if "/gradients/" in k else v for k, v in kept.items()}
+    assert {k.split("/")[1] for k in earlier if "asgd" in k} == {"step", "gradients"}
+    loaded = optfn.load_state_dict(state, earlier)
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    assert not any("asgd" in k for k in optfn.state_dict(loaded))

@@ -1,0 +1,310 @@
+"""What does an update cost as the compilers of TPUs and GPUs make it? It is compiled, and not run.
+
+    make compiled
+    make compiled OPTIONS="--only adam,lamb --target v5e,H100 --tree matrix"
+
+The compilers run without a device, in an environment of their own (`make compiled` makes it). What
+they give is no time, but the program that would run: the bytes of HBM that it reads and writes, its
+temporaries, kernels and loops, and on a TPU the compiler's estimate of its cycles. The floor is the
+bytes that the rule must move: parameters, gradients and state read once, parameters and state
+written once, and again what a norm has to read before the update. Optax's rule stands beside.
+
+Bytes, temporaries and the floor are bytes a parameter, except of tables: MB. Rows are kept in
+`benchmarks/compiled.json`; a run of some of them replaces these.
+"""
+
+import argparse
+import fnmatch
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from tqdm import tqdm
+
+import optfn
+from benchmarks import hlo, measure, targets, update
+
+KEPT = Path(__file__).with_name("compiled.json")
+HEAD = (
+    "| target | tree | rule | floor B | B/floor | temporaries B | kernels | loops | M cycles "
+    "| compile s | optax: B/floor | temporaries B | kernels | M cycles |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+TOUCHED, TABLE = 4096, 1_000_000  # rows of a table with a gradient, and all
+
+
+class Rule(NamedTuple):
+    """What is compiled.
+
+    ours: makes optfn's transform.
+    theirs: makes optax's with the same rule, if it has one.
+    dtype: that of parameters and gradients.
+    again: the bytes a parameter that a norm has to read before the update.
+    most: the bound on bytes over the floor.
+    """
+
+    ours: Callable[[], Any]
+    theirs: Callable[[], Any] | None = None
+    dtype: str = "float32"
+    again: int = 0
+    most: float = 1.02
+
+
+def _small(name: str, **options: Any) -> dict[str, Rule]:
+    """Return the rules of an optimizer with moments in 16 and 8 bits."""
+
+    def made(dtype: str) -> Callable[[], Any]:
+        return lambda: getattr(optfn, name)(1e-3, **options, moment_dtype=dtype)
+
+    norms = {"lamb": 8, "lars": 8}.get(name, 0)
+    return {
+        f"{name}, bfloat16 moments": Rule(made("bfloat16"), again=norms, most=1.05),
+        f"{name}, int8 moments": Rule(made("int8"), again=norms, most=1.3),
+    }
+
+
+def _masters(bits: int | None, most: float) -> Rule:
+    def made() -> Any:
+        return optfn.master_weights(optfn.adam(1e-3), bits=bits)
+
+    return Rule(made, dtype="bfloat16", most=most)
+
+
+def _rules() -> dict[str, Rule]:
+    """Return what is compiled for every tree, by name."""
+    again = {"lars": 8, "lamb": 12, "adam, clip by global norm": 4}
+    most = {"ftrl": 1.05}
+    found = {
+        name.replace(", 4 gradients", ""): Rule(
+            ours, theirs, again=again.get(name, 0), most=most.get(name, 1.02)
+        )
+        for name, (ours, theirs) in update.PAIRS.items()
+    }
+    found["rmsprop, centered"] = Rule(lambda: optfn.rmsprop(0.1, centered=True))
+    found["muon"] = Rule(lambda: optfn.muon(0.1), lambda: optax.contrib.muon(0.1))
+    for name in ("adam", "adamw", "adamax", "lamb"):
+        found |= _small(name)
+    for name in ("momentum", "lars"):
+        found |= _small(name, momentum=0.9)
+    found |= _small("rmsprop") | _small("muon")
+    found["adam, masters as copies"] = _masters(None, 1.1)
+    found["adam, masters of 32 bits"] = _masters(32, 1.1)
+    found["adam, masters of 24 bits"] = _masters(24, 1.3)
+    return found | _wrapped()
+
+
+def _wrapped() -> dict[str, Rule]:
+    """Return the wrappers, around adam."""
+
+    def adam() -> Any:
+        return optfn.adam(1e-3, eps_hat=False)
+
+    def theirs() -> Any:
+        return optax.apply_if_finite(optax.adam(1e-3), 5)
+
+    averages = {
+        "exponential_moving_average": lambda: optfn.exponential_moving_average(0.999),
+        "model_average": lambda: optfn.model_average(0.15),
+    }
+    found = {
+        f"{name}(adam)": Rule(lambda make=make: optfn.chain(adam(), make()), most=1.05)
+        for name, make in averages.items()
+    }
+    return found | {
+        "skip_nonfinite(adam)": Rule(lambda: optfn.skip_nonfinite(adam()), theirs, again=4),
+        "dynamic_loss_scale(adam)": Rule(lambda: optfn.dynamic_loss_scale(adam()), again=4),
+        "skip_spikes(adam)": Rule(lambda: optfn.skip_spikes(adam()), again=12),
+        "record_metrics(adam)": Rule(lambda: optfn.record_metrics(adam()), most=1.3),
+    }
+
+
+def _tables() -> dict[str, Rule]:
+    return {"lazy adam": Rule(lambda: optfn.adam(1e-3, lazy=True))}
+
+
+RULES = _rules()
+# Shapes of parameters by the name of a tree. "packed" is the tree of ResNet-50 in one buffer.
+TREES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
+    "matrix": lambda: {"w": (16384, 4096)},
+    "gpt2": measure.gpt2_small,
+    "resnet50": measure.resnet50,
+    "packed": measure.resnet50,
+    "table of 64": lambda: {"table": (TABLE, 64)},
+    "table of 128": lambda: {"table": (TABLE, 128)},
+    "toy": lambda: {"w": (64, 256), "b": (64,)},
+}
+
+
+def rules_of(tree: str) -> dict[str, Rule]:
+    """Return what is compiled for a tree."""
+    return _tables() if tree.startswith("table") else RULES
+
+
+def arguments(tree: str, dtype: str) -> tuple[Any, Any, float]:
+    """Return abstract params and gradients, and the share of the parameters that have one."""
+    shapes = TREES[tree]()
+    params: Any = {k: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for k, shape in shapes.items()}
+    if tree == "packed":
+        params = jax.eval_shape(optfn.pack, params)
+    if not tree.startswith("table"):
+        return params, params, 1.0
+    (rows, width), dtype = shapes["table"], "float32"
+    indices = jax.ShapeDtypeStruct((TOUCHED,), jnp.int32)
+    values = jax.ShapeDtypeStruct((TOUCHED, width), jnp.float32)
+    return params, {"table": optfn.sparse.Rows(indices, values, rows)}, TOUCHED / rows
+
+
+def _unit(tree: str, params: Any) -> float:
+    """Return what a byte is divided by: MB of a table, and the parameters of any other tree."""
+    return 1e6 if tree.startswith("table") else measure.size(params)
+
+
+def floor(rule: Rule, tree: str) -> float:
+    """Return the bytes that a rule must move, in the unit of its row."""
+    params, gradients, share = arguments(tree, rule.dtype)
+    state = jax.eval_shape(rule.ours().init, params)
+    moved = 2 * share * measure.num_bytes((params, state)) + measure.num_bytes(gradients)
+    return moved / _unit(tree, params) + rule.again
+
+
+def measured(target: str, tree: str, name: str) -> measure.Row:
+    """Return the row of a rule, of optfn and of optax."""
+    rule = rules_of(tree)[name]
+    row: measure.Row = {
+        "target": target, "tree": tree, "rule": name,
+        "floor": floor(rule, tree), "most": rule.most,
+    }  # fmt: skip
+    sides = {"": rule.ours} | ({"optax_": rule.theirs} if rule.theirs else {})
+    for side, make in sides.items():
+        of_side = "resnet50" if side and tree == "packed" else tree  # optax knows no buffers
+        params, gradients, _ = arguments(of_side, rule.dtype)
+        tx, unit = make(), _unit(tree, params)
+        found = _costs(target, tx, params, jax.eval_shape(tx.init, params), gradients)
+        for column, x in found.items():
+            row[side + column] = x / unit if column in ("bytes", "temporaries") else x
+        row[side + "over_floor"] = row[side + "bytes"] / row["floor"]
+    return row
+
+
+def _costs(target: str, tx: Any, *arrays: Any) -> dict[str, float]:
+    def step(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(gradients, state, params)
+        return optfn.apply_updates(params, updates), state
+
+    start = time.process_time()
+    program = targets.compiled(step, targets.TARGETS[target], *arrays, donated=(0, 1))
+    seconds = time.process_time() - start
+    found = hlo.cost(program.as_text())
+    return {
+        "bytes": found.num_bytes,
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
+        "kernels": found.kernels,
+        "loops": found.loops,
+        "cycles": found.cycles,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _prepare(target: str) -> None:
+    targets.prepare(targets.TARGETS[target])
+
+
+def found_rows(chosen: list[tuple[str, str, str]]) -> Iterator[measure.Row]:
+    """Yield the rows of some (target, tree, rule), those of each target from one process."""
+    spawn = multiprocessing.get_context("spawn")
+    with tqdm(total=len(chosen), unit="program", file=sys.stderr) as bar:
+        for target in dict.fromkeys(target for target, _, _ in chosen):
+            with ProcessPoolExecutor(1, spawn, _prepare, (target,)) as pool:
+                for one in (one for one in chosen if one[0] == target):
+                    bar.set_description(", ".join(one))
+                    yield pool.submit(measured, *one).result()
+                    bar.update()
+
+
+def _key(row: measure.Row) -> tuple[str, str, str]:
+    return row["target"], row["tree"], row["rule"]
+
+
+def kept() -> list[measure.Row]:
+    """Return the rows in `compiled.json`."""
+    rows: list[measure.Row] = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """Return the versions on which a program depends."""
+    return {name: version(name) for name in ("jax", "optax", "libtpu", "jax-cuda12-plugin")}
+
+
+def keep(rows: list[measure.Row]) -> None:
+    """Write rows to `compiled.json`, in the place of those that it has of the same programs."""
+    by_key = {_key(row): row for row in (*kept(), *rows)}
+    order = [
+        (target, tree, rule)
+        for target in targets.TARGETS
+        for tree in TREES
+        for rule in rules_of(tree)
+    ]
+    found = [by_key[key] for key in order if key in by_key]
+    KEPT.write_text(json.dumps({"about": versions(), "rows": found}, indent=1) + "\n")
+
+
+def line(row: measure.Row) -> str:
+    """Return a row of the table."""
+
+    def cells(side: str) -> list[str]:
+        if side + "bytes" not in row:
+            return ["-"] * 5
+        cycles = row[side + "cycles"]
+        return [
+            f"{row[side + 'over_floor']:.2f}",
+            f"{row[side + 'temporaries']:.2f}",
+            str(row[side + "kernels"]),
+            f"{cycles / 1e6:.2f}" if cycles else "-",
+        ]
+
+    ratio, held, kernels, cycles = cells("")
+    about = [row["target"], row["tree"], row["rule"], f"{row['floor']:.1f}"]
+    ours = [ratio, held, kernels, str(row["loops"]), cycles, f"{row['seconds']:.1f}"]
+    return "| " + " | ".join([*about, *ours, *cells("optax_")[:4]]) + " |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+
+    def add(name: str, default: list[str], about: str) -> None:
+        parser.add_argument(
+            name, default=default, type=lambda names: names.split(","), metavar="A,B", help=about
+        )
+
+    add("--only", ["*"], "rules, or patterns of their names")
+    add("--target", list(targets.TARGETS), ", ".join(targets.TARGETS))
+    add("--tree", [name for name in TREES if name != "toy"], ", ".join(TREES))
+    parser.add_argument("--dry", action="store_true", help="keep nothing")
+    options = parser.parse_args()
+    chosen = [
+        (target, tree, rule)
+        for target in options.target
+        for tree in options.tree
+        for rule in rules_of(tree)
+        if any(fnmatch.fnmatch(rule, pattern) for pattern in options.only)
+    ]
+    print(HEAD)
+    for row in found_rows(chosen):
+        tqdm.write(line(row))
+        if not options.dry:
+            keep([row])
+
+
+if __name__ == "__main__":
+    main()

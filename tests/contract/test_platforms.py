@@ -1,0 +1,78 @@
+"""Programs for a CPU make several passes over memory; those for a TPU or GPU are one expression."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.leaves import xla
+
+RULES = {
+    "ftrl": lambda: optfn.ftrl(0.1, l1=0.01),
+    "lamb": lambda: optfn.lamb(0.01),
+    "bfloat16": lambda: optfn.adam(0.1, moment_dtype="bfloat16"),
+    "int8": lambda: optfn.adam(0.1, moment_dtype="int8"),
+}
+SHAPE = (8, 256)
+
+
+def updated(make, p, g):
+    """Return p after two updates."""
+    tx = make()
+    state = tx.init(p)
+    for factor in (1.0, -0.5):
+        updates, state = tx.update(factor * g, state, p)
+        p = optfn.apply_updates(p, updates)
+    return p
+
+
+def normal(seed, shape=SHAPE):
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_program_for_another_platform_has_no_loop(name):
+    traced = jax.jit(partial(updated, RULES[name])).trace(normal(0), normal(1))
+    text = {x: traced.lower(lowering_platforms=(x,)).as_text() for x in ("cpu", "tpu", "cuda")}
+    assert "stablehlo.while" in text["cpu"]
+    assert "stablehlo.while" not in text["cuda"]
+    assert ("stablehlo.while" in text["tpu"]) == (name == "int8")  # whose blocks divide rows
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_updates_under_vmap_are_those_of_each(name, expressions):
+    step = partial(updated, RULES[name])
+    p, g = normal(0, (3, *SHAPE)), normal(1, (3, *SHAPE))
+    found = jax.jit(jax.vmap(step))(p, g)
+    one_by_one = [jax.jit(step)(*x) for x in zip(p, g, strict=True)]
+    np.testing.assert_allclose(found, one_by_one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_updates_of_shards_are_those_of_each(name, expressions):
+    tx, mesh = RULES[name](), Mesh(np.array(jax.devices()[:2]), ("x",))
+    p, g = normal(0, (2, *SHAPE)), normal(1, (2, *SHAPE))
+    mapped = jax.shard_map(
+        jax.vmap(tx.update), mesh=mesh, in_specs=(P("x"),) * 3, out_specs=(P("x"),) * 2
+    )
+    arguments = g, jax.vmap(tx.init)(p), p
+    found, expected = jax.jit(mapped)(*arguments), jax.jit(jax.vmap(tx.update))(*arguments)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_small_moments_are_those_of_a_cpu(name, monkeypatch):
+    """Both sides round by the same random bits; the last digit may move a few to a neighbour."""
+    tx, p, g = RULES[name](), normal(0), normal(1)
+    found = []
+    for behind in (("cpu",), ()):
+        monkeypatch.setattr(xla, "BEHIND_THE_DOOR", behind)
+        state = jax.jit(tx.update)(g, tx.init(p), p)[1]
+        found.append([np.asarray(x, np.float32) for x in jax.tree.leaves(state)])
+    for ours, theirs in zip(*found, strict=True):
+        assert np.mean(ours != theirs) < 0.01
+        np.testing.assert_allclose(ours, theirs, rtol=0.01, atol=1)
