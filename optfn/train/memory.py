@@ -215,7 +215,9 @@ def _shard_state(
     """
 
     def shard(place: tree.Place, x: Leaf, spec: P) -> Leaf:
-        if tree.is_masked(x) or str(place) in as_rows:
+        if tree.is_masked(x):
+            return x
+        if str(place) in as_rows:
             return optax.MaskedNode()
         shape = layout.padded_shape(x.shape, spec)
         placement = NamedSharding(layout.mesh, restricted(spec, layout.inner_axes))

@@ -253,7 +253,7 @@ def _bytes_by_leaf(state: OptState, names: list[str]) -> dict[str, int]:
 
 def _without_decay(tx: optax.GradientTransformation, params: Params) -> set[str]:
     """Return the paths that `exclude=` of an optimizer exempts from weight decay."""
-    found = {path for link in getattr(tx, "parts", []) for path in _without_decay(link, params)}
+    found = {path for link in getattr(tx, "inner", []) for path in _without_decay(link, params)}
     if isinstance(tx, core.Transform) and "exclude" in tx.call[2]:
         found |= tree.matching(tx.call[2]["exclude"], params, "exclude")
     return found

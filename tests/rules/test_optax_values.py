@@ -191,7 +191,7 @@ def test_a_transformation_that_jax_rebuilds_is_the_same():
     )
     again = rebuilt(tx)
     assert again is tx
-    for attribute in ("call", "rule", "param_attrs", "parts"):
+    for attribute in ("call", "rule", "param_attrs", "inner"):
         assert getattr(again, attribute) == getattr(tx, attribute)
     with pytest.raises(ValueError, match="needs the parameters"):
         optfn.chain(optfn.clip_by_norm(1.0), rebuilt(optfn.adamw(0.1))).update(
