@@ -143,13 +143,6 @@ def items(tree: PyTree, *trees: PyTree) -> Iterator[tuple[Any, ...]]:
         yield Place(known, i), *row
 
 
-def replace_arrays(tree: PyTree, values: Sequence[Any]) -> PyTree:
-    """Return `tree` with one of `values` for each leaf; masked leaves stay as they are."""
-    first, structure = flatten(tree)
-    pairs = zip(first, values, strict=True)
-    return structure.unflatten(x if is_masked(x) else value for x, value in pairs)
-
-
 def paths(tree: PyTree, is_leaf: Callable[[Any], bool] = is_leaf) -> list[str]:
     """Return the path of each leaf, in the order of `flatten`: "layers/0/bias".
 
@@ -243,7 +236,7 @@ def runs(tree: PyTree) -> "dict[str, Run]":
     return {
         name: run
         for group, layout in zip(names(tree), layouts(tree), strict=True)
-        for name, run in zip(group, layout.run_of_leaves, strict=True)
+        for name, run in zip(group, layout.run_of_leaves.values(), strict=True)
     }
 
 
@@ -393,12 +386,7 @@ def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference
     found, expected = paths(tree), paths(reference)
     missing = [path for path in expected if path not in set(found)]
     extra = [path for path in found if path not in set(expected)]
-    if missing or extra:
-        where = "; ".join(
-            f"{word} {listed(absent)}"
-            for word, absent in (("missing", missing), ("not expected", extra))
-            if absent
-        )
-    else:
-        where = f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
+    lists = {"missing": missing, "not expected": extra}
+    where = "; ".join(f"{word} {listed(absent)}" for word, absent in lists.items() if absent)
+    where = where or f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
     raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")

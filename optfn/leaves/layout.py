@@ -11,13 +11,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +73,9 @@ class BufferLayout:
         return tuple(i for run in self.runs for i in run.leaves)
 
     @property
-    def run_of_leaves(self) -> list[Run]:
-        """The run of each leaf, in the order of `leaves`."""
-        return [run for run in self.runs for _ in run.leaves]
+    def run_of_leaves(self) -> dict[int, Run]:
+        """The run of each leaf, by its number, in the order of `leaves`."""
+        return {i: run for run in self.runs for i in run.leaves}
 
     @property
     def size(self) -> int:
@@ -109,34 +107,6 @@ class BufferLayout:
         """Return the layout with one more leading axis of each leaf counting tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs))
-
-    def split_by_run(self, per_leaf: Sequence[T]) -> list[list[T]]:
-        """Split per-leaf values by run, and repeat the value of a leaf for each of its tensors."""
-        values = iter(per_leaf)
-        return [
-            [
-                x
-                for x in itertools.islice(values, len(run.leaves))
-                for _ in range(run.tensors_per_leaf)
-            ]
-            for run in self.runs
-        ]
-
-    def spread(self, values: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return an array of `shape` that has, at each element, the number of its tensor.
-
-        Args:
-          values: for each run an array (num_tensors,).
-          shape: that of the array of this layout.
-        """
-        # Joined in units that divide all tensors, since the joined array is kept in memory.
-        unit = max(1, math.gcd(*(run.tensor_size for run in self.runs)))
-        units = []
-        for of_run, run in zip(values, self.runs, strict=True):
-            counted = (run.num_tensors, run.tensor_size // unit)
-            units.append(jnp.broadcast_to(of_run[:, None], counted).reshape(-1))
-        joined = units[0] if len(units) == 1 else jnp.concatenate(units)
-        return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
 
 
 def buffer_of(dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]) -> BufferLayout:
@@ -185,31 +155,25 @@ class PackedLayout:
         # A jitted step compares layouts at each call, most often a layout with itself.
         return self is other or (isinstance(other, PackedLayout) and self._key == other._key)
 
-    def only(self, chosen: frozenset[int]) -> "PackedLayout":
-        """Return the layout of the chosen leaves alone, which are numbers in the tree."""
-        return _only(self, chosen)
-
-    def stacked(self, axes: tuple[int, ...]) -> "PackedLayout":
-        """Return the layout in which axes[i] leading axes of leaf i of the tree count tensors."""
-        return _stacked(self, axes)
-
 
 @lru_cache(maxsize=64)
-def _only(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
+def only(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
+    """Return the layout of the chosen leaves alone, which are numbers in the tree."""
     buffers = []
     for buffer in layout.buffers:
-        kept = [(run.shape, run.stacked, i) for run in buffer.runs for i in run.leaves]
-        buffers.append(buffer_of(buffer.dtype, [leaf for leaf in kept if leaf[2] in chosen]))
+        runs = buffer.run_of_leaves.items()
+        kept = [(run.shape, run.stacked, i) for i, run in runs if i in chosen]
+        buffers += [buffer_of(buffer.dtype, kept)] if kept else []
     frozen = tuple(i for i in layout.frozen if i in chosen)
-    return dataclasses.replace(layout, buffers=tuple(b for b in buffers if b.runs), frozen=frozen)
+    return dataclasses.replace(layout, buffers=tuple(buffers), frozen=frozen)
 
 
 @lru_cache(maxsize=64)
-def _stacked(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
+def marked_stacked(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
+    """Return the layout in which axes[i] leading axes of leaf i of the tree count tensors."""
     buffers = []
     for buffer in layout.buffers:
-        leaves = [
-            (run.shape, max(axes[i], run.stacked), i) for run in buffer.runs for i in run.leaves
-        ]
+        runs = buffer.run_of_leaves.items()
+        leaves = [(run.shape, max(axes[i], run.stacked), i) for i, run in runs]
         buffers.append(buffer_of(buffer.dtype, leaves))
     return dataclasses.replace(layout, buffers=tuple(buffers))
