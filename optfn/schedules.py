@@ -6,14 +6,13 @@ calls the schedule, or a Python number. Optimizers also take optax's schedules, 
 from step to rate. `reduce_on_plateau` depends on a metric instead of the step, so it is a
 transform.
 
-Source: the fluid documentation, "learning rate scheduler"; optax's schedules if the rule is the
-same.
+Source: fluid's documentation of learning rate schedulers, optax's schedules for the same rules.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,42 +22,29 @@ import optax
 from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.printing import call_text
-from optfn.transforms import learning_rate as rates
+from optfn.core.protocol import Call, P, called
+from optfn.transforms.learning_rate import check_rate
 from optfn.transforms.plateau import reduce_on_plateau
 
 __all__ = [
-    "cosine",
-    "exponential",
-    "inverse_time",
-    "lambda_decay",
-    "linear_warmup",
-    "multi_step",
-    "natural_exp",
-    "noam",
-    "piecewise",
-    "polynomial",
-    "reduce_on_plateau",
-    "step_decay",
-    "warmup_cosine",
-    "warmup_stable_decay",
-]
-
-P = ParamSpec("P")
+    "cosine", "exponential", "inverse_time", "lambda_decay", "linear_warmup", "multi_step",
+    "natural_exp", "noam", "piecewise", "polynomial", "reduce_on_plateau", "step_decay",
+    "warmup_cosine", "warmup_stable_decay",
+]  # fmt: skip
 
 
 class _Schedule:
     """A function of the step, whose `repr` is the call that made it."""
 
-    def __init__(self, rule: Schedule, call: tuple[str, tuple[Any, ...], dict[str, Any]]) -> None:
+    def __init__(self, rule: Schedule, call: Call) -> None:
         self.rule, self.call = rule, call
 
-    def __call__(self, step: int | jax.Array) -> jax.Array:
+    def __call__(self, step: int | jax.Array) -> Any:
         if isinstance(step, int | np.integer) and abs(int(step)) >= 2**31:
             dtype = numerics.scalar_dtype()
             with jax.enable_x64(True):  # steps beyond the largest int32 must not overflow
                 return jnp.asarray(self.rule(step)).astype(dtype)
-        rate: jax.Array = self.rule(step)
-        return rate
+        return self.rule(step)
 
     def __repr__(self) -> str:
         return call_text(*self.call)
@@ -69,9 +55,7 @@ def _named(factory: Callable[P, Schedule]) -> Callable[P, Schedule]:
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> Schedule:
-        with checks.naming_arguments(factory, args, kwargs):
-            rule = factory(*args, **kwargs)
-        return _Schedule(rule, (factory.__name__, args, kwargs))
+        return _Schedule(called(factory, args, kwargs), (factory.__name__, args, kwargs))
 
     return make
 
@@ -129,7 +113,7 @@ def exponential(
       decay_rate: rate, > 0.
       staircase: whether i/steps is rounded down.
     """
-    lr, steps, _ = _decay_arguments(learning_rate, decay_steps, decay_rate, staircase)
+    lr, steps, _ = _decaying(learning_rate, decay_steps, decay_rate, staircase)
     rate = checks.positive("decay_rate", decay_rate)
     return _lifted(lambda i: lr * jnp.power(rate, _periods(i, steps, staircase)))
 
@@ -146,7 +130,7 @@ def natural_exp(
       decay_rate: rate, ≥ 0.
       staircase: whether i/steps is rounded down.
     """
-    lr, steps, rate = _decay_arguments(learning_rate, decay_steps, decay_rate, staircase)
+    lr, steps, rate = _decaying(learning_rate, decay_steps, decay_rate, staircase)
     return _lifted(lambda i: lr * jnp.exp(-rate * _periods(i, steps, staircase)))
 
 
@@ -162,19 +146,14 @@ def inverse_time(
       decay_rate: rate, ≥ 0.
       staircase: whether i/steps is rounded down.
     """
-    lr, steps, rate = _decay_arguments(learning_rate, decay_steps, decay_rate, staircase)
+    lr, steps, rate = _decaying(learning_rate, decay_steps, decay_rate, staircase)
     return _lifted(lambda i: lr / (1 + rate * _periods(i, steps, staircase)))
 
 
-def _decay_arguments(
-    lr: Number, steps: int, rate: float, staircase: bool
-) -> tuple[Scalar, int, Scalar]:
+def _decaying(lr: Number, steps: int, rate: float, staircase: bool) -> tuple[Scalar, int, Scalar]:
     checks.flag("staircase", staircase)
-    return (
-        checks.nonnegative("learning_rate", lr),
-        checks.count("decay_steps", steps),
-        checks.nonnegative("decay_rate", rate),
-    )
+    lr, steps = checks.nonnegative("learning_rate", lr), checks.count("decay_steps", steps)
+    return lr, steps, checks.nonnegative("decay_rate", rate)
 
 
 @_named
@@ -225,10 +204,8 @@ def piecewise(boundaries: Sequence[int], values: Sequence[Number]) -> Schedule:
             f"got {len(values)} values and {len(boundaries)} boundaries"
         )
     steps = _increasing("boundaries", boundaries)
-    constants = [
-        optax.constant_schedule(checks.nonnegative(f"values[{j}]", v)) for j, v in enumerate(values)
-    ]
-    return _lifted(optax.join_schedules(constants, steps))
+    rates = [checks.nonnegative(f"values[{j}]", v) for j, v in enumerate(values)]
+    return _lifted(optax.join_schedules([*map(optax.constant_schedule, rates)], steps))
 
 
 def _increasing(name: str, steps: Sequence[int]) -> list[int]:
@@ -274,15 +251,10 @@ def linear_warmup(
     w = checks.count("warmup_steps", warmup_steps)
     start = checks.nonnegative("start_lr", start_lr)
     end = checks.nonnegative("end_lr", end_lr)
-    after = rates.check_rate(learning_rate)
+    after = check_rate(learning_rate)
 
-    def schedule(step: int | jax.Array) -> jax.Array:
-        step = jnp.asarray(step)
-        then = jnp.asarray(after(step) if callable(after) else after)
-        then = then.astype(numerics.scalar_dtype())
-        return jnp.where(step < w, _line(step, w, start, end), then)
-
-    return schedule
+    then = _lifted(after if callable(after) else lambda i: after)
+    return _warming_up(w, start, end, then)
 
 
 @_named
@@ -306,26 +278,28 @@ def warmup_cosine(
     warmup_cosine_decay_schedule.
     """
     top = checks.nonnegative("peak", peak)
-    w, total = checks.count("warmup_steps", warmup_steps, low=0), _after(warmup_steps, total_steps)
+    w = checks.count("warmup_steps", warmup_steps, low=0)
+    total = checks.count("total_steps", total_steps)
+    if total <= w:
+        raise ValueError(
+            f"total_steps includes the warm-up, so it must be more than warmup_steps, {w}; "
+            f"got {total}"
+        )
     first, last = checks.nonnegative("start", start), checks.nonnegative("end", end)
 
-    def rule(i: jax.Array) -> jax.Array:
+    def falling(i: jax.Array) -> jax.Array:
         # (1 + cos(π − x))/2 = sin²(x/2), which keeps its digits where the rate is small.
         left = _float(jnp.clip(total - i, 0, total - w)) / (total - w)
-        falling = last + (top - last) * jnp.sin(jnp.pi / 2 * left) ** 2
-        return jnp.where(i < w, _line(i, w, first, top), falling)
+        return last + (top - last) * jnp.sin(jnp.pi / 2 * left) ** 2
 
-    return _lifted(rule)
+    return _warming_up(w, first, top, falling)
 
 
-def _after(warmup_steps: int, total_steps: int) -> int:
-    total = checks.count("total_steps", total_steps)
-    if total <= warmup_steps:
-        raise ValueError(
-            f"total_steps includes the warm-up, so it must be more than warmup_steps, "
-            f"{warmup_steps}; got {total}"
-        )
-    return total
+def _warming_up(
+    length: int, start: Scalar, end: Scalar, after: Callable[[jax.Array], jax.Array]
+) -> Schedule:
+    """Return the schedule of a line from start to end, `length` steps long, and of `after`."""
+    return _lifted(lambda i: jnp.where(i < length, _line(i, length, start, end), after(i)))
 
 
 def _line(i: jax.Array, length: int, start: Scalar, end: Scalar) -> jax.Array:
@@ -364,18 +338,16 @@ def warmup_stable_decay(
     """
     top = checks.nonnegative("peak", peak)
     w = checks.count("warmup_steps", warmup_steps, low=0)
-    total = w + checks.count("stable_steps", stable_steps, low=0)
+    s = checks.count("stable_steps", stable_steps, low=0)
     d = checks.count("decay_steps", decay_steps)
-    total += d
     first, last = checks.nonnegative("start", start), checks.nonnegative("end", end)
 
-    def rule(i: jax.Array) -> jax.Array:
-        falling = _line(jnp.clip(total - i, 0, d), d, last, top)
+    def after(i: jax.Array) -> jax.Array:
+        falling = _line(jnp.clip(w + s + d - i, 0, d), d, last, top)
         constant = jnp.asarray(top, falling.dtype)  # last + (top − last) may be rounded
-        after = jnp.where(i < total - d, constant, falling)
-        return jnp.where(i < w, _line(i, w, first, top), after)
+        return jnp.where(i < w + s, constant, falling)
 
-    return _lifted(rule)
+    return _warming_up(w, first, top, after)
 
 
 @_named

@@ -4,14 +4,13 @@ The values of Python and NumPy numbers are checked at once. A JAX array may be t
 shape and dtype are checked; its value never decides a branch.
 """
 
-import contextlib
 import importlib
 import inspect
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -169,21 +168,14 @@ def takes(
         ) from None
 
 
-@contextlib.contextmanager
-def naming_arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
-    """Replace Python's error for a call of `function` that does not fit by one that lists them."""
+def check_call(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
+    """Raise the error of a call with the names of the arguments, if those given do not fit."""
+    signature = inspect.signature(function)
     try:
-        yield
-    except TypeError as error:
-        signature = inspect.signature(function)
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError:
-            names = ", ".join(signature.parameters)
-            raise TypeError(f"{error}; its arguments are {names}") from None
-        raise
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        names = ", ".join(signature.parameters)
+        raise TypeError(f"{error}; its arguments are {names}") from None
 
 
 def choice(name: str, value: T, options: Sequence[T]) -> T:

@@ -81,10 +81,10 @@ def _widened(x: Leaf, dtype: DType | None) -> Leaf:
 
 
 def _narrowed(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    return _frozen(g, p) if tree.is_masked(u) else numerics.cast(u, p.dtype)
+    return _frozen_update(g, p) if tree.is_masked(u) else numerics.cast(u, p.dtype)
 
 
-def _frozen(g: Leaf, p: Leaf) -> Leaf:
+def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
     from optfn.leaves import frozen
 
     return frozen.frozen_update(g, p)

@@ -68,7 +68,7 @@ def apply(
     # Python numbers are no arguments of the program: 1 − 0.999 is taken in float64.
     numbers = {k: v for k, v in scalars.items() if isinstance(v, int | float)}
     arrays = {k: v for k, v in scalars.items() if k not in numbers}
-    leaves, columns, structure = _columns(updates, state, params)
+    leaves, columns, structure = _aligned(updates, state, params)
     is_traced = checks.any_traced(map(numbers_of, leaves))
     program = shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
 
@@ -88,7 +88,7 @@ def apply(
     return tuple(trees) if state else trees[0]
 
 
-def _columns(
+def _aligned(
     updates: Updates, state: Sequence[PyTree], params: Params | None
 ) -> tuple[list[Leaf], list[list[Leaf]], Any]:
     """Return the leaves of updates, and of state and params in their places; and the structure."""

@@ -109,9 +109,9 @@ def called(factory: Callable[P, T], args: Any, kwargs: Any) -> T:
     """Return factory(*args, **kwargs); an error of the call lists the arguments."""
     try:
         return factory(*args, **kwargs)
-    except TypeError:
-        with checks.naming_arguments(factory, args, kwargs):
-            raise
+    except TypeError as error:
+        checks.check_call(factory, args, kwargs, error)
+        raise
 
 
 def described(tx: optax.GradientTransformation, **fields: Any) -> Transform:
@@ -225,11 +225,7 @@ def _check_length(state: OptState, length: int) -> None:
 def check_params_given(name: str, params: Params | None) -> None:
     """Raise a ValueError if a transformation that needs params is called without."""
     if params is None:
-        raise _without_params(name)
-
-
-def _without_params(name: str) -> ValueError:
-    return ValueError(f"{name} needs the parameters: call update(updates, state, params)")
+        raise ValueError(f"{name} needs the parameters: call update(updates, state, params)")
 
 
 def rule_of(tx: optax.GradientTransformation | Rule) -> Rule:
@@ -268,10 +264,10 @@ def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if rule.needs_params and params is None:
-            raise _without_params(name)
+        if rule.needs_params:
+            check_params_given(name, params)
         if _kinds(state) != expected_kinds():
-            _check_state(name, rule, state)
+            _check_kinds(name, rule, state)
         clean, wide, left = edge.entered(name, rule.real_only, updates, params)
         new, state = rule.update(clean, state, wide, **extra)
         return left(new), state
@@ -296,7 +292,7 @@ def _state_of_no_params(rule: Rule) -> OptState:
         return None
 
 
-def _check_state(name: str, rule: Rule, state: OptState) -> None:
+def _check_kinds(name: str, rule: Rule, state: OptState) -> None:
     """Raise a TypeError if the state is that of another rule."""
     from optfn.leaves import mismatch
 

@@ -233,8 +233,11 @@ def stacked_axes(tree: PyTree) -> list[int]:
 
 def runs(tree: PyTree) -> "dict[str, Run]":
     """Map each leaf name to its run: the neighbours of one shape in the same array."""
-    all_runs = itertools.chain(*(layout.run_of_leaves for layout in layouts(tree)))
-    return dict(zip(itertools.chain(*names(tree)), all_runs, strict=True))
+    return {
+        name: run
+        for group, layout in zip(names(tree), layouts(tree), strict=True)
+        for name, run in zip(group, layout.run_of_leaves.values(), strict=True)
+    }
 
 
 def names(tree: PyTree) -> list[tuple[str, ...]]:
@@ -383,12 +386,7 @@ def check_same_structure(who: str, name: str, tree: PyTree, than: str, reference
     found, expected = paths(tree), paths(reference)
     missing = [path for path in expected if path not in set(found)]
     extra = [path for path in found if path not in set(expected)]
-    if missing or extra:
-        where = "; ".join(
-            f"{word} {listed(absent)}"
-            for word, absent in (("missing", missing), ("not expected", extra))
-            if absent
-        )
-    else:
-        where = f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
+    lists = {"missing": missing, "not expected": extra}
+    where = "; ".join(f"{word} {listed(absent)}" for word, absent in lists.items() if absent)
+    where = where or f"{jax.tree.structure(tree)} against {jax.tree.structure(reference)}"
     raise ValueError(f"{who}: {name} must have the tree structure of {than}: {where}")

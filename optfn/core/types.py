@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -17,6 +18,8 @@ Batch: TypeAlias = PyTree  # the argument of a loss function after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
 DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name
 LossFn: TypeAlias = Callable[..., Any]
+Arrays: TypeAlias = Sequence[jax.Array]
+Scalars: TypeAlias = Mapping[str, Any]  # the hyper-parameters of a rule by name
 
 
 class OneLeaf:
@@ -47,8 +50,7 @@ class LeafKind(OneLeaf, abc.ABC):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
-        dtype: np.dtype[Any] = self.values.dtype
-        return dtype
+        return self.values.dtype
 
     @abc.abstractmethod
     def mean_over(self, axes: tuple[Any, ...]) -> "LeafKind":
@@ -87,13 +89,25 @@ class LeafKind(OneLeaf, abc.ABC):
     def add_to(self, p: jax.Array) -> jax.Array:
         """Return p plus the array that it represents, in the dtype of p."""
 
-    @abc.abstractmethod
+    def __add__(self, other: Leaf) -> Leaf:
+        """Return other + self, an array."""
+        return self.add_to(other)
+
+    def __radd__(self, other: Leaf) -> Leaf:
+        return self + other
+
     def apply(
-        self,
-        rule: Callable[..., Any],
-        rows: str,
-        accumulators: Sequence[jax.Array],
-        params: Sequence[jax.Array],
-        scalars: Mapping[str, Any],
+        self, rule: Callable[..., Any], rows: str, accumulators: Arrays, p: Arrays, scalars: Scalars
     ) -> Any:
-        """Return rule(g, *accumulators, *params, **scalars); see `leafwise.apply` for `rows`."""
+        """Return rule(g, *accumulators, *p, **scalars); see `leafwise.apply` for `rows`."""
+        if rows == "linear":
+            return self.map(partial(rule, **scalars))
+        if rows == "dense":
+            return rule(self.dense(), *accumulators, *p, **scalars)
+        return self.apply_to_rows(rule, accumulators, p, scalars)
+
+    @abc.abstractmethod
+    def apply_to_rows(
+        self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
+    ) -> Any:
+        """Apply a rule to the rows, to each once, and to the same rows of the arrays."""

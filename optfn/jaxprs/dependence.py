@@ -7,9 +7,17 @@ import jax
 import jax.extend.core as jex
 
 from optfn.core.types import PyTree
-from optfn.jaxprs.equations import Atom, Equation, Jaxpr, bindings, called, scan_groups
+from optfn.jaxprs.equations import (
+    Atom,
+    Equation,
+    Jaxpr,
+    bindings,
+    called_jaxpr,
+    in_groups,
+    scan_groups,
+)
 
-Flags = list[bool]
+Flags = Sequence[bool]
 
 
 def depends(fn: Callable[..., PyTree], args: Sequence[PyTree], varying: Sequence[PyTree]) -> PyTree:
@@ -43,11 +51,10 @@ def _jaxpr_flags(jaxpr: Jaxpr, inputs: Flags) -> Flags:
 
 
 def _equation_flags(equation: Equation, given: Flags) -> Flags:
-    rule, inner, found = _RULES.get(equation.primitive.name), called(equation), None
-    if rule is not None:
-        found = rule(equation.params, given)
-    elif inner is not None:
-        found = _jaxpr_flags(inner, given)
+    rule, inner = _RULES.get(equation.primitive.name), called_jaxpr(equation)
+    if inner is not None:
+        return _jaxpr_flags(inner, given)
+    found = rule(equation.params, given) if rule else None
     return [any(given)] * len(equation.outvars) if found is None else found
 
 
@@ -56,7 +63,7 @@ def _scan_flags(params: Mapping[str, Any], given: Flags) -> Flags | None:
     if groups is None:
         return None
     num_carry = groups[1]
-    consts, carry, xs = _split(given, *groups)
+    consts, carry, xs = in_groups(given, groups)
 
     def body(carry: Flags) -> Flags:
         return _jaxpr_flags(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
@@ -66,8 +73,8 @@ def _scan_flags(params: Mapping[str, Any], given: Flags) -> Flags | None:
 
 
 def _while_flags(params: Mapping[str, Any], given: Flags) -> Flags:
-    num_condition, num_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, consts, carry = _split(given, num_condition, num_body)
+    groups = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, consts, carry = in_groups(given, groups)
 
     def once(carry: Flags) -> Flags:
         # All results depend on the number of iterations.
@@ -82,20 +89,12 @@ def _cond_flags(params: Mapping[str, Any], given: Flags) -> Flags:
     return [any([given[0], *flags]) for flags in zip(*branches, strict=True)]
 
 
-def _barrier_flags(params: Mapping[str, Any], given: Flags) -> Flags:
-    return given
-
-
 _RULES: dict[str, Callable[[Mapping[str, Any], Flags], Flags | None]] = {
     "scan": _scan_flags,
     "while": _while_flags,
     "cond": _cond_flags,
-    "optimization_barrier": _barrier_flags,
+    "optimization_barrier": lambda params, given: given,
 }
-
-
-def _split(flags: Flags, first: int, second: int) -> tuple[Flags, Flags, Flags]:
-    return flags[:first], flags[first : first + second], flags[first + second :]
 
 
 def _fixed_point(step: Callable[[Flags], Flags], carry: Flags) -> Flags:

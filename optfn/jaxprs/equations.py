@@ -1,7 +1,8 @@
 """A function as the list of its equations: their dependencies, and running some of them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.extend.core as jex
@@ -14,6 +15,8 @@ Equation: TypeAlias = jex.JaxprEqn
 Jaxpr: TypeAlias = jex.Jaxpr
 Value: TypeAlias = Any  # the value of an atom: an array, a tracer or a Python scalar
 Environment: TypeAlias = dict[Any, Value]  # the values of variables
+Override: TypeAlias = Callable[..., list[Value]]  # it runs in place of an equation
+T = TypeVar("T")
 
 _JITTED = ("jit", "pjit", "closed_call")
 # Primitives that run a function once on their operands.
@@ -34,9 +37,7 @@ class Equations:
 
     def __init__(self, fn: Callable[..., Any], *args: PyTree) -> None:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        inlined = jax.make_jaxpr(lambda *leaves: _run_inlined(closed, leaves))(
-            *jax.tree.leaves(args)
-        )
+        inlined = jax.make_jaxpr(partial(_run_inlined, closed))(*jax.tree.leaves(args))
         self.structure: Any = jax.tree.structure(shape)
         self.inputs, self.outputs = list(inlined.jaxpr.invars), list(inlined.jaxpr.outvars)
         self.equations = list(inlined.jaxpr.eqns)
@@ -75,20 +76,14 @@ class Equations:
         self,
         equations: Iterable[Equation],
         known: Environment,
-        overrides: Mapping[int, Callable[..., list[Value]]] | None = None,
+        overrides: Mapping[int, Override] | None = None,
     ) -> Environment:
         """Return the values of variables: `known`, the constants, and the results of `equations`.
 
         `overrides` maps the id of an equation to a function that replaces it, from the values of
         its arguments to those of its results.
         """
-        values = self.constants | known
-        for equation in equations:
-            arguments = read(values, equation.invars)
-            override = (overrides or {}).get(id(equation))
-            results = override(*arguments) if override else _bind(equation, arguments)
-            values |= bindings(equation.outvars, results)
-        return values
+        return _run_equations(equations, self.constants | known, overrides or {})
 
 
 def function_of_arrays(
@@ -98,15 +93,21 @@ def function_of_arrays(
 
     The remaining arguments, such as flags and sizes, are bound.
     """
-    leaves, structure = jax.tree.flatten((args, kwargs))
+
+    def is_array(x: object) -> bool:
+        return isinstance(x, jax.Array)
 
     def call(arrays: list[jax.Array]) -> PyTree:
-        remaining = iter(arrays)
-        bound = [next(remaining) if isinstance(x, jax.Array) else x for x in leaves]
-        args, kwargs = jax.tree.unflatten(structure, bound)
-        return fn(*args, **kwargs)
+        bound_args, bound_kwargs = replaced(is_array, (args, kwargs), arrays)
+        return fn(*bound_args, **bound_kwargs)
 
-    return call, [x for x in leaves if isinstance(x, jax.Array)]
+    return call, list(filter(is_array, jax.tree.leaves((args, kwargs))))
+
+
+def replaced(chosen: Callable[[Any], bool], tree: PyTree, leaves: Iterable[Value]) -> PyTree:
+    """Return `tree` with its chosen leaves replaced by `leaves`, in order."""
+    remaining = iter(leaves)
+    return jax.tree.map(lambda x: next(remaining) if chosen(x) else x, tree)
 
 
 def shapes_of(atoms: Iterable[Atom]) -> list[jax.ShapeDtypeStruct]:
@@ -134,7 +135,7 @@ def bindings(names: Iterable[Variable], values: Iterable[Value]) -> Environment:
     return dict(zip(names, values, strict=True))
 
 
-def called(equation: Equation) -> Jaxpr | None:
+def called_jaxpr(equation: Equation) -> Jaxpr | None:
     """Return the jaxpr that an equation runs once on its operands; None if it does not call one."""
     if equation.primitive.name not in _CALLS:
         return None
@@ -159,41 +160,53 @@ def scan_groups(params: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _bind(equation: Equation, arguments: Sequence[Value]) -> list[Value]:
+def in_groups(
+    operands: Sequence[T], groups: tuple[int, int]
+) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """Return two groups of operands with these lengths, and the remaining ones."""
+    first, end = groups[0], sum(groups)
+    return operands[:first], operands[first:end], operands[end:]
+
+
+def _bind(equation: Equation, *arguments: Value) -> list[Value]:
     primitive = equation.primitive
     with equation.ctx.manager:
         result = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
     return result if primitive.multiple_results else [result]
 
 
-def _run_inlined(closed: jex.ClosedJaxpr, arguments: Iterable[Value]) -> list[Value]:
+def _run_equations(
+    equations: Iterable[Equation], values: Environment, overrides: Mapping[int, Override]
+) -> Environment:
+    """Add the results of `equations` to the values of variables, and return these."""
+    for equation in equations:
+        arguments = read(values, equation.invars)
+        override = overrides.get(id(equation), partial(_bind, equation))
+        values |= bindings(equation.outvars, override(*arguments))
+    return values
+
+
+def _run_inlined(closed: jex.ClosedJaxpr, *arguments: Value) -> list[Value]:
     """Run a jaxpr equation by equation, including those of jitted functions in it."""
     values = bindings(closed.jaxpr.constvars, closed.consts)
     values |= bindings(closed.jaxpr.invars, arguments)
-    for equation in closed.jaxpr.eqns:
-        operands = read(values, equation.invars)
-        inner = _inner(equation)
-        if equation.primitive.name in _JITTED and isinstance(inner, jex.ClosedJaxpr):
-            results = _run_inlined(inner, operands)
-        else:
-            results = _bind(equation, operands)
-        values |= bindings(equation.outvars, results)
-    return read(values, closed.jaxpr.outvars)
+    equations = list(closed.jaxpr.eqns)
+    instead = {
+        id(e): partial(_run_inlined, _inner(e))
+        for e in equations
+        if e.primitive.name in _JITTED and isinstance(_inner(e), jex.ClosedJaxpr)
+    }
+    return read(_run_equations(equations, values, instead), closed.jaxpr.outvars)
 
 
 def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
     """Return `program` with each scan split in two: the first computes all that `targets` need."""
     needed = program.dependencies(targets)
+    scans = [e for e in program.equations if e.primitive.name == "scan"]
+    instead = {id(e): partial(_run_split_scan, e, needed) for e in scans}
 
     def run(*leaves: Value) -> list[Value]:
-        values = program.constants | bindings(program.inputs, leaves)
-        for equation in program.equations:
-            operands = read(values, equation.invars)
-            if equation.primitive.name == "scan":
-                results = _run_split_scan(equation, operands, needed)
-            else:
-                results = _bind(equation, operands)
-            values |= bindings(equation.outvars, results)
+        values = program.run(program.equations, bindings(program.inputs, leaves), instead)
         return read(values, program.outputs)
 
     split = Equations(run, *shapes_of(program.inputs))
@@ -201,16 +214,14 @@ def with_split_scans(program: Equations, targets: Iterable[Atom]) -> Equations:
     return split
 
 
-def _run_split_scan(
-    equation: Equation, operands: list[Value], needed: set[Variable]
-) -> list[Value]:
+def _run_split_scan(equation: Equation, needed: set[Variable], *operands: Value) -> list[Value]:
     """Return the results of a scan: those in `needed` by a first scan, the remaining by a second.
 
     A scan that cannot be split runs as it is.
     """
     scan = _Scan.of(equation.params, operands)
     if scan is None:
-        return _bind(equation, operands)
+        return _bind(equation, *operands)
     early = scan.closure({i for i, a in enumerate(equation.outvars) if a in needed})
     body = with_split_scans(scan.body, (scan.body.outputs[i] for i in early))
     scan = scan._replace(body=body)
@@ -219,7 +230,7 @@ def _run_split_scan(
     in_first = set(map(id, first))
     second = [e for e in body.needed_for(scan.outputs(late)) if id(e) not in in_first]
     if not early or not second:
-        return _bind(equation, operands)
+        return _bind(equation, *operands)
     # The intermediate values of the first scan that the second reads are stacked, one entry per
     # iteration.
     available = {a for e in second for a in e.outvars} | {*body.constants, *body.inputs}
@@ -240,22 +251,19 @@ class _Scan(NamedTuple):
 
     body: Equations
     options: dict[str, Any]
-    constants: list[Value]
-    init: list[Value]
-    elements: list[Value]
+    constants: Sequence[Value]
+    init: Sequence[Value]
+    elements: Sequence[Value]
 
     @classmethod
-    def of(cls, params: dict[str, Any], operands: list[Value]) -> "_Scan | None":
+    def of(cls, params: dict[str, Any], operands: Sequence[Value]) -> "_Scan | None":
         """Return the scan, or None if the layout of its params is unknown or it has effects."""
         closed, groups = params["jaxpr"], scan_groups(params)
         if groups is None or closed.effects:
             return None
-        num_consts, num_carry = groups
         body = Equations(jex.jaxpr_as_fun(closed), *shapes_of(closed.jaxpr.invars))
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        start = num_consts + num_carry
-        constants, init = operands[:num_consts], operands[num_consts:start]
-        return cls(body, options, constants, init, operands[start:])
+        return cls(body, options, *in_groups(operands, groups))
 
     def outputs(self, positions: Iterable[int]) -> list[Atom]:
         """Return the body's output variables at these positions."""

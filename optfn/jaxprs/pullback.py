@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optfn.core.types import Leaf, Params, PyTree
+from optfn.jaxprs.equations import replaced
 
 # A random key, typed or as raw bits, or None.
 Key: TypeAlias = jax.Array | None
@@ -18,16 +19,16 @@ Pullback: TypeAlias = Callable[[Sequence[Leaf]], tuple[list[Leaf], list[Leaf]]]
 
 def inexact_leaves(tree: PyTree) -> list[Leaf]:
     """Return the real and complex floating-point leaves of `tree`: those that have a gradient."""
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return list(filter(_is_inexact, jax.tree.leaves(tree)))
 
 
 def with_inexact_leaves(tree: PyTree, replacements: Sequence[Leaf]) -> PyTree:
     """Return `tree` with `replacements` in place of its inexact leaves, in order."""
-    leaves, structure = jax.tree.flatten(tree)
-    remaining = iter(replacements)
-    return jax.tree.unflatten(
-        structure, [next(remaining) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
-    )
+    return replaced(_is_inexact, tree, replacements)
+
+
+def _is_inexact(x: Leaf) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def pullback(fn: StageFn, weights: Params, x: PyTree, key: Key) -> tuple[PyTree, Pullback]:

@@ -10,16 +10,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cached_property, lru_cache, partial
-from typing import Any, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
-
-from optfn.leaves.xla import on_cpu
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +73,9 @@ class BufferLayout:
         return tuple(i for run in self.runs for i in run.leaves)
 
     @property
-    def run_of_leaves(self) -> list[Run]:
-        """The run of each leaf, in the order of `leaves`."""
-        return [run for run in self.runs for _ in run.leaves]
+    def run_of_leaves(self) -> dict[int, Run]:
+        """The run of each leaf, by its number, in the order of `leaves`."""
+        return {i: run for run in self.runs for i in run.leaves}
 
     @property
     def size(self) -> int:
@@ -120,52 +116,6 @@ class BufferLayout:
         """Return the layout with one more leading axis of each leaf counting tensors."""
         runs = (dataclasses.replace(run, stacked=run.stacked + 1) for run in self.runs)
         return dataclasses.replace(self, runs=tuple(runs))
-
-    def split_by_run(self, per_leaf: Sequence[T]) -> list[list[T]]:
-        """Split per-leaf values by run, and repeat the value of a leaf for each of its tensors."""
-        values = iter(per_leaf)
-        return [
-            [
-                x
-                for x in itertools.islice(values, len(run.leaves))
-                for _ in range(run.tensors_per_leaf)
-            ]
-            for run in self.runs
-        ]
-
-    def spread(self, values: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Return an array of `shape` that has, at each element, the number of its tensor.
-
-        Args:
-          values: for each run an array (num_tensors,).
-          shape: that of the array of this layout.
-        """
-        in_units, in_tensors = partial(self._in_units, shape), partial(self._in_tensors, shape)
-        spread: jax.Array = on_cpu(in_units, in_tensors, list(values))
-        return spread
-
-    def _in_units(self, shape: tuple[int, ...], values: Sequence[jax.Array]) -> jax.Array:
-        # Joined in units that divide all tensors: XLA on CPU keeps the joined array in memory.
-        unit = max(1, math.gcd(*(run.tensor_size for run in self.runs)))
-        units = []
-        for of_run, run in zip(values, self.runs, strict=True):
-            counted = (run.num_tensors, run.tensor_size // unit)
-            units.append(jnp.broadcast_to(of_run[:, None], counted).reshape(-1))
-        joined = units[0] if len(units) == 1 else jnp.concatenate(units)
-        return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
-
-    def _in_tensors(self, shape: tuple[int, ...], values: Sequence[jax.Array]) -> jax.Array:
-        # An axis of a few elements would be padded to the 128 lanes of a TPU.
-        if len(shape) > 1:
-            stacked = self.runs[0].shape[: self.runs[0].stacked]
-            ones = (1,) * (len(shape) - len(stacked))
-            return jnp.broadcast_to(values[0].reshape(*stacked, *ones), shape)
-        pieces = [
-            jnp.broadcast_to(number, (run.tensor_size,))
-            for of_run, run in zip(values, self.runs, strict=True)
-            for number in of_run
-        ]
-        return jnp.concatenate(pieces).reshape(shape)
 
 
 def buffer_of(dtype: str, leaves: Sequence[tuple[tuple[int, ...], int, int]]) -> BufferLayout:
@@ -214,31 +164,25 @@ class PackedLayout:
         # A jitted step compares layouts at each call, most often a layout with itself.
         return self is other or (isinstance(other, PackedLayout) and self._key == other._key)
 
-    def only(self, chosen: frozenset[int]) -> "PackedLayout":
-        """Return the layout of the chosen leaves alone, which are numbers in the tree."""
-        return _only(self, chosen)
-
-    def stacked(self, axes: tuple[int, ...]) -> "PackedLayout":
-        """Return the layout in which axes[i] leading axes of leaf i of the tree count tensors."""
-        return _stacked(self, axes)
-
 
 @lru_cache(maxsize=64)
-def _only(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
+def only(layout: PackedLayout, chosen: frozenset[int]) -> PackedLayout:
+    """Return the layout of the chosen leaves alone, which are numbers in the tree."""
     buffers = []
     for buffer in layout.buffers:
-        kept = [(run.shape, run.stacked, i) for run in buffer.runs for i in run.leaves]
-        buffers.append(buffer_of(buffer.dtype, [leaf for leaf in kept if leaf[2] in chosen]))
+        runs = buffer.run_of_leaves.items()
+        kept = [(run.shape, run.stacked, i) for i, run in runs if i in chosen]
+        buffers += [buffer_of(buffer.dtype, kept)] if kept else []
     frozen = tuple(i for i in layout.frozen if i in chosen)
-    return dataclasses.replace(layout, buffers=tuple(b for b in buffers if b.runs), frozen=frozen)
+    return dataclasses.replace(layout, buffers=tuple(buffers), frozen=frozen)
 
 
 @lru_cache(maxsize=64)
-def _stacked(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
+def marked_stacked(layout: PackedLayout, axes: tuple[int, ...]) -> PackedLayout:
+    """Return the layout in which axes[i] leading axes of leaf i of the tree count tensors."""
     buffers = []
     for buffer in layout.buffers:
-        leaves = [
-            (run.shape, max(axes[i], run.stacked), i) for run in buffer.runs for i in run.leaves
-        ]
+        runs = buffer.run_of_leaves.items()
+        leaves = [(run.shape, max(axes[i], run.stacked), i) for i, run in runs]
         buffers.append(buffer_of(buffer.dtype, leaves))
     return dataclasses.replace(layout, buffers=tuple(buffers))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn.core import checks, tree
-from optfn.core.types import DType, Leaf, LeafKind, OptState, Params, PyTree, Updates
+from optfn.core.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 
 def check_params(name: str, params: Params, real_only: str, kind: str = "parameter") -> None:
@@ -40,12 +40,8 @@ def check_params(name: str, params: Params, real_only: str, kind: str = "paramet
 
 def _is_of_another_library(x: object) -> bool:
     """Tell whether `x` is an array of another library than JAX and NumPy, such as torch."""
-    dtype = x.dtype if tree.is_array(x) else None
-    return dtype is not None and checks.package(type(dtype).__module__) not in (
-        "numpy",
-        "jax",
-        "ml_dtypes",
-    )
+    packages = ("numpy", "jax", "ml_dtypes")
+    return tree.is_array(x) and checks.package(type(x.dtype).__module__) not in packages
 
 
 def _may_be_untrained(x: Leaf, kind: str) -> bool:
@@ -79,22 +75,18 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
         needed = "is masked"
         if not tree.is_masked(p):
             needed = f"has shape {jnp.shape(p)} and dtype {jnp.result_type(p)}"
-        hint = ""
-        if not (tree.is_masked(p) or tree.is_inexact(p)):
-            hint = ": an integer leaf cannot be trained (its gradient may be None or float0)"
+            if not tree.is_inexact(p):
+                needed += ": an integer leaf cannot be trained (its gradient may be None or float0)"
         error = ValueError if fits or tree.is_masked(g) or tree.is_masked(p) else TypeError
-        raise error(
-            f"{name}: the gradient of {place!r} is {_came(g)}; the parameter {needed}{hint}"
-        )
+        raise error(f"{name}: the gradient of {place!r} is {_came(g)}; the parameter {needed}")
 
 
 def _came(g: Leaf) -> str:
     """Return a gradient's kind, dtype and shape as text; None and numbers have none."""
-    if isinstance(g, jax.Array | np.ndarray):
-        return f"an array of shape {g.shape} and dtype {g.dtype}"
     if not tree.is_array(g):
         return "None" if g is None else type(g).__name__
-    return f"{type(g).__name__} of shape {g.shape} and dtype {g.dtype}"
+    kind = "an array" if isinstance(g, jax.Array | np.ndarray) else type(g).__name__
+    return f"{kind} of shape {g.shape} and dtype {g.dtype}"
 
 
 @contextlib.contextmanager
@@ -209,24 +201,16 @@ def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None
                 f"in {source} it is {shape_of(p)}"
                 + (": made for other params" if "state" in source else "")
             )
-        if _is_complex(g) and not _is_complex(p):
+        if jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
             raise TypeError(
                 f"{name}: the gradient of {place!r} is complex; "
-                f"in {source} the dtype is {_dtype(p)}"
+                f"in {source} the dtype is {jnp.result_type(p)}"
             )
 
 
 def shape_of(x: Leaf) -> tuple[int, ...]:
     """Return the shape of an array, a number or Rows."""
     return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
-
-
-def _dtype(x: Leaf) -> DType:
-    return x.dtype if tree.is_array(x) else jnp.result_type(x)
-
-
-def _is_complex(x: Leaf) -> bool:
-    return bool(jnp.issubdtype(_dtype(x), jnp.complexfloating))
 
 
 def no_gradient(shape: tuple[int, ...]) -> np.ndarray:

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import PyTreeDef
 
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
 from optfn.leaves import slices
-from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of
+from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of, marked_stacked, only
 from optfn.leaves.nodes import Packed, Stacked, is_packed
 
 # Where the elements of {"b": f32[3], "n": an integer, "w": f32[2, 3]} lie; leaves 0, 1, 2:
@@ -104,18 +103,14 @@ def pack_like(layout: PackedLayout, values: PyTree, lead: int = 0) -> Packed:
     """
     leaves, structure = tree.flatten(values)
     if structure != layout.structure:
-        tree.check_same_structure("pack", "the tree", values, "the packed tree", _skeleton(layout))
+        packed = layout.structure.unflatten([0] * len(layout.paths))
+        tree.check_same_structure("pack", "the tree", values, "the packed tree", packed)
     for buffer in layout.buffers:
         _check_buffer(buffer, leaves, layout.paths, lead)
     groups = tuple(tuple(leaves[i] for i in buffer.leaves) for buffer in layout.buffers)
     join = _join_leaves if checks.is_traced(groups) else _compiled_join
     buffers = join(lead, groups)
     return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
-
-
-def _skeleton(layout: PackedLayout) -> PyTree:
-    """Return a tree of numbers in the structure that was packed, for the paths in an error."""
-    return layout.structure.unflatten([0] * len(layout.paths))
 
 
 def _all_masked(leaves: Sequence[Leaf]) -> bool:
@@ -128,14 +123,13 @@ def _check_buffer(
     """Raise unless the leaves of a buffer have the shapes of its layout, or are all masked."""
     if _all_masked([leaves[i] for i in buffer.leaves]):
         return
-    for run in buffer.runs:
-        for i in run.leaves:
-            missing = tree.is_masked(leaves[i])
-            if missing or jnp.shape(leaves[i])[lead:] != run.shape:
-                came = "is missing" if missing else f"has shape {jnp.shape(leaves[i])}"
-                raise ValueError(
-                    f"pack: leaf {paths[i]!r} {came}; in the packed tree it has shape {run.shape}"
-                )
+    for i, run in buffer.run_of_leaves.items():
+        missing = tree.is_masked(leaves[i])
+        if missing or jnp.shape(leaves[i])[lead:] != run.shape:
+            came = "is missing" if missing else f"has shape {jnp.shape(leaves[i])}"
+            raise ValueError(
+                f"pack: leaf {paths[i]!r} {came}; in the packed tree it has shape {run.shape}"
+            )
 
 
 def _join_leaves(lead: int, groups: Sequence[Sequence[Leaf]]) -> tuple[Leaf, ...]:
@@ -186,29 +180,23 @@ def _unpack(packed: Packed) -> PyTree:
     for buffer, x in packed.buffer_items():
         if tree.is_masked(x):
             continue
-        if isinstance(x, np.ndarray):
-            split: Callable[[BufferLayout, Any], list[Leaf]] = _host_pieces
-        else:
-            split = _pieces if checks.is_traced(x) else _compiled_pieces
+        on_device = _pieces if checks.is_traced(x) else _compiled_pieces
+        split = _leaves_of if isinstance(x, np.ndarray) else on_device
         leaves |= dict(zip(buffer.leaves, split(buffer, x), strict=True))
     return layout.structure.unflatten(leaves.values())
 
 
-def _host_pieces(buffer: BufferLayout, x: np.ndarray) -> list[np.ndarray]:
-    return [
-        x[..., start : start + run.size].reshape((*x.shape[:-1], *run.shape))
-        for run in buffer.runs
-        for start in range(run.start, run.stop, run.size)
-    ]
+def _leaves_of(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
+    """Return the leaves of a buffer, on the host or traced."""
+    runs = buffer.run_of_leaves.values()
+    flat = slices.split(x, [run.size for run in runs])
+    return [y.reshape(*x.shape[:-1], *run.shape) for y, run in zip(flat, runs, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pieces(buffer: BufferLayout, x: jax.Array) -> list[jax.Array]:
     """Return the leaves of a buffer; the derivative joins their cotangents in one step."""
-    runs = buffer.run_of_leaves
-    starts = [start for run in buffer.runs for start in range(run.start, run.stop, run.size)]
-    flat = slices.pieces(x, starts, [run.size for run in runs])
-    return [y.reshape(*x.shape[:-1], *run.shape) for y, run in zip(flat, runs, strict=True)]
+    return _leaves_of(buffer, x)
 
 
 def _forward(buffer: BufferLayout, x: jax.Array) -> tuple[list[jax.Array], None]:
@@ -231,10 +219,8 @@ def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTr
     def is_node(x: PyTree) -> bool:
         return is_packed(x) or tree.is_leaf(x)
 
-    flat: tuple[list[PyTree], PyTreeDef] = jax.tree.flatten(values, is_leaf=is_node)
-    nodes, structure = flat
-    columns = (jax.tree.leaves(x, is_leaf=is_node) for x in trees)
-    return structure.unflatten(map(fn, tree.paths(values, is_node), nodes, *columns))
+    paths = iter(tree.paths(values, is_node))
+    return jax.tree.map(lambda *nodes: fn(next(paths), *nodes), values, *trees, is_leaf=is_node)
 
 
 def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
@@ -247,7 +233,7 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
     def mark(path: str, node: PyTree) -> PyTree:
         if is_packed(node):
             counts = tuple(axes(tree.join(path, name)) for name in node.layout.paths)
-            return Packed(node.buffers, node.frozen, node.layout.stacked(counts))
+            return Packed(node.buffers, node.frozen, marked_stacked(node.layout, counts))
         for _ in range(axes(path) - runs[path].stacked):
             node = Stacked(node) if tree.is_inexact(node) else node
         return node
@@ -257,7 +243,7 @@ def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
 
 def subset(whole: Packed, chosen: frozenset[int]) -> Packed:
     """Return the chosen leaves of a Packed, by their numbers."""
-    layout = whole.layout.only(chosen)
+    layout = only(whole.layout, chosen)
     buffers = [
         _chosen_elements(buffer, chosen, x)
         for buffer, x in whole.buffer_items()
@@ -280,7 +266,7 @@ def filled(whole: Packed, new: Packed, chosen: frozenset[int]) -> Packed:
 
 def _spans(buffer: BufferLayout, chosen: frozenset[int]) -> Iterator[tuple[bool, int]]:
     """Yield (chosen, number of elements) for neighbouring leaves that are both chosen or not."""
-    sizes = ((i in chosen, run.size) for run in buffer.runs for i in run.leaves)
+    sizes = ((i in chosen, run.size) for i, run in buffer.run_of_leaves.items())
     for is_chosen, group in itertools.groupby(sizes, key=lambda pair: pair[0]):
         yield is_chosen, sum(size for _, size in group)
 

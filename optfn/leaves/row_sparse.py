@@ -26,15 +26,10 @@ def to_dense(updates: Updates, warning: str = "") -> Updates:
 
 def _map_kinds(fn: Callable[[tree.Place, LeafKind], Leaf], updates: Updates) -> Updates:
     def convert(place: tree.Place, g: Leaf) -> Leaf:
-        return fn(place, _checked(place, g)) if isinstance(g, LeafKind) else g
+        if not isinstance(g, LeafKind):
+            return g
+        # A third-party transform before this one in a chain may have changed its indices.
+        g.check(f"update: the gradient of {place!r}")
+        return fn(place, g)
 
     return tree.map_named(convert, updates)
-
-
-def _checked(place: tree.Place, g: LeafKind) -> LeafKind:
-    """Return a row-sparse gradient, which must be well formed.
-
-    A third-party transform before this one in a chain may have changed its indices.
-    """
-    g.check(f"update: the gradient of {place!r}")
-    return g

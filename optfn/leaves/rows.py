@@ -4,7 +4,7 @@ This module has their arithmetic; `optfn.sparse` computes such gradients.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from optfn.core import checks
 from optfn.core.tree import is_array
-from optfn.core.types import Leaf, LeafKind
+from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,7 @@ class Rows(LeafKind):
             )
         if indices.dtype != jnp.int32 and isinstance(indices, np.ndarray | jax.Array):
             indices = indices.astype(jnp.int32)
-        object.__setattr__(self, "indices", indices)
-        object.__setattr__(self, "values", values)
+        vars(self).update(indices=indices, values=values)  # the dataclass is frozen
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,38 +96,42 @@ class Rows(LeafKind):
 
     def merged(self) -> "Rows":
         """Return the same with each index once, in rising order, padded with zeros at the end."""
-        return merged(self)
+        return self if self.unique else _merged(self)
 
     def dense(self) -> jax.Array:
         """Return the array that the rows represent."""
-        return dense(self)
+        return self.add_to(jnp.zeros(self.shape, self.dtype))
 
     def add_to(self, p: jax.Array) -> jax.Array:
-        """Return p + self, scattered into p: in place, where that is donated."""
-        return add(p, self)
+        """Return p + self in the dtype of p, scattered into p: in place, where that is donated.
 
-    def apply(
-        self,
-        rule: Callable[..., Any],
-        rows: str,
-        accumulators: Sequence[jax.Array],
-        params: Sequence[jax.Array],
-        scalars: Mapping[str, Any],
+        Where the rows have a wider dtype, the sum is taken in that dtype and rounded once.
+        """
+        p = jnp.asarray(p)
+        if self.indices.dtype != jnp.int32:
+            raise TypeError(f"the indices of rows must be int32; got {self.indices.dtype}")
+        if p.shape != self.shape:
+            raise ValueError(
+                f"cannot add rows of an array of shape {self.shape} to one of {p.shape}"
+            )
+        wide = jnp.promote_types(p.dtype, self.dtype)
+        if wide == p.dtype:
+            narrow = self.map(lambda values: values.astype(p.dtype))
+            return _add_blocks(_row_view(p, self), narrow).reshape(p.shape)
+        once = self.merged()
+        return put(p, take(p, once).astype(wide) + once.values, once)
+
+    def apply_to_rows(
+        self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to the rows, each once, or to the dense array; see `leafwise.apply`."""
-        rule = partial(rule, **scalars)
-        if rows == "linear":
-            return self.map(rule)
-        if rows == "dense":
-            return rule(dense(self), *accumulators, *params)
-        once = merged(self)
-        result = rule(once.values, *(take(x, once) for x in (*accumulators, *params)))
-        u, *new = result if accumulators else (result,)
-        update = once.map(lambda values: u)
+        """Apply a rule to the rows, to each once, and to the same rows of the arrays."""
+        once = self.merged()
+        rows = (take(x, once) for x in (*accumulators, *params))
+        result = rule(once.values, *rows, **scalars)
         if not accumulators:
-            return update
-        pairs = zip(accumulators, new, strict=True)
-        return update, *(put(x, once, updated_rows) for x, updated_rows in pairs)
+            return once.map(lambda values: result)
+        u, *new = result
+        return once.map(lambda values: u), *map(partial(put, rows=once), accumulators, new)
 
     def joined(self) -> "Rows":
         """Return the sum over the leading axis of its arrays, which counts leaves."""
@@ -149,29 +152,32 @@ class Rows(LeafKind):
         )
 
     def __add__(self, other: Leaf) -> Leaf:
-        """Return other + self: an array, or Rows where `other` is Rows as well."""
-        if isinstance(other, Rows):
-            return concatenated(other, self)
-        return add(other, self)
+        """Return other + self: an array, or the rows of both where `other` is Rows as well."""
+        if not isinstance(other, Rows):
+            return self.add_to(other)
+        if (self.shape, self.num_rows) != (other.shape, other.num_rows):
+            raise ValueError(f"cannot add rows of arrays of shapes {other.shape} and {self.shape}")
+        dtype = jnp.promote_types(other.dtype, self.dtype)
+        return Rows(
+            jnp.concatenate([other.indices, self.indices]),
+            jnp.concatenate([other.values.astype(dtype), self.values.astype(dtype)]),
+            self.num_rows,
+            view=self.view,
+        )
 
-    __radd__ = __add__
 
-
-_STATIC = ("num_rows", "unique", "parts", "view")
+_ARRAYS, _STATIC = ("indices", "values"), ("num_rows", "unique", "parts", "view")
 
 
 def _flatten_with_keys(rows: Rows) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    keys = map(jax.tree_util.GetAttrKey, ("indices", "values"))
-    children = zip(keys, (rows.indices, rows.values), strict=True)
-    return tuple(children), tuple(getattr(rows, name) for name in _STATIC)
+    children = tuple((jax.tree_util.GetAttrKey(k), getattr(rows, k)) for k in _ARRAYS)
+    return children, tuple(getattr(rows, k) for k in _STATIC)
 
 
 def _unflatten(static: tuple[Any, ...], children: Iterable[Leaf]) -> Rows:
     # The constructor checks for arrays, but JAX also unflattens with children of any type.
     rows = object.__new__(Rows)
-    names = ("indices", "values", *_STATIC)
-    for name, value in zip(names, [*children, *static], strict=True):
-        object.__setattr__(rows, name, value)
+    vars(rows).update(zip((*_ARRAYS, *_STATIC), (*children, *static), strict=True))
     return rows
 
 
@@ -183,10 +189,7 @@ def _row_view(x: jax.Array, rows: Rows) -> jax.Array:
     return x if rows.view is None else x.reshape(rows.num_rows, *rows.values.shape[1:])
 
 
-def merged(rows: Rows) -> Rows:
-    """Return the same array with each index once, in rising order, and padding at the end."""
-    if rows.unique:
-        return rows
+def _merged(rows: Rows) -> Rows:
     indices = jnp.where(rows.indices < 0, rows.indices + rows.num_rows, rows.indices)
     inside = (indices >= 0) & (indices < rows.num_rows)
     indices = jnp.where(inside, indices, rows.num_rows)
@@ -216,24 +219,6 @@ def _order(indices: jax.Array, num_rows: int) -> jax.Array:
     return (jnp.sort(words) % np.uint32(max(count, 1))).astype(jnp.int32)
 
 
-def dense(rows: Rows) -> jax.Array:
-    """Return the array that `rows` represents."""
-    return add(jnp.zeros(rows.shape, rows.dtype), rows)
-
-
-def concatenated(a: Rows, b: Rows) -> Rows:
-    """Return a + b: the rows of both, one after the other."""
-    if (a.shape, a.num_rows) != (b.shape, b.num_rows):
-        raise ValueError(f"cannot add rows of arrays of shapes {a.shape} and {b.shape}")
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    return Rows(
-        jnp.concatenate([a.indices, b.indices]),
-        jnp.concatenate([a.values.astype(dtype), b.values.astype(dtype)]),
-        a.num_rows,
-        view=a.view,
-    )
-
-
 def take(x: jax.Array, rows: Rows) -> jax.Array:
     """Return x[rows.indices], with zeros for padding."""
     if not rows.num_rows:
@@ -241,28 +226,10 @@ def take(x: jax.Array, rows: Rows) -> jax.Array:
     return _row_view(x, rows).at[rows.indices].get(mode="fill", fill_value=0)
 
 
-def put(x: jax.Array, rows: Rows, values: jax.Array) -> jax.Array:
+def put(x: jax.Array, values: jax.Array, rows: Rows) -> jax.Array:
     """Return `x` with x[rows.indices] = values; no index may be repeated, padding is ignored."""
     result = _row_view(x, rows).at[rows.indices].set(values.astype(x.dtype), mode="drop")
     return result.reshape(x.shape)
-
-
-def add(x: Leaf, rows: Rows) -> jax.Array:
-    """Return x + rows in the dtype of x.
-
-    Where the rows have a wider dtype, the sum is taken in that dtype and rounded once.
-    """
-    x = jnp.asarray(x)
-    if rows.indices.dtype != jnp.int32:
-        raise TypeError(f"the indices of rows must be int32; got {rows.indices.dtype}")
-    if x.shape != rows.shape:
-        raise ValueError(f"cannot add rows of an array of shape {rows.shape} to one of {x.shape}")
-    wide = jnp.promote_types(x.dtype, rows.dtype)
-    if wide == x.dtype:
-        narrow = rows.map(lambda values: values.astype(x.dtype))
-        return _add_blocks(_row_view(x, rows), narrow).reshape(x.shape)
-    once = merged(rows)
-    return put(x, once, take(x, once).astype(wide) + once.values)
 
 
 def _add_blocks(x: jax.Array, rows: Rows) -> jax.Array:

@@ -10,6 +10,7 @@ from optfn.core.leafwise import PerLeaf
 from optfn.core.tree import Pattern
 from optfn.core.types import PyTree
 from optfn.leaves import packed
+from optfn.leaves.layout import only
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
 from optfn.leaves.tensors import PerTensor
@@ -52,7 +53,7 @@ class Selection:
             if not is_packed(node):
                 yield next(remaining)
                 return
-            layout = node.layout.only(self._numbers(path, node))
+            layout = only(node.layout, self._numbers(path, node))
             selected = {buffer.dtype: buffer for buffer in layout.buffers}
             for buffer in node.layout.buffers:
                 scalar = next(remaining)

@@ -5,48 +5,38 @@ for each distinct start, and minutes for thousands. If the starts are known only
 slices of the same length share one piece of code.
 """
 
+import itertools
 from collections.abc import Sequence
-from functools import partial
-from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-
-def pieces(x: jax.Array, starts: Sequence[int], sizes: Sequence[int]) -> list[jax.Array]:
-    """Return x[..., start : start + size] for each start and size; all static."""
-    if len(sizes) < 2 or x.shape[-1] >= 2**31:
-        return _static_slices(starts, sizes, x)
-    found: list[jax.Array] = lax.platform_dependent(
-        x,
-        cpu=partial(_dynamic_slices, tuple(starts), tuple(sizes)),
-        default=partial(_static_slices, tuple(starts), tuple(sizes)),
-    )
-    return found
+from optfn.core.types import Leaf
 
 
-def split(x: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+def split(x: Leaf, sizes: Sequence[int]) -> list[Leaf]:
     """Return consecutive pieces of x, along its last axis."""
-    return pieces(x, list(accumulate(sizes, initial=0))[:-1], sizes)
+    edges = list(itertools.accumulate(sizes, initial=0))
+    if isinstance(x, np.ndarray):
+        return np.split(x, edges[1:-1], axis=-1)
 
+    def static(x: jax.Array) -> list[jax.Array]:
+        return [lax.slice_in_dim(x, a, b, axis=-1) for a, b in itertools.pairwise(edges)]
 
-def _static_slices(starts: Sequence[int], sizes: Sequence[int], x: jax.Array) -> list[jax.Array]:
-    return [
-        lax.slice_in_dim(x, start, start + size, axis=-1)
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    def dynamic(x: jax.Array) -> list[jax.Array]:
+        # The condition is always false, but the barrier hides that from XLA, which therefore does
+        # not make the starts static again.
+        starts = lax.cond(
+            lax.optimization_barrier(jnp.asarray(False)),
+            lambda: [jnp.int32(start + 1) for start in edges[:-1]],
+            lambda: [jnp.int32(start) for start in edges[:-1]],
+        )
+        pairs = zip(starts, sizes, strict=True)
+        return [lax.dynamic_slice_in_dim(x, start, size, axis=-1) for start, size in pairs]
 
-
-def _dynamic_slices(starts: Sequence[int], sizes: Sequence[int], x: jax.Array) -> list[jax.Array]:
-    # The condition is always false, but the barrier hides that from XLA, which therefore does not
-    # make the starts static again.
-    numbers = lax.cond(
-        lax.optimization_barrier(jnp.asarray(False)),
-        lambda: [jnp.int32(start + 1) for start in starts],
-        lambda: [jnp.int32(start) for start in starts],
-    )
-    return [
-        lax.dynamic_slice_in_dim(x, start, size, axis=-1)
-        for start, size in zip(numbers, sizes, strict=True)
-    ]
+    if len(sizes) < 2 or x.shape[-1] >= 2**31:
+        return static(x)
+    found: list[Leaf] = lax.platform_dependent(x, cpu=dynamic, default=static)
+    return found

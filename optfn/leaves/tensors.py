@@ -1,6 +1,7 @@
 """Numbers of each tensor, such as norms, and functions of each: an array may hold several."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +41,42 @@ class PerTensor:
 
     def spread(self, shape: tuple[int, ...]) -> jax.Array:
         """Return an array of `shape` with the scalar of its tensor at each element."""
-        return self.layout.spread(self.values, shape)
+        layout, values = self.layout, list(self.values)
+        in_units, in_tensors = (
+            partial(_in_units, layout, shape),
+            partial(_in_tensors, layout, shape),
+        )
+        spread: jax.Array = xla.on_cpu(in_units, in_tensors, values)
+        return spread
+
+
+def _in_units(
+    layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
+) -> jax.Array:
+    # Joined in units that divide all tensors: XLA on CPU keeps the joined array in memory.
+    unit = max(1, math.gcd(*(run.tensor_size for run in layout.runs)))
+    units = []
+    for of_run, run in zip(values, layout.runs, strict=True):
+        counted = (run.num_tensors, run.tensor_size // unit)
+        units.append(jnp.broadcast_to(of_run[:, None], counted).reshape(-1))
+    joined = units[0] if len(units) == 1 else jnp.concatenate(units)
+    return jnp.broadcast_to(joined[:, None], (joined.size, unit)).reshape(shape)
+
+
+def _in_tensors(
+    layout: BufferLayout, shape: tuple[int, ...], values: Sequence[jax.Array]
+) -> jax.Array:
+    # An axis of a few elements would be padded to the 128 lanes of a TPU.
+    if len(shape) > 1:
+        stacked = layout.runs[0].shape[: layout.runs[0].stacked]
+        ones = (1,) * (len(shape) - len(stacked))
+        return jnp.broadcast_to(values[0].reshape(*stacked, *ones), shape)
+    pieces = [
+        jnp.broadcast_to(number, (run.tensor_size,))
+        for of_run, run in zip(values, layout.runs, strict=True)
+        for number in of_run
+    ]
+    return jnp.concatenate(pieces).reshape(shape)
 
 
 def all_numbers(per_leaf: PerLeaf) -> list[jax.Array]:
@@ -87,17 +123,10 @@ def _norms_of_runs(
     scalars: dict[str, Any],
 ) -> list[jax.Array]:
     """Return the norms of the tensors of each run in some arrays, shape (num_tensors,)."""
-    common = {k: v for k, v in scalars.items() if not isinstance(v, PerTensor)}
-    varying = {k: v.values for k, v in scalars.items() if isinstance(v, PerTensor)}
-
-    def tensor_value(tensors: Sequence[jax.Array], numbers: dict[str, jax.Array]) -> jax.Array:
-        return of(*tensors, **common, **numbers)
-
-    runs = zip(*map(layout.rows, arrays), strict=True)
-    return [
-        xla.row_norms(jax.vmap(tensor_value)(tensors, {k: v[i] for k, v in varying.items()}))
-        for i, tensors in enumerate(runs)
-    ]
+    axes = {k: 0 if isinstance(v, PerTensor) else None for k, v in scalars.items()}
+    value = jax.vmap(lambda tensors, numbers: of(*tensors, **numbers), in_axes=(0, axes))
+    runs = enumerate(zip(*map(layout.rows, arrays), strict=True))
+    return [xla.row_norms(value(tensors, _at_run(k, scalars))) for k, tensors in runs]
 
 
 def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> PerLeaf:
@@ -120,21 +149,19 @@ def combine(fn: Callable[..., jax.Array], *numbers: PerLeaf, **scalars: Any) -> 
             return None
         if not layouts:
             return fn(*args, **named)
-        runs = range(len(layouts[0].runs))
-        return PerTensor(layouts[0], [_run_value(fn, k, args, named) for k in runs])
+        runs = (_at_run(k, (args, named)) for k in range(len(layouts[0].runs)))
+        return PerTensor(layouts[0], [fn(*args, **named) for args, named in runs])
 
     return PerLeaf(list(map(leaf_value, range(len(numbers[0].values)))))
 
 
-def _run_value(
-    fn: Callable[..., jax.Array], k: int, args: list[Any], named: dict[str, Any]
-) -> jax.Array:
-    """Return `fn` of the numbers of the tensors in run k."""
+def _at_run(k: int, scalars: PyTree) -> PyTree:
+    """Return a tree of scalars with the numbers of the tensors in run k for each PerTensor."""
 
-    def value(x: Any) -> Any:
-        return x.values[k] if isinstance(x, PerTensor) else x
+    def is_split(x: object) -> bool:
+        return isinstance(x, PerTensor)
 
-    return fn(*map(value, args), **{name: value(x) for name, x in named.items()})
+    return jax.tree.map(lambda x: x.values[k] if is_split(x) else x, scalars, is_leaf=is_split)
 
 
 def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
@@ -146,9 +173,9 @@ def per_leaf(of: Callable[[str], Any], like: PyTree) -> PerLeaf:
         if len(distinct) == 1:
             return scalars[0]
         table = jnp.stack([jnp.asarray(x) for x in distinct.values()])
-        numbers = {key: i for i, key in enumerate(distinct)}
-        runs = layout.split_by_run([numbers[id(x)] for x in scalars])
-        return PerTensor(layout, [table[np.array(run)] for run in runs])
+        rows = dict(zip(layout.leaves, map([*distinct].index, map(id, scalars)), strict=True))
+        values = (np.repeat([rows[i] for i in r.leaves], r.tensors_per_leaf) for r in layout.runs)
+        return PerTensor(layout, [table[of_run] for of_run in values])
 
     return PerLeaf(list(map(leaf_scalar, tree.names(like), tree.layouts(like))))
 

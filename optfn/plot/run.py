@@ -19,6 +19,7 @@ RunHistory: TypeAlias = Mapping[str, np.ndarray]
 NORMS = {"grad_norm": "gradient", "update_norm": "update", "param_norm": "parameters"}
 # The evaluations that are drawn with the losses of the training batches.
 _OF_LOSS = ("evaluation", "evaluation/loss")
+_WORDS = {"learning_rate": "learning rate", "clip_factor": "clip factor"}
 
 
 def losses(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
@@ -53,11 +54,7 @@ def learning_rate(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None
       local_steps: as for `minimize`.
       ax: where to draw; None for a new figure.
     """
-    series = checked(history, "learning_rate")
-    ax = styled_axes(ax)
-    curve(ax, *_points(series, "learning_rate", local_steps), "learning rate")
-    ax.set(xlabel="step", ylabel="learning rate")
-    return ax
+    return _one_series(checked(history, "learning_rate"), "learning_rate", local_steps, ax)
 
 
 def norms(history: RunHistory, *, local_steps: int = 1, ax: "Axes | None" = None) -> "Axes":
@@ -112,31 +109,28 @@ def _panels(series: RunHistory, local_steps: int) -> list[Callable[..., "Axes"]]
         for name, draw in draws.items()
         if name in series
     ]
-    if "clip_factor" in series and np.any(series["clip_factor"] != 1):
-        panels.append(partial(_clip_factor, series, local_steps))
+    clipped = ["clip_factor"] if np.any(series.get("clip_factor", np.ones(1)) != 1) else []
     aux = [name for name in series if name.partition("/")[0] == "aux"]
     further = [name for name in series if name.startswith("evaluation/") and name not in _OF_LOSS]
-    panels += [partial(_aux, series, local_steps, name) for name in aux]
-    return panels + [partial(_evaluated, series, name) for name in further]
+    names = [*clipped, *aux, *further]
+    return panels + [partial(_one_series, series, name, local_steps) for name in names]
 
 
-def _clip_factor(series: RunHistory, local_steps: int, ax: "Axes") -> "Axes":
-    curve(styled_axes(ax), *_points(series, "clip_factor", local_steps), "clip factor")
-    ax.set(xlabel="step", ylabel="clip factor", ylim=(0, 1.05))
-    return ax
-
-
-def _aux(series: RunHistory, local_steps: int, name: str, ax: "Axes") -> "Axes":
-    curve(styled_axes(ax), *_points(series, name, local_steps), name)
+def _one_series(
+    series: RunHistory, name: str, local_steps: int, ax: "Axes | None" = None
+) -> "Axes":
+    """Draw one array of a history, a curve of steps or the points of evaluations."""
+    ax = styled_axes(ax)
+    label = _WORDS.get(name, name)
+    if name.startswith("evaluation/"):
+        ax.plot(*_evaluation(series, name), "o-", markersize=4)
+    else:
+        curve(ax, *_points(series, name, local_steps), label)
     ax.set_xlabel("step")
-    ax.set_ylabel(name.removeprefix("aux/"), parse_math=False)
-    return ax
-
-
-def _evaluated(series: RunHistory, name: str, ax: "Axes") -> "Axes":
-    styled_axes(ax).plot(*_evaluation(series, name), "o-", markersize=4)
-    ax.set_xlabel("step")
-    ax.set_ylabel(name.removeprefix("evaluation/"), parse_math=False)  # names may have a $
+    # The names of users may have a $.
+    ax.set_ylabel(label.removeprefix("aux/").removeprefix("evaluation/"), parse_math=False)
+    if name == "clip_factor":
+        ax.set_ylim(0, 1.05)
     return ax
 
 
@@ -150,15 +144,13 @@ def checked(history: RunHistory, *needed: str) -> dict[str, np.ndarray]:
             have = ", ".join(series)
             recorded = "; wrap the optimizer in record_metrics" if name in NORMS else ""
             raise ValueError(f"history must have {name!r}; it has {have}{recorded}")
+    lengths = {"evaluation": len(series.get("evaluation_step", ())), "loss": len(series["loss"])}
     for name, x in series.items():
-        length = len(series["loss"])
-        steps = series.get("evaluation_step", np.zeros(0))
-        expected = len(steps) if name.startswith("evaluation") else length
-        if x.shape != (expected,):
+        counted = "evaluation" if name.startswith("evaluation") else "loss"
+        if x.shape != (lengths[counted],):
             raise ValueError(
-                f"history[{name!r}] must have one number for each "
-                f"{'evaluation' if name.startswith('evaluation') else 'loss'}, "
-                f"shape ({expected},); got shape {x.shape}"
+                f"history[{name!r}] must have one number for each {counted}, "
+                f"shape ({lengths[counted]},); got shape {x.shape}"
             )
     return series
 

@@ -11,7 +11,7 @@ from jax.lax import GatherScatterMode
 
 from optfn.core import tree
 from optfn.core.tree import Pattern
-from optfn.core.types import DType, Leaf, Params
+from optfn.core.types import Leaf, Params
 from optfn.jaxprs.equations import Atom, Environment, Equation, Equations, read, type_of, variables
 from optfn.leaves.rows import Rows
 from optfn.sparse.tables import Owners
@@ -22,7 +22,7 @@ class Table:
     """An embedding table as a loss sees it: it can be looked up, and nothing else.
 
     `table[ids]` returns the rows for integer ids of any shape, (*ids.shape, …). Ids out of range
-    are treated as in an array.
+    are treated as in an array. `shape`, `dtype`, `ndim` and `size` are those of the leaf.
 
     Args:
       array: the leaf, (rows, …).
@@ -34,26 +34,6 @@ class Table:
 
     def __init__(self, array: jax.Array, path: str) -> None:
         self._array, self.path = array, path
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the leaf."""
-        return self._array.shape
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of the leaf."""
-        return self._array.dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the leaf."""
-        return self._array.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the leaf."""
-        return self._array.size
 
     def __getitem__(self, ids: Leaf) -> Any:
         if ids is Ellipsis:  # nnx reads a Variable by [...]
@@ -72,6 +52,8 @@ class Table:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name in ("shape", "dtype", "ndim", "size"):
+            return getattr(self._array, name)
         raise _dense_use(self.path, f"its attribute {name!r}")
 
     def __jax_array__(self) -> Any:
@@ -105,14 +87,12 @@ def _refusing(operation: str) -> Callable[..., Any]:
 
 
 # Python looks up operators in the class, not by __getattr__.
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow"):
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow")
+_OPERATORS = ("neg", "abs", "len", "iter", "bool", "contains", "float", "int")
+for _name in (*_BINARY, *_OPERATORS, "eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Table, f"__{_name}__", _refusing(_name))
+for _name in _BINARY:
     setattr(Table, f"__r{_name}__", _refusing(_name))
-for _name in (
-    *("neg", "abs", "len", "iter", "bool", "contains", "float", "int"),
-    *("eq", "ne", "lt", "le", "gt", "ge"),
-):
-    setattr(Table, f"__{_name}__", _refusing(_name))
 
 
 class LossOfTables:
@@ -144,8 +124,10 @@ class LossOfTables:
             if path not in paths:
                 return x
             _check_table(path, x)
-            # Use the shape of the whole table. In a shard, negative ids would count from its end.
-            return Table(_whole(x, owners), path)
+            if owners is not None:
+                # In a shard, negative ids would count from its end.
+                x = jax.ShapeDtypeStruct((owners.num_rows(x), *x.shape[1:]), x.dtype)
+            return Table(x, path)
 
         self._program = Equations(loss_fn, tree.map_named(enter, params))
         self._owners = owners
@@ -185,13 +167,6 @@ class LossOfTables:
 
 # The equation of a lookup, its ids, and the gradient of the rows that it returns.
 _Lookup = tuple[Equation, jax.Array, jax.Array]
-
-
-def _whole(shard: jax.Array, owners: Owners | None) -> Leaf:
-    """Return the shape of the table of a shard; without owners, the array itself."""
-    if owners is None:
-        return shard
-    return jax.ShapeDtypeStruct((owners.num_rows(shard), *shard.shape[1:]), shard.dtype)
 
 
 def _fetch_rows(
@@ -237,9 +212,7 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
             continue
         if not _is_lookup(equation, path_of):
             name, path = equation.primitive.name, path_of[used[0]]
-            if any(
-                key in equation.params for key in ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
-            ):
+            if not equation.params.keys().isdisjoint(_BODIES):
                 raise TypeError(
                     f"table {path!r} is used inside the body of {name}, where lookups cannot be "
                     "found. Look the rows up before it, and pass them in"
@@ -250,6 +223,10 @@ def _lookups(program: Equations, path_of: dict[Any, str]) -> list[Equation]:
         if v in path_of:
             raise _dense_use(path_of[v], "it is returned")
     return found
+
+
+# The params of equations that run functions.
+_BODIES = ("jaxpr", "branches", "body_jaxpr", "call_jaxpr")
 
 
 def _is_lookup(equation: Equation, path_of: dict[Any, str]) -> bool:

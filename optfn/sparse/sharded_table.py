@@ -20,12 +20,14 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
 from optfn.core import checks, tree
-from optfn.core.checks import shown
 from optfn.core.traits import traits
 from optfn.core.types import DType, Leaf, PyTree
 from optfn.mesh import Axes, axes
 from optfn.sparse.tables import Owners
 from optfn.state.per_worker import PerWorker
+
+# The attributes that the array of stored rows shares with the table, or has for it.
+_OF_STORED = ("shape", "dtype", "ndim", "size", "sharding", "addressable_shards")
 
 
 @traits(transparent=True)
@@ -34,7 +36,8 @@ class ShardedTable:
     """A table whose rows are dealt out to the devices in turn; you read it in natural order.
 
     It has the shape and dtype of the table. `np.asarray` and `jnp.asarray` return the table,
-    `table[ids]` returns rows, and its attributes are those of the table. It is a pytree node with
+    `table[ids]` returns rows, and its attributes are those of the table, but for `sharding` and
+    `addressable_shards`, which are those of the stored rows. It is a pytree node with
     one array, the stored rows, and does not change paths. The state of an optimizer has such a node
     in the same place.
 
@@ -63,39 +66,10 @@ class ShardedTable:
         """Return a node of `stored`, whose rows are in the order of this table's."""
         return ShardedTable(stored, self.owners, self.num_rows)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the table."""
-        return tuple(self.stored.shape)
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype of the table."""
-        dtype: DType = self.stored.dtype
-        return dtype
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes of the table."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements of the table."""
-        return int(self.stored.size)
-
-    @property
-    def sharding(self) -> Any:
-        """The sharding of the stored rows."""
-        return self.stored.sharding
-
-    @property
-    def addressable_shards(self) -> Any:
-        """The stored rows on each device of this process."""
-        return self.stored.addressable_shards
-
     def __array__(self, dtype: DType | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(_table_on_host(self, np.asarray(self.stored)), dtype)
+        x = np.asarray(self.stored)
+        axis = _axis_of_rows(x.shape, self.num_rows)
+        return np.asarray(x if axis is None else _permuted(self, x, axis, True), dtype)
 
     def __jax_array__(self) -> jax.Array:
         table: jax.Array = natural(self)
@@ -117,7 +91,7 @@ class ShardedTable:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(name)
-        return getattr(self.__jax_array__(), name)
+        return getattr(self.stored if name in _OF_STORED else self.__jax_array__(), name)
 
     def __repr__(self) -> str:
         return f"ShardedTable({self.stored!r} of {self.num_rows} rows, in turn)"
@@ -184,13 +158,11 @@ def stored_as(like: PyTree, values: PyTree) -> PyTree:
     def convert(node: PyTree, value: PyTree) -> PyTree:
         if not is_sharded_table(node):
             return value
-        return node.of(
-            jax.tree.map(
-                lambda old, x: x if x is old else _reordered(node, x, _to_stored),
-                node.stored,
-                value,
-            )
-        )
+
+        def stored(old: Leaf, x: Leaf) -> Leaf:
+            return x if x is old else _reordered(node, x, _to_stored)
+
+        return node.of(jax.tree.map(stored, node.stored, value))
 
     return jax.tree.map(convert, like, values, is_leaf=is_sharded_table)
 
@@ -198,16 +170,13 @@ def stored_as(like: PyTree, values: PyTree) -> PyTree:
 def check_tables(params: PyTree, are_tables: PyTree) -> None:
     """Raise a TypeError unless each table of params is a ShardedTable, as `spread` makes it."""
 
-    def check(place: tree.Place, is_table: bool, x: PyTree) -> None:
+    values = jax.tree.leaves(params, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x))
+    for (place, is_table), x in zip(tree.items(are_tables), values, strict=True):
         if is_table is True and not is_sharded_table(x):
             raise TypeError(
                 f"params[{str(place)!r}] is a table whose rows are divided over devices; it must "
-                f"be a ShardedTable, which step.init makes; got {shown(x)}"
+                f"be a ShardedTable, which step.init makes; got {checks.shown(x)}"
             )
-
-    values = jax.tree.leaves(params, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x))
-    for (place, is_table), x in zip(tree.items(are_tables), values, strict=True):
-        check(place, is_table, x)
 
 
 def check_rows(state: PyTree) -> None:
@@ -249,17 +218,8 @@ def _reordered(node: ShardedTable, x: Leaf, exchange: Exchange) -> Leaf:
 
 def _axes_along(x: Leaf, axis: int) -> Axes:
     """Return the mesh axes over which an axis of an array is divided, if that is known."""
-    if checks.is_traced(x) or not isinstance(x, jax.Array):
-        return Axes()
-    if not isinstance(x.sharding, NamedSharding):
-        return Axes()
-    return axes([*x.sharding.spec, *[None] * x.ndim][axis])
-
-
-def _table_on_host(node: ShardedTable, x: np.ndarray) -> np.ndarray:
-    """Return an array on the host in natural order."""
-    axis = _axis_of_rows(x.shape, node.num_rows)
-    return x if axis is None else _permuted(node, x, axis, True)
+    lies = x.sharding if isinstance(x, jax.Array) and not checks.is_traced(x) else None
+    return axes([*lies.spec, *[None] * x.ndim][axis]) if isinstance(lies, NamedSharding) else Axes()
 
 
 def _permuted(node: ShardedTable, x: Leaf, axis: int, to_natural: bool) -> Leaf:
@@ -293,20 +253,27 @@ def _exchanged(
     return result
 
 
+def _in_both_orders(shard: jax.Array, owners: Owners) -> tuple[jax.Array, jax.Array]:
+    """Return the places of rows at this device: in its stored rows, and in its natural block.
+
+    Row k of each has the places of the rows that device k has in the other order.
+    """
+    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
+    stored, _ = _pairs(owners, me, all_devices, len(shard))
+    _, block = _pairs(owners, all_devices, me, len(shard))
+    return stored, block
+
+
 def _to_stored(shard: jax.Array, owners: Owners) -> jax.Array:
     """Exchange blocks of rows in natural order for the rows that each device keeps."""
-    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
-    _, sent = _pairs(owners, all_devices, me, len(shard))
-    places, _ = _pairs(owners, me, all_devices, len(shard))
-    return _all_to_all(shard, owners, sent, places)
+    stored, block = _in_both_orders(shard, owners)
+    return _all_to_all(shard, owners, block, stored)
 
 
 def _to_natural(shard: jax.Array, owners: Owners) -> jax.Array:
     """Exchange the rows that each device keeps for its block of rows in natural order."""
-    me, all_devices = lax.axis_index(owners.axes), np.arange(owners.workers)[:, None]
-    sent, _ = _pairs(owners, me, all_devices, len(shard))
-    _, places = _pairs(owners, all_devices, me, len(shard))
-    return _all_to_all(shard, owners, sent, places)
+    stored, block = _in_both_orders(shard, owners)
+    return _all_to_all(shard, owners, stored, block)
 
 
 def _pairs(owners: Owners, owner: Any, device: Any, count: int) -> tuple[jax.Array, jax.Array]:

@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
-from optfn.core.types import Leaf, LeafKind
-from optfn.leaves import rows as local_rows
+from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
 from optfn.leaves.rows import Rows
 from optfn.mesh import Axes
 from optfn.state.placement import num_workers
@@ -98,7 +97,7 @@ class Owners(NamedTuple):
           grads: the rows of this worker's gradient.
         """
         indices = self.place_of(grads.indices, grads.num_rows)
-        once = local_rows.merged(dataclasses.replace(grads, indices=indices, unique=False, parts=1))
+        once = dataclasses.replace(grads, indices=indices, unique=False, parts=1).merged()
         per_owner = grads.num_rows // self.workers
         rounds = _Rounds.of(once.indices, self, per_owner)
         width = once.indices.size + rounds.sizes[0]  # the last round may have room for more
@@ -304,13 +303,12 @@ class OwnedRows(LeafKind):
         """Return the sum over the leading axis of its arrays; inside `shard_map` over owners."""
         values = self.values.reshape(-1, *self.values.shape[2:])
         size = self.num_rows // self.owners.workers
-        once = local_rows.merged(Rows(self.indices.reshape(-1), values, size))
+        once = Rows(self.indices.reshape(-1), values, size).merged()
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def mean_over(self, axes: tuple[Any, ...]) -> "OwnedRows":
         """Return the mean over groups of such workers, inside `shard_map` over their axes too."""
-        local = self._local(self.indices, self.values)
-        once = local_rows.merged(local.mean_over(axes))
+        once = self._local(self.indices, self.values).mean_over(axes).merged()
         return dataclasses.replace(self, indices=once.indices, values=once.values)
 
     def dense(self) -> jax.Array:
@@ -327,29 +325,14 @@ class OwnedRows(LeafKind):
         )
         return total
 
-    def __add__(self, other: jax.Array) -> jax.Array:
-        """Return other + self, an array."""
-        return self.add_to(other)
-
-    __radd__ = __add__
-
     def _local(self, indices: jax.Array, values: jax.Array) -> Rows:
         """Return the rows of one worker as rows of its shard of the table."""
         return Rows(indices, values, self.num_rows // self.owners.workers, unique=True)
 
-    def apply(
-        self,
-        rule: Callable[..., Any],
-        rows: str,
-        accumulators: Sequence[jax.Array],
-        params: Sequence[jax.Array],
-        scalars: Mapping[str, Any],
+    def apply_to_rows(
+        self, rule: Callable[..., Any], accumulators: Arrays, params: Arrays, scalars: Scalars
     ) -> Any:
-        """Apply a rule to the rows, on the workers that keep them, or to the dense array."""
-        if rows == "linear":
-            return self.map(partial(rule, **scalars))
-        if rows == "dense":
-            return rule(self.dense(), *accumulators, *params, **scalars)
+        """Apply a rule to the rows, on the workers that keep them."""
         run = partial(self._apply_on_owner, rule, len(accumulators))
         values, *new = self.owners.on_each(
             run, self.indices, self.values, *accumulators, *params, **scalars
@@ -376,7 +359,7 @@ class OwnedRows(LeafKind):
             some = self._local(
                 *(lax.dynamic_slice_in_dim(x, k * chunk, chunk) for x in (indices, values))
             )
-            result = some.apply(rule, "touched", accumulators, params, scalars)
+            result = some.apply_to_rows(rule, accumulators, params, scalars)
             u, *new = result if accumulators else (result,)
             values = lax.dynamic_update_slice_in_dim(
                 values, u.values.astype(values.dtype), k * chunk, 0

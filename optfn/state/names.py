@@ -44,17 +44,26 @@ def _without_numbers(name: str) -> Iterator[str]:
         yield from _without_numbers(before)
 
 
+def nested(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
+    """Yield the nodes of a state that are chosen, each before those inside of it."""
+    for node in jax.tree.leaves(state, is_leaf=lambda x: bool(chosen(x))):
+        if chosen(node):
+            yield node
+            yield from nested(chosen, children(node))
+
+
+def children(node: object) -> list[Any]:
+    """Return the children of a node."""
+    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+
+
 def main_state(state: OptState) -> OptState:
     """Return the state that accessors read if no path is given.
 
     It is the main field of a node whose type declares one, or `state` itself if there is none.
     """
-
-    def has_main(x: object) -> bool:
-        return traits_of(x).labels not in ("", "*")
-
-    found = [x for x in jax.tree.leaves(state, is_leaf=has_main) if has_main(x)]
-    return found[0]._asdict()[traits_of(found[0]).labels] if found else state
+    found = next(nested(lambda x: traits_of(x).labels not in ("", "*"), state), None)
+    return state if found is None else found._asdict()[traits_of(found).labels]
 
 
 def _has_states(x: object) -> bool:
@@ -160,11 +169,7 @@ def retired_fields(state: OptState) -> list[str]:
     Args:
       state: the state of an optimizer, however wrapped.
     """
-
-    def retires(x: object) -> bool:
-        return bool(traits_of(x).retired)
-
-    parts = named_entries(state, stop=retires)
+    parts = named_entries(state, stop=lambda x: bool(traits_of(x).retired))
     return [join(name, field) for name, part in parts for field in traits_of(part).retired]
 
 
@@ -183,7 +188,7 @@ def reports_of(state: OptState) -> Callable[[str], bool]:
         for field, report in reports.items()
         if report is None or not report.is_needed
     ]
-    present = _state_words(state)
+    present = {state_word(type(x)) for x in nested(is_state, state)}
 
     def is_report(name: str) -> bool:
         words = name.split("/")
@@ -195,12 +200,3 @@ def reports_of(state: OptState) -> Callable[[str], bool]:
         return False
 
     return is_report
-
-
-def _state_words(node: PyTree) -> set[str]:
-    """Return the words of a state and of all states nested in it."""
-    found = {state_word(type(node))} if is_state(node) else set()
-    for child in jax.tree.leaves(node, is_leaf=lambda x: x is not node and is_state(x)):
-        if is_state(child):
-            found |= _state_words(child)
-    return found

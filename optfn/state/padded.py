@@ -31,12 +31,12 @@ class Padded(NamedTuple):
     @property
     def axis(self) -> int:
         """The axis that is padded."""
-        return int(static(self, "axis"))
+        return static(self, "axis", 0)
 
     @property
     def length(self) -> int:
         """The length of that axis without padding."""
-        return int(static(self, "length"))
+        return static(self, "length", 0)
 
 
 def padded(x: Leaf, axis: int, size: int) -> Padded:

@@ -39,6 +39,7 @@ from optfn.core import tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import OptState, Params, PyTree
 from optfn.mesh import Axes, AxisName, axes, joined
+from optfn.state.names import children
 from optfn.state.static import static, with_static
 
 
@@ -57,13 +58,11 @@ class PerWorker(NamedTuple):
     @property
     def axes(self) -> Axes:
         """The mesh axes along which workers differ in it; none means all axes of the workers."""
-        found: Axes = static(self, "axes", Axes())
-        return found
+        return static(self, "axes", Axes())
 
     def __getitem__(self, key: Any) -> Any:
         # Integers and slices are keys of the tuple, all else is a key of the tree.
-        is_index = isinstance(key, int | slice)
-        return tuple.__getitem__(self, key) if is_index else self.value[key]
+        return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
 
 def per_worker(value: PyTree, axis_name: AxisName) -> PerWorker:
@@ -88,24 +87,24 @@ class Divided(NamedTuple):
     @property
     def axes(self) -> Axes:
         """The mesh axes of the workers."""
-        found: Axes = static(self, "axes")
-        return found
+        return static(self, "axes", Axes())
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The n of each array, in the order of the leaves."""
-        found: tuple[int, ...] = static(self, "sizes")
-        return found
+        return static(self, "sizes", ())
 
     def __getitem__(self, key: Any) -> Any:
         return tuple.__getitem__(self, key) if isinstance(key, int | slice) else self.value[key]
 
     def mapped(self, fn: Callable[[Any, int], Any]) -> "Divided":
         """Map fn(array, unpadded length of its last axis) over the arrays."""
-        leaves, structure = jax.tree.flatten(self.value)
-        pairs = zip(leaves, self.sizes, strict=True)
-        new = [fn(x, n // (x.shape[0] if x.ndim == 2 else 1)) for x, n in pairs]
-        return self._replace(value=jax.tree.unflatten(structure, new))
+        sizes = iter(self.sizes)
+
+        def new(x: Any) -> Any:
+            return fn(x, next(sizes) // (x.shape[0] if x.ndim == 2 else 1))
+
+        return self._replace(value=jax.tree.map(new, self.value))
 
 
 def divided(value: PyTree, names: Axes) -> Divided:
@@ -131,8 +130,7 @@ class Exchanged(NamedTuple):
     @property
     def axes(self) -> Axes:
         """The mesh axes over which the transform exchanges or averages."""
-        found: Axes = static(self, "axes")
-        return found
+        return static(self, "axes", Axes())
 
     @property
     def traffic(self) -> Any:
@@ -196,10 +194,6 @@ def exchanged_axes(state: OptState, params: Params) -> list[Axes]:
     return [joined(*map(covered.get, names)) for names in names_of_leaves]
 
 
-def _is_mark(x: Any) -> bool:
-    return isinstance(x, ExchangedLeaf)
-
-
 # Wrappers of optax whose own state is the same on all workers.
 _PASSING = (
     optax.MaskedState,
@@ -217,21 +211,20 @@ def check_wrappers(who: str, state: OptState) -> None:
     """
     if not exchanges(state) or isinstance(state, Exchanged):
         return
-    children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
+    nodes = children(state)
     is_collection = _is_chain(state) or isinstance(state, list | dict)
-    if not (is_collection or any(isinstance(x, Exchanged) for x in children)):
-        known = isinstance(state, _PASSING) or traits_of(state).passes_own_gradients
-        if not known:
-            raise ValueError(
-                f"{who}: {type(state).__name__} encloses a transform that exchanges gradients, so "
-                "it would see different gradients on each worker, and workers would diverge. Put "
-                "it inside, or use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics "
-                "instead. If the state of your own wrapper is the same on all workers, declare "
-                "traits(passes_own_gradients=True)"
-            )
+    is_known = isinstance(state, _PASSING) or traits_of(state).passes_own_gradients
+    if not (is_collection or is_known or any(isinstance(x, Exchanged) for x in nodes)):
+        raise ValueError(
+            f"{who}: {type(state).__name__} encloses a transform that exchanges gradients, so "
+            "it would see different gradients on each worker, and workers would diverge. Put "
+            "it inside, or use optfn.accumulate, optfn.skip_nonfinite or optfn.record_metrics "
+            "instead. If the state of your own wrapper is the same on all workers, declare "
+            "traits(passes_own_gradients=True)"
+        )
     if _is_chain(state):
         _check_before(who, state)
-    for child in children:
+    for child in nodes:
         check_wrappers(who, child)
 
 
@@ -243,7 +236,9 @@ def _check_before(who: str, chain: OptState) -> None:
     for i, link in enumerate(chain):
         marks = [node for later in chain[i + 1 :] for node in nodes_of(Exchanged, later)]
         covered = {name for mark in marks for name in _covered(mark)}
-        kept = [] if exchanges(link) else [x for x in _floating_paths(link) if _ends(x, covered)]
+        ends = tuple(name and f"/{name}" for name in covered)
+        paths = [] if exchanges(link) else _floating_paths(link)
+        kept = [path for path in paths if f"/{path}".endswith(ends)]
         if kept:
             raise ValueError(
                 f"{who}: {kept[0]!r} in the state of part {i} of a chain would differ between "
@@ -254,7 +249,8 @@ def _check_before(who: str, chain: OptState) -> None:
 
 def _covered(mark: Exchanged) -> set[str]:
     """Return the names of the leaves that a transform exchanges."""
-    marks = jax.tree.map(_is(ExchangedLeaf), mark.leaves, is_leaf=_is_mark)
+    is_mark = _is(ExchangedLeaf)
+    marks = jax.tree.map(is_mark, mark.leaves, is_leaf=is_mark)
     return {name for name, x in tree.leaves_with_names(marks) if not tree.is_masked(x)}
 
 
@@ -265,10 +261,6 @@ def _floating_paths(state: OptState) -> list[str]:
         lambda x: optax.MaskedNode() if is_laid_out(x) else x, state, is_leaf=is_laid_out
     )
     return [name for name, x in tree.leaves_with_names(shared) if tree.is_inexact(x) and x.ndim]
-
-
-def _ends(path: str, names: set[str]) -> bool:
-    return any(not name or f"/{path}".endswith(f"/{name}") for name in names)
 
 
 def may_give_rows(state: OptState) -> bool:
@@ -287,7 +279,8 @@ def may_give_rows(state: OptState) -> bool:
     if it has one, passes them on. A plain tuple does if all of its links do.
     """
     if _is_chain(state):
-        return any(map(may_give_rows, state)) and all(map(_passes_or_gives_rows, state))
+        passing = (may_give_rows(x) if exchanges(x) else _passes_rows(x) for x in state)
+        return any(map(may_give_rows, state)) and all(passing)
     if not _declares_rows(state):
         return False
     return any(isinstance(x, Exchanged) or may_give_rows(x) for x in state)
@@ -299,10 +292,6 @@ def _is_chain(state: OptState) -> bool:
 
 def _declares_rows(state: OptState) -> bool:
     return isinstance(state, tuple) and traits_of(state).passes_rows
-
-
-def _passes_or_gives_rows(state: OptState) -> bool:
-    return may_give_rows(state) if exchanges(state) else _passes_rows(state)
 
 
 def _passes_rows(state: OptState) -> bool:

@@ -7,6 +7,7 @@ so that each worker sees the (n, …) of `tx.init`. An array of which each worke
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,10 +42,6 @@ PER_WORKER_KEY = "per_worker"
 _FIELDS_BEFORE_THE_LIST = ("local_velocity", "residual")
 
 
-def _is_per_worker(x: object) -> bool:
-    return isinstance(x, PerWorker | Divided)
-
-
 def _counts_workers(x: PyTree) -> bool:
     """Tell whether `x` is a state with an int32 field `num_workers` and per-worker arrays."""
     if "num_workers" not in getattr(x, "_fields", ()):
@@ -74,7 +71,7 @@ def map_state(
     def convert(node: PyTree) -> PyTree:
         if divided is not None and isinstance(node, Divided):
             return divided(node)
-        if _is_per_worker(node):
+        if isinstance(node, PerWorker | Divided):
             return jax.tree.map(lambda x: per_worker(x, node.axes), node)
         if count is None or not _counts_workers(node):
             return shared(node)
@@ -88,7 +85,8 @@ def map_state(
         return node._replace(**fields)
 
     def stop(x: PyTree) -> bool:
-        return _is_per_worker(x) or (count is not None and _counts_workers(x))
+        counts = count is not None and _counts_workers(x)
+        return counts or isinstance(x, PerWorker | Divided)
 
     return jax.tree.map(convert, opt_state, is_leaf=stop)
 
@@ -182,7 +180,7 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
     missing = [axis for axis in meshes.axes(axis_name) if axis not in mesh.shape]
     if missing:
         raise ValueError(f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}")
-    return int(np.prod([mesh.shape[axis] for axis in meshes.axes(axis_name)], dtype=np.int64))
+    return math.prod(mesh.shape[axis] for axis in meshes.axes(axis_name))
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
@@ -225,12 +223,14 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
     #   3. Codes: decoded (N, n), averaged, encoded (n). Their scales were averaged in step 2.
     #   4. Repeated for the new workers, (M·n, …), and num_workers is M.
     # A Divided keeps its (N·⌈n/N⌉,) until step 4, which cuts it to (n,) and pads it to (M·⌈n/M⌉,).
-    by_worker = map_state(
-        lambda x, axes: _stacked(x, old_count), lambda x: x, opt_state, divided=lambda node: node
+    means = map_state(
+        lambda x, axes: _mean(_by_worker(x, old_count)),
+        lambda x: x,
+        opt_state,
+        divided=lambda node: node,
     )
-    means = map_state(lambda x, axes: _mean(x), lambda x: x, by_worker, divided=lambda node: node)
-    flags = is_per_worker(opt_state)
-    means = jax.tree.map(_mean_of_codes, by_worker, means, flags, is_leaf=has_codes)
+    of_codes = functools.partial(_mean_of_codes, old_count)
+    means = jax.tree.map(of_codes, opt_state, means, is_per_worker(opt_state), is_leaf=has_codes)
     return map_state(
         lambda x, axes: _repeated(x, count),
         _host_array,
@@ -269,52 +269,47 @@ def _host_array(x: object) -> object:
     return np.asarray(x)
 
 
-def _mean_of_codes(by_worker: OptState, mean: OptState, flags: OptState) -> OptState:
+def _mean_of_codes(count: int, node: OptState, mean: OptState, flags: OptState) -> OptState:
     """Return `mean` with the mean of the numbers that codes stand for, where a node has codes.
 
     Args:
-      by_worker: a node of a state, in which each per-worker array is (workers, n, …).
+      count: the number of workers.
+      node: a node of a state.
       mean: the node with the mean over workers of each array; of codes, worker 0's.
       flags: for each array whether it is per-worker.
     """
-    for field in encoded_fields(by_worker):
+
+    def of_leaf(field: Encoded, flag: bool, codes: Leaf, scales: Leaf, shared: Leaf) -> Leaf:
+        return field.mean(_by_worker(codes, count), _by_worker(scales, count)) if flag else shared
+
+    for field in encoded_fields(node):
         found = jax.tree.map(
-            functools.partial(_mean_if_per_worker, field),
+            functools.partial(of_leaf, field),
             getattr(flags, field.codes),
-            getattr(by_worker, field.codes),
-            getattr(by_worker, field.scale),
+            getattr(node, field.codes),
+            getattr(node, field.scale),
             getattr(mean, field.codes),
         )
         mean = mean._replace(**{field.codes: found})
     return mean
 
 
-def _mean_if_per_worker(
-    field: Encoded, flag: bool, codes: np.ndarray, scales: np.ndarray, shared: np.ndarray
-) -> np.ndarray:
-    return field.mean(codes, scales) if flag else shared
-
-
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
     rescaled = dict(mapping)
-    if PER_WORKER_KEY in mapping:
-        names = [str(key) for key in np.asarray(mapping[PER_WORKER_KEY])]
-    else:
-        names = _unlisted_names(mapping)
+    listed = mapping.get(PER_WORKER_KEY)
+    names = _unlisted_names(mapping) if listed is None else [*map(str, np.asarray(listed))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
     count_keys = count_names(mapping, names)
     old_count = _agreed([mapping[key] for key in count_keys])
-    by_worker = {key: _stacked(mapping[key], old_count, key) for key in names}
+    by_worker = {key: _by_worker(mapping[key], old_count, key) for key in names}
     encoded = encoded_names(by_worker)
     for key, x in by_worker.items():
         if key in encoded:
             field, scale = encoded[key]
             mean = field.mean(x, by_worker[scale])
-        elif x.dtype == np.uint16:
-            mean = _mean(x.view(jnp.bfloat16)).view(np.uint16)
         else:
-            mean = _mean(x)
+            mean = _mean(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x).view(x.dtype)
         rescaled[key] = _repeated(mean, count)
     for key in count_keys:
         rescaled[key] = np.full_like(np.asarray(mapping[key]), count)
@@ -337,12 +332,7 @@ def count_names(names: Iterable[str], per_worker: Sequence[str]) -> list[str]:
 def _worker_counts(opt_state: OptState) -> list[Leaf]:
     """Return the fields `num_workers` of a state."""
     counts: list[Leaf] = []
-
-    def collect(x: Leaf, axes: meshes.Axes) -> Leaf:
-        counts.append(x)
-        return x
-
-    map_state(lambda x, axes: x, lambda x: x, opt_state, collect)
+    map_state(lambda x, axes: x, lambda x: x, opt_state, lambda x, axes: counts.append(x))
     return counts
 
 
@@ -352,7 +342,7 @@ def workers_of(opt_state: OptState) -> int:
     are_arrays = all(isinstance(x, np.ndarray | jax.Array) and x.ndim == 0 for x in counts)
     if not are_arrays or checks.is_traced(counts):  # shapes, or the stacked states of a vmap
         return 0
-    numbers = {int(np.asarray(count)) for count in counts}
+    numbers = set(map(int, counts))
     return numbers.pop() if len(numbers) == 1 else 0
 
 
@@ -365,7 +355,7 @@ def _unlisted_names(mapping: Mapping[str, Any]) -> list[str]:
 
 def _agreed(counts: list[Leaf]) -> int:
     """Return the number of workers, on which all counts must agree."""
-    numbers = {int(np.asarray(count)) for count in counts}
+    numbers = set(map(int, counts))
     if len(numbers) != 1:
         found = f"different ones: {sorted(numbers)}" if numbers else "none (no field num_workers)"
         raise ValueError(
@@ -374,7 +364,9 @@ def _agreed(counts: list[Leaf]) -> int:
     return numbers.pop()
 
 
-def _stacked(x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array") -> np.ndarray:
+def _by_worker(
+    x: np.ndarray | jax.Array, count: int, name: str = "a per-worker array"
+) -> np.ndarray:
     """Return the array (count·n, …) of all workers on the host, as (count, n, …)."""
     array = np.asarray(x)
     if array.ndim < 1 or array.shape[0] % count:

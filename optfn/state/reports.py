@@ -8,8 +8,7 @@ The type of a state declares them, and the step, its rounds and the history read
         inner_state: OptState
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +16,8 @@ import jax.numpy as jnp
 from optfn.core.traits import Report, reporting_types, traits_of
 from optfn.core.tree import join, leaves_with_paths
 from optfn.core.types import OptState
+from optfn.state.names import nested as nested
 from optfn.workers import Workers
-
-
-def nested(chosen: Callable[[Any], Any], state: OptState) -> Iterator[Any]:
-    """Yield the nodes of a state that are chosen, each before those inside of it."""
-    for node in jax.tree.leaves(state, is_leaf=lambda x: bool(chosen(x))):
-        if chosen(node):
-            yield node
-            yield from nested(chosen, _children(node))
-
-
-def _children(node: object) -> list[Any]:
-    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)
 
 
 def reported(opt_state: OptState) -> dict[str, jax.Array]:

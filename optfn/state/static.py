@@ -10,20 +10,24 @@ from collections.abc import Hashable
 from typing import Any, TypeVar
 
 N = TypeVar("N", bound=tuple[Any, ...])
+T = TypeVar("T")
 
 
 def with_static(node: N, **values: Hashable) -> N:
     """Return a NamedTuple as one of the subtype of its type that has these values."""
-    made: N = _rebuilt(type(node), tuple(values.items()), tuple(node))
+    made: N = _with_values(type(node), tuple(values.items()), tuple(node))
     return made
 
 
-def static(node: tuple[Any, ...], name: str, default: Any = None) -> Any:
-    """Return a static value of a node."""
-    return dict(getattr(node, "static_values", ())).get(name, default)
+def static(node: tuple[Any, ...], name: str, default: T) -> T:
+    """Return a static value of a node, of the type of the default."""
+    found: T = dict(getattr(node, "static_values", ())).get(name, default)
+    return found
 
 
-def _rebuilt(kind: type, values: tuple[tuple[str, Hashable], ...], fields: tuple[Any, ...]) -> Any:
+def _with_values(
+    kind: type, values: tuple[tuple[str, Hashable], ...], fields: tuple[Any, ...]
+) -> Any:
     return _subtype(kind, values)(*fields)
 
 
@@ -33,7 +37,7 @@ def _subtype(kind: type, values: tuple[tuple[str, Hashable], ...]) -> type:
 
     def reduced(node: tuple[Any, ...]) -> tuple[Any, ...]:
         # pickle finds a type by its name, which a subtype shares with its base.
-        return _rebuilt, (kind, values, tuple(node))
+        return _with_values, (kind, values, tuple(node))
 
     attributes = {"static_values": values, "__reduce__": reduced, "__slots__": ()}
     return type(kind.__name__, (kind,), attributes | {"__module__": kind.__module__})

@@ -79,7 +79,7 @@ def test_aux_keywords_and_a_table_that_is_not_looked_up():
     )
     assert float(value) == pytest.approx(float(params["a"][4].sum()))
     assert aux.tolist() == [5]
-    np.testing.assert_array_equal(rows.dense(grads["b"]), np.zeros((6, 2)))
+    np.testing.assert_array_equal(grads["b"].dense(), np.zeros((6, 2)))
 
 
 @pytest.mark.parametrize("out", thinned([-41, 40, 1000], every=3))
@@ -88,7 +88,7 @@ def test_ids_out_of_range_are_as_in_a_dense_gradient(out):
     value, grads = sparse.value_and_grad(loss_fn, "table")(make_params(), ids, TARGET[:1, :2])
     want, dense = jax.value_and_grad(loss_fn, allow_int=True)(make_params(), ids, TARGET[:1, :2])
     assert float(value) == pytest.approx(float(want))
-    np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(grads["table"].dense(), dense["table"], rtol=1e-5, atol=1e-7)
 
 
 FORMS = {
@@ -119,7 +119,7 @@ def test_each_form_of_a_lookup_treats_ids_as_an_array_does(name):
     value, grads = jax.jit(sparse.value_and_grad(loss, "table"))(params, ids)
     want, dense = jax.jit(jax.value_and_grad(loss))(params, ids)
     assert float(value) == pytest.approx(float(want), rel=1e-5)
-    np.testing.assert_allclose(rows.dense(grads["table"]), dense["table"], rtol=1e-6)
+    np.testing.assert_allclose(grads["table"].dense(), dense["table"], rtol=1e-6)
 
 
 def test_one_dimensional_and_wide_tables():
@@ -195,19 +195,19 @@ def some_rows(seed=5, dtype=jnp.float32):
 
 def test_merging_adds_repeated_rows_up():
     r = some_rows()
-    once = rows.merged(r)
+    once = r.merged()
     assert once.indices.tolist() == [0, 2, 7, 39, ROWS, ROWS, ROWS, ROWS]
     want = np.zeros((ROWS + 1, WIDTH))
     np.add.at(want, np.asarray(r.indices), np.asarray(r.values, np.float64))
-    np.testing.assert_allclose(rows.dense(once), want[:ROWS], rtol=1e-6)
-    np.testing.assert_allclose(rows.dense(r), want[:ROWS], rtol=1e-6)
+    np.testing.assert_allclose(once.dense(), want[:ROWS], rtol=1e-6)
+    np.testing.assert_allclose(r.dense(), want[:ROWS], rtol=1e-6)
     empty = sparse.Rows(jnp.zeros(0, jnp.int32), jnp.zeros((0, WIDTH)), ROWS)
-    assert rows.merged(empty).indices.shape == (0,)
+    assert empty.merged().indices.shape == (0,)
 
 
 def test_params_plus_rows():
     p, r = normal(0, ROWS, WIDTH), some_rows()
-    want = np.asarray(p) + np.asarray(rows.dense(r))
+    want = np.asarray(p) + np.asarray(r.dense())
     for found in (
         p + r,
         r + p,
@@ -219,7 +219,7 @@ def test_params_plus_rows():
     # Narrow parameters: the sum of repeated rows is rounded once.
     narrow = p.astype(jnp.bfloat16)
     found = optfn.apply_updates({"t": narrow}, {"t": r})["t"]
-    want = (narrow.astype(jnp.float32) + rows.dense(r)).astype(jnp.bfloat16)
+    want = (narrow.astype(jnp.float32) + r.dense()).astype(jnp.bfloat16)
     np.testing.assert_array_equal(found, want)
 
 
@@ -233,14 +233,14 @@ def test_rows_of_a_reshaped_array_in_parts():
     assert (r.shape, r.ndim) == ((5, 8), 2)
     for found in (
         p + r,
-        rows.merged(r) + p,
+        r.merged() + p,
         optfn.apply_updates(p, r),
-        p + (r + r) - rows.dense(r),
+        p + (r + r) - r.dense(),
     ):
         np.testing.assert_allclose(found, want[:40].reshape(5, 8), rtol=1e-5, atol=1e-6)
-    once = rows.merged(r)
+    once = r.merged()
     np.testing.assert_array_equal(rows.take(p, once)[:4], np.ravel(p)[[1, 2, 9, 39]])
-    np.testing.assert_array_equal(rows.put(p, once, rows.take(p, once)), p)
+    np.testing.assert_array_equal(rows.put(p, rows.take(p, once), once), p)
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_inside_shard_map(check_vma):
     def body(params, ids, target):
         params = jax.tree.map(lambda x: jax.lax.pcast(x, "data", to="varying"), params)
         _, grads = sparse.value_and_grad(loss_fn, "table")(params, ids[0], target)
-        return rows.dense(grads["table"])[None]
+        return grads["table"].dense()[None]
 
     found = jax.jit(
         jax.shard_map(
@@ -709,7 +709,7 @@ def test_recompute_leaves_the_lookups_out():
 
 def test_rows_add_up():
     a, b = some_rows(1), some_rows(2)
-    np.testing.assert_allclose(rows.dense(a + b), rows.dense(a) + rows.dense(b), rtol=1e-6)
+    np.testing.assert_allclose((a + b).dense(), a.dense() + b.dense(), rtol=1e-6)
     with pytest.raises(ValueError, match="cannot add rows of arrays of shapes"):
         a + sparse.Rows(a.indices, a.values, ROWS + 1)
     bad = jax.tree.map(lambda x: 0.5 * x, a)
