@@ -2,8 +2,8 @@
 
 Read `optfn.core.protocol` first, whose names are those of this module too. The other files: `edge`
 (gradients and params enter a rule, updates leave it), `leafwise` (a rule on arrays, applied to each
-leaf), `tree` (leaves and their paths), `numerics` (arithmetic of rules), `traits` (a type of state
-about itself), `checks` (of arguments), `types` and `printing`.
+leaf), `tree` (leaves and their paths), `numerics` (arithmetic of rules), `traits` (declarations of
+a type of state), `checks` (of arguments), `types` and `printing`.
 """
 
 from optfn.core.protocol import Call as Call

@@ -55,11 +55,11 @@ def entered(
     if None in dtypes or any(isinstance(g, OneLeaf) for g in grads):
         _check(name, real_only, updates, params)
 
-    def left(new: Updates) -> Updates:
+    def leave(new: Updates) -> Updates:
         return structure.unflatten(map(_narrowed, structure.flatten_up_to(new), grads, like))
 
     trees = [structure.unflatten(map(_widened, x, dtypes)) for x in (grads, like)]
-    return trees[0], None if params is None else trees[1], left
+    return trees[0], None if params is None else trees[1], leave
 
 
 def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:

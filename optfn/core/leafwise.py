@@ -18,7 +18,7 @@ from optfn.core.numerics import cast as cast
 from optfn.core.types import DType, Leaf, OneLeaf, Params, PyTree, Updates
 
 # (g, *accumulators, [p], **scalars) -> (update, *accumulators), on arrays
-Rule = Callable[..., Any]
+ArrayRule = Callable[..., Any]
 
 
 class PerLeaf(NamedTuple):
@@ -31,7 +31,7 @@ class PerLeaf(NamedTuple):
 
 
 def apply(
-    rule: Rule,
+    rule: ArrayRule,
     updates: Updates,
     *state: PyTree,
     params: Params | None = None,
@@ -109,7 +109,7 @@ def _mismatch() -> Any:
 
 
 def _apply_to_leaf(
-    rule: Rule, rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
+    rule: ArrayRule, rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
     scalars = {k: _spread(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, OneLeaf):

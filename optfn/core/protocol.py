@@ -3,8 +3,8 @@
 A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). A `Rule` is
 such a pair that may assume checked inputs: gradients match params leaf by leaf, in float32 or
 wider; everything else is masked. The edge around the rule checks and casts gradients, and gives
-updates the dtypes of the params. Rules in a chain have no edge between them, so a gradient passes
-one edge per optimizer:
+updates the dtypes of the params. The rules of an optimizer have no edge between them, so a gradient
+passes one edge per optimizer; in a `chain` of your own, each link keeps its edge:
 
     @transform(complex_leaves=True)
     def scale(factor):
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     needs_params: whether update reads params; without them it is an error.
     real_only: the name of the rule that is not defined for complex leaves, "" if there is none.
     reads_state: whether update reads its state, see `transform`.
-    links: the rules of a chain.
+    links: the rules of a chain, () if it is none.
     decays: whether there is a weight decay, which the extra argument `decay_factors` scales by
       path.
     name: the name of the factory that made it.
@@ -179,6 +179,8 @@ def transform(
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 
+    Each link has its edge; inside an optimizer, its rules are behind the edge of the optimizer.
+
     Args:
       *links: transformations of optfn or optax, at least one.
 
@@ -229,7 +231,7 @@ def check_params_given(name: str, params: Params | None) -> None:
 
 
 def rule_of(tx: optax.GradientTransformation | Rule) -> Rule:
-    """Return the rule behind the edge of `tx`, or its init and update if it has none."""
+    """Return the rule of `tx` without the edge around it, or the pair itself if it has no edge."""
     if isinstance(tx, Rule):
         return tx
     known = tx.rule if isinstance(tx, Transform) else None
@@ -268,9 +270,9 @@ def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
             check_params_given(name, params)
         if _kinds(state) != expected_kinds():
             _check_kinds(name, rule, state)
-        clean, wide, left = edge.entered(name, rule.real_only, updates, params)
-        new, state = rule.update(clean, state, wide, **extra)
-        return left(new), state
+        grads, wide, leave = edge.entered(name, rule.real_only, updates, params)
+        new, state = rule.update(grads, state, wide, **extra)
+        return leave(new), state
 
     expected_kinds = functools.cache(lambda: _kinds(_state_of_no_params(rule)))
     return Transform(init, update, rule=rule, **fields)

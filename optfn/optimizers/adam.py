@@ -1,4 +1,4 @@
-"""Adam, and the transform of its moments that other optimizers use."""
+"""Adam, and the choice of the rule of its moments, which `adamw` and `muon` share."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def scale_by_adam_in(
     b1: Number, b2: Number, eps: Number, eps_hat: bool, moment_dtype: str | None, lazy: bool | str
 ) -> core.Rule:
-    """Return the rule of Adam's moments for these options of storage and laziness."""
+    """Return the rule of `scale_by_adam`, or of its variant for this storage and laziness."""
     if moment_dtype is None and isinstance(lazy, bool):
         return scale_by_adam.rule(b1, b2, eps, eps_hat=eps_hat, lazy=lazy)
     from optfn.optimizers.adam_moments import other_moments

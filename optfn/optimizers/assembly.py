@@ -30,8 +30,9 @@ def optimizer(
 ) -> Callable[P, optax.GradientTransformationExtraArgs]:
     """Decorate a factory of the rules of a chain: apply the arguments that all optimizers share.
 
-    The factory has these arguments in its signature, and this decorator applies them. The chain
-    computes in float32 or wider, and its update is rounded once, to the dtype of the parameter.
+    The factory has them in its signature, and its body does not use them: this decorator reads them
+    from the call. All rules are then one chain behind one edge (`core.behind_edge`): it computes in
+    float32 or wider, and its update is rounded once, to the dtype of the parameter.
     """
     signature, name = inspect.signature(factory), factory.__name__
 

@@ -16,6 +16,59 @@ from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Updates
 
+# The count of steps of a state: int32, or counts by leaf (`optfn.transforms.late_steps`).
+Steps: TypeAlias = Any
+
+
+@traits(counted="mu")
+class ScaleByAdamState(NamedTuple):
+    """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
+
+    step: Steps
+    mu: Params
+    nu: Params
+
+
+def adam_moments(
+    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Scalar, b2: Scalar
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (g, m, v), g as the update: m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
+    m = numerics.moving_average(m, g, b1)
+    return g, m, numerics.moving_average(v, numerics.abs_squared(g), b2)
+
+
+def adam_rule(
+    g: jax.Array,
+    m: jax.Array,
+    v: jax.Array,
+    *,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    scale: Scalar,
+    root: Scalar,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (scale·m/(root·√v + eps), m, v) with the m and v of `adam_moments`."""
+    _, m, v = adam_moments(g, m, v, b1=b1, b2=b2)
+    return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
+
+
+def adam_direction(
+    m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
+) -> jax.Array:
+    """Return scale·m/(root·√v + eps)."""
+    denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
+    return numerics.scalar(scale, v) * m / denominator
+
+
+def adam_factors(
+    b1: Scalar, b2: Scalar, step: jax.Array, eps_hat: bool
+) -> tuple[jax.Array, Scalar]:
+    """Return (scale, root) of `adam_direction`: the bias corrections of a step, in either form."""
+    scale = 1 / numerics.bias_correction(b1, step)
+    root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
+    return (scale / root, 1.0) if eps_hat else (scale, root)
+
 
 def init_moments(state_type: Callable[..., OptState], params: Params) -> OptState:
     """Return the state (step, first moment, second moment), all zero; the second is real."""
@@ -23,11 +76,7 @@ def init_moments(state_type: Callable[..., OptState], params: Params) -> OptStat
     return state_type(core.first_step(), *zeros)
 
 
-# The count of steps of a state: int32, or counts by leaf (`optfn.transforms.late_steps`).
-Steps: TypeAlias = Any
-
-
-def counted(
+def next_count(
     of_step: Callable[[jax.Array], dict[str, Any]], step: Steps, like: Updates
 ) -> tuple[Steps, dict[str, Any]]:
     """Return the count one step later, and the numbers that depend on it, by name."""
@@ -64,61 +113,11 @@ def counting_steps(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del params, extra
-        step, numbers = counted(of_step, state.step, updates)
+        step, numbers = next_count(of_step, state.step, updates)
         updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
         return updates, state_type(step, *moments)
 
     return core.Rule(partial(init_moments, state_type), update)
-
-
-@traits(counted="mu")
-class ScaleByAdamState(NamedTuple):
-    """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
-
-    step: Steps
-    mu: Params
-    nu: Params
-
-
-def adam_moments(
-    g: jax.Array, m: jax.Array, v: jax.Array, *, b1: Scalar, b2: Scalar
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (g, m, v) with m = β₁m + (1 − β₁)g, v = β₂v + (1 − β₂)|g|²."""
-    m = numerics.moving_average(m, g, b1)
-    return g, m, numerics.moving_average(v, numerics.abs_squared(g), b2)
-
-
-def adam_rule(
-    g: jax.Array,
-    m: jax.Array,
-    v: jax.Array,
-    *,
-    b1: Scalar,
-    b2: Scalar,
-    eps: Scalar,
-    scale: Scalar,
-    root: Scalar,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (scale·m/(root·√v + eps), m, v) with the m and v of `adam_moments`."""
-    _, m, v = adam_moments(g, m, v, b1=b1, b2=b2)
-    return adam_direction(m, v, eps=eps, scale=scale, root=root), m, v
-
-
-def adam_direction(
-    m: jax.Array, v: jax.Array, *, eps: Scalar, scale: Scalar, root: Scalar
-) -> jax.Array:
-    """Return scale·m/(root·√v + eps)."""
-    denominator = numerics.scalar(root, v) * jnp.sqrt(v) + numerics.scalar(eps, v)
-    return numerics.scalar(scale, v) * m / denominator
-
-
-def adam_factors(
-    b1: Scalar, b2: Scalar, step: jax.Array, eps_hat: bool
-) -> tuple[jax.Array, Scalar]:
-    """Return the factors of m and of √v: the bias corrections of step t, in either form."""
-    scale = 1 / numerics.bias_correction(b1, step)
-    root = jax.lax.rsqrt(numerics.bias_correction(b2, step))
-    return (scale / root, 1.0) if eps_hat else (scale, root)
 
 
 @core.transform(complex_leaves=True)

@@ -22,6 +22,7 @@ class ClipState(NamedTuple):
 
 
 def _unclipped(params: Params) -> ClipState:
+    """Return the state at init, and after an update without a clip: a factor of 1."""
     del params
     return ClipState(jnp.ones((), jnp.float32))
 
@@ -100,7 +101,7 @@ def _by_norm(
             return updates, _unclipped(params)
         updates, factor = clip(leafwise.merge_rows(updates), c)
         factor = factor.astype(jnp.float32)
-        if "workers" in extra:  # each clips its gradient: the state has the smallest factor
+        if "workers" in extra:  # each clips its gradient: the state has their smallest factor
             factor = extra["workers"].min(factor)
         return updates, ClipState(factor)
 

@@ -2,7 +2,7 @@
 
 A Python or NumPy number is stored in the state and read from there, so you can set it without
 recompiling anything. A schedule or a JAX array determines the rate from outside, and the state only
-shows it. Both kinds of state have the same fields, but different types.
+shows it. The type of the state says which of these drives the rate; each has the step and the rate.
 """
 
 from typing import Any, NamedTuple
