@@ -18,10 +18,9 @@ True
 
 The package, from the ground up:
 
-* `optfn.core.checks` checks arguments. `optfn.leaves` has the kinds of leaves (dense, row-sparse,
-  packed, stacked, masked), arithmetic on arrays, and the application of a rule to a tree.
-  `optfn.mesh` has the axes of a mesh and means over them. `optfn.core` is the protocol of a
-  transformation.
+* `optfn.core` is the ground floor: the protocol of a transformation, and the application of a rule
+  to the leaves of a tree. `optfn.leaves` has further kinds of leaves (row-sparse, packed, stacked).
+  `optfn.mesh` has the axes of a mesh and means over them.
 * `optfn.state` names the entries of an optimizer's state, and declares which are per-worker.
 * `optfn.transforms` are the links of a chain, `optfn.wrappers` enclose a chain, and
   `optfn.optimizers` are whole chains. `optfn.schedules` are learning rates as functions of the

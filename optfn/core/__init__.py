@@ -4,6 +4,15 @@ Read `optfn.core.protocol` first, whose names are those of this module too. The 
 (gradients and params enter a rule, updates leave it), `leafwise` (a rule on arrays, applied to each
 leaf), `tree` (leaves and their paths), `numerics` (arithmetic of rules), `traits` (declarations of
 a type of state), `checks` (of arguments), `types` and `printing`.
+
+A gradient on its way through `adam(1e-3, grad_clip=clip_by_global_norm(1.0)).update`:
+
+1. `protocol.behind_edge` gets it, and calls `edge.entered`: checked, float32, masked where frozen.
+2. `protocol.chained` passes it to the rules of the optimizer, one after the other.
+3. `transforms/clipping.py`: its norm with all others, and one factor for all (`leafwise.scale`).
+4. `transforms/adam.py`: `leafwise.apply` runs `adam_rule` on each leaf with its two moments.
+5. `transforms/learning_rate.py`: the direction becomes a step, −lr·u.
+6. `edge.entered` has returned `leave`, which gives the update the dtype of the parameter.
 """
 
 from optfn.core.protocol import Call as Call
