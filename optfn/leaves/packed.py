@@ -190,7 +190,7 @@ def _leaves_of(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
     """Return the leaves of a buffer, on the host or traced."""
     runs = buffer.run_of_leaves.values()
     flat = slices.split(x, [run.size for run in runs])
-    return [y.reshape(*x.shape[:-1], *run.shape) for y, run in zip(flat, runs, strict=True)]
+    return [y.reshape((*x.shape[:-1], *run.shape)) for y, run in zip(flat, runs, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -214,13 +214,17 @@ _compiled_pieces = jax.jit(_pieces, static_argnums=0)
 
 
 def map_nodes(fn: Callable[..., PyTree], values: PyTree, *trees: PyTree) -> PyTree:
-    """Map fn(path, node, *nodes of `trees`), where a Packed counts as one node."""
+    """Map fn(path, node, *nodes of `trees`), where a Packed counts as one node.
+
+    One of the trees may have a `Stacked` where another has none.
+    """
 
     def is_node(x: PyTree) -> bool:
         return is_packed(x) or tree.is_leaf(x)
 
-    paths = iter(tree.paths(values, is_node))
-    return jax.tree.map(lambda *nodes: fn(next(paths), *nodes), values, *trees, is_leaf=is_node)
+    columns = (jax.tree.leaves(x, is_leaf=is_node) for x in (values, *trees))
+    structure = jax.tree.structure(values, is_leaf=is_node)
+    return jax.tree.unflatten(structure, map(fn, tree.paths(values, is_node), *columns))
 
 
 def mark_stacked(values: PyTree, axes: Callable[[str], int]) -> PyTree:
