@@ -5,7 +5,6 @@ This module has their arithmetic; `optfn.sparse` computes such gradients.
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 from typing import Any
 
 import jax
@@ -131,7 +130,9 @@ class Rows(LeafKind):
         if not accumulators:
             return once.map(lambda values: result)
         u, *new = result
-        return once.map(lambda values: u), *map(partial(put, rows=once), accumulators, new)
+        return once.map(lambda values: u), *(
+            put(x, y, once) for x, y in zip(accumulators, new, strict=True)
+        )
 
     def joined(self) -> "Rows":
         """Return the sum over the leading axis of its arrays, which counts leaves."""
