@@ -58,8 +58,9 @@ def entered(
     def leave(new: Updates) -> Updates:
         return structure.unflatten(map(_narrowed, structure.flatten_up_to(new), grads, like))
 
-    trees = [structure.unflatten(map(_widened, x, dtypes)) for x in (grads, like)]
-    return trees[0], None if params is None else trees[1], leave
+    entering = structure.unflatten(map(_widened, grads, dtypes))
+    wide = None if params is None else structure.unflatten(map(_widened, like, dtypes))
+    return entering, wide, leave
 
 
 def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
