@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn.core import checks
 from optfn.core.types import PyTree
-from optfn.leaves import slices
-from optfn.leaves.groups import map_groups
+from optfn.leaves import xla
+from optfn.leaves.groups import map_groups, varying_axes
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -118,17 +118,6 @@ def axis_size(names: Axes) -> int:
     return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))
 
 
-def varying_axes(x: jax.Array) -> frozenset[Hashable]:
-    """Return the mesh axes over which JAX tracks that `x` varies.
-
-    Inside `shard_map(check_vma=True)` each array has a set of such axes; elsewhere there are none.
-    """
-    kind = jax.typeof(x)
-    if hasattr(kind, "mat"):  # JAX 0.10.1 or newer
-        return frozenset(kind.mat.varying)
-    return frozenset(getattr(kind, "vma", ()))
-
-
 def vary(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
     """Return `x` marked as varying over these axes too, so that the types of branches agree."""
     missing = tuple(sorted(set(over) - varying_axes(x), key=str))
@@ -150,21 +139,9 @@ def all_gather(x: jax.Array, names: Axes) -> jax.Array:
     return gathered
 
 
-def reducible(x: jax.Array) -> jax.Array:
-    """Return x in a dtype that an all-reduce supports: bfloat16 as float32, if XLA would crash.
-
-    With jaxlib 0.10 to 0.12, an all-reduce of bfloat16 on CPU ends the process ("Invalid binary
-    instruction opcode copy") inside a `shard_map` over some of the axes of a mesh.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    is_partial = bool(mesh.manual_axes) and set(mesh.manual_axes) != set(mesh.axis_names)
-    fails = is_partial and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    return x.astype(jnp.float32) if fails else x
-
-
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
     """Return the mean over workers, in the dtype of x."""
-    mean: jax.Array = lax.pmean(reducible(x), names).astype(x.dtype)
+    mean: jax.Array = lax.pmean(xla.reducible(x), names).astype(x.dtype)
     return mean
 
 
@@ -176,7 +153,7 @@ def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
 
     def means(arrays: list[jax.Array]) -> list[jax.Array]:
         bucket = pmean(jnp.concatenate([x.reshape(-1) for x in arrays]), names)
-        found = slices.split(bucket, [x.size for x in arrays])
+        found = xla.split(bucket, [x.size for x in arrays])
         return [mean.reshape(x.shape) for mean, x in zip(found, arrays, strict=True)]
 
     return map_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
@@ -216,7 +193,7 @@ def _send_in_one(x: PyTree, send: Callable[[jax.Array], jax.Array]) -> PyTree:
 
     def received(arrays: list[jax.Array]) -> list[jax.Array]:
         rows = [x.reshape(x.shape[0], -1) for x in arrays]
-        return slices.split(send(jnp.concatenate(rows, axis=1)), [x.shape[1] for x in rows])
+        return xla.split(send(jnp.concatenate(rows, axis=1)), [x.shape[1] for x in rows])
 
     def restored(x: jax.Array, like: jax.Array) -> jax.Array:
         x = lax.bitcast_convert_type(x, like.dtype) if like.dtype.itemsize == 4 else x

@@ -61,13 +61,20 @@ def leave_out(is_left, config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the recordings and the programs of others that are left out, with the reasons."""
+    """Print the recordings and the programs of others that are left out, with the reasons.
+
+    A run of a single file or folder says nothing of them, but for their own.
+    """
     import clients
     import recorded
 
-    terminalreporter.section("recordings not compared")
-    for case, reason in recorded.skipped().items():
-        terminalreporter.write_line(f"{case}: {reason}")
-    terminalreporter.section("programs of others that are not tried")
-    for client, reason in clients.left_out().items():
-        terminalreporter.write_line(f"{client}: {reason}")
+    left_out = {
+        "recordings not compared": ("rules", recorded.skipped()),
+        "programs of others that are not tried": ("outside", clients.left_out()),
+    }
+    chosen = terminalreporter.config.args
+    for title, (folder, reasons) in left_out.items():
+        if any(f"tests/{folder}".startswith(x.strip("/")) or f"/{folder}" in x for x in chosen):
+            terminalreporter.section(title)
+            for name, reason in reasons.items():
+                terminalreporter.write_line(f"{name}: {reason}")

@@ -8,6 +8,7 @@ from optfn import mesh
 from optfn.compression.bits import pack_mask
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Leaf, Updates
+from optfn.leaves.groups import varying_axes
 from optfn.mesh import Axes
 
 
@@ -23,7 +24,7 @@ def check_worker_gradients(name: str, updates: Updates, axis_name: Axes) -> None
     mesh.check_axis(name, axis_name)
     checked = set(mesh.checked_axes(axis_name))
     for place, g in tree.items(updates):
-        if tree.is_masked(g) or checked <= mesh.varying_axes(leafwise.numbers_of(g)):
+        if tree.is_masked(g) or checked <= varying_axes(leafwise.numbers_of(g)):
             continue
         raise ValueError(
             f"{name}: the gradient of {place!r} is already summed or averaged over axis "

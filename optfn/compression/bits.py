@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.leaves import slices
-from optfn.mesh import vary, varying_axes
+from optfn.leaves import xla
+from optfn.leaves.groups import varying_axes
+from optfn.mesh import vary
 
 _LANES = np.arange(32, dtype=np.uint32)
 
@@ -49,7 +50,7 @@ def unpack_fields(
     digit = math.gcd(32, *widths)
     lengths = [n * width // digit for n, width in zip(counts, widths, strict=True)]
     stream = _split_digits(words, 32, digit)
-    fields = [stream[: lengths[0]]] if len(lengths) == 1 else slices.split(stream, lengths)
+    fields = [stream[: lengths[0]]] if len(lengths) == 1 else xla.split(stream, lengths)
 
     def unpacked(field: jax.Array, width: int, count: int) -> jax.Array:
         return _join_digits(field, width, digit) if width else jnp.zeros(count, jnp.uint32)

@@ -10,7 +10,7 @@ from jax import lax
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.core.types import PyTree
-from optfn.leaves.groups import map_groups
+from optfn.leaves.groups import map_groups, varying_axes
 from optfn.leaves.rows import Rows
 from optfn.mesh import Axes
 
@@ -110,5 +110,5 @@ def _mean_of_gathered(
     def add_worker(worker: jax.Array, means: list[jax.Array]) -> list[jax.Array]:
         return add(means, jax.tree.map(lambda x: x[worker], packets), 1 / workers)
 
-    varying = frozenset().union(*map(mesh.varying_axes, jax.tree.leaves(packets)))
+    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(packets)))
     return lax.fori_loop(0, workers, add_worker, [mesh.vary(x, varying) for x in zeros])

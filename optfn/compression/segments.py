@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.leaves import slices
+from optfn.leaves import xla
 
 # Segments that are whole arrays consist of rows of this many entries.
 _ROW = 256
@@ -175,13 +175,13 @@ class Segments:
             most that.
         """
         counts = np.split(k, self.first_segment[1:])
-        numbers = slices.split(jnp.asarray(per_segment), self.num_per_array)
+        numbers = xla.split(jnp.asarray(per_segment), self.num_per_array)
         spread = map(lambda k, x: Chunks(int(k.sum()), int(k[0])).spread(x), counts, numbers)
         return jnp.concatenate(list(spread))
 
     def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:
         """Split an array with a number for each of the k entries of the segments, by array."""
-        return slices.split(entries, np.add.reduceat(k, self.first_segment).tolist())
+        return xla.split(entries, np.add.reduceat(k, self.first_segment).tolist())
 
     def totals(self, per_row: jax.Array) -> jax.Array:
         """Return the sums of numbers per row over the rows of each segment, int32 (segments,)."""

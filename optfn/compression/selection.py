@@ -36,8 +36,9 @@ from jax import lax
 from optfn.compression import bits
 from optfn.compression.segments import Chunks, Segments
 from optfn.core import checks
-from optfn.leaves import slices
-from optfn.mesh import vary, varying_axes
+from optfn.leaves import xla
+from optfn.leaves.groups import varying_axes
+from optfn.mesh import vary
 
 
 class Counts(NamedTuple):
@@ -194,7 +195,7 @@ class Search(abc.ABC):
         def packed_array(rows: Chunks, x: jax.Array, bound: jax.Array) -> jax.Array:
             return rows.map(packed, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)
 
-        bounds = slices.split(bound, self.segments.num_per_array)
+        bounds = xla.split(bound, self.segments.num_per_array)
         return jnp.concatenate(list(map(packed_array, self.segments.arrays, arrays, bounds)))
 
     def extract(

@@ -23,6 +23,7 @@ class Report(NamedTuple):
       the metric is left out if there are several.
     rounds: the reduction over the steps and the workers of a round of local steps, likewise.
     is_needed: whether updates read the field, so that a checkpoint must have it.
+    error: the error of the next step after one that set the field, a flag; "" if it has none.
 
     A number that "any" reduces is a flag, which the history leaves out.
     """
@@ -31,6 +32,7 @@ class Report(NamedTuple):
     several: str = ""
     rounds: str = ""
     is_needed: bool = False
+    error: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Traits:
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
+      misplaced_around_loss_scale: the warning where it is around `dynamic_loss_scale`, if any.
 
     Of the arrays that a state has for each leaf:
       made_of_params: the fields that follow params, with how each begins if a checkpoint lacks it:
@@ -71,6 +74,7 @@ class Traits:
     reports: Mapping[str, Report | None] = dataclasses.field(default_factory=dict)
     passes_own_gradients: bool = False
     passes_rows: bool = False
+    misplaced_around_loss_scale: str = ""
     made_of_params: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     counted: str = ""
     spans_buffers: bool = False

@@ -1,7 +1,9 @@
 """One call for several things of one kind, such as a collective for all arrays of one dtype."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
+
+import jax
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,3 +26,14 @@ def map_groups(
             group = [j for j, k in enumerate(keys) if k == first]
             found |= zip(group, fn([things[j] for j in group]), strict=True)
     return [found[i] for i in range(len(things))]
+
+
+def varying_axes(x: jax.Array) -> frozenset[Hashable]:
+    """Return the mesh axes over which JAX tracks that `x` varies.
+
+    Inside `shard_map(check_vma=True)` each array has a set of such axes; elsewhere there are none.
+    """
+    kind = jax.typeof(x)
+    if hasattr(kind, "mat"):  # JAX 0.10.1 or newer
+        return frozenset(kind.mat.varying)
+    return frozenset(getattr(kind, "vma", ()))

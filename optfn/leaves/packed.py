@@ -12,7 +12,7 @@ import optax
 
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree
-from optfn.leaves import slices
+from optfn.leaves import xla
 from optfn.leaves.layout import BufferLayout, PackedLayout, buffer_of, marked_stacked, only
 from optfn.leaves.nodes import Packed, Stacked, is_packed
 
@@ -189,7 +189,7 @@ def _unpack(packed: Packed) -> PyTree:
 def _leaves_of(buffer: BufferLayout, x: Leaf) -> list[Leaf]:
     """Return the leaves of a buffer, on the host or traced."""
     runs = buffer.run_of_leaves.values()
-    flat = slices.split(x, [run.size for run in runs])
+    flat = xla.split(x, [run.size for run in runs])
     return [y.reshape((*x.shape[:-1], *run.shape)) for y, run in zip(flat, runs, strict=True)]
 
 

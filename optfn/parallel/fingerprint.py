@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
+from optfn.leaves import xla
 from optfn.mesh import Axes, joined, without
 
 _GOLDEN = np.uint32(0x9E3779B1)
@@ -41,14 +42,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
         m = (seeded ^ (seeded >> 16)) * multiplier
         m = (m ^ (m >> 13)) * _GOLDEN
         mixed.append(m ^ (m >> 16))
-
-    def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return a[0] + b[0], a[1] + b[1]
-
-    # Use one reduction with two results. Of two separate reductions, XLA on CPU first writes the
-    # input to memory: twice the size of x, and ten times slower.
-    zeros = (np.uint32(0), np.uint32(0))
-    return jnp.stack(lax.reduce(tuple(mixed), zeros, add, tuple(range(words.ndim))))
+    return jnp.stack(xla.sums(*mixed))
 
 
 def _bit_words(x: jax.Array) -> jax.Array:

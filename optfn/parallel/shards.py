@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.mesh import Axes, joined, pmean, reducible, without
+from optfn.leaves import xla
+from optfn.mesh import Axes, joined, pmean, without
 from optfn.parallel.layout import Division, Layout, is_spec
 from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard, current_step
 from optfn.state.padded import pad
@@ -62,7 +63,7 @@ def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Ar
     if x.shape[dimension] % count:
         x = pad(x, dimension, -(-x.shape[dimension] // count) * count)
     if not _is_gloo(mesh, names):
-        total = lax.psum_scatter(reducible(x), names, scatter_dimension=dimension, tiled=True)
+        total = lax.psum_scatter(xla.reducible(x), names, scatter_dimension=dimension, tiled=True)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes the reduce-scatter is wrong (jax issue 40830).

@@ -8,10 +8,12 @@ The type of a state declares them, and the step, its rounds and the history read
         inner_state: OptState
 """
 
+import functools
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
 from optfn.core.traits import Report, reporting_types, traits_of
 from optfn.core.tree import join, leaves_with_paths
@@ -42,6 +44,36 @@ def over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, 
         if (report := _declared(name)) and (way := report.rounds):
             reduced[name] = getattr(workers, way)(getattr(jnp, way)(x))
     return reduced
+
+
+def fatal(opt_state: OptState) -> list[tuple[jax.Array, str]]:
+    """Return the flags in a state that end a run once they are set, with the error of each.
+
+    They are scalars, or have one element for each worker, (N,).
+    """
+    leaves, structure = jax.tree.flatten(opt_state)
+    return [(leaves[i], report.error) for i, report in _fatal(structure)]
+
+
+def with_fatal(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState:
+    """Return a state whose flags that end a run are those of the metrics."""
+    leaves, structure = jax.tree.flatten(opt_state)
+    for i, report in _fatal(structure):
+        leaves[i] = metrics[report.metric]
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.cache
+def _fatal(structure: PyTreeDef) -> list[tuple[int, Report]]:
+    """Return the positions of the flags among the leaves of a state, with how they are reported."""
+    numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return [
+        (i, report)
+        for node in nested(lambda x: traits_of(x).reports, numbered)
+        for field, report in traits_of(node).reports.items()
+        if report is not None and report.error
+        for i in jax.tree.leaves(getattr(node, field))
+    ]
 
 
 def is_curve(name: str) -> bool:

@@ -20,6 +20,7 @@ from optfn.leaves import mismatch, tensors
 from optfn.leaves.updates import apply_updates
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
+from optfn.state import reports
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
 from optfn.state.reports import over_round
@@ -27,7 +28,6 @@ from optfn.train.microbatches import combined, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.late_steps import with_counts_of
 from optfn.workers import Workers
-from optfn.wrappers.nonfinite import set_gave_up
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -106,8 +106,7 @@ class LocalSteps(NamedTuple):
                 lambda x, new, is_local: jnp.where(astray, new, x) if is_local else x,
                 end.opt_state, fresh, varies,
             )  # fmt: skip
-            if "gave_up" in metrics:  # in any step of the round
-                opt_state = set_gave_up(opt_state, metrics["gave_up"])
+            opt_state = reports.with_fatal(opt_state, metrics)  # in any step of the round
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, varies))
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics | sent

@@ -13,15 +13,15 @@ import optax
 
 from optfn import core
 from optfn.core import checks, tree
+from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
+from optfn.state.names import nested
 from optfn.state.per_worker import Exchanged, nodes_of
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import largest
 from optfn.wrappers.attributes import resolve
 from optfn.wrappers.averaging import is_average
 from optfn.wrappers.loss_scale import DynamicLossScaleState
-from optfn.wrappers.metrics import RecordMetricsState
-from optfn.wrappers.nonfinite import SkipNonfiniteState
 
 
 def warn_of_order(opt_state: OptState) -> None:
@@ -103,18 +103,10 @@ def _scales(links: tuple[OptState, ...]) -> Iterator[str]:
         )
 
 
-_AROUND_SCALES = {
-    SkipNonfiniteState: "skip_nonfinite is around dynamic_loss_scale, so the scale never falls "
-    "when gradients overflow: leave skip_nonfinite out, since dynamic_loss_scale skips such steps",
-    RecordMetricsState: "record_metrics is around dynamic_loss_scale, so its gradient norms are "
-    "multiplied by the scale: put record_metrics inside",
-}
-
-
 def _around_scales(state: OptState) -> Iterator[str]:
-    for kind, message in _AROUND_SCALES.items():
-        if any(nodes_of(DynamicLossScaleState, tuple(x)) for x in nodes_of(kind, state)):
-            yield message
+    for node in nested(lambda x: traits_of(x).misplaced_around_loss_scale, state):
+        if any(nodes_of(DynamicLossScaleState, tuple(node))):
+            yield traits_of(node).misplaced_around_loss_scale
 
 
 def warn_of_ascent(argument: str, tx: optax.GradientTransformation, opt_state: OptState) -> None:

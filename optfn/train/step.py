@@ -29,13 +29,13 @@ from optfn.parallel.layout import Layout
 from optfn.parallel.sharding import layout_of
 from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
 from optfn.sparse.tables import Owners
+from optfn.state import reports
 from optfn.train.batches import numeric_batch
 from optfn.train.composition import composed, local_rounds
 from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepArguments, taking
 from optfn.train.order import warn_of_ascent, warn_of_frozen, warn_of_lazy, warn_of_order
 from optfn.train.state import TrainState, copy, distinct, replicate_counters
-from optfn.wrappers.nonfinite import gave_up
 
 
 class TrainStep:
@@ -161,12 +161,9 @@ class TrainStep:
         """
         if checks.is_traced(state.step):
             return
-        flags = gave_up(state.opt_state)
-        if any(np.any(x.addressable_data(0) if isinstance(x, jax.Array) else x) for x in flags):
-            raise FloatingPointError(
-                "skip_nonfinite: more than max_consecutive gradients in a row were not finite; the "
-                "last one has been applied to the parameters"
-            )
+        for flag, error in reports.fatal(state.opt_state):
+            if np.any(flag.addressable_data(0) if isinstance(flag, jax.Array) else flag):
+                raise FloatingPointError(error)
 
     def check_state(self, state: object) -> None:
         """Raise the errors of a call with a state that this step does not take."""

@@ -19,7 +19,7 @@ from jax import lax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Batch, OptState, Params, PyTree
-from optfn.leaves import mismatch, row_sparse
+from optfn.leaves import mismatch, row_sparse, xla
 from optfn.leaves.updates import apply_updates
 from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
@@ -90,7 +90,7 @@ def worker_step(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
-        params, grads, loss = _barrier((state.params, grads, loss))
+        params, grads, loss = xla.barrier((state.params, grads, loss))
         # 4. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
         #    there is none, XLA removes this computation.
         mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
@@ -145,16 +145,6 @@ def _skips(opt_state: OptState) -> list[jax.Array]:
 
     found = nested(counts, opt_state)
     return [x.total_notfinite if isinstance(x, _ApplyIfFinite) else x.skipped for x in found]
-
-
-def _barrier(values: PyTree) -> PyTree:
-    """Keep XLA from interleaving the update with the loss.
-
-    Both read the parameters, so XLA would have to keep a copy of them.
-    """
-    numbers = jax.tree.map(lambda x: None if tree.is_float0(x) else x, values)
-    kept = lax.optimization_barrier(numbers)
-    return jax.tree.map(lambda x, new: x if new is None else new, values, kept)
 
 
 def _metrics_of(opt_state: OptState) -> dict[str, jax.Array]:

@@ -82,6 +82,18 @@ def _minimiser_of_leaf(
     return ftrl_minimiser(n, z, p, **scalars), n, z
 
 
+_apply = partial(leafwise.apply, rows="touched")
+
+
+# The passes over n and z. z' reads the old n, and is computed before n is overwritten.
+def _linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+    return _apply(ftrl_linear, g, n, z, params=p, **scalars)[1:]
+
+
+def _accumulated(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+    return _apply(ftrl_accumulate, g, n, **scalars)[1], z
+
+
 @core.transform(needs_params=True)
 def ftrl_proximal(
     learning_rate: Number | Schedule,
@@ -127,7 +139,6 @@ def ftrl_proximal(
         "lr_power", lr_power, checks.Range("<= 0 and finite", lambda x: -math.inf < x <= 0)
     )
     lazy = checks.flag("lazy", lazy)
-    apply = partial(leafwise.apply, rows="touched")
 
     def init(params: Params) -> FtrlProximalState:
         return FtrlProximalState(
@@ -147,19 +158,11 @@ def ftrl_proximal(
         # Once for the three passes.
         updates = leafwise.merge_rows(updates) if lazy else row_sparse.to_dense(updates)
 
-        def linear(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
-            return apply(ftrl_linear, g, n, z, params=p, lr_power=lr_power, **rates)[1:]
-
-        def accumulate(n: PyTree, z: PyTree, g: Updates, p: Params, **rates: Any) -> Any:
-            return apply(ftrl_accumulate, g, n, **rates)[1], z
-
-        # z' reads the old n, and is computed before n is overwritten.
-        fns = [partial(f, factor=rate_factors, rate=rate) for f in (linear, accumulate)]
-        n, z = in_passes(fns, (state.accumulator, state.linear), updates, params)
-
         at: dict[str, Any] = {"rate": rate, "factor": rate_factors}
+        passes = partial(_linear, lr_power=lr_power, **at), partial(_accumulated, **at)
+        n, z = in_passes(passes, (state.accumulator, state.linear), updates, params)
         minimise = partial(_minimiser_of_leaf, l1=l1, l2=l2, lr_power=lr_power)
-        updates = apply(minimise, updates, n, z, params=params, **at)[0]
+        updates = _apply(minimise, updates, n, z, params=params, **at)[0]
         return updates, FtrlProximalState(rate_state, n, z)
 
     return core.Rule(init, update)

@@ -5,14 +5,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from optfn.core import checks
 from optfn.core.types import PyTree
-from optfn.leaves.groups import map_groups
-from optfn.leaves.xla import on_cpu
-from optfn.mesh import varying_axes
+from optfn.leaves import xla
 
 
 def in_passes(
@@ -41,9 +38,8 @@ def when(
 ) -> tuple[PyTree, ...]:
     """Return the carry after each of `fns` where `due`, a bool scalar, is true, else `carry`.
 
-    Each function gets (*carry, *reads) and runs in a loop of one iteration or none. The results of
-    a cond would be new memory, but the carry of a loop is updated in place, and nothing after the
-    loop is fused into it. One loop waits for the other, so an array that one function reads may be
+    Each function gets (*carry, *reads) and runs in a loop of one iteration or none, which updates
+    the carry in place. One loop waits for the other, so an array that one function reads may be
     overwritten by the next. The derivative is that of a cond, which JAX can differentiate in both
     modes.
 
@@ -83,10 +79,9 @@ def _run(
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _in_passes(fns: Fns, also: tuple[str, ...], *arguments: PyTree) -> PyTree:
     def in_loops(*arguments: PyTree) -> PyTree:
-        # The barrier hides from XLA that the condition is always true.
-        return _in_loops(fns, jax.lax.optimization_barrier(jnp.asarray(True)), *arguments)
+        return _in_loops(fns, xla.hidden(True), *arguments)
 
-    return on_cpu(in_loops, partial(_run, fns), *arguments, also=also)
+    return xla.on_cpu(in_loops, partial(_run, fns), *arguments, also=also)
 
 
 @partial(_in_passes.defjvp, symbolic_zeros=True)
@@ -110,19 +105,14 @@ def _when_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
 
 
 def _in_loops(fns: Fns, due: jax.Array, carry: PyTree, reads: PyTree, constants: PyTree) -> PyTree:
-    """Return the carry after a loop of one iteration, or none, for each of `fns`."""
-    left = jnp.where(due, len(fns), 0)  # carried from loop to loop, which orders them
-    for i, (fn, own) in enumerate(zip(fns, constants, strict=True)):
+    """Return the carry after each of `fns`, one loop after the other."""
 
-        def body(state: PyTree, fn: Callable[..., Any] = fn, own: PyTree = own) -> PyTree:
-            left, carry = state
-            return _less_one(left), tuple(fn(*_variant(left, (*carry, *reads, *own))))
+    def body(fn: Callable[..., Any], carry: PyTree, read: PyTree) -> PyTree:
+        reads, own = read
+        return tuple(fn(*carry, *reads, *own))
 
-        def is_next(state: PyTree, turn: int = len(fns) - i) -> jax.Array:
-            return state[0] == turn
-
-        left, carry = jax.lax.while_loop(is_next, body, (left, carry))
-    return carry
+    bodies = [partial(body, fn) for fn in fns]
+    return xla.loops_in_place(bodies, due, carry, [(reads, own) for own in constants])
 
 
 def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree:
@@ -142,27 +132,3 @@ def _jvp(fn: Callable[..., PyTree], primals: PyTree, tangents: PyTree) -> PyTree
 
 def _is_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
-
-
-def _variant(left: jax.Array, values: PyTree) -> PyTree:
-    """Return `values` behind a barrier that the counter of the loop passes too.
-
-    Otherwise XLA would hoist computations that are invariant in the loop. There is one barrier
-    for each set of mesh axes over which values vary, since all results of a barrier vary over the
-    same axes.
-    """
-    leaves, structure = jax.tree.flatten(values)
-
-    def passed(group: list[jax.Array]) -> list[jax.Array]:
-        return jax.lax.optimization_barrier([left, *group])[1:]
-
-    return jax.tree.unflatten(structure, map_groups(passed, leaves, varying_axes))
-
-
-def _less_one(left: jax.Array) -> jax.Array:
-    """Return left − 1, computed by a sort, so that XLA on CPU keeps the loop multi-threaded.
-
-    From jaxlib 0.12 on, XLA on CPU runs a loop with an unknown number of iterations on one core,
-    however large its arrays are, unless the loop has a sort in it.
-    """
-    return jax.lax.sort(jnp.stack([left, left - 1]))[0]

@@ -17,7 +17,7 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, Updates
-from optfn.leaves import mismatch
+from optfn.leaves import mismatch, xla
 from optfn.leaves.updates import apply_updates
 
 
@@ -54,8 +54,7 @@ def _next_params(name: str, updates: Updates, params: Params | None) -> Params:
 def _widen(p: jax.Array) -> jax.Array:
     wide = p.astype(numerics.accumulator_dtype(p.dtype))
     if p.dtype == jnp.bfloat16:
-        # XLA would remove a cast to bfloat16 and back; reduce_precision is kept.
-        wide = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
+        wide = xla.rounded_to_bfloat16(wide)
     return wide
 
 

@@ -1,12 +1,10 @@
 """A guard that skips an update if a gradient is not finite."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import PyTreeDef
 
 from optfn import core
 from optfn.core import checks, tree
@@ -20,7 +18,20 @@ from optfn.workers import joined_workers
 @traits(
     passes_own_gradients=True,
     passes_rows=True,
-    reports={"consecutive": None, "skipped": None, "gave_up": Report("gave_up", "any", "any")},
+    reports={
+        "consecutive": None,
+        "skipped": None,
+        "gave_up": Report(
+            "gave_up",
+            "any",
+            "any",
+            error="skip_nonfinite: more than max_consecutive gradients in a row were not finite; "
+            "the last one has been applied to the parameters",
+        ),
+    },
+    misplaced_around_loss_scale="skip_nonfinite is around dynamic_loss_scale, so the scale never "
+    "falls when gradients overflow: leave skip_nonfinite out, since dynamic_loss_scale skips such "
+    "steps",
 )
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""
@@ -29,32 +40,6 @@ class SkipNonfiniteState(NamedTuple):
     skipped: jax.Array
     gave_up: jax.Array
     inner_state: OptState
-
-
-def gave_up(state: OptState) -> list[jax.Array]:
-    """Return the flags of the guards in a state: scalars, or one for each worker, (N,)."""
-    leaves, structure = jax.tree.flatten(state)
-    return [leaves[i] for i in _flags(structure)]
-
-
-def set_gave_up(state: OptState, flag: jax.Array) -> OptState:
-    """Return a state in which the flag of each guard is `flag`."""
-    leaves, structure = jax.tree.flatten(state)
-    for i in _flags(structure):
-        leaves[i] = flag
-    return jax.tree.unflatten(structure, leaves)
-
-
-@functools.cache
-def _flags(structure: PyTreeDef) -> list[int]:
-    """Return the positions of the guards' flags among the leaves of a state."""
-
-    def is_guard(x: object) -> bool:
-        return isinstance(x, SkipNonfiniteState)
-
-    numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
-    guards = jax.tree.leaves(numbered, is_leaf=is_guard)
-    return [i for x in guards if is_guard(x) for i in jax.tree.leaves(x.gave_up)]
 
 
 def unless_skipped(
