@@ -42,7 +42,7 @@ import numpy as np
 
 import optfn
 from optfn.distributed import data_mesh
-from optfn.run.checkpoint import checkpoints
+from optfn.run.newest import checkpoints
 
 HERE = Path(__file__).parent
 STEPS = fault_worker.STEPS

@@ -53,10 +53,8 @@ def _bit_words(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    size = x.dtype.itemsize
-    if size >= 4:  # an element of eight bytes becomes two words
-        return jax.lax.bitcast_convert_type(x, jnp.uint32)
-    unsigned = jnp.uint16 if size == 2 else jnp.uint8
+    # An element of eight bytes becomes two words.
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
@@ -85,8 +83,9 @@ def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
         kinds.setdefault((x.shape, x.dtype, x.sharding), []).append(i)
     found: list[tuple[list[int], jax.Array]] = []
     for kind in kinds.values():
-        odd = len(kind) % _AT_A_TIME
-        for some in [*_split(kind[odd:], _AT_A_TIME), *_split(kind[:odd], 1)]:
+        while kind:
+            some = kind[: _AT_A_TIME if len(kind) >= _AT_A_TIME else 1]
+            del kind[: len(some)]
             # Hundreds of programs that wait to communicate can block the devices of a CPU.
             jax.block_until_ready([sums for _, sums in found[-_IN_FLIGHT:][:1]])
             found.append((some, _fingerprints([arrays[i] for i in some])))
@@ -99,10 +98,6 @@ def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
         return result
 
     return wait
-
-
-def _split(numbers: list[int], size: int) -> list[list[int]]:
-    return [numbers[k : k + size] for k in range(0, len(numbers), size)]
 
 
 def compare_replicas(state: PyTree, mesh: Mesh) -> None:

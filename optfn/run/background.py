@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,8 @@ from optfn.core.types import PyTree
 _PINNED = "pinned_host"
 
 
-class _Write(NamedTuple):
-    """A checkpoint that is being written, or that could not be written."""
-
-    directory: Path
-    future: Future[None]
-
-
 # At most one write for each directory, in the order in which they are written.
-_writing: list[_Write] = []
+_writing: dict[Path, Future[Any]] = {}
 
 
 @functools.cache
@@ -35,9 +28,9 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "optfn-checkpoint")
 
 
-def start(directory: Path, write: Callable[[], None]) -> None:
-    """Begin to write a checkpoint; call `wait` first for the previous one in the directory."""
-    _writing.append(_Write(directory, _thread().submit(write)))
+def start(directory: Path, *calls: Callable[[], None]) -> None:
+    """Begin to write a checkpoint by some calls; `wait` first for the previous one there."""
+    _writing[directory] = _thread().submit(lambda: [call() for call in calls])
 
 
 def wait(directory: Path | None = None) -> None:
@@ -45,13 +38,13 @@ def wait(directory: Path | None = None) -> None:
 
     If a checkpoint could not be written, in any directory, its error is raised once.
     """
-    for write in tuple(_writing):
-        if directory in (None, write.directory) or write.future.done():
+    for place, write in list(_writing.items()):
+        if directory in (None, place) or write.done():
             try:
-                write.future.result()
+                write.result()
             finally:
-                if write.future.done():  # not if a signal has interrupted the wait
-                    _writing.remove(write)
+                if write.done():  # not if a signal has interrupted the wait
+                    del _writing[place]
 
 
 def copied(tree: PyTree) -> PyTree:
@@ -60,26 +53,22 @@ def copied(tree: PyTree) -> PyTree:
     JAX arrays are copied in the background, to memory of the host if the devices can do that. The
     copies are divided over processes like the arrays.
     """
-    groups: dict[frozenset[jax.Device], dict[int, jax.Array]] = {}
+    groups: dict[frozenset[jax.Device], list[jax.Array]] = {}
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):
-            groups.setdefault(frozenset(x.sharding.device_set), {})[id(x)] = x
+            groups.setdefault(frozenset(x.sharding.device_set), []).append(x)
     copies: dict[int, jax.Array] = {}
-    for group in groups.values():
-        arrays = list(group.values())
+    for arrays in groups.values():
         made = _copier(tuple(map(_host_sharding, arrays)))(arrays)
-        copies |= dict(zip(group, made, strict=True))
+        copies |= dict(zip(map(id, arrays), made, strict=True))
     return jax.tree.map(lambda x: copies[id(x)] if id(x) in copies else np.array(x), tree)
 
 
 def _host_sharding(x: jax.Array) -> jax.sharding.Sharding:
     """Return the sharding of an array, in memory of the host if its devices have such memory."""
-    kinds = {memory.kind for d in x.sharding.addressable_devices for memory in _memories(d)}
+    devices: set[Any] = x.sharding.addressable_devices  # jax.Device has no annotations
+    kinds = {memory.kind for device in devices for memory in device.addressable_memories()}
     return x.sharding.with_memory_kind(_PINNED) if _PINNED in kinds else x.sharding
-
-
-def _memories(device: Any) -> Any:  # jax.Device has no annotations
-    return device.addressable_memories()
 
 
 @functools.lru_cache(maxsize=16)

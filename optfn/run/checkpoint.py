@@ -6,34 +6,33 @@ A checkpoint is written as a whole or not at all.
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 from optfn.core import checks
 from optfn.core.tree import Pattern, check_pattern, is_key, listed
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.parallel import processes
-from optfn.run import sharded_checkpoint
-from optfn.run.background import copied, start, wait
-from optfn.run.checkpoint_file import load_file
-from optfn.run.newest import OtherRun, newest_of, newest_of_all, step_of, told
-from optfn.run.storage import directory_of, is_remote, remove_directory, write_file
+from optfn.run import checkpoint_directory, checkpoint_file
+from optfn.run.background import start, wait
+from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
+from optfn.run.storage import Backend, directory_of, is_remote
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.loading import ABOUT, host_array, load_named
 from optfn.train.state import TrainState
-from optfn.train.state_dict import named_arrays, named_leaves
+from optfn.train.state_dict import named_leaves
 
-_NAME = re.compile(r"step_(\d+)(\.npz)?")
-_UNFINISHED = ("step_*.unfinished", "step_*.unsynced", "step_*.orbax-checkpoint-tmp*")
+_HISTORY = "history/"
+
+_Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
 
 def save_checkpoint(
@@ -94,76 +93,25 @@ def save_checkpoint(
     directory = directory_of(directory)
     directory.mkdir(parents=True, exist_ok=True)
     wait(directory)
-    if is_remote(directory):
-        if sharded is False:
-            raise ValueError(
-                f"sharded=False writes a file, but the store of {directory} takes only "
-                "directories: pass sharded=True"
-            )
-        sharded = True
+    if is_remote(directory) and sharded is False:
+        raise ValueError(
+            f"sharded=False writes a file, but the store of {directory} takes only directories: "
+            "pass sharded=True"
+        )
     if sharded is None:
-        sharded = sharded_checkpoint.is_divided(state) and sharded_checkpoint.is_available()
-    path = directory / f"step_{int(state.step):09d}{'' if sharded else '.npz'}"
-    writer = sharded_checkpoint.writer if sharded else _file_writer
-    write = writer(path, state, history or {})
-
-    def write_and_remove() -> None:
-        write()
-        _remove_oldest(path, keep)
-
-    start(directory, write_and_remove)
+        sharded = is_remote(directory) or checkpoint_directory.suits(state)
+    backend: Backend = checkpoint_directory if sharded else checkpoint_file
+    path = directory / f"step_{int(state.step):09d}{backend.SUFFIX}"
+    beside = {f"{_HISTORY}{name}": np.array(x) for name, x in (history or {}).items()}
+    write = backend.writer(path, jax.tree.map(_without_key, state), beside)
+    start(directory, write, functools.partial(remove_oldest, path, keep))
     if not (sharded if background is None else background):
         wait(directory)
     return path
 
 
-def _file_writer(
-    path: Path, state: PyTree, history: Mapping[str, np.ndarray]
-) -> Callable[[], None]:
-    """Return a function that writes a state to a file; the state may be overwritten at once."""
-    whole = copied(jax.tree.map(_gathered, state))
-    beside = {f"history/{k}": np.array(v) for k, v in history.items()}
-
-    def write() -> None:
-        arrays = named_arrays(jax.tree.map(np.asarray, whole)) | beside
-        try:
-            write_file(path, lambda file: np.savez(file, **arrays))
-        except OSError as error:
-            words = f"cannot save the state ({error.strerror}); earlier checkpoints are intact"
-            raise OSError(error.errno, words, str(path)) from error
-
-    return write
-
-
-def _remove_oldest(path: Path, keep: int) -> None:
-    """Remove the oldest checkpoints until `keep` are left; the one just written is not removed.
-
-    It may not be the newest, if the run went back to an earlier step. Incomplete checkpoints, which
-    a process left when it was killed, are removed too.
-    """
-    earlier = [found for found in checkpoints(path.parent) if found != path]
-    unfinished = [found for pattern in _UNFINISHED for found in path.parent.glob(pattern)]
-    for found in earlier[: max(0, len(earlier) + 1 - keep)] + unfinished:
-        if found.is_file():
-            found.unlink(missing_ok=True)
-        elif jax.process_index() == 0:  # all processes share the directory
-            remove_directory(found)
-
-
-def _gathered(x: Leaf) -> Leaf:
-    """Return a whole array, gathered if this process holds only a shard of it."""
-    x = jax.random.key_data(x) if is_key(x) else x
-    if isinstance(x, jax.Array) and x.is_fully_replicated:
-        return x.addressable_data(0)
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return multihost_utils.process_allgather(x, tiled=True)
-    return x
-
-
-def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in `directory`, the newest last."""
-    found = [path for path in directory_of(directory).glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+def _without_key(x: Leaf) -> Leaf:
+    return jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
 
 
 def load_checkpoint(
@@ -190,37 +138,69 @@ def load_checkpoint(
         nothing.
     """
     wait()
-    choice = _choice(strict, only)
-    loaded, history, changes = _load(path, state, choice)
-    choice.warn_of(changes, path)
-    return loaded, history
+    loading = _Loading(state, checks.flag("strict", strict), check_pattern("only", only))
+    return loading.told(path, loading.load(directory_of(path)))
 
 
-class _Choice(NamedTuple):
-    """The choice of the names to load: `strict` and `only` of `restore_checkpoint`."""
+class _Loading(NamedTuple):
+    """The loading of a checkpoint; `strict` and `only` are those of `restore_checkpoint`."""
 
+    template: PyTree
     strict: bool = True
     only: Pattern | None = None
+
+    def load(self, path: Path) -> _Loaded:
+        """Return the state and the history at a path, and the differences of names."""
+        like = jax.tree.map(_without_key, self.template)
+        try:
+            saved = backend_of(path).read(path, like, self._is_read)
+        except ImportError:
+            raise
+        except Exception as error:  # of many kinds, from zipfile, from orbax and its storage
+            raise ValueError(f"{path} is truncated or damaged: {error}") from error
+        names = [name for name in saved if not _is_beside(name)]
+        chosen = {*filter(self.has, names)}
+        if not chosen:
+            raise OtherRun(
+                f"only={self.only!r} matches no name in {path}; it has "
+                f"{listed([_public_name(name) for name in names])}"
+            )
+        found = _rescaled(self.template, {k: x for k, x in saved.items() if x is not None})
+        mapping = {k: x for k, x in found.items() if k in chosen or k in ABOUT}
+        history = {k.removeprefix(_HISTORY): found[k] for k in found if k.startswith(_HISTORY)}
+        try:
+            is_strict = self.strict and self.only is None
+            state, changes = load_named(
+                self.template, mapping, strict=is_strict, shown=_public_name
+            )
+        except ValueError as error:
+            raise OtherRun(f"{path} is from another run: {error}{_remedy(error)}") from error
+        left_out = [name for name in names if name not in chosen]
+        lists = changes.carried, changes.new, [*changes.dropped, *left_out]
+        return state, history, Changes(*([*map(_public_name, names)] for names in lists))
 
     def has(self, name: str) -> bool:
         """Tell whether the array with this name is loaded."""
         name = _public_name(name)
-        if self.only is None or callable(self.only):
-            return self.only is None or bool(self.only(name))
-        return re.fullmatch(self.only, name) is not None
+        if callable(self.only):
+            return bool(self.only(name))
+        return self.only is None or re.fullmatch(self.only, name) is not None
 
-    def reads(self, name: str) -> bool:
+    def _is_read(self, name: str) -> bool:
         """Tell whether it is read. Numbers of workers are, since conversions depend on them."""
-        return self.has(name) or name.endswith("/num_workers")
+        return _is_beside(name) or self.has(name) or name.endswith("/num_workers")
 
-    def warn_of(self, changes: Changes, path: object) -> None:
-        """Warn of differences, unless they are only those that strict loading allows."""
+    def told(self, path: object, loaded: _Loaded) -> tuple[PyTree, dict[str, np.ndarray]]:
+        """Return state and history; warn of differences that strict loading does not allow."""
+        state, history, changes = loaded
         if changes and (not self.strict or self.only is not None):
             checks.warn(f"{path}: {changes}")
+        return state, history
 
 
-def _choice(strict: bool, only: Pattern | None) -> _Choice:
-    return _Choice(checks.flag("strict", strict), check_pattern("only", only))
+def _is_beside(name: str) -> bool:
+    """Tell whether this names no array of the state, but something beside it."""
+    return name in ABOUT or name.startswith(_HISTORY)
 
 
 def _public_name(name: str) -> str:
@@ -233,33 +213,6 @@ def _public_name(name: str) -> str:
     return inner if is_field else name
 
 
-def _load(
-    path: str | os.PathLike[str], state: PyTree, choice: _Choice
-) -> tuple[PyTree, dict[str, np.ndarray], Changes]:
-    """Return the state in a checkpoint, its history, and the differences of names."""
-    path = directory_of(path)
-    if path.is_dir():
-        convert = functools.partial(_rescaled, state)
-        mapping, history, names = sharded_checkpoint.load(path, state, convert, choice.reads)
-    else:
-        arrays, history, names = load_file(path, state, choice.reads)
-        mapping = _rescaled(state, arrays)
-    left_out = [name for name in names if not choice.has(name)]
-    if len(left_out) == len(names):
-        raise OtherRun(
-            f"only={choice.only!r} matches no name in {path}; it has "
-            f"{listed([_public_name(name) for name in names])}"
-        )
-    mapping = {k: v for k, v in mapping.items() if k in ABOUT or choice.has(k)}
-    try:
-        is_strict = choice.strict and choice.only is None
-        loaded, changes = load_named(state, mapping, strict=is_strict, shown=_public_name)
-    except ValueError as error:
-        raise OtherRun(f"{path} is from another run: {error}{_remedy(error)}") from error
-    lists = changes.carried, changes.new, [*changes.dropped, *left_out]
-    return loaded, history, Changes(*(list(map(_public_name, names)) for names in lists))
-
-
 def _remedy(error: ValueError) -> str:
     """Return which argument loads the arrays that fit, for its error."""
     if not isinstance(error, Misfit):
@@ -267,6 +220,18 @@ def _remedy(error: ValueError) -> str:
     if error.arrays:
         return ". To load some of the names, call restore_checkpoint with only="
     return ". To load the names that are in both, call restore_checkpoint with strict=False"
+
+
+def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping whose arrays are those of as many workers as `state` has."""
+    if PER_WORKER_KEY not in mapping or not has_own_state(state):
+        return mapping
+    names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
+    both = dict(named_leaves(state)), mapping
+    now, before = ({int(host_array(x[name])) for name in count_names(x, names)} for x in both)
+    if now == before or len(now) != 1 or not names:
+        return mapping
+    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())
 
 
 def load_params(path: str | os.PathLike[str], params: Params) -> Params:
@@ -288,36 +253,22 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
         raise TypeError("load_params: params must be the parameters alone; got a TrainState")
     wait()
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
-    choice = _Choice(only=lambda name: name == "params" or name.startswith("params/"))
+    loading = _Loading(template, only=lambda name: name == "params" or name.startswith("params/"))
 
     def read(path: Path) -> Params:
-        loaded, _, changes = _load(path, template, choice)
-        missing = [name for name in changes.new if choice.has(name)]
-        extra = [name for name in changes.dropped if choice.has(name)]
+        state, _, changes = loading.load(path)
+        missing, extra = (list(filter(loading.has, x)) for x in (changes.new, changes.dropped))
         if wrong := misfits(missing, extra):
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}")
-        return loaded.params
+        return state.params
 
-    found = checkpoints(path)
-    if not found:
-        place = directory_of(path)
-        if not place.exists() or (place.is_dir() and not any(place.iterdir())):
-            raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
-        return read(place)
-    problems: list[str] = []
-    return told(newest_of(found, read, problems), problems)[1]
-
-
-def _rescaled(state: PyTree, mapping: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping whose arrays are those of as many workers as `state` has."""
-    if PER_WORKER_KEY not in mapping or not has_own_state(state):
-        return mapping
-    names = [name for name in map(str, np.asarray(mapping[PER_WORKER_KEY])) if name in mapping]
-    both = dict(named_leaves(state)), mapping
-    now, before = ({int(host_array(x[name])) for name in count_names(x, names)} for x in both)
-    if now == before or len(now) != 1 or not names:
-        return mapping
-    return rescale_residuals(mapping | {PER_WORKER_KEY: np.array(names)}, now.pop())
+    place = directory_of(path)
+    found = newest(place, read)
+    if found is not None:
+        return found[1]
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        raise FileNotFoundError(f"load_params: there is no checkpoint at {path}")
+    return read(place)
 
 
 def restore_checkpoint(
@@ -355,19 +306,11 @@ def restore_checkpoint(
       ValueError: there are checkpoints, but none can be loaded; or `only` matches no name.
     """
     wait()
-    found, choice = checkpoints(directory), _choice(strict, only)
+    loading = _Loading(template, checks.flag("strict", strict), check_pattern("only", only))
     if not isinstance(template, TrainState):
         raise TypeError(
             "template must be a TrainState, such as step.init(params); got "
             f"{checks.shown(template)}. load_params loads the parameters alone"
         )
-    problems: list[str] = []
-    read = functools.partial(_load, state=template, choice=choice)
-    newest = newest_of(found, read, problems)
-    if processes.share_state(template):
-        newest = newest_of_all(directory_of(directory), newest, read)
-    if newest is None and not found:
-        return None
-    path, (loaded, history, changes) = told(newest, problems)
-    choice.warn_of(changes, path)
-    return loaded, history
+    found = newest(directory_of(directory), loading.load, processes.share_state(template))
+    return None if found is None else loading.told(*found)

@@ -1,88 +1,106 @@
-"""A checkpoint in one npz file. A damaged or forged one can cost only little time and memory."""
+"""A checkpoint in one npz file, with the whole state. Any process can read it alone.
 
+A damaged or forged file can cost only little time and memory.
+"""
+
+import contextlib
 import math
 import os
 import zipfile
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from numpy.lib import format as npy
 
-from optfn.core.types import PyTree
-from optfn.train.loading import ABOUT
+from optfn.core.types import Leaf, PyTree
+from optfn.run.background import copied
+from optfn.run.storage import Arrays, sync
+from optfn.train.state_dict import named_arrays
+
+SUFFIX = ".npz"
 
 # A history and the headers of a small file may take this many bytes.
 _SMALL = 1 << 24
 
 
-def load_file(
-    path: str | os.PathLike[str], state: PyTree, is_wanted: Callable[[str], bool]
-) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
-    """Return the arrays in a file by name (as in `state_dict`), the history, and all names.
+def writer(path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
+    """Return a function that writes a checkpoint; see `Backend`."""
+    whole = copied(jax.tree.map(_gathered, state))
 
-    Args:
-      path: a file that `save_checkpoint` wrote.
-      state: a state of the same run, as a template.
-      is_wanted: tells whether the array with a name is read.
+    def write() -> None:
+        arrays = {**named_arrays(jax.tree.map(np.asarray, whole)), **beside}
+        write_file(path, lambda file: np.savez(file, **arrays))
 
-    Raises:
-      ValueError: the file is truncated or damaged.
-    """
-    prefix = "history/"
+    return write
 
-    def is_state(name: str) -> bool:
-        return not (name in ABOUT or name.startswith(prefix))
 
+def _gathered(x: Leaf) -> Leaf:
+    """Return a whole array, gathered if this process holds only a shard of it."""
+    if isinstance(x, jax.Array) and x.is_fully_replicated:
+        return x.addressable_data(0)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return x
+
+
+def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Write a whole file, or leave nothing of it."""
+    unfinished = path.with_suffix(".unfinished")
     try:
-        arrays, names = _read(path, state, lambda name: not is_state(name) or is_wanted(name))
-    except Exception as error:  # zipfile raises many types of errors if its fields are damaged
-        raise ValueError(f"{path} is truncated or damaged: {error}") from error
-    history = {k.removeprefix(prefix): arrays.pop(k) for k in names if k.startswith(prefix)}
-    return arrays, history, [name for name in names if is_state(name)]
+        with open(unfinished, "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            remove(unfinished)
+        words = f"cannot save the state ({error.strerror}); earlier checkpoints are intact"
+        raise OSError(error.errno, words, str(path)) from error
 
 
-def _read(
-    path: str | os.PathLike[str], state: PyTree, is_read: Callable[[str], bool]
-) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Return arrays of a file and all names; nothing is run, unpickled or unpacked to the disk.
+def read(path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the arrays of a file by name; see `Backend`.
 
-    Allocations are bounded by the bytes of the file or, if it is compressed, by a few times the
-    bytes of the template `state`.
+    Nothing is run, unpickled or unpacked to the disk. Allocations are bounded by the bytes of the
+    file or, if it is compressed, by a few times the bytes of the template.
     """
-    with open(path, "rb") as stream:
-        with zipfile.ZipFile(stream) as file:
-            for entry in file.infolist():
-                _check_entry(file, entry)
-            total = sum(entry.file_size for entry in file.infolist())
-        needed = sum(x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes"))
+    with open(path, "rb") as stream, zipfile.ZipFile(stream) as file:
+        total = sum(entry.file_size for entry in file.infolist())
+        needed = sum(x.nbytes for x in jax.tree.leaves(template) if hasattr(x, "nbytes"))
         most = max(os.fstat(stream.fileno()).st_size, 4 * needed + _SMALL)
         if total > most:
             raise ValueError(
                 f"it would take {total:,} bytes, more than {most:,}, the most for this state"
             )
-        stream.seek(0)
-        with np.load(stream, allow_pickle=False) as file:
-            names = list(file.files)
-            arrays = {name: file[name] for name in names if is_read(name)}
-    if "version" not in arrays:
-        raise ValueError("it lacks the version of its format")
-    return arrays, names
+        names = [name.removesuffix(".npy") for name in file.namelist()]
+        if "version" not in names:
+            raise ValueError("it lacks the version of its format")
+        return {name: _array(file, f"{name}.npy") if is_read(name) else None for name in names}
 
 
-def _check_entry(file: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Raise a ValueError unless an entry of a file has as many bytes as its header says."""
-    with file.open(entry) as stream:
-        version = np.lib.format.read_magic(stream)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
-        shape, _, dtype = read(stream)
-        size = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or size != entry.file_size - stream.tell():
+def _array(file: zipfile.ZipFile, name: str) -> np.ndarray:
+    """Return an entry of a file, if it has as many bytes as its header says."""
+    with file.open(name) as stream:
+        is_first = npy.read_magic(stream) == (1, 0)
+        header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
+        shape, _, dtype = header(stream)
+        size = file.getinfo(name).file_size - stream.tell()
+        if dtype.hasobject or size != math.prod(shape) * dtype.itemsize:
             raise ValueError(
-                f"entry {entry.filename!r} has {entry.file_size - stream.tell()} bytes of data, "
-                f"which cannot be an array of dtype {dtype} and shape {shape}"
+                f"entry {name!r} has {size} bytes of data, which cannot be an array of dtype "
+                f"{dtype} and shape {shape}"
             )
+    with file.open(name) as stream:
+        found: np.ndarray = npy.read_array(stream, allow_pickle=False)
+    return found
+
+
+def remove(path: Path) -> None:
+    """Remove a file."""
+    path.unlink(missing_ok=True)

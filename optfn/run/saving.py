@@ -12,9 +12,10 @@ from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run import position
 from optfn.run.batches import Remaining
-from optfn.run.checkpoint import checkpoints, restore_checkpoint, save_checkpoint
+from optfn.run.checkpoint import restore_checkpoint, save_checkpoint
 from optfn.run.evaluation import Evaluator
 from optfn.run.history import History
+from optfn.run.newest import checkpoints
 from optfn.run.options import LoopOptions
 from optfn.run.storage import directory_of
 from optfn.train.state import TrainState
@@ -53,14 +54,7 @@ class Saver:
           ValueError: the saved ones are from a step before `state`, or the run must not resume.
         """
         history, begin = History(), int(state.step)
-        if self.directory is None:
-            return state, history
-        if directory_of(self.directory).is_file():
-            raise NotADirectoryError(f"checkpoint must be a directory; {self.directory} is a file")
-        if not self.options.resume:
-            self._check_empty(state)
-            return state, history
-        restored = restore_checkpoint(self.directory, state)
+        restored = None if self.directory is None else self._restored(self.directory, state)
         if restored is None:
             return state, history
         found, arrays = restored
@@ -76,19 +70,23 @@ class Saver:
         _warn_of_rates(state, found)
         return found, history
 
-    def _check_empty(self, state: TrainState) -> None:
-        """Raise a ValueError, in all processes of the run, if any of them has checkpoints."""
-        assert self.directory is not None
-        found = checkpoints(self.directory)
-        count = len(found)
-        if processes.share_state(state):
-            count = int(np.sum(processes.gather_values([count])))
-        if count:
+    def _restored(
+        self, directory: str | os.PathLike[str], state: TrainState
+    ) -> tuple[TrainState, dict[str, np.ndarray]] | None:
+        """Return the newest checkpoint, or None; if the run must not resume, there may be none."""
+        if directory_of(directory).is_file():
+            raise NotADirectoryError(f"checkpoint must be a directory; {directory} is a file")
+        if self.options.resume:
+            return restore_checkpoint(directory, state)
+        found = checkpoints(directory)
+        is_shared = processes.share_state(state)
+        if np.any(processes.gather_values([len(found)]) if is_shared else len(found)):
             which = f"there is {found[-1]}" if found else "another process has a checkpoint"
             raise ValueError(
                 f"resume=False, but {which}. Pass another directory, remove the checkpoints, or "
                 "pass resume=True to continue from the newest"
             )
+        return None
 
     def is_due(self, n: int) -> bool:
         """Tell whether a save is due for a step of the last call, which ended with step n."""

@@ -1,13 +1,52 @@
 """The storage of checkpoints: directories of this machine and of object stores."""
 
-import contextlib
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from optfn.core import checks
+from optfn.core.types import PyTree
+
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+
+
+class Backend(Protocol):
+    """One form in which a checkpoint is stored, at a path that others choose.
+
+    SUFFIX: how the name of such a checkpoint ends.
+    """
+
+    SUFFIX: str
+
+    def writer(self, path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
+        """Return a function that writes a checkpoint as a whole; any thread may call it.
+
+        Args:
+          path: where; if there is a checkpoint, it is replaced.
+          state: a TrainState, its PRNG keys as data. It may be overwritten at once.
+          beside: further arrays by name, of the host.
+        """
+
+    def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the arrays of a checkpoint by name; None for those that are not read.
+
+        Names are those of `state_dict` and of `beside`. An array that has the shape and dtype of
+        that of the template may lie as it does; others are on the host.
+
+        Args:
+          path: where the checkpoint is.
+          template: a state like the saved one, its PRNG keys as data.
+          is_read: tells whether the array with a name is read; those of `beside` are.
+
+        Raises:
+          Exception: of any kind, if an array is not as it was saved.
+        """
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, or what is left of one that was not finished."""
 
 
 def directory_of(directory: object) -> Path:
@@ -37,46 +76,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def absolute(path: Path) -> Path:
-    """Return a path that does not depend on the current directory."""
-    return path if is_remote(path) else path.absolute()
-
-
-def remove_directory(path: Path) -> None:
-    """Remove a directory and all that is in it."""
-    if is_remote(path):
-        path.rmtree()  # type: ignore[attr-defined]
-    else:
-        shutil.rmtree(path)
-
-
-def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
-    """Write a whole file, or leave nothing of it."""
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        with open(unfinished, "wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        _sync(path.parent)
-    except OSError:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
-
-
-def publish(unsynced: Path, path: Path) -> None:
-    """Give a directory, which is written, its name `path`, once all of it is on the disk."""
-    for written in (unsynced, *unsynced.rglob("*")):
-        _sync(written)
-    if path.exists():
-        remove_directory(path)
-    os.replace(unsynced, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Write a file, or the names in a directory, to the disk; on Windows, nothing."""
     if hasattr(os, "O_DIRECTORY"):
         descriptor = os.open(path, os.O_RDONLY)

@@ -16,7 +16,7 @@ from grids import thinned
 
 import optfn
 from optfn.run import background, saving, storage
-from optfn.run import sharded_checkpoint as parts
+from optfn.run import checkpoint_directory as parts
 
 PARAMS = {"w": np.arange(6, dtype=np.float32), "h": np.ones(3, jnp.bfloat16)}
 

@@ -122,7 +122,7 @@ def template():
 
 
 def test_an_array_that_was_changed_on_the_disk_does_not_have_its_checksum(tmp_path, monkeypatch):
-    import optfn.run.sharded_checkpoint as module
+    import optfn.run.checkpoint_directory as module
 
     def others(leaves):
         sums = module.fingerprints(leaves)
