@@ -19,8 +19,9 @@ from optfn.core import checks
 from optfn.core.tree import Pattern, check_pattern, is_key, listed
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.parallel import processes
-from optfn.run import checkpoint_directory, checkpoint_file
 from optfn.run.background import start, wait
+from optfn.run.checkpoint_directory import OrbaxDirectory, suits
+from optfn.run.checkpoint_file import NpzFile
 from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
 from optfn.run.storage import Backend, directory_of, is_remote
 from optfn.state.per_worker import has_own_state
@@ -99,9 +100,9 @@ def save_checkpoint(
             "pass sharded=True"
         )
     if sharded is None:
-        sharded = is_remote(directory) or checkpoint_directory.suits(state)
-    backend: Backend = checkpoint_directory if sharded else checkpoint_file
-    path = directory / f"step_{int(state.step):09d}{backend.SUFFIX}"
+        sharded = is_remote(directory) or suits(state)
+    backend: Backend = OrbaxDirectory() if sharded else NpzFile()
+    path = directory / f"step_{int(state.step):09d}{backend.suffix}"
     beside = {f"{_HISTORY}{name}": np.array(x) for name, x in (history or {}).items()}
     write = backend.writer(path, jax.tree.map(_without_key, state), beside)
     start(directory, write, functools.partial(remove_oldest, path, keep))
@@ -138,12 +139,12 @@ def load_checkpoint(
         nothing.
     """
     wait()
-    loading = _Loading(state, checks.flag("strict", strict), check_pattern("only", only))
-    return loading.told(path, loading.load(directory_of(path)))
+    loader = _Loader(state, checks.flag("strict", strict), check_pattern("only", only))
+    return loader.told(path, loader.load(directory_of(path)))
 
 
-class _Loading(NamedTuple):
-    """The loading of a checkpoint; `strict` and `only` are those of `restore_checkpoint`."""
+class _Loader(NamedTuple):
+    """Loads checkpoints; `strict` and `only` are those of `restore_checkpoint`."""
 
     template: PyTree
     strict: bool = True
@@ -253,11 +254,11 @@ def load_params(path: str | os.PathLike[str], params: Params) -> Params:
         raise TypeError("load_params: params must be the parameters alone; got a TrainState")
     wait()
     template = TrainState(jnp.zeros((), jnp.int32), params, optax.EmptyState())
-    loading = _Loading(template, only=lambda name: name == "params" or name.startswith("params/"))
+    loader = _Loader(template, only=lambda name: name == "params" or name.startswith("params/"))
 
     def read(path: Path) -> Params:
-        state, _, changes = loading.load(path)
-        missing, extra = (list(filter(loading.has, x)) for x in (changes.new, changes.dropped))
+        state, _, changes = loader.load(path)
+        missing, extra = (list(filter(loader.has, x)) for x in (changes.new, changes.dropped))
         if wrong := misfits(missing, extra):
             raise OtherRun(f"{path} has the params of another model: {'; '.join(wrong)}")
         return state.params
@@ -306,11 +307,11 @@ def restore_checkpoint(
       ValueError: there are checkpoints, but none can be loaded; or `only` matches no name.
     """
     wait()
-    loading = _Loading(template, checks.flag("strict", strict), check_pattern("only", only))
+    loader = _Loader(template, checks.flag("strict", strict), check_pattern("only", only))
     if not isinstance(template, TrainState):
         raise TypeError(
             "template must be a TrainState, such as step.init(params); got "
             f"{checks.shown(template)}. load_params loads the parameters alone"
         )
-    found = newest(directory_of(directory), loading.load, processes.share_state(template))
-    return None if found is None else loading.told(*found)
+    found = newest(directory_of(directory), loader.load, processes.share_state(template))
+    return None if found is None else loader.told(*found)

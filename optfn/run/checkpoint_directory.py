@@ -32,8 +32,6 @@ from optfn.train.loading import ABOUT
 from optfn.train.packed_state import unpack_state
 from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
 
-SUFFIX = ""
-
 _HEADER, _CHECKSUMS = "about", "checksums"
 
 
@@ -72,38 +70,81 @@ def _checkpointer() -> Any:
 _published = itertools.count()  # the same in all processes, which all save
 
 
-def writer(path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
-    """Return a function that writes a checkpoint; see `Backend`."""
-    ocp = _orbax()
-    state = natural(unpack_state(state))
-    arrays = {name: x for name, x in named_leaves(state) if x.size}
-    beside = {name: x for name, x in beside.items() if x.size}
-    about = {
-        "version": VERSION,
-        PER_WORKER_KEY: per_worker_names(state),
-        "names": list(arrays),
-        "beside": list(beside),
-    }
-    beside = {_HEADER: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
-    copies, checksums = copied(arrays), begin_fingerprints(list(arrays.values()))
+class OrbaxDirectory:
+    """A `Backend`: each checkpoint is a directory."""
 
-    def write() -> None:
-        sums = np.concatenate([checksums(), _digests(beside.values())])
-        saved = ocp.args.PyTreeSave(copies | beside | {_CHECKSUMS: sums})
-        if is_remote(path):
-            _checkpointer().save(path, args=saved, force=True)
+    suffix = ""
+
+    def writer(self, path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
+        """Return a function that writes a state and arrays beside it."""
+        ocp = _orbax()
+        state = natural(unpack_state(state))
+        arrays = {name: x for name, x in named_leaves(state) if x.size}
+        beside = {name: x for name, x in beside.items() if x.size}
+        about = {
+            "version": VERSION,
+            PER_WORKER_KEY: per_worker_names(state),
+            "names": list(arrays),
+            "beside": list(beside),
+        }
+        beside = {_HEADER: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
+        copies, checksums = copied(arrays), begin_fingerprints(list(arrays.values()))
+
+        def write() -> None:
+            sums = np.concatenate([checksums(), _digests(beside.values())])
+            saved = ocp.args.PyTreeSave(copies | beside | {_CHECKSUMS: sums})
+            if is_remote(path):
+                _checkpointer().save(path, args=saved, force=True)
+                return
+            # Orbax does not wait until the disk has its metadata, so it writes under another name.
+            unsynced = path.absolute().with_suffix(".unsynced")
+            _checkpointer().save(unsynced, args=saved, force=True)
+            try:
+                if jax.process_index() == 0:  # the processes share the directory
+                    self._publish(unsynced, path)
+            finally:  # no process waits in vain
+                every = set(range(jax.process_count()))
+                ocp.multihost.sync_global_processes(f"optfn {next(_published)}", processes=every)
+
+        return write
+
+    def _publish(self, unsynced: Path, path: Path) -> None:
+        """Give a directory, which is written, its name `path`, once all of it is on the disk."""
+        for written in (unsynced, *unsynced.rglob("*")):
+            sync(written)
+        if path.exists():
+            self.remove(path)
+        os.replace(unsynced, path)
+        sync(path.parent)
+
+    def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the arrays of a directory by name, which have the checksums that were saved."""
+        templates = dict(named_leaves(bare(unpack_state(template))))
+        saved = _restored(path, templates, is_read)
+        about = json.loads(bytes(saved[_HEADER]))
+        names = [name for name in about["names"] if is_read(name)]
+        # Directories of earlier versions have checksums of the arrays of the state alone.
+        known = {_HEADER, _CHECKSUMS, *names}
+        extra = about.get("beside", [name for name in saved if name not in known])
+        beside = [_HEADER, *extra]
+        sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict="beside" in about)
+        found = dict(zip(names, fingerprints([saved[name] for name in names]), strict=True))
+        found |= zip(beside, _digests(saved[name] for name in beside), strict=True)
+        damaged = [k for k, x in sums if k in found and not np.array_equal(x, found[k])]
+        if damaged:
+            raise ValueError(f"the checksum of {listed(damaged)} is wrong")
+        arrays = dict.fromkeys(about["names"]) | {name: saved[name] for name in (*names, *extra)}
+        empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
+        return empty | arrays | {name: np.array(about[name]) for name in ABOUT}
+
+    def remove(self, path: Path) -> None:
+        """Remove a directory and all that is in it, once for all processes, which share it."""
+        if jax.process_index() != 0:
             return
-        # Orbax does not wait until the disk has its metadata, so it writes under another name.
-        unsynced = path.absolute().with_suffix(".unsynced")
-        _checkpointer().save(unsynced, args=saved, force=True)
-        try:
-            if jax.process_index() == 0:  # the processes share the directory
-                _publish(unsynced, path)
-        finally:  # no process waits in vain
-            every = set(range(jax.process_count()))
-            ocp.multihost.sync_global_processes(f"optfn {next(_published)}", processes=every)
-
-    return write
+        if is_remote(path):
+            path.rmtree()  # type: ignore[attr-defined]
+        else:
+            shutil.rmtree(path)
 
 
 def _digests(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -114,65 +155,22 @@ def _digests(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
 
 
-def _publish(unsynced: Path, path: Path) -> None:
-    """Give a directory, which is written, its name `path`, once all of it is on the disk."""
-    for written in (unsynced, *unsynced.rglob("*")):
-        sync(written)
-    if path.exists():
-        remove(path)
-    os.replace(unsynced, path)
-    sync(path.parent)
-
-
-def read(path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the arrays of a directory by name; see `Backend`.
-
-    Raises:
-      ValueError: the checksum of an array is wrong.
-    """
-    templates = dict(named_leaves(bare(unpack_state(template))))
-    saved = _restored(path, templates, lambda name: name in (_HEADER, _CHECKSUMS) or is_read(name))
-    about = json.loads(bytes(saved[_HEADER]))
-    names = [name for name in about["names"] if is_read(name)]
-    # Directories of earlier versions have checksums of the arrays of the state alone.
-    known = {_HEADER, _CHECKSUMS, *names}
-    extra = about.get("beside", [name for name in saved if name not in known])
-    beside = [_HEADER, *extra]
-    sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict="beside" in about)
-    found = dict(zip(names, fingerprints([saved[name] for name in names]), strict=True))
-    found |= zip(beside, _digests(saved[name] for name in beside), strict=True)
-    damaged = [k for k, x in sums if k in found and not np.array_equal(x, found[k])]
-    if damaged:
-        raise ValueError(f"the checksum of {listed(damaged)} is wrong")
-    arrays = dict.fromkeys(about["names"]) | {name: saved[name] for name in (*names, *extra)}
-    empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
-    return empty | arrays | {name: np.array(about[name]) for name in ABOUT}
-
-
 def _restored(
     path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """Return the saved arrays by name; those that fit a template lie as it does."""
+    """Return saved arrays, the header and the checksums by name; they lie as their templates."""
     ocp, place = _orbax(), path if is_remote(path) else path.absolute()
     found = _checkpointer().metadata(place).item_metadata.tree
 
     def like(name: str) -> Any:
         x, shape, dtype = templates.get(name), tuple(found[name].shape), found[name].dtype
-        if x is None or (x.shape, x.dtype) != (shape, dtype) or not getattr(x, "sharding", None):
-            return np.zeros(shape, dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=x.sharding)
+        fits = x is not None and (x.shape, x.dtype) == (shape, dtype)
+        if fits and isinstance(x, jax.Array | jax.ShapeDtypeStruct) and x.sharding:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=x.sharding)
+        return np.zeros(shape, dtype)
 
-    wanted = {name: like(name) for name in found if is_read(name)}
+    always = _HEADER, _CHECKSUMS
+    wanted = {name: like(name) for name in found if name in always or is_read(name)}
     forms = ocp.checkpoint_utils.construct_restore_args(wanted)
     args = ocp.args.PyTreeRestore(wanted, restore_args=forms, partial_restore=True)
     return dict(_checkpointer().restore(place, args=args))
-
-
-def remove(path: Path) -> None:
-    """Remove a directory and all that is in it, once for all processes, which share it."""
-    if jax.process_index() != 0:
-        return
-    if is_remote(path):
-        path.rmtree()  # type: ignore[attr-defined]
-    else:
-        shutil.rmtree(path)

@@ -21,21 +21,47 @@ from optfn.run.background import copied
 from optfn.run.storage import Arrays, sync
 from optfn.train.state_dict import named_arrays
 
-SUFFIX = ".npz"
-
 # A history and the headers of a small file may take this many bytes.
 _SMALL = 1 << 24
 
 
-def writer(path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
-    """Return a function that writes a checkpoint; see `Backend`."""
-    whole = copied(jax.tree.map(_gathered, state))
+class NpzFile:
+    """A `Backend`: each checkpoint is a file."""
 
-    def write() -> None:
-        arrays = {**named_arrays(jax.tree.map(np.asarray, whole)), **beside}
-        write_file(path, lambda file: np.savez(file, **arrays))
+    suffix = ".npz"
 
-    return write
+    def writer(self, path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
+        """Return a function that writes a state and arrays beside it."""
+        whole = copied(jax.tree.map(_gathered, state))
+
+        def write() -> None:
+            arrays = {**named_arrays(jax.tree.map(np.asarray, whole)), **beside}
+            write_file(path, lambda file: np.savez(file, **arrays))
+
+        return write
+
+    def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the arrays of a file by name; nothing is run, unpickled or unpacked to the disk.
+
+        Allocations are bounded by the bytes of the file or, if it is compressed, by a few times
+        the bytes of the template.
+        """
+        with open(path, "rb") as stream, zipfile.ZipFile(stream) as file:
+            total = sum(entry.file_size for entry in file.infolist())
+            needed = sum(x.nbytes for x in jax.tree.leaves(template) if hasattr(x, "nbytes"))
+            most = max(os.fstat(stream.fileno()).st_size, 4 * needed + _SMALL)
+            if total > most:
+                raise ValueError(
+                    f"it would take {total:,} bytes, more than {most:,}, the most for this state"
+                )
+            names = [name.removesuffix(".npy") for name in file.namelist()]
+            if "version" not in names:
+                raise ValueError("it lacks the version of its format")
+            return {name: _array(file, f"{name}.npy") if is_read(name) else None for name in names}
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink(missing_ok=True)
 
 
 def _gathered(x: Leaf) -> Leaf:
@@ -59,29 +85,9 @@ def write_file(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
         sync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
-            remove(unfinished)
+            unfinished.unlink(missing_ok=True)
         words = f"cannot save the state ({error.strerror}); earlier checkpoints are intact"
         raise OSError(error.errno, words, str(path)) from error
-
-
-def read(path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the arrays of a file by name; see `Backend`.
-
-    Nothing is run, unpickled or unpacked to the disk. Allocations are bounded by the bytes of the
-    file or, if it is compressed, by a few times the bytes of the template.
-    """
-    with open(path, "rb") as stream, zipfile.ZipFile(stream) as file:
-        total = sum(entry.file_size for entry in file.infolist())
-        needed = sum(x.nbytes for x in jax.tree.leaves(template) if hasattr(x, "nbytes"))
-        most = max(os.fstat(stream.fileno()).st_size, 4 * needed + _SMALL)
-        if total > most:
-            raise ValueError(
-                f"it would take {total:,} bytes, more than {most:,}, the most for this state"
-            )
-        names = [name.removesuffix(".npy") for name in file.namelist()]
-        if "version" not in names:
-            raise ValueError("it lacks the version of its format")
-        return {name: _array(file, f"{name}.npy") if is_read(name) else None for name in names}
 
 
 def _array(file: zipfile.ZipFile, name: str) -> np.ndarray:
@@ -99,8 +105,3 @@ def _array(file: zipfile.ZipFile, name: str) -> np.ndarray:
     with file.open(name) as stream:
         found: np.ndarray = npy.read_array(stream, allow_pickle=False)
     return found
-
-
-def remove(path: Path) -> None:
-    """Remove a file."""
-    path.unlink(missing_ok=True)

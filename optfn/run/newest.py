@@ -10,7 +10,8 @@ import numpy as np
 
 from optfn.core import checks
 from optfn.parallel import processes
-from optfn.run import checkpoint_directory, checkpoint_file
+from optfn.run.checkpoint_directory import OrbaxDirectory
+from optfn.run.checkpoint_file import NpzFile, write_file
 from optfn.run.storage import Backend, directory_of
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class OtherRun(ValueError):
 
 def backend_of(path: Path) -> Backend:
     """Return the backend that wrote a checkpoint."""
-    return checkpoint_directory if path.is_dir() else checkpoint_file
+    return OrbaxDirectory() if path.is_dir() else NpzFile()
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
@@ -53,7 +54,7 @@ def remove_oldest(path: Path, keep: int) -> None:
 def newest(
     directory: Path, read: Callable[[Path], T], is_shared: bool = False
 ) -> tuple[Path, T] | None:
-    """Return the newest intact checkpoint in a directory, and what `read` makes of it.
+    """Return the path of the newest intact checkpoint in a directory, and the result of `read`.
 
     Returns None if there is no checkpoint. Each that is passed over is warned of. One that is
     intact, but from another run, ends the search: those before it are of that run too.
@@ -105,5 +106,5 @@ def _newest_of_all(
         return found
     checks.warn(f"{path} was missing here, and is now a copy of the file of process {source}")
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoint_file.write_file(path, lambda file: file.write(content))
+    write_file(path, lambda file: file.write(content))
     return path, read(path)

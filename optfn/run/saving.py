@@ -27,6 +27,7 @@ class Saver:
     """Saves a run in a directory, if there is one, and restores a run that was saved there.
 
     step, options: the step and the options of the run.
+    place: the directory, as text that ends with a separator; "" if there is none.
     saved: the step of the last checkpoint; None before there is one.
     resumed: the step of the checkpoint that the run resumes from; None for a new run.
     batches: the position of the iterator of batches in that checkpoint, if it is known.
@@ -35,17 +36,13 @@ class Saver:
     def __init__(self, step: TrainStep, options: LoopOptions) -> None:
         self.step, self.options = step, options
         self.directory = options.checkpoint
+        self.place = "" if self.directory is None else os.path.join(self.directory, "")
         self._clock: _Clock | None = None
         if isinstance(options.save_every, datetime.timedelta):
             self._clock = _Clock(options.save_every, processes.share(step.mesh))
         self.saved: int | None = None
         self.resumed: int | None = None
         self.batches: position.Position | None = None
-
-    @property
-    def place(self) -> str:
-        """The directory, as text that ends with a separator."""
-        return "" if self.directory is None else os.path.join(self.directory, "")
 
     def restore(self, state: TrainState) -> tuple[TrainState, History]:
         """Return the state and the history to start from: the saved ones, if there are any.

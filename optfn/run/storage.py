@@ -14,12 +14,12 @@ Arrays: TypeAlias = Mapping[str, np.ndarray]
 
 
 class Backend(Protocol):
-    """One form in which a checkpoint is stored, at a path that others choose.
+    """One form in which checkpoints are stored, each at a path that the caller chooses.
 
-    SUFFIX: how the name of such a checkpoint ends.
+    suffix: the end of the names of such checkpoints.
     """
 
-    SUFFIX: str
+    suffix: str
 
     def writer(self, path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
         """Return a function that writes a checkpoint as a whole; any thread may call it.
@@ -34,7 +34,8 @@ class Backend(Protocol):
         """Return the arrays of a checkpoint by name; None for those that are not read.
 
         Names are those of `state_dict` and of `beside`. An array that has the shape and dtype of
-        that of the template may lie as it does; others are on the host.
+        that of the template may lie as it does; all further ones are on the host. Arrays without
+        elements may be there although they are not read.
 
         Args:
           path: where the checkpoint is.
@@ -46,7 +47,7 @@ class Backend(Protocol):
         """
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint, or what is left of one that was not finished."""
+        """Remove a checkpoint, finished or not."""
 
 
 def directory_of(directory: object) -> Path:
