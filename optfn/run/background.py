@@ -16,7 +16,6 @@ from optfn.core.types import PyTree
 # The memory of the host that devices can copy to while they compute.
 _PINNED = "pinned_host"
 
-
 # At most one write for each directory, in the order in which they are written.
 _writing: dict[Path, Future[Any]] = {}
 
