@@ -15,6 +15,8 @@ BESIDE = {"history/loss": np.arange(3.0), "history/batches": np.frombuffer(b"[nu
 
 @pytest.mark.parametrize("backend", [NpzFile(), OrbaxDirectory()], ids=["file", "directory"])
 def test_a_backend_replaces_reads_and_removes_a_checkpoint(backend, tmp_path):
+    if isinstance(backend, OrbaxDirectory):
+        pytest.importorskip("orbax.checkpoint")
     state = optfn.make_train_step(lambda p, x: jnp.sum(p["w"]), optfn.adam(0.1)).init(PARAMS)
     path, kept = tmp_path / f"checkpoint{backend.suffix}", tmp_path / f"kept{backend.suffix}"
     backend.writer(kept, state, BESIDE)()
