@@ -307,11 +307,12 @@ def restore_checkpoint(
       ValueError: there are checkpoints, but none can be loaded; or `only` matches no name.
     """
     wait()
+    place = directory_of(directory)
     loader = _Loader(template, checks.flag("strict", strict), check_pattern("only", only))
     if not isinstance(template, TrainState):
         raise TypeError(
             "template must be a TrainState, such as step.init(params); got "
             f"{checks.shown(template)}. load_params loads the parameters alone"
         )
-    found = newest(directory_of(directory), loader.load, processes.share_state(template))
+    found = newest(place, loader.load, processes.share_state(template))
     return None if found is None else loader.told(*found)
