@@ -96,8 +96,16 @@ def hbm_bytes(shape: str) -> list[float]:
     return [_array_bytes(*found) for found in _ARRAY.findall(shape) if found[0] in BITS]
 
 
+_ELSEWHERE = re.compile(r"S\([1-9]\d*\)")  # in another memory than the device's main one
+
+
+def _tiles(layout: str) -> str:
+    """Return a layout without its memory."""
+    return _ELSEWHERE.sub("", layout)
+
+
 def _array_bytes(dtype: str, dims: str, layout: str) -> float:
-    if re.search(r"S\([1-9]", layout):  # another memory than the device's main one
+    if _ELSEWHERE.search(layout):
         return 0
     sizes = [int(x) for x in dims.split(",") if x]
     tile = re.search(r"T\(([\d,]+)\)", layout)
@@ -160,10 +168,10 @@ class Program:
         """Return the bytes that an instruction reads from HBM and writes to it."""
         home = self._home[id(x)]
         shapes = [home[name].shape for name in x.operands if name in home]
-        if x.opcode in STARTS:  # (destination, source, …): what lies in HBM of both
-            arrays = [_array_bytes(*found) for found in _ARRAY.findall(x.shape) if found[1]]
-            ends = arrays[:2]
-            return min(filter(None, ends), default=0) * sum(end > 0 for end in ends)
+        if x.opcode in STARTS:  # (one end, the other, …): a slice may go to fast memory or come
+            ends = [found for found in _ARRAY.findall(x.shape) if found[1]][:2]
+            sizes = [_array_bytes(dtype, dims, _tiles(layout)) for dtype, dims, layout in ends]
+            return min(sizes, default=0) * sum(_array_bytes(*end) > 0 for end in ends)
         if x.opcode in SLICES:
             return 2 * _total(x.shape)
         if x.opcode == "dynamic-update-slice":

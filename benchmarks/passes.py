@@ -80,7 +80,7 @@ def passes(shape: tuple[int, int]) -> dict[tuple[str, str], tuple[int, Pass]]:
             Pass(lambda *x: numerics.norm(direction(*x)), p, m, v, reads=True),
         ),
         ("lamb", "p"): (16, Pass(lambda p, m, v: p - 1e-3 * direction(p, m, v), p, m, v)),
-        ("int8", "scales"): (4, Pass(lambda g: codes.block_max(jnp.abs(g)), g, reads=True)),
+        ("int8", "scales"): (4, Pass(lambda g: codes.row_max(jnp.abs(g)), g, reads=True)),
         ("int8", "m"): (6, Pass(hashed(advance_m), k, g, scale, seed)),
         ("int8", "m, without the hash"): (6, Pass(advance_m, k, g, scale, seed)),
         ("int8", "v"): (6, Pass(hashed(advance_v), u, g, scale, seed)),
@@ -89,16 +89,16 @@ def passes(shape: tuple[int, int]) -> dict[tuple[str, str], tuple[int, Pass]]:
     }
 
 
-def run(rounds: int, num_blocks: int) -> list[measure.Row]:
+def run(rounds: int, num_rows: int) -> list[measure.Row]:
     """Return a row for each pass, and print it."""
-    shape = (num_blocks, codes.BLOCK)
-    found, machine = passes(shape), measure.Machine(num_blocks * codes.BLOCK)
+    shape = (num_rows, codes.ROW)
+    found, machine = passes(shape), measure.Machine(num_rows * codes.ROW)
     calls = {" ".join(name): program for name, (_, program) in found.items()}
     times = measure.interleaved({**calls, **machine.calls()}, rounds)
     rows = []
     for (rule, name), (num_bytes, _) in found.items():
         time = times[f"{rule} {name}"]
-        floor = machine.floor(num_bytes * num_blocks * codes.BLOCK, times)
+        floor = machine.floor(num_bytes * num_rows * codes.ROW, times)
         rows.append(
             {
                 "rule": rule,
@@ -122,9 +122,9 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--blocks", type=int, default=50_000)
-    options = measure.parse(parser, rounds=1, blocks=4)
-    measure.report(options, HEAD, lambda: run(options.rounds, options.blocks))
+    parser.add_argument("--rows", type=int, default=50_000)
+    options = measure.parse(parser, rounds=1, rows=4)
+    measure.report(options, HEAD, lambda: run(options.rounds, options.rows))
 
 
 if __name__ == "__main__":

@@ -26,19 +26,13 @@ T = TypeVar("T")
 BEHIND_THE_DOOR = ("cpu",)
 
 
-def on_cpu(
-    cpu: Callable[..., Any],
-    plain: Callable[..., Any],
-    *arguments: Any,
-    also: tuple[str, ...] = (),
-) -> Any:
+def on_cpu(cpu: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
     """Return cpu(*arguments) in a program for a CPU, and plain(*arguments) in any other.
 
     Both are traced, so a jaxpr has a cond of both; lowered for one platform, nothing of the other
-    is left. They give trees of the same shapes and dtypes. `also` names further platforms that are
-    behind the door.
+    is left. They give trees of the same shapes and dtypes.
     """
-    branches = dict.fromkeys((*BEHIND_THE_DOOR, *also), cpu)
+    branches = dict.fromkeys(BEHIND_THE_DOOR, cpu)
     return lax.platform_dependent(*arguments, default=plain, **branches)
 
 

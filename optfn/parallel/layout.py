@@ -136,9 +136,9 @@ class Layout:
         """Return the PartitionSpec of each leaf of the optimizer state of all workers.
 
         A per-worker array is divided over the worker axes, along its first axis. An array with the
-        shape of its parameter, also with further leading axes such as that of a history, is divided
-        like the gradient of that parameter. An array of another shape, such as scales of blocks, is
-        divided along its first dimension that the shard axes divide.
+        shape of its parameter, or of its leading axes as scales of rows have, is divided like the
+        gradient of that parameter, also behind further leading axes such as that of a history. An
+        array of another shape is divided along its first dimension that the shard axes divide.
         """
         if not self.divides:
             return specs_of(state, self.worker_axes)
@@ -161,8 +161,12 @@ class Layout:
             # 5. x has only the padded layers in common with it: a device keeps those of its layers.
             if padded != jnp.shape(p) and shape[: len(spec)] == padded[: len(spec)]:
                 return spec
-            # 6. x has another shape, such as one scale per block: if the gradient is divided, so is
-            #    x, along any dimension that fits; else it is whole on each device of a worker.
+            # 6. x has a number for each index of leading axes, such as the scale of a row: a device
+            #    keeps those of its shard.
+            if shape == padded[: len(shape)]:
+                return _over_both(over, P(*spec[: len(shape)]))
+            # 7. x has another shape, such as the scales of a vector: if the gradient is divided, so
+            #    is x, along any dimension that fits; else it is whole on each device of a worker.
             return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
 
         return self._map_state(divided_spec, lambda x, over: over, state, params)

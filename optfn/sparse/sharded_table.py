@@ -192,7 +192,7 @@ def check_rows(state: PyTree) -> None:
                 raise ValueError(
                     f"the table of {node.num_rows} rows has them divided over devices, "
                     f"but its optimizer state has an array of shape {x.shape}, without an axis of "
-                    "rows (like the scales of 8-bit moments). Use another optimizer for the table"
+                    "rows. Use another optimizer for the table"
                 )
 
 

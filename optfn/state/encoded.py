@@ -30,12 +30,14 @@ class Encoded:
       decode: (codes, scale) -> float32 numbers.
       encode: (numbers, scale, noise) -> codes; the nearest ones where the noise, of 16 bits, is
         half of its range.
+      scales: numbers ≥ 0 -> the smallest scales under which they can be encoded.
     """
 
     codes: str
     scale: str
     decode: Callable[[jax.Array, jax.Array], jax.Array]
     encode: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    scales: Callable[[jax.Array], jax.Array]
 
     def mean(self, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Return the nearest codes of the mean of several arrays, under the mean of their scales.
@@ -47,8 +49,11 @@ class Encoded:
         decoded = np.asarray(jax.vmap(self.decode)(jnp.asarray(codes), jnp.asarray(scales)))
         numbers = jnp.asarray(np.mean(decoded, axis=0, dtype=np.float64), jnp.float32)
         scale = jnp.asarray(np.mean(scales, axis=0, dtype=np.float64), scales.dtype)
-        half = jnp.full(numbers.shape, 2**15, jnp.uint32)
-        return np.asarray(self.encode(numbers, scale, half))
+        return np.asarray(self.nearest(numbers, scale))
+
+    def nearest(self, numbers: jax.Array, scale: jax.Array) -> jax.Array:
+        """Return the codes that are nearest to numbers."""
+        return self.encode(numbers, scale, jnp.full(numbers.shape, 2**15, jnp.uint32))
 
 
 _fields: dict[type, tuple[Encoded, ...]] = {}

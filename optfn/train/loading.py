@@ -82,6 +82,25 @@ def load_named(
     Errors have the names as `shown` returns them.
     """
     _check_format(mapping)
+    try:
+        return _loaded(opt_state, mapping, strict, shown)
+    except Misfit:
+        from optfn.state.blocks import with_scales_of_rows
+
+        newer = with_scales_of_rows(mapping)
+        if newer is mapping:
+            raise
+    return _loaded(opt_state, newer, strict, shown)
+
+
+def _loaded(
+    opt_state: OptState, mapping: Mapping[str, Any], strict: bool, shown: Callable[[str], str]
+) -> tuple[OptState, Changes]:
+    """Return the result of `load_named` for a mapping whose arrays have the form of this version.
+
+    Raises:
+      Misfit: names or arrays do not fit.
+    """
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))

@@ -11,11 +11,10 @@ from optfn.core import checks, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import Encoded, encodes
-from optfn.transforms import codes
+from optfn.state.encoded import encodes
 from optfn.transforms.adam import counting_steps
 from optfn.transforms.late_steps import Steps
-from optfn.transforms.stored import check_moment_dtype, stored
+from optfn.transforms.stored import check_moment_dtype, signed, stored, unsigned
 
 
 @traits(counted="mu")
@@ -28,10 +27,7 @@ class ScaleByAdamaxState(NamedTuple):
 
 
 @traits(spans_buffers=True, counted="mu")
-@encodes(
-    Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
-    Encoded("infinity_norm", "infinity_norm_scale", codes.decode_unsigned, codes.encode_unsigned),
-)
+@encodes(signed("mu"), unsigned("infinity_norm"))
 class ScaleByInt8AdamaxState(NamedTuple):
     """State of `scale_by_adamax` in int8: 2.03 bytes per parameter, and the step."""
 
@@ -100,9 +96,8 @@ def scale_by_adamax(
     dtype = check_moment_dtype("moment_dtype", moment_dtype)
     if dtype is not None:
         moments = partial(adamax_moments, b1=b1, b2=b2, eps=eps)
-        signed = (True, False)
         return stored(
-            dtype, _ADAMAX_STATES, moments, adamax_direction, signed=signed, of_step=of_step
+            dtype, _ADAMAX_STATES, moments, adamax_direction, signed=(True, False), of_step=of_step
         )
     rule = partial(adamax_rule, b1=b1, b2=b2, eps=eps)
     return counting_steps(rule, of_step, ScaleByAdamaxState)

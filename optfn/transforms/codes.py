@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Elements that share a scale: consecutive ones of the flattened array.
-BLOCK = 256
+# The fewest elements that share a scale; and those that do in a vector of more than LONG elements,
+# in the shape in which a TPU keeps them.
+ROW, TILE, LONG = 256, (8, 128), 1 << 16
 
 
 class Code(NamedTuple):
@@ -51,8 +52,14 @@ UNSIGNED = Code(top=255, start=(127 - 32) << 3)  # for a magnitude alone; down t
 _compiled = functools.partial(jax.jit, inline=True)
 
 
-def _float_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+def _int_bits(x: jax.Array) -> jax.Array:
+    # Of float32 alone, and signed: compilers for TPUs lay an array of 16 bits out anew to read its
+    # bits, and break a kernel at arithmetic in uint32.
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 @functools.partial(_compiled, static_argnums=0)
@@ -82,65 +89,58 @@ def to_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
       x: float32.
       noise: uint32 in [0, 2¹⁶), of the same shape.
     """
-    upper = ((_float_bits(x) + noise) >> 16).astype(jnp.uint16)
+    upper = ((jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) >> 16).astype(jnp.uint16)
     return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
 
 
-def num_blocks(size: int) -> int:
-    """Return the number of blocks of an array of `size` elements."""
-    return -(-size // BLOCK)
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of an array of `shape`: that of its leading axes.
 
-
-def _row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an array with one block in each row; `shape` where its size has none.
-
-    The first axis stays, where blocks divide the last: an array of stacked layers that is divided
-    over devices along its second axis is divided along that of the rows.
+    The others, as few as have ROW elements together, are a row with one scale: devices that divide
+    the leading axes divide the scales alike. A vector longer than LONG, such as a buffer of many
+    tensors, has a scale for each TILE.
     """
-    *lead, length = shape or (1,)
-    if lead and length % BLOCK == 0:
-        return (lead[0], math.prod(lead[1:]) * length // BLOCK, BLOCK)
-    size = math.prod(shape)
-    return shape if size % BLOCK else (size // BLOCK, BLOCK)
+    if _has_tiles(shape):
+        return (-(-shape[0] // math.prod(TILE)),)
+    lead = len(shape)
+    while lead and math.prod(shape[lead:]) < ROW:
+        lead -= 1
+    return shape[:lead]
 
 
-def as_rows(x: jax.Array) -> jax.Array:
-    """Return x with one block in each row, where its size allows, else x itself.
-
-    The functions here take arrays of any shape. In this one a row has one scale, and XLA on CPU
-    computes it several times as fast.
-    """
-    return x.reshape(_row_shape(x.shape))
+def _has_tiles(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 and shape[0] > LONG
 
 
 @_compiled
-def block_max(x: jax.Array) -> jax.Array:
-    """Return the largest element of each block of x ≥ 0, shape (num_blocks,)."""
-    n = num_blocks(x.size)
-    rows = as_rows(x)
-    if x.size % BLOCK:
-        rows = jnp.pad(x.reshape(-1), (0, n * BLOCK - x.size)).reshape(n, BLOCK)
-    return jnp.max(rows, axis=-1).reshape(n)
+def row_max(x: jax.Array) -> jax.Array:
+    """Return the largest element of each row of x ≥ 0, of the shape of its scales."""
+    scales = scale_shape(x.shape)
+    if _has_tiles(x.shape):
+        x = jnp.pad(x, (0, scales[0] * math.prod(TILE) - x.size)).reshape(*scales, *TILE)
+    return jnp.max(x, axis=range(len(scales), x.ndim), initial=0)
 
 
 def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the scale of each element of an array of `shape`."""
-    size = math.prod(shape)
-    rows = (scale.size, BLOCK) if size % BLOCK else _row_shape(shape)
-    each = jnp.broadcast_to(scale.reshape(*rows[:-1], 1), rows)
-    return each.reshape(-1)[:size].reshape(shape) if size % BLOCK else each.reshape(shape)
+    has_tiles = _has_tiles(shape)
+    rows = (*scale.shape, *TILE) if has_tiles else shape
+    each = jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (len(rows) - scale.ndim)), rows)
+    return each.reshape(-1)[: shape[0]] if has_tiles else each
 
 
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:
-    """Return the code of x/scale·largest, x ≥ 0; `noise` is uint32 in [0, 2¹⁶)."""
-    factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per block, not per element
+    """Return the code of x/scale·largest, x ≥ 0, int32; `noise` is uint32 in [0, 2¹⁶)."""
+    factor = jnp.where(scale > 0, code.largest / scale, 0)  # a division per row, not per element
     shifted = x * _per_element(factor, x.shape) + code.smallest
-    k = ((_float_bits(shifted) + (noise << 4)) >> 20) - np.uint32(code.start)
-    return jnp.minimum(k, np.uint32(code.top))
+    fraction = jax.lax.bitcast_convert_type(noise << 4, jnp.int32)
+    bits = (_int_bits(shifted) & _SIGNLESS) + fraction  # NaN may have a sign
+    return jnp.minimum((bits >> 20) - code.start, code.top)
 
 
 def _decode(k: jax.Array, scale: jax.Array, code: Code) -> jax.Array:
-    magnitude = jax.lax.bitcast_convert_type((k + np.uint32(code.start)) << 20, jnp.float32)
+    """Return the numbers of codes ≥ 0, int32."""
+    magnitude = _from_bits((k + code.start) << 20)
     x = (magnitude - code.smallest) * _per_element(scale / code.largest, k.shape)
     return jnp.where(k == 0, 0, x)  # also where the scale is infinite
 
@@ -151,10 +151,10 @@ def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array
 
     Args:
       x: float32.
-      scale: float32, one for each block; magnitudes above the scale are encoded as the scale.
+      scale: float32, one for each row; magnitudes above the scale are encoded as the scale.
       noise: uint32 in [0, 2¹⁶), of the shape of x.
     """
-    k = _encode(jnp.abs(x), scale, noise, SIGNED).astype(jnp.int32)
+    k = _encode(jnp.abs(x), scale, noise, SIGNED)
     return jnp.where(x < 0, -k, k).astype(jnp.int8)
 
 
@@ -162,7 +162,7 @@ def encode_signed(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Array
 def decode_signed(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the float32 values of int8 codes."""
     k = codes.astype(jnp.int32)
-    magnitude = _decode(jnp.abs(k).astype(jnp.uint32), scale, SIGNED)
+    magnitude = _decode(jnp.abs(k), scale, SIGNED)
     return jnp.where(k < 0, -magnitude, magnitude)
 
 
@@ -180,22 +180,12 @@ def encode_unsigned(x: jax.Array, scale: jax.Array, noise: jax.Array) -> jax.Arr
 @_compiled
 def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the float32 values of uint8 codes."""
-    return _decode(codes.astype(jnp.uint32), scale, UNSIGNED)
+    return _decode(codes.astype(jnp.int32), scale, UNSIGNED)
 
 
 # The bits of infinity and of the canonical NaN in a float32, of all but the sign, and of the sign.
 _INFINITY, _NAN, _SIGNLESS, _SIGN = 0x7F800000, 0x7FC00000, 0x7FFFFFFF, np.int32(-(2**31))
 REMAINDERS = {32: jnp.dtype(jnp.int16), 24: jnp.dtype(jnp.int8)}
-
-
-def _int_bits(x: jax.Array) -> jax.Array:
-    # Of float32 alone, and signed: compilers for TPUs lay an array of 16 bits out anew to read its
-    # bits, and break a kernel at arithmetic in uint32.
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _from_bits(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _is_nan(bits: jax.Array) -> jax.Array:

@@ -16,18 +16,16 @@ def in_passes(
     fns: Sequence[Callable[..., tuple[PyTree, ...]]],
     carry: tuple[PyTree, ...],
     *reads: PyTree,
-    also: tuple[str, ...] = (),
 ) -> tuple[PyTree, ...]:
     """Return the carry after each of `fns`, in a program for a CPU one pass after the other.
 
     There only the carry is passed from one pass over the arrays to the next, and it is updated in
-    place; see `when`. All other platforms get the plain expressions, which they fuse themselves,
-    but for those that `also` names.
+    place; see `when`. All other platforms get the plain expressions, which they fuse themselves.
     """
     if not checks.is_traced((carry, reads)):
         return _run(fns, carry, reads)
     closed, *arguments = _closed(fns, carry, reads)
-    return _in_passes(closed, also, *arguments)
+    return _in_passes(closed, *arguments)
 
 
 def when(
@@ -76,16 +74,16 @@ def _run(
     return carry
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _in_passes(fns: Fns, also: tuple[str, ...], *arguments: PyTree) -> PyTree:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _in_passes(fns: Fns, *arguments: PyTree) -> PyTree:
     def in_loops(*arguments: PyTree) -> PyTree:
         return _in_loops(fns, xla.hidden(True), *arguments)
 
-    return xla.on_cpu(in_loops, partial(_run, fns), *arguments, also=also)
+    return xla.on_cpu(in_loops, partial(_run, fns), *arguments)
 
 
 @partial(_in_passes.defjvp, symbolic_zeros=True)
-def _in_passes_jvp(fns: Fns, also: tuple[str, ...], primals: PyTree, tangents: PyTree) -> PyTree:
+def _in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
     return _jvp(partial(_run, fns), primals, tangents)
 
 

@@ -17,9 +17,9 @@ from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Updates
-from optfn.state.encoded import Encoded, encodes
-from optfn.transforms import codes, late_steps
-from optfn.transforms.stored import check_moment_dtype, stored
+from optfn.state.encoded import encodes
+from optfn.transforms import late_steps
+from optfn.transforms.stored import check_moment_dtype, signed, stored, unsigned
 
 
 class ScaleByMomentumState(NamedTuple):
@@ -41,7 +41,7 @@ class ScaleByNarrowMomentumState(NamedTuple):
 
 
 @traits(spans_buffers=True)
-@encodes(Encoded("velocity", "velocity_scale", codes.decode_signed, codes.encode_signed))
+@encodes(signed("velocity"))
 class ScaleByInt8MomentumState(NamedTuple):
     """State of `scale_by_momentum` in int8: 1.02 bytes per parameter, and the step."""
 
@@ -252,7 +252,7 @@ class ScaleByNarrowRmsState(NamedTuple):
 
 
 @traits(spans_buffers=True)
-@encodes(Encoded("mean_square", "mean_square_scale", codes.decode_unsigned, codes.encode_unsigned))
+@encodes(unsigned("mean_square"))
 class ScaleByInt8RmsState(NamedTuple):
     """State of `scale_by_rms` in int8: 1.02 bytes per parameter, and the step."""
 

@@ -9,20 +9,16 @@ from optfn.core import checks
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Params
-from optfn.state.encoded import Encoded, encodes
-from optfn.transforms import codes
+from optfn.state.encoded import encodes
 from optfn.transforms.adam import ScaleByAdamState, adam_direction, adam_factors, adam_moments
 from optfn.transforms.late_steps import Steps
-from optfn.transforms.stored import MOMENT_DTYPES, Arrays, stored
+from optfn.transforms.stored import MOMENT_DTYPES, Arrays, signed, stored, unsigned
 
 
 @traits(spans_buffers=True, counted="mu")
-@encodes(
-    Encoded("mu", "mu_scale", codes.decode_signed, codes.encode_signed),
-    Encoded("nu", "nu_scale", codes.decode_unsigned, codes.encode_unsigned),
-)
+@encodes(signed("mu"), unsigned("nu"))
 class ScaleByInt8AdamState(NamedTuple):
-    """State of `scale_by_quantized_adam("int8")`: 2.03 bytes per parameter, and the step."""
+    """State of `scale_by_quantized_adam("int8")`: at most 2.03 bytes per parameter."""
 
     step: Steps
     mu: Params
@@ -54,13 +50,16 @@ def scale_by_quantized_adam(
     The random bits are a hash of step and element, so a run can be repeated bit for bit; all leaves
     use the same bits. Moments are computed in float32, even those of wider leaves.
 
-    "int8" stores blocks of 256 consecutive elements. Each block has a scale s that no element
-    exceeds (s = βs + (1 − β)·max|g|). The codes have three bits of mantissa, for m down to 2⁻¹⁹·s
-    and for v down to 2⁻³⁵·s. A v > 0 never rounds to zero. A gradient that is not finite spoils its
-    whole block, so use `skip_nonfinite`.
+    "int8" stores rows: the last axes of a leaf, as few as have 256 elements together; of a vector
+    of more than 65,536 elements, such as a packed buffer, 1,024 elements are a row. Each row has a
+    scale s that no element exceeds (s = βs + (1 − β)·max|g|).
+    The codes have three bits of mantissa, for m down to 2⁻¹⁹·s and for v down to 2⁻³⁵·s. A v > 0
+    never rounds to zero. A gradient that is not finite spoils its whole row, so use
+    `skip_nonfinite`. Devices that divide the axes before a row divide the scales too; those that
+    divide a row agree on its maximum.
 
-    The moments are updated in place, in a separate pass over the leaf. Besides the gradient, a step
-    needs less than half a byte of temporary memory per parameter.
+    The moments are updated in place, in a separate pass over the leaf on a CPU. Besides the
+    gradient, a step needs less than half a byte of temporary memory per parameter.
 
     Args:
       b1: β₁, in [0, 1).
@@ -70,10 +69,10 @@ def scale_by_quantized_adam(
       bias_correction: whether to correct the bias of the moments.
       dtype: "bfloat16" or "int8".
 
-    State: step, mu and nu, 4 bytes per parameter; in int8 also their scales, 2.03 bytes in all.
-    Real leaves.
+    State: step, mu and nu, 4 bytes per parameter; in int8 also their scales, at most 2.03 bytes
+    in all for leaves of 256 elements and more. Real leaves.
 
-    Source: Dettmers et al. 2022, arXiv 2110.02861 (blocks, dynamic code); Gupta et al. 2015, arXiv
+    Source: Dettmers et al. 2022, arXiv 2110.02861 (scales, dynamic code); Gupta et al. 2015, arXiv
     1502.02551 (stochastic rounding). The code, the scales and the hash are our own.
     """
     b1, b2 = checks.decay("b1", b1), checks.decay("b2", b2)

@@ -12,6 +12,7 @@ from optfn.core import checks, leafwise, tree
 from optfn.core.checks import Scalar
 from optfn.core.types import DType, OptState, Params, PyTree, Updates
 from optfn.leaves import row_sparse
+from optfn.state.encoded import Encoded
 from optfn.transforms import codes, late_steps
 from optfn.transforms.in_place import in_passes
 
@@ -31,8 +32,20 @@ def check_moment_dtype(argument: str, moment_dtype: str | None) -> str | None:
     )
 
 
+def signed(field: str) -> Encoded:
+    """Return the declaration of a field of int8 codes, beside `<field>_scale`."""
+    code = codes.decode_signed, codes.encode_signed
+    return Encoded(field, f"{field}_scale", *code, codes.row_max)
+
+
+def unsigned(field: str) -> Encoded:
+    """Return the declaration of a field of uint8 codes, beside `<field>_scale`."""
+    code = codes.decode_unsigned, codes.encode_unsigned
+    return Encoded(field, f"{field}_scale", *code, codes.row_max)
+
+
 class Part(NamedTuple):
-    """An array of a moment: its dtype, and whether it has one number per element, or per block."""
+    """An array of a moment: its dtype, and whether it has one number per element, or per row."""
 
     dtype: DType
     per_element: bool = True
@@ -45,36 +58,28 @@ class Storage(NamedTuple):
     advance: (moments, g, arrays, noise) -> the arrays after a float32 gradient; of the noise, 16
       random bits for each of two moments.
     decode: arrays -> moments, float32.
-    view: an array that has a number per element -> the view of it in which to compute.
     """
 
     parts: tuple[Part, ...]
     advance: Callable[[Moments, jax.Array, Arrays, jax.Array], Arrays]
     decode: Callable[[Arrays], Arrays]
-    view: Callable[[jax.Array], jax.Array] = lambda x: x
 
     def init(self, params: Params) -> tuple[PyTree, ...]:
         """Return a tree of zeros for each part."""
 
-        def per_block(p: jax.Array) -> jax.Array:
-            return jnp.zeros(codes.num_blocks(p.size), jnp.float32)
+        def per_row(p: jax.Array) -> jax.Array:
+            return jnp.zeros(codes.scale_shape(p.shape), jnp.float32)
 
         return tuple(
             leafwise.zeros_like(params, dtype=part.dtype)
             if part.per_element
-            else tree.map_arrays(per_block, params)
+            else tree.map_arrays(per_row, params)
             for part in self.parts
         )
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Return the shapes of the arrays of a leaf of `shape`."""
-        blocks = (codes.num_blocks(int(np.prod(shape))),)
-        return [shape if part.per_element else blocks for part in self.parts]
-
-    def views(self, arrays: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """Return the views of the arrays that have a number per element, and the others."""
-        parts = zip(self.parts, arrays, strict=True)
-        return tuple(tree.map_arrays(self.view, x) if part.per_element else x for part, x in parts)
+        return [shape if part.per_element else codes.scale_shape(shape) for part in self.parts]
 
 
 def _of_each(noise: jax.Array) -> Arrays:
@@ -94,9 +99,9 @@ def _in_bfloat16(count: int) -> Storage:
 
 def _in_int8(signed: Sequence[bool]) -> Storage:
     def advance(moments: Moments, g: jax.Array, arrays: Arrays, noise: jax.Array) -> Arrays:
-        # A scale follows the same recursion as its moment, so that no moment of the block exceeds
-        # it, and moments can be encoded without computing the maximum of the block first.
-        scales = moments(codes.block_max(jnp.abs(g)), *arrays[1::2])
+        # A scale follows the same recursion as its moment, so that no moment of the row exceeds
+        # it, and moments can be encoded without computing the maximum of the row first.
+        scales = moments(codes.row_max(jnp.abs(g)), *arrays[1::2])
         new: list[jax.Array] = []
         of_moments = zip(moments(g, *decode(arrays)), scales, signed, _of_each(noise), strict=False)
         for x, scale, is_signed, bits in of_moments:
@@ -113,7 +118,7 @@ def _in_int8(signed: Sequence[bool]) -> Storage:
 
     dtypes = (jnp.int8 if is_signed else jnp.uint8 for is_signed in signed)
     parts = (part for dtype in dtypes for part in (Part(dtype), Part(jnp.float32, False)))
-    return Storage(tuple(parts), advance, decode, codes.as_rows)
+    return Storage(tuple(parts), advance, decode)
 
 
 def stored(
@@ -134,7 +139,7 @@ def stored(
       moment_dtype: "bfloat16" or "int8".
       state_types: for each dtype the class of the state, (step, *trees of the parts).
       moments: (g, *moments) -> moments, elementwise, computed in float32. Applied to the largest
-        |g| of a block and the scales, it gives the new scales, so it must increase in all of them.
+        |g| of a row and the scales, it gives the new scales, so it must increase in all of them.
       direction: (g, *moments, **scalars) -> u, elementwise.
       signed: whether each moment, at most two, has a sign.
       of_step: from the number of steps to the scalars.
@@ -168,11 +173,7 @@ def stored(
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
         count = late_steps.shared(step)
-        viewed = tree.map_arrays(storage.view, updates)
-        # Blocks that divide a row are laid out anew on a TPU, outside of a loop twice as often.
-        also = ("tpu",) if moment_dtype == "int8" else ()
-        arrays = in_passes([advance], storage.views(state[1:]), viewed, count, also=also)
-        arrays = jax.tree.map(lambda new, old: new.reshape(old.shape), arrays, tuple(state[1:]))
+        arrays = in_passes([advance], tuple(state[1:]), updates, count)
         scalars = late_steps.by_leaf(of_step, step, updates)
         updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]
         return updates, state_type(step, *arrays)

@@ -132,21 +132,36 @@ def test_int8_moments_are_bit_identical_given_equal_gradients():
         chex.assert_trees_all_equal(jax.device_get(found[1]), jax.device_get(want[1]))
 
 
-def test_codes_of_stacked_layers_stay_where_they_are():
-    """Divided along the second axis: scales go to their blocks and back, codes stay."""
+# The shape of a leaf, the axis that is divided, and the collectives of the update.
+DIVIDED = [
+    ((64, 512), 0, set()),
+    ((3, 16, 512), 1, set()),
+    ((8, 3, 512), 0, set()),
+    ((N * 16384,), 0, set()),
+    ((64, 512), 1, {"all-reduce"}),
+    ((3, 3, 16, 64), 2, {"all-reduce"}),
+    ((96,), 0, {"all-reduce"}),
+]
+
+
+@pytest.mark.parametrize(("shape", "axis", "expected"), DIVIDED)
+def test_codes_and_scales_stay_where_they_are(shape, axis, expected):
+    """Where a row is divided, the devices agree on its maximum, a number a row."""
     tx, mesh = optfn.adam(0.01, moment_dtype="int8"), data_mesh(N)
-    params = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
-    grads = {"w": RNG.normal(size=(3, 16, 512)).astype(np.float32)}
-    sharding = layout_of({"w": P(None, "data")}, mesh, "data")
-    specs = sharding.state_specs(jax.eval_shape(tx.init, params), params)
-    state = jax.device_put(tx.init(params), sharding.place(specs))
-    placed = jax.device_put(grads, NamedSharding(mesh, P(None, "data")))
-    update = jax.jit(tx.update, out_shardings=(placed["w"].sharding, sharding.place(specs)))
+    spec = P(*[None] * axis, "data")
+    params = {"w": RNG.normal(size=shape).astype(np.float32)}
+    grads = {"w": RNG.normal(size=shape).astype(np.float32)}
+    layout = layout_of({"w": spec}, mesh, "data")
+    specs = layout.state_specs(jax.eval_shape(tx.init, params), params)
+    state = jax.device_put(tx.init(params), layout.place(specs))
+    placed = jax.device_put(grads, NamedSharding(mesh, spec))
+    update = jax.jit(tx.update, out_shardings=(placed["w"].sharding, layout.place(specs)))
     text = update.lower(placed, state).compile().as_text()
+    found = re.findall(r"= f32\[([\d,]*)\]\S* (all-\w+|collective-\w+|reduce-scatter)", text)
+    assert {kind for _, kind in found} == expected
+    rows = tx.init(params)[0].mu_scale["w"].size
+    assert all(np.prod([int(n) for n in x.split(",") if n]) <= rows for x, _ in found)
     assert not re.findall(r"= \(?[su]8\S* (?:all-|collective-)", text)
-    moved = re.findall(r"= f32\[([\d,]+)\]\S* (?:all-|collective-)", text)
-    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in moved]
-    assert max(sizes) <= 3 * 16 * 512 // 256
     chex.assert_trees_all_equal(
         jax.device_get(update(placed, state)[1]),
         jax.device_get(jax.jit(tx.update)(grads, tx.init(params))[1]),

@@ -58,6 +58,19 @@ def test_a_prefetch_into_fast_memory_counts_once():
     assert hlo.cost(PREFETCH) == hlo.Cost(2 * 4096, kernels=2, loops=0, cycles=0)
 
 
+SLICES = """
+ENTRY %main (p: s8[4096,128]) -> s8[1024,128] {
+  %p = s8[4096,128]{1,0:T(32,128)(4,1)} parameter(0)
+  %s = ((s8[4096,128]{1,0:T(32,128)(4,1)}), s8[1024,128]{1,0:T(32,128)(4,1)S(1)}, s32[]{:S(2)}) slice-start(%p)
+  ROOT %d = s8[1024,128]{1,0:T(32,128)(4,1)S(1)} slice-done(%s)
+}
+"""  # noqa: E501
+
+
+def test_a_slice_that_goes_to_fast_memory_counts_as_what_it_touches():
+    assert hlo.cost(SLICES).num_bytes == 1024 * 128
+
+
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [

@@ -104,12 +104,53 @@ def test_the_hash_is_that_of_the_number_of_the_element(shape):
         np.testing.assert_array_equal(found, x ^ (x >> 15))
 
 
-def test_blocks():
-    """Each block of 256 has its maximum, the last one of what is left."""
-    x = np.abs(np.random.default_rng(0).normal(size=(3, 200))).astype(np.float32)
-    flat = x.reshape(-1)
-    want = [flat[:256].max(), flat[256:512].max(), flat[512:].max()]
-    np.testing.assert_array_equal(quantization.block_max(jnp.asarray(x)), np.float32(want))
+ROWS = {  # shape: that of the scales
+    (3, 256): (3,),
+    (3, 300, 100): (3,),
+    (2, 3, 512): (2, 3),
+    (3, 3, 16, 32): (3, 3),
+    (3, 255): (),
+    (4, 3): (),
+    (1000,): (),
+    (): (),
+    (0, 300): (0,),
+    (300, 0): (),
+}
+
+
+@pytest.mark.parametrize("shape", ROWS)
+def test_each_row_has_its_maximum(shape):
+    """A row is made of as few trailing axes as have 256 elements together."""
+    x = np.abs(np.random.default_rng(0).normal(size=shape)).astype(np.float32)
+    want = x.reshape(*ROWS[shape], -1).max(-1, initial=0) if x.size else np.zeros(ROWS[shape])
+    found = quantization.row_max(jnp.asarray(x))
+    assert found.shape == quantization.scale_shape(shape) == ROWS[shape]
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("size", [70_000, 69 * 1024])
+def test_each_1024_elements_of_a_long_vector_have_their_maximum(size):
+    x = np.abs(np.random.default_rng(0).normal(size=size)).astype(np.float32)
+    want = [x[start : start + 1024].max() for start in range(0, size, 1024)]
+    np.testing.assert_array_equal(quantization.row_max(jnp.asarray(x)), np.float32(want))
+
+
+@pytest.mark.parametrize("kind", CODES)
+@pytest.mark.parametrize("shape", [(2, 3, 512), (3, 100), (70_000,), (1500,), ()])
+def test_each_element_has_the_scale_of_its_row(kind, shape):
+    """Scaled by a power of two, a row is its numbers, scaled; the codes are the same."""
+    encode, decode, _ = CODES[kind]
+    x = np.abs(np.random.default_rng(0).normal(size=shape)).astype(np.float32)
+    noise = quantization.random_bits(shape, jnp.uint32(1)) & 0xFFFF
+    scale = quantization.row_max(jnp.asarray(x))
+    factors = np.float32(2.0) ** np.arange(scale.size).reshape(scale.shape)
+    per_row = 1024 if x.size == 70_000 else x.size // scale.size
+    each = np.repeat(factors.reshape(-1), per_row)[: x.size].reshape(shape)
+    found = encode(jnp.asarray(x * each), scale * factors, noise)
+    np.testing.assert_array_equal(found, encode(jnp.asarray(x), scale, noise))
+    np.testing.assert_array_equal(
+        decode(found, scale * factors), each * np.asarray(decode(found, scale))
+    )
 
 
 @pytest.mark.parametrize("moment_dtype", ["bfloat16", "int8"])
@@ -191,13 +232,16 @@ TREE = {"w": (512, 300), "odd": (333, 77), "bias": (300,), "scalar": ()}
 
 @pytest.mark.parametrize("name", RULES)
 def test_bytes_of_each_rule(name):
-    """A moment is 2 bytes, or 1 and a scale for 256 elements; steps and rates are a few more."""
+    """A moment is 2 bytes, or 1 and a scale for each row; steps and rates are a few more."""
     moments = 2 if name in ("adam", "adamw", "adamax", "rmsprop", "lamb", "lamb_corrected") else 1
     size = 700 * 256
-    for dtype, per_moment in (("bfloat16", 2.0), ("int8", 1 + 4 / 256)):
+    for dtype, least, most in (("bfloat16", 2, 2), ("int8", 1, 1 + 4 / 1024)):
         state = jax.eval_shape(RULES[name](dtype).init, jax.ShapeDtypeStruct((size,), "float32"))
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-        assert moments * per_moment * size <= kept <= moments * per_moment * size + 64
+        assert moments * least * size <= kept <= moments * most * size + 64
+    state = jax.eval_shape(RULES[name]("int8").init, jax.ShapeDtypeStruct((700, 256), "float32"))
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert moments * size <= kept <= moments * (1 + 4 / 256) * size + 64
 
 
 IN_PLACE = {"adam": 2, "adamw": 2, "momentum": 1, "adamax": 2, "nesterov": 1, "rmsprop": 2}

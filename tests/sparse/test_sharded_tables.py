@@ -304,9 +304,36 @@ def test_a_state_that_was_not_made_by_init_is_refused():
         step(state._replace(params=state.params | {"t": PARAMS["t"]}), batches("uniform")[0])
 
 
-def test_eight_bit_moments_have_no_rows():
-    with pytest.raises(ValueError, match=r"an array of shape \(1,\), without an axis of rows"):
-        sharded(optfn.adam(0.01, moment_dtype="int8")).init(PARAMS)
+@pytest.mark.filterwarnings("ignore:.*dense:UserWarning")
+@pytest.mark.parametrize("width", [WIDTH, 256])  # one scale for the table, and one for each row
+def test_eight_bit_moments(width, tmp_path):
+    """Random bits belong to the places of rows, so codes differ by one from those of one device."""
+    params = {
+        "t": RNG.normal(size=(ROWS, width)).astype(np.float32),
+        "w": RNG.normal(size=(width, 2)).astype(np.float32),
+    }
+    tx, data = optfn.adam(0.01, moment_dtype="int8"), batches("zipf")
+    want, losses = run(optfn.make_train_step(loss_fn, tx, tables="t"), data, params)
+    step = sharded(tx)
+    state, found = run(step, data, params)
+    np.testing.assert_allclose(found, losses, rtol=1e-2)
+    moved = np.linalg.norm(want.params["t"] - params["t"])
+    assert np.linalg.norm(natural(state.params)["t"] - want.params["t"]) < 0.1 * moved
+    saved = optfn.state_dict(state)
+    for moment in ("mu", "nu"):
+        name = f"scale_by_int8_adam/{moment}_scale/t"
+        np.testing.assert_allclose(saved[name], optfn.state_dict(want)[name], rtol=1e-2)
+        assert saved[name].shape == ((ROWS,) if width == 256 else ())
+    optfn.save_checkpoint(tmp_path, state)
+    again, _ = optfn.restore_checkpoint(tmp_path, step.init(params))
+    for name, x in optfn.state_dict(again).items():
+        np.testing.assert_array_equal(x, saved[name])
+
+
+def test_the_scales_of_a_long_vector_have_no_rows():
+    table = {"t": np.zeros(N * 10_000, np.float32)}
+    with pytest.raises(ValueError, match=r"an array of shape \(79,\), without an axis of rows"):
+        sharded(optfn.adam(0.01, moment_dtype="int8")).init(PARAMS | table)
 
 
 @pytest.mark.nightly

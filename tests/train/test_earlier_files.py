@@ -1,6 +1,6 @@
 """Files written by earlier versions load, and the next step is the one that was made then.
 
-Those of `run_packed_…` are of commit f02a297, all others of 8f58b5b.
+Those of `run_packed_…` are of commit f02a297, `int8_blocks….npz` of bd3bf3e, all others of 8f58b5b.
 
 `checkpoints/<name>.npz` has the `state_dict` of an entry of the registry after two steps
 ("state/"), the params there ("params/") and after a third step ("after/"); `run_<name>.npz` is a
@@ -115,6 +115,113 @@ def test_a_run_goes_on(name):
     with np.load(FILES / f"run_{name}_after.npz") as want:
         for key in want.files:
             np.testing.assert_allclose(params[key], want[key], rtol=1e-5, atol=1e-6)
+
+
+def levels(codes, start):
+    """Return the fraction of the scale that each 8-bit code stands for; see `codes.Code`."""
+    numbers = [(1 + k % 8 / 8) * 2.0 ** (k // 8 + start) - 2.0**start for k in range(codes)]
+    return np.array(numbers) / numbers[-1]
+
+
+SIGNED = np.concatenate([-levels(128, -16)[:0:-1], levels(128, -16)])
+UNSIGNED = levels(256, -32)
+# The shapes of leaves, and of the scales of their rows.
+LEAVES = {
+    "matrix": (3, 300),
+    "kernel": (2, 3, 100),
+    "vector": (1100,),
+    "small": (3, 4),
+    "scalar": (),
+}
+SCALES = {"matrix": (3,), "kernel": (2,), "vector": (), "small": (), "scalar": ()}
+
+
+def numbers_of_blocks(codes, scales):
+    """Return what codes stand for, with a scale for each 256 elements."""
+    table, zero = (SIGNED, 127) if codes.dtype == np.int8 else (UNSIGNED, 0)
+    each = np.repeat(scales.astype(np.float64), 256)[: codes.size]
+    return table[codes.astype(int) + zero] * each.reshape(codes.shape)
+
+
+def numbers_of_rows(codes, scales):
+    """Return what codes stand for, and the scale of each."""
+    table, zero = (SIGNED, 127) if codes.dtype == np.int8 else (UNSIGNED, 0)
+    each = np.repeat(scales.astype(np.float64).reshape(-1), codes.size // scales.size)
+    return table[codes.astype(int) + zero] * each.reshape(codes.shape), each.reshape(codes.shape)
+
+
+def check_nearest(found, each, want, has_sign):
+    """A code is within half its step: a sixteenth of its number, below the smallest of the scale.
+
+    The smallest positive code of a magnitude alone stands for all below it, but for 0.
+    """
+    smallest = each * (2.0**-19 if has_sign else 2.0**-35)
+    assert np.all(np.abs(found - want) <= np.maximum(np.abs(want) / 15.9, smallest / 7.9))
+    assert has_sign or np.array_equal(found == 0, want == 0)
+
+
+def test_8_bit_moments_with_scales_of_blocks_load():
+    with np.load(FILES / "int8_blocks.npz") as file:
+        arrays = dict(file)
+    tx, state = optfn.adamw(0.1, moment_dtype="int8"), part(arrays, "state")
+    params = {k: jnp.asarray(x) for k, x in part(arrays, "params").items()}
+    assert {k: x.shape for k, x in params.items()} == LEAVES
+    template = tx.init(params)
+    loaded = optfn.load_state_dict(template, state)
+    again = optfn.state_dict(loaded)
+    for moment in ("mu", "nu"):
+        for path, shape in SCALES.items():
+            code, scale = (f"scale_by_int8_adam/{x}/{path}" for x in (moment, f"{moment}_scale"))
+            assert again[scale].shape == shape
+            before = numbers_of_blocks(state[code], state[scale])
+            found, each = numbers_of_rows(again[code], again[scale])
+            check_nearest(found, each, before, moment == "mu")
+            assert np.all(each >= np.repeat(state[scale], 256)[: each.size].reshape(each.shape))
+    rng = np.random.default_rng(3)
+    grads = {
+        k: jnp.asarray(rng.standard_normal(s) * np.exp(rng.normal(size=s)), jnp.float32)
+        for k, s in LEAVES.items()
+    }
+    after = optfn.apply_updates(params, tx.update(grads, loaded, params)[0])
+    for path, want in part(arrays, "after").items():
+        step = np.linalg.norm(want - params[path])
+        assert np.linalg.norm(after[path] - want) < 0.1 * step  # other codes round at random
+    # A state of this version does not change, and what does not fit is still an error.
+    twice = optfn.state_dict(optfn.load_state_dict(template, again))
+    assert all(np.array_equal(twice[k], again[k]) for k in again)
+    with pytest.raises(ValueError, match="mu/matrix"):
+        optfn.load_state_dict(template, state | {"scale_by_int8_adam/mu/matrix": np.zeros((3, 4))})
+
+
+@pytest.mark.parametrize("workers", [4, 2])
+def test_8_bit_moments_of_each_worker_with_scales_of_blocks_load(workers):
+    """With another number of workers, the mean of the numbers of the four that were saved."""
+    with np.load(FILES / "int8_blocks_local.npz") as file:
+        mapping = part(dict(file), "state")
+    step = optfn.make_train_step(
+        lambda p, x: jnp.sum(p["w"]) + jnp.sum(p["z"]), optfn.adam(0.05, moment_dtype="int8"),
+        mesh=data_mesh(workers), local_steps=2,
+    )  # fmt: skip
+    template = step.init({"w": np.ones((2, 300), np.float32), "z": np.ones(600, np.float32)})
+    saved = mapping if workers == 4 else rescale_residuals(mapping, workers)
+    again = optfn.state_dict(optfn.load_state_dict(template, saved))
+    for moment in ("mu", "nu"):
+        for path, shape in (("w", (2, 300)), ("z", (600,))):
+            field = "inner/scale_by_int8_adam"
+            names = f"{field}/{moment}/{path}", f"{field}/{moment}_scale/{path}"
+            codes, scales = (mapping[name].reshape(4, -1) for name in names)
+            want = np.stack(
+                [numbers_of_blocks(*x) for x in zip(codes, scales, strict=True)]
+            ).reshape(4, *shape)
+            codes, scales = (again[name].reshape(workers, -1) for name in names)
+            assert scales.shape == (workers, 2 if path == "w" else 1)
+            for k in range(workers):
+                found, each = numbers_of_rows(codes[k].reshape(shape), scales[k])
+                if workers == 4:
+                    check_nearest(found, each, want[k], moment == "mu")
+                else:  # each is rounded, and then their mean
+                    error = np.abs(found - want.mean(0))
+                    assert np.all(error <= np.abs(want).mean(0) / 7.9 + each * 2.0**-19)
 
 
 def test_residuals_of_an_earlier_file_are_rescaled():

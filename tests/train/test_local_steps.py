@@ -335,18 +335,18 @@ def decoded(codes, scale, workers):
     """Return the numbers of each worker's part of 8-bit moments, flat, in float64."""
     table, zero = (SIGNED, 127) if codes.dtype == np.int8 else (UNSIGNED, 0)
     fractions = table[np.asarray(codes, int).reshape(workers, -1) + zero]
-    blocks = np.asarray(scale, np.float64).reshape(workers, -1)
-    return fractions * np.repeat(blocks, 256, axis=1)[:, : fractions.shape[1]]
+    rows = np.asarray(scale, np.float64).reshape(workers, -1)
+    return fractions * np.repeat(rows, fractions.shape[1] // rows.shape[1], axis=1)
 
 
 def nearest(x, scale, table):
-    """Return the nearest numbers that codes can stand for, under scales of blocks."""
-    each = np.repeat(scale, 256)[: x.size]
+    """Return the nearest numbers that codes can stand for, under scales of rows."""
+    each = np.repeat(scale, x.size // scale.size)
     choice = np.abs(table[:, None] * each - x).argmin(0)
     return table[choice] * each
 
 
-WIDE = {"w": np.ones((30, 10), np.float32), "b": np.float32(0.5)}
+WIDE = {"w": np.ones((30, 256), np.float32), "b": np.float32(0.5)}
 ROUNDS = np.random.default_rng(1).normal(size=(3, 8 * H, 30)).astype(np.float32)
 
 
