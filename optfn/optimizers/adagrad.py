@@ -144,8 +144,8 @@ def rmsprop(
         None is float32. It cannot be combined with `centered`.
 
     State: r, 4 bytes per parameter; 8 with momentum (v) or if centered (q), 12 with both. If μ is a
-    Python or NumPy 0, there is no v. Each of r and v takes 2 bytes in bfloat16, 1.02 in int8. Real
-    leaves, and without `moment_dtype` complex ones.
+    Python or NumPy 0, there is no v. Each of r and v takes 2 bytes in bfloat16, 1.00 to 1.02 in
+    int8. Real leaves, and without `moment_dtype` complex ones.
 
     Source: Hinton 2012; Graves 2013, arXiv 1308.0850; fluid's RMSPropOptimizer.
     """

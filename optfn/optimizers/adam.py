@@ -61,7 +61,7 @@ def adam(
       moment_dtype: "bfloat16" or "int8" stores the moments in 16 or 8 bits, stochastically rounded;
         see `scale_by_quantized_adam`. None is float32.
 
-    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.00 to 2.03. Real leaves, and
     complex ones except with lazy="exact" or `moment_dtype`.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980; fluid's AdamOptimizer.

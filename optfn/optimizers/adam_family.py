@@ -51,7 +51,7 @@ def adamw(
       eps_hat: where eps is added, see `adam`.
       moment_dtype: "bfloat16" or "int8", see `adam`.
 
-    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Leaves as in `adam`.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.00 to 2.03. Leaves as in `adam`.
 
     Source: Loshchilov & Hutter 2019, arXiv 1711.05101; Paddle's AdamW.
     """
@@ -87,8 +87,8 @@ def adamax(
       eps: ≥ 0. With 0, an element whose gradient has always been 0 becomes NaN, as in optax.
       moment_dtype: "bfloat16" or "int8" for m and u, as in `adam`.
 
-    State: m and u, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and without
-    `moment_dtype` complex ones.
+    State: m and u, 8 bytes per parameter; in bfloat16 4, in int8 2.00 to 2.03. Real leaves, and
+    without `moment_dtype` complex ones.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; fluid's AdamaxOptimizer.
     """
@@ -135,8 +135,8 @@ def lamb(
       moment_dtype: "bfloat16" or "int8" for m and v, as in `adam`; eps must then be > 0. The chain
         is then scale_by_quantized_adam → add_decayed_weights → scale_by_trust_ratio.
 
-    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.03. Real leaves, and without
-    `moment_dtype` complex ones.
+    State: m and v, 8 bytes per parameter; in bfloat16 4, in int8 2.00 to 2.03. Real leaves, and
+    without `moment_dtype` complex ones.
 
     Source: You et al. 2020, arXiv 1904.00962, algorithm 2; fluid's LambOptimizer.
     """

@@ -72,9 +72,9 @@ def muon(
       compute_dtype: "bfloat16" for the products of the iteration, see `scale_by_muon`.
       moment_dtype: "bfloat16" or "int8" for v and, with `others=None`, for the moments of adamw.
 
-    State: v, 4 bytes per parameter of a matrix; in bfloat16 2, in int8 1.02. For the rest, the
-    state of `others`: for adamw 8, 4 and 2.03. Real and complex leaves; with `moment_dtype` only
-    real ones.
+    State: v, 4 bytes per parameter of a matrix; in bfloat16 2, in int8 1.00 to 1.02. For the rest,
+    the state of `others`: for adamw 8, 4 and 2.00 to 2.03. Real and complex leaves; with
+    `moment_dtype` only real ones.
 
     Raises:
       ValueError: `matrices` selects a leaf that is not a matrix, or is a regular expression that

@@ -72,7 +72,7 @@ def momentum(
       moment_dtype: "bfloat16" or "int8" stores v in 16 or 8 bits, stochastically rounded; None is
         float32.
 
-    State: v, 4 bytes per parameter; in bfloat16 2, in int8 1.02. Real leaves, and without
+    State: v, 4 bytes per parameter; in bfloat16 2, in int8 1.00 to 1.02. Real leaves, and without
     `moment_dtype` complex ones.
 
     Source: Sutskever et al. 2013; fluid's MomentumOptimizer.
@@ -115,7 +115,7 @@ def lars(
         path, or a function path -> bool. The scaling L still applies to them.
       moment_dtype: "bfloat16" or "int8" for v, as in `momentum`.
 
-    State: v, 4 bytes per parameter; in bfloat16 2, in int8 1.02. Real leaves, and without
+    State: v, 4 bytes per parameter; in bfloat16 2, in int8 1.00 to 1.02. Real leaves, and without
     `moment_dtype` complex ones.
 
     Source: You et al. 2017, arXiv 1708.03888; fluid's LarsMomentumOptimizer.

@@ -13,35 +13,34 @@ import numpy as np
 
 from optfn.core.types import Leaf
 from optfn.state.encoded import Encoded, encoded_names
-from optfn.state.placement import PER_WORKER_KEY, agreed, count_names
 
 BLOCK = 256  # consecutive elements of a leaf; the last block may have fewer
 
 
-def with_scales_of_rows(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+def converted_scales(mapping: Mapping[str, Any], local: Mapping[str, int]) -> Mapping[str, Any]:
     """Return a mapping in which codes have a scale for each row; `mapping` itself if they do.
 
     Args:
       mapping: arrays by name, as `state_dict` returns them.
+      local: the names of per-worker arrays, with the number of workers.
 
     Raises:
       ValueError: codes of an earlier version are spread over several processes.
     """
-    local = {*map(str, np.asarray(mapping.get(PER_WORKER_KEY, ())))}
     new: dict[str, np.ndarray] = {}
     for name, (field, scale) in encoded_names(mapping).items():
-        codes, scales, workers = mapping[name], mapping[scale], 1
+        codes, scales, workers = mapping[name], mapping[scale], local.get(name, 1)
         leaf, stored = np.shape(codes), _row_shape(field, np.shape(codes))
         if name in local:  # the arrays of all workers, along the first axis
-            workers = agreed([mapping[key] for key in count_names(mapping, [name])])
             leaf = (leaf[0] // workers, *leaf[1:])
             first, *others = _row_shape(field, leaf) or (1,)
             stored = (workers * first, *others)
-        of_blocks = workers * -(-math.prod(leaf) // BLOCK)
-        if np.shape(scales) == stored or np.size(scales) != of_blocks:
+        blocks = workers * -(-math.prod(leaf) // BLOCK)
+        fits = np.size(codes) == workers * math.prod(leaf) and np.size(scales) == blocks
+        if np.shape(scales) == stored or not fits:
             continue
         each = [
-            _in_rows(field, *pair)
+            _row_codes(field, *pair)
             for pair in zip(
                 _on_host(codes, name).reshape(workers, *leaf),
                 _on_host(scales, scale).reshape(workers, -1),
@@ -68,7 +67,7 @@ def _on_host(x: Leaf, name: str) -> np.ndarray:
     return np.asarray(x)
 
 
-def _in_rows(
+def _row_codes(
     field: Encoded, codes: np.ndarray, scales: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the nearest codes under scales of rows, and these, for the codes of one leaf.

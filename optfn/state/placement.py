@@ -215,7 +215,7 @@ def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
         return _rescale_mapping(opt_state, count)
     if not has_own_state(opt_state):
         raise ValueError("rescale_residuals: the state has no per-worker arrays to convert")
-    old_count = agreed(_worker_counts(opt_state))
+    old_count = _agreed(_worker_counts(opt_state))
     # From N to M workers. Shared arrays stay as they are until step 4 takes them to the host.
     #   1. A per-worker array, (N·n, …) over the devices, becomes (N, n, …) on the host.
     #   2. Its mean over workers is (n, …): the array that one worker will have. Of integers, codes
@@ -295,16 +295,16 @@ def _mean_of_codes(count: int, node: OptState, mean: OptState, flags: OptState) 
 
 
 def _rescale_mapping(mapping: Mapping[str, Any], count: int) -> dict[str, Any]:
-    from optfn.state.blocks import with_scales_of_rows
+    from optfn.state.blocks import converted_scales
 
-    mapping = with_scales_of_rows(mapping)
     rescaled = dict(mapping)
     listed = mapping.get(PER_WORKER_KEY)
     names = _unlisted_names(mapping) if listed is None else [*map(str, np.asarray(listed))]
     if not names:
         raise ValueError("rescale_residuals: the mapping has no per-worker arrays to convert")
     count_keys = count_names(mapping, names)
-    old_count = agreed([mapping[key] for key in count_keys])
+    old_count = _agreed([mapping[key] for key in count_keys])
+    mapping = converted_scales(mapping, dict.fromkeys(names, old_count))
     by_worker = {key: _by_worker(mapping[key], old_count, key) for key in names}
     encoded = encoded_names(by_worker)
     for key, x in by_worker.items():
@@ -356,7 +356,7 @@ def _unlisted_names(mapping: Mapping[str, Any]) -> list[str]:
     return [name for field in fields for name in names_within(mapping, field).values()]
 
 
-def agreed(counts: list[Leaf]) -> int:
+def _agreed(counts: list[Leaf]) -> int:
     """Return the number of workers, on which all counts must agree."""
     numbers = set(map(int, counts))
     if len(numbers) != 1:

@@ -20,7 +20,12 @@ from optfn.leaves.packed import unpack
 from optfn.sparse.sharded_table import bare, stored_as
 from optfn.state import names as state_names
 from optfn.state.names import names_within
-from optfn.state.placement import PER_WORKER_KEY, divided_sizes, padded_to_multiple
+from optfn.state.placement import (
+    PER_WORKER_KEY,
+    divided_sizes,
+    padded_to_multiple,
+    workers_of,
+)
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.masters import converted_masters
 from optfn.train.packed_state import is_stored, pack_state, unpack_state
@@ -85,9 +90,10 @@ def load_named(
     try:
         return _loaded(opt_state, mapping, strict, shown)
     except Misfit:
-        from optfn.state.blocks import with_scales_of_rows
+        from optfn.state.blocks import converted_scales
 
-        newer = with_scales_of_rows(mapping)
+        local = map(str, np.asarray(mapping.get(PER_WORKER_KEY, ())))
+        newer = converted_scales(mapping, dict.fromkeys(local, workers_of(opt_state) or 1))
         if newer is mapping:
             raise
     return _loaded(opt_state, newer, strict, shown)

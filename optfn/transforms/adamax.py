@@ -29,7 +29,7 @@ class ScaleByAdamaxState(NamedTuple):
 @traits(spans_buffers=True, counted="mu")
 @encodes(signed("mu"), unsigned("infinity_norm"))
 class ScaleByInt8AdamaxState(NamedTuple):
-    """State of `scale_by_adamax` in int8: 2.03 bytes per parameter, and the step."""
+    """State of `scale_by_adamax` in int8: 2.00 to 2.03 bytes per parameter, and the step."""
 
     step: Steps
     mu: Params
@@ -82,8 +82,8 @@ def scale_by_adamax(
       moment_dtype: "bfloat16" or "int8" stores m and u in 16 or 8 bits, stochastically rounded, as
         `scale_by_quantized_adam` does; None is float32.
 
-    State: step, mu (m) and infinity_norm (u), 8 bytes per parameter; in bfloat16 4, in int8 2.03. u
-    of a complex leaf is real; with `moment_dtype` leaves are real.
+    State: step, mu (m) and infinity_norm (u), 8 bytes per parameter; in bfloat16 4, in int8 2.00 to
+    2.03. u of a complex leaf is real; with `moment_dtype` leaves are real.
 
     Source: Kingma & Ba 2015, arXiv 1412.6980, algorithm 2; eps as in fluid's AdamaxOptimizer.
     """

@@ -43,7 +43,7 @@ class ScaleByNarrowMomentumState(NamedTuple):
 @traits(spans_buffers=True)
 @encodes(signed("velocity"))
 class ScaleByInt8MomentumState(NamedTuple):
-    """State of `scale_by_momentum` in int8: 1.02 bytes per parameter, and the step."""
+    """State of `scale_by_momentum` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 
     step: jax.Array
     velocity: Params
@@ -98,9 +98,9 @@ def scale_by_momentum(
       moment_dtype: "bfloat16" or "int8" stores v in 16 or 8 bits, stochastically rounded, as
         `scale_by_quantized_adam` does; None is float32.
 
-    State: velocity, 4 bytes per parameter; in bfloat16 2, in int8 1.02, with its scales, and in
-    both the step. None for a Python or NumPy 0, with which the update is the gradient. Real leaves,
-    and without `moment_dtype` complex ones.
+    State: velocity, 4 bytes per parameter; in bfloat16 2, in int8 1.00 to 1.02, with its scales;
+    in both also the step. None for a Python or NumPy 0, with which the update is the gradient. Real
+    leaves, and without `moment_dtype` complex ones.
 
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum"; fluid's
     MomentumOptimizer.
@@ -254,7 +254,7 @@ class ScaleByNarrowRmsState(NamedTuple):
 @traits(spans_buffers=True)
 @encodes(unsigned("mean_square"))
 class ScaleByInt8RmsState(NamedTuple):
-    """State of `scale_by_rms` in int8: 1.02 bytes per parameter, and the step."""
+    """State of `scale_by_rms` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
 
     step: jax.Array
     mean_square: Params
@@ -311,8 +311,8 @@ def scale_by_rms(
         whose difference of nearly equal numbers needs more bits.
 
     State: mean_square (r), real, 4 bytes per parameter; centered also mean (q), 8 in all. In
-    bfloat16 2 bytes, in int8 1.02, and the step. Real leaves, and without `moment_dtype` complex
-    ones.
+    bfloat16 2 bytes, in int8 1.00 to 1.02, and the step. Real leaves, and without `moment_dtype`
+    complex ones.
 
     Raises:
       ValueError: `centered` with `moment_dtype`.

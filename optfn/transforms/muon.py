@@ -170,7 +170,7 @@ def scale_by_muon(
       moment_dtype: "bfloat16" or "int8" for v, see `scale_by_momentum`.
 
     State: that of `scale_by_momentum` for the matrices: v, 4 bytes per parameter; in bfloat16 2, in
-    int8 1.02. Real and complex leaves; with `moment_dtype` real ones.
+    int8 1.00 to 1.02. Real and complex leaves; with `moment_dtype` real ones.
 
     Raises:
       ValueError: `matrices` selects a leaf that is not a matrix, or is a regular expression that

@@ -18,7 +18,7 @@ from optfn.transforms.stored import MOMENT_DTYPES, Arrays, signed, stored, unsig
 @traits(spans_buffers=True, counted="mu")
 @encodes(signed("mu"), unsigned("nu"))
 class ScaleByInt8AdamState(NamedTuple):
-    """State of `scale_by_quantized_adam("int8")`: at most 2.03 bytes per parameter."""
+    """State of `scale_by_quantized_adam("int8")`: 2.00 to 2.03 bytes per parameter."""
 
     step: Steps
     mu: Params
@@ -69,8 +69,8 @@ def scale_by_quantized_adam(
       bias_correction: whether to correct the bias of the moments.
       dtype: "bfloat16" or "int8".
 
-    State: step, mu and nu, 4 bytes per parameter; in int8 also their scales, at most 2.03 bytes
-    in all for leaves of 256 elements and more. Real leaves.
+    State: step, mu and nu, 4 bytes per parameter; in int8 also their scales, 2.00 to
+    2.03 bytes in all, of leaves of 256 elements and more. Real leaves.
 
     Source: Dettmers et al. 2022, arXiv 2110.02861 (scales, dynamic code); Gupta et al. 2015, arXiv
     1502.02551 (stochastic rounding). The code, the scales and the hash are our own.
