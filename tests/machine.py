@@ -62,6 +62,8 @@ def pytest_configure(config):
     import jax
 
     jax.devices()  # before examples and benchmarks are imported, which ask for other numbers
+    # References have products of float32, which TPUs and GPUs make in fewer bits by default.
+    jax.config.update("jax_default_matmul_precision", "float32")
 
 
 def keep_programs(config):

@@ -69,7 +69,8 @@ def muon(
         is some 20 times that of adamw (0.02), so pass `others` with its rate. With "moonlight"
         the rate of adamw fits both.
       eps: > 0, added to the norm of m.
-      compute_dtype: "bfloat16" for the products of the iteration, see `scale_by_muon`.
+      compute_dtype: "bfloat16" for the products of the iteration; None is float32, whose products a
+        GPU makes in TF32 and a TPU in bfloat16, see `scale_by_muon`.
       moment_dtype: "bfloat16" or "int8" for v and, with `others=None`, for the moments of adamw.
 
     State: v, 4 bytes per parameter of a matrix; in bfloat16 2, in int8 1.00 to 1.02. For the rest,

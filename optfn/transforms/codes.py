@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optfn.leaves import xla
+
 # The fewest elements that share a scale; and those that do in a vector of more than LONG elements,
 # in the shape in which a TPU keeps them.
 ROW, TILE, LONG = 256, (8, 128), 1 << 16
@@ -68,17 +70,10 @@ def random_bits(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 
     Source: the mixing constants are those of Wellons' "prospector" (triple32's first two rounds).
     """
-    *lead, length = shape or (1,)
-    c = 0x9E3779B1
-    # number·c + seed, from a vector for the last axis and one for the others, with which XLA on CPU
-    # vectorizes the hash. The vector for the last axis, mostly the longer one, includes the seed:
-    # in a loop over steps an array without the seed would be kept in memory.
-    first = jax.lax.iota(jnp.uint32, math.prod(lead)) * np.uint32(length * c % 2**32)
-    last = (jax.lax.iota(jnp.uint32, length) + seed * np.uint32(pow(c, -1, 2**32))) * np.uint32(c)
-    x = first.reshape(*lead, 1) + last
+    x = xla.progression(shape, seed, 0x9E3779B1)
     x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * np.uint32(0x735A2D97)
-    return (x ^ (x >> 15)).reshape(shape)
+    return x ^ (x >> 15)
 
 
 @_compiled

@@ -166,7 +166,9 @@ def scale_by_muon(
         (rows, columns) -> factor.
       eps: > 0, added to the norm of m.
       compute_dtype: "bfloat16" for the products of the iteration; None is float32, or the dtype of
-        a wider leaf.
+        a wider leaf. Products of float32 have the precision that is the device's default: a CPU
+        makes them in float32, a GPU in TF32 and a TPU in one pass of bfloat16, which is enough for
+        the iteration. `jax.default_matmul_precision("float32")` around the step asks for more.
       moment_dtype: "bfloat16" or "int8" for v, see `scale_by_momentum`.
 
     State: that of `scale_by_momentum` for the matrices: v, 4 bytes per parameter; in bfloat16 2, in

@@ -130,6 +130,30 @@ def test_starts_of_slices_are_known_at_run_time_only():
     assert static in text_of(lambda x, sizes: jnp.split(x, len(sizes)))
 
 
+@pytest.mark.parametrize("shape", [(), (7,), (300, 256), (3, 5, 8, 1), (0, 4)])
+def test_a_progression_counts_elements(shape, expressions):
+    step, start = 0x9E3779B1, 0xFFFF0003
+    want = (np.arange(np.prod(shape, dtype=int), dtype=np.uint64) * step + start) % 2**32
+    found = jax.jit(lambda start: xla.progression(shape, start, step))(np.uint32(start))
+    np.testing.assert_array_equal(found, want.reshape(shape))
+
+
+def noisy(x):
+    """Return x after three steps that add noise."""
+
+    def step(x, seed):
+        k = xla.progression(x.shape, seed, 0x9E3779B1)
+        return x + ((k ^ (k >> 16)) * np.uint32(0x21F0AAAD)).astype(jnp.float32), None
+
+    return jax.lax.scan(step, x, jnp.arange(3, dtype=jnp.uint32))[0]
+
+
+@pytest.mark.optimized
+def test_a_loop_keeps_no_array_of_a_progression():
+    x = normal((1024, 512))
+    assert temporaries(noisy, x) < x.nbytes * 1.1
+
+
 def test_sums_of_several_arrays():
     x = [np.random.default_rng(i).integers(2**32, size=(5, 7), dtype=np.uint32) for i in range(3)]
     found = jax.jit(xla.sums)(*x)
