@@ -52,8 +52,8 @@ def pack(params: Params) -> Packed:
 
     Use it for models with thousands of small leaves: a step spends most of its time passing them as
     arguments, which a few buffers avoid. Optimizers take the result like the tree: patterns of
-    paths, attributes and norms per tensor refer to the original leaves. However, blocks of 8-bit
-    moments and the selection of Deep Gradient Compression extend over the whole buffer.
+    paths, attributes and norms per tensor refer to the original leaves. However, 8-bit moments
+    have one scale for the whole buffer, and Deep Gradient Compression selects from all of it.
 
     Args:
       params: a tree of arrays. Leaves that are not floating point, and those without elements, are
@@ -166,7 +166,7 @@ def unpack(packed: PyTree) -> PyTree:
 def fits(x: object) -> bool:
     """Tell whether `x` is a Packed whose buffers have one number for each element of the leaves.
 
-    The scales of 8-bit moments have one number per block, so they cannot be unpacked.
+    The scale of 8-bit moments is one number, so it cannot be unpacked.
     """
     return is_packed(x) and all(
         tree.is_masked(b) or (tree.is_array(b) and b.shape[-1:] == (buffer.size,))

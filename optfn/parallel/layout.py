@@ -165,8 +165,8 @@ class Layout:
             #    keeps those of its shard.
             if shape == padded[: len(shape)]:
                 return _over_both(over, P(*spec[: len(shape)]))
-            # 7. x has another shape, such as the scales of a vector: if the gradient is divided, so
-            #    is x, along any dimension that fits; else it is whole on each device of a worker.
+            # 7. x has another shape, such as a number per column: if the gradient is divided, so is
+            #    x, along any dimension that fits; else it is whole on each device of a worker.
             return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
 
         return self._map_state(divided_spec, lambda x, over: over, state, params)

@@ -7,8 +7,8 @@ elements of all leaves. In the state of the tree each leaf has a slice for each 
 * If `PerWorker`s are inside a Packed, leaves are (N·d₀, …) and scalars (N,), as local steps keep
   them.
 
-Some transforms compute over the elements of a whole buffer, such as the scales of blocks. The type
-of their state has the trait `spans_buffers`, and its per-worker buffers are not converted.
+Some transforms compute over the elements of a whole buffer, such as the scale of 8-bit moments.
+The type of their state has the trait `spans_buffers`, and its per-worker buffers are not converted.
 
 The padding that lets devices divide an array is removed, and added again on the way back.
 """

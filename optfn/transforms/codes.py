@@ -19,9 +19,8 @@ import numpy as np
 
 from optfn.leaves import xla
 
-# The fewest elements that share a scale; and those that do in a vector of more than LONG elements,
-# in the shape in which a TPU keeps them.
-ROW, TILE, LONG = 256, (8, 128), 1 << 16
+# The fewest elements that share a scale, in arrays that have as many.
+ROW = 256
 
 
 class Code(NamedTuple):
@@ -92,36 +91,25 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the scales of an array of `shape`: that of its leading axes.
 
     The others, as few as have ROW elements together, are a row with one scale: devices that divide
-    the leading axes divide the scales alike. A vector longer than LONG, such as a buffer of many
-    tensors, has a scale for each TILE.
+    the leading axes divide the scales alike. A vector is one row.
     """
-    if _has_tiles(shape):
-        return (-(-shape[0] // math.prod(TILE)),)
     lead = len(shape)
     while lead and math.prod(shape[lead:]) < ROW:
         lead -= 1
     return shape[:lead]
 
 
-def _has_tiles(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 1 and shape[0] > LONG
-
-
 @_compiled
 def row_max(x: jax.Array) -> jax.Array:
     """Return the largest element of each row of x ≥ 0, of the shape of its scales."""
-    scales = scale_shape(x.shape)
-    if _has_tiles(x.shape):
-        x = jnp.pad(x, (0, scales[0] * math.prod(TILE) - x.size)).reshape(*scales, *TILE)
-    return jnp.max(x, axis=range(len(scales), x.ndim), initial=0)
+    lead = len(scale_shape(x.shape))
+    return jnp.max(x, axis=range(lead, x.ndim), initial=0)
 
 
 def _per_element(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the scale of each element of an array of `shape`."""
-    has_tiles = _has_tiles(shape)
-    rows = (*scale.shape, *TILE) if has_tiles else shape
-    each = jnp.broadcast_to(scale.reshape(*scale.shape, *[1] * (len(rows) - scale.ndim)), rows)
-    return each.reshape(-1)[: shape[0]] if has_tiles else each
+    inner = [1] * (len(shape) - scale.ndim)
+    return jnp.broadcast_to(scale.reshape(*scale.shape, *inner), shape)
 
 
 def _encode(x: jax.Array, scale: jax.Array, noise: jax.Array, code: Code) -> jax.Array:

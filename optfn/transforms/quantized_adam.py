@@ -50,9 +50,9 @@ def scale_by_quantized_adam(
     The random bits are a hash of step and element, so a run can be repeated bit for bit; all leaves
     use the same bits. Moments are computed in float32, even those of wider leaves.
 
-    "int8" stores rows: the last axes of a leaf, as few as have 256 elements together; of a vector
-    of more than 65,536 elements, such as a packed buffer, 1,024 elements are a row. Each row has a
-    scale s that no element exceeds (s = βs + (1 − β)·max|g|).
+    "int8" stores rows: the last axes of a leaf, as few as have 256 elements together; a vector,
+    such as a packed buffer, is one row. Each row has a scale s that no element exceeds
+    (s = βs + (1 − β)·max|g|).
     The codes have three bits of mantissa, for m down to 2⁻¹⁹·s and for v down to 2⁻³⁵·s. A v > 0
     never rounds to zero. A gradient that is not finite spoils its whole row, so use
     `skip_nonfinite`. Devices that divide the axes before a row divide the scales too; those that

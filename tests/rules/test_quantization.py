@@ -111,7 +111,7 @@ ROWS = {  # shape: that of the scales
     (3, 3, 16, 32): (3, 3),
     (3, 255): (),
     (4, 3): (),
-    (1000,): (),
+    (70_000,): (),
     (): (),
     (0, 300): (0,),
     (300, 0): (),
@@ -128,15 +128,8 @@ def test_each_row_has_its_maximum(shape):
     np.testing.assert_array_equal(found, want)
 
 
-@pytest.mark.parametrize("size", [70_000, 69 * 1024])
-def test_each_1024_elements_of_a_long_vector_have_their_maximum(size):
-    x = np.abs(np.random.default_rng(0).normal(size=size)).astype(np.float32)
-    want = [x[start : start + 1024].max() for start in range(0, size, 1024)]
-    np.testing.assert_array_equal(quantization.row_max(jnp.asarray(x)), np.float32(want))
-
-
 @pytest.mark.parametrize("kind", CODES)
-@pytest.mark.parametrize("shape", [(2, 3, 512), (3, 100), (70_000,), (1500,), ()])
+@pytest.mark.parametrize("shape", [(2, 3, 512), (3, 100), (1500,), ()])
 def test_each_element_has_the_scale_of_its_row(kind, shape):
     """Scaled by a power of two, a row is its numbers, scaled; the codes are the same."""
     encode, decode, _ = CODES[kind]
@@ -144,8 +137,7 @@ def test_each_element_has_the_scale_of_its_row(kind, shape):
     noise = quantization.random_bits(shape, jnp.uint32(1)) & 0xFFFF
     scale = quantization.row_max(jnp.asarray(x))
     factors = np.float32(2.0) ** np.arange(scale.size).reshape(scale.shape)
-    per_row = 1024 if x.size == 70_000 else x.size // scale.size
-    each = np.repeat(factors.reshape(-1), per_row)[: x.size].reshape(shape)
+    each = np.repeat(factors.reshape(-1), x.size // scale.size).reshape(shape)
     found = encode(jnp.asarray(x * each), scale * factors, noise)
     np.testing.assert_array_equal(found, encode(jnp.asarray(x), scale, noise))
     np.testing.assert_array_equal(
@@ -235,7 +227,7 @@ def test_bytes_of_each_rule(name):
     """A moment is 2 bytes, or 1 and a scale for each row; steps and rates are a few more."""
     moments = 2 if name in ("adam", "adamw", "adamax", "rmsprop", "lamb", "lamb_corrected") else 1
     size = 700 * 256
-    for dtype, least, most in (("bfloat16", 2, 2), ("int8", 1, 1 + 4 / 1024)):
+    for dtype, least, most in (("bfloat16", 2, 2), ("int8", 1, 1 + 4 / 256)):
         state = jax.eval_shape(RULES[name](dtype).init, jax.ShapeDtypeStruct((size,), "float32"))
         kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
         assert moments * least * size <= kept <= moments * most * size + 64

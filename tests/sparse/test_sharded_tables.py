@@ -330,10 +330,17 @@ def test_eight_bit_moments(width, tmp_path):
         np.testing.assert_array_equal(x, saved[name])
 
 
-def test_the_scales_of_a_long_vector_have_no_rows():
-    table = {"t": np.zeros(N * 10_000, np.float32)}
-    with pytest.raises(ValueError, match=r"an array of shape \(79,\), without an axis of rows"):
-        sharded(optfn.adam(0.01, moment_dtype="int8")).init(PARAMS | table)
+def without_rows():
+    """Return sgd with a state of three numbers for each leaf."""
+    state = optax.TraceState
+    return optax.GradientTransformation(
+        lambda params: state(jax.tree.map(lambda p: jnp.zeros(3), params)), optfn.sgd(0.1).update
+    )
+
+
+def test_a_state_without_rows_is_refused():
+    with pytest.raises(ValueError, match=r"an array of shape \(3,\), without an axis of rows"):
+        sharded(without_rows()).init(PARAMS)
 
 
 @pytest.mark.nightly
