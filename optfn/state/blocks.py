@@ -54,7 +54,8 @@ def converted_scales(mapping: Mapping[str, Any], local: Mapping[str, int]) -> Ma
 
 def _row_shape(field: Encoded, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the scales of rows."""
-    return jax.eval_shape(field.scales, jax.ShapeDtypeStruct(shape, jnp.float32)).shape
+    rows = jax.eval_shape(field.scales, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return tuple(rows.shape)
 
 
 def _on_host(x: Leaf, name: str) -> np.ndarray:
