@@ -41,9 +41,14 @@ class Gathered(NamedTuple):
         return self.restored(self.buckets)
 
     def mean(self, zeros: list[jax.Array], add: Adder) -> list[jax.Array]:
-        """Return the mean of decoded packets; see `mean_of_packets`.
+        """Return the mean over workers of the arrays that are encoded in their packets.
 
-        A packet is taken out of the buckets when it is added, so that there are no copies of all.
+        Packets are added in the order of the workers, so that all replicas get the same bits. Each
+        is taken out of the buckets when it is added, so that there are no copies of all.
+
+        Args:
+          zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
+          add: adds a multiple of a decoded packet to arrays.
         """
         workers = len(self.buckets[0]) if self.buckets else 0
         flat = [x.reshape(-1) for x in self.buckets]
@@ -125,19 +130,3 @@ def encode_all(
         return compressor.encode_all([xs[i] for i in group], [states[i] for i in group])
 
     return map_groups(encode, range(len(xs)), lambda i: compressors[i])
-
-
-def mean_of_packets(
-    packet: PyTree, zeros: list[jax.Array], add: Adder, axis_name: Axes
-) -> list[jax.Array]:
-    """Return the mean over workers of the arrays that are encoded in their packets.
-
-    Packets are added in the order of the workers, so that all replicas get the same bits.
-
-    Args:
-      packet: the packet of one worker, a tree of arrays.
-      zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
-      add: adds a multiple of a decoded packet to arrays.
-      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
-    """
-    return Gathered.of(packet, axis_name).mean(zeros, add)

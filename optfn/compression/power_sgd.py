@@ -31,7 +31,7 @@ _DEPENDENT = 1e-5
 def orthonormal(p: jax.Array) -> jax.Array:
     """Return matrices with orthonormal rows whose span contains the rows of p, (…, r, n).
 
-    This is Gram and Schmidt's method, twice for each row. Compilers for accelerators make far less
+    This is Gram and Schmidt's method, with repeated projections. Compilers for TPUs make far less
     of it than of `qr`. A row within the span of those above it is replaced by fixed numbers, so
     that no direction of the power method is lost for ever.
     """
@@ -40,20 +40,21 @@ def orthonormal(p: jax.Array) -> jax.Array:
     p = p / jnp.where(largest > 0, largest, 1.0)
     fixed = jnp.sin(np.float32(12.9898) * jnp.arange(1, n + 1, dtype=jnp.float32))
 
-    def new_in(row: jax.Array, basis: jax.Array) -> jax.Array:
-        for _ in range(2):
-            row = row - _einsum("...i,...in->...n", _einsum("...in,...n->...i", basis, row), basis)
-        return row
+    def without(row: jax.Array, basis: jax.Array) -> jax.Array:
+        along = jnp.sum(basis * row, axis=-1, keepdims=True)
+        return row - jnp.sum(along * basis, axis=-2, keepdims=True)
 
     def norm(row: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.sum(row * row, axis=-1, keepdims=True))
 
     def add_row(i: jax.Array, basis: jax.Array) -> jax.Array:
-        row = lax.dynamic_index_in_dim(p, i, -2, keepdims=False)
-        found = new_in(row, basis)
+        row = lax.dynamic_slice_in_dim(p, i, 1, -2)
+        found = without(row, basis)
         is_new = norm(found) > np.float32(_DEPENDENT) * norm(row)
-        found = jnp.where(is_new, found, new_in(jnp.roll(fixed, i), basis))
-        return lax.dynamic_update_index_in_dim(basis, found / norm(found), i, -2)
+        found = jnp.where(is_new, found, jnp.roll(fixed, i))
+        for _ in range(2):  # the first time for fixed numbers, the second against rounding errors
+            found = without(found, basis)
+        return lax.dynamic_update_slice_in_dim(basis, found / norm(found), i, -2)
 
     return lax.fori_loop(0, r, add_row, mesh.vary(jnp.zeros_like(p), varying_axes(p)))
 

@@ -10,7 +10,7 @@ from jax import lax
 from optfn.compression import planes
 from optfn.compression.compressors import ShownAsCall, showing_call
 from optfn.compression.segments import RowChunks
-from optfn.compression.values import ValueFormat, scaled, sum_of_bits
+from optfn.compression.values import ValueFormat, scaled
 from optfn.core import checks
 from optfn.core.types import PyTree
 from optfn.transforms.codes import random_bits
@@ -41,7 +41,8 @@ class Quantize(ShownAsCall):
         scales = self.format.scales(x, chunks)
         if self.stochastic:
             # The sum of all bits makes the hash different for each leaf and worker.
-            seed = random_bits((), state + sum_of_bits(x, chunks))
+            total = jnp.sum(chunks.sum(lax.bitcast_convert_type(x, jnp.uint32)), dtype=jnp.uint32)
+            seed = random_bits((), state + total)
             noise, state = random_bits(x.shape, seed), state + 1
         codes = self.format.encode(x, chunks.spread(scales), noise)
         words = planes.pack(codes, self.bits)

@@ -112,22 +112,22 @@ class RowChunks:
         size = math.prod(self.shape)
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
-    def reduced(
-        self,
-        x: jax.Array,
-        each: Callable[[jax.Array], jax.Array],
-        of_two: Callable[..., jax.Array],
-        of_row: Callable[..., jax.Array],
-    ) -> jax.Array:
-        """Return the sum or the maximum of each(x) ≥ 0 in each chunk, (count,)."""
-        reduced = partial(xla.reduced_rows, each=each, of_two=of_two, of_row=of_row)
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum of each chunk, (count,), in the dtype of x."""
+        return self._reduced(x, jnp.add, partial(jnp.sum, dtype=x.dtype))
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Return the largest of each chunk, (count,), of x ≥ 0."""
+        return self._reduced(x, jnp.maximum, jnp.max)
+
+    def _reduced(self, x: jax.Array, *reduction: Callable[..., jax.Array]) -> jax.Array:
         if not self.rows:
-            return self.flat.map(reduced, x.reshape(-1))
-        found = reduced(x).reshape(-1)
+            return self.flat.map(lambda rows: xla.reduced_rows(rows, *reduction), x.reshape(-1))
+        of_rows = xla.reduced_rows(x, *reduction).reshape(-1)
         if self.rows == 1:
-            return found
-        found = jnp.pad(found, (0, -found.size % self.rows))
-        return of_row(found.reshape(-1, self.rows), axis=1)
+            return of_rows
+        of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
+        return reduction[1](of_rows.reshape(-1, self.rows), axis=1)
 
     def spread(self, per_chunk: jax.Array) -> jax.Array:
         """Repeat a number per chunk for each of its elements, in a shape that broadcasts."""

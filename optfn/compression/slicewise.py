@@ -59,9 +59,8 @@ def slicewise_mean(
     means, packets, _ = mean_at_owners(slices, encode_slices, decode, axis_name)
     # 3. The sender keeps the difference between its slices and their packets, (N, …).
     residuals = jax.vmap(unsent)(slices, packets)
-    # 4. The owner adds to the mean what it did not publish of earlier means, flat (n,).
+    # 4. The owner adds to the mean what it did not publish of earlier means.
     published = [_owned_slice(leaf, workers, worker) for leaf in leaves]
-    published = [x.reshape(mean.shape) for x, mean in zip(published, means, strict=True)]
     totals = [add_feedback(*pair, error_feedback) for pair in zip(means, published, strict=True)]
     # 5. This total goes to all workers as a packet. Each has all N slices decoded, (N, …), the same
     #    bits everywhere; the owner decodes its slice too.
@@ -115,11 +114,12 @@ def _has_all_slices(leaf: LeafInExchange, length: int) -> bool:
 
 
 def _owned_slice(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.Array:
-    """Return the owner's residual of the mean."""
+    """Return the owner's residual of the mean, in the shape of a slice."""
     assert leaf.published is not None
-    if not _has_all_slices(leaf, -(-leaf.residual.size // count)):
-        return leaf.published
-    return lax.dynamic_index_in_dim(_slices(leaf.published, count), worker, keepdims=False)
+    x, shape = leaf.published, slice_shape(leaf.residual.shape, count)
+    if _has_all_slices(leaf, math.prod(shape)):
+        x = lax.dynamic_index_in_dim(_slices(x, count), worker, keepdims=False)
+    return x.reshape(shape)
 
 
 def _replace_owned_slice(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ With noise, x becomes one of the two values next to it, with probabilities that 
 With 1 and 2 bits s is then max|x|, and with 1 bit the values are ±s.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -46,10 +45,10 @@ class ValueFormat(NamedTuple):
             return jnp.zeros(0, jnp.float32)
         counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
-            return divided(_sums_of_magnitudes(x, chunks), counts)
+            return divided(chunks.sum(jnp.abs(x)), counts)
         if self.bits == 2 and not self.is_stochastic:
             return _two_bit_scales(x, chunks, counts)
-        largest = chunks.reduced(x, jnp.abs, jnp.maximum, jnp.max)
+        largest = chunks.max(jnp.abs(x))
         return divided(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
@@ -126,30 +125,19 @@ def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.
     new s can only reduce the error, so after any number of steps the encoding is a contraction. A
     sort would find the least of all such errors, but takes twenty times as long.
     """
-    largest = chunks.reduced(x, jnp.abs, jnp.maximum, jnp.max)
+    largest = chunks.max(jnp.abs(x))
     # Measured in units of the largest entry, no sum overflows.
     x = divided(jnp.abs(x), chunks.spread(jnp.where(largest > 0, largest, 1.0)))
-    total = _sums_of_magnitudes(x, chunks)
+    total = chunks.sum(x)
 
     def improved(_: int, s: jax.Array) -> jax.Array:
         is_large = _is_large(x, chunks.spread(s))
-        of_large = _sums_of_magnitudes(jnp.where(is_large, x, 0.0), chunks)
-        number = _sums_of_magnitudes(is_large.astype(jnp.float32), chunks)
+        of_large = chunks.sum(jnp.where(is_large, x, 0.0))
+        number = chunks.sum(is_large.astype(jnp.float32))
         return divided(3 * (2 * of_large + total), 8 * number + counts)
 
     ones = jnp.where(total >= 0, 1.0, total)  # NaN stays
     return largest * lax.fori_loop(0, _IMPROVEMENTS, improved, ones)
-
-
-def _sums_of_magnitudes(x: jax.Array, chunks: RowChunks) -> jax.Array:
-    return chunks.reduced(x, jnp.abs, jnp.add, jnp.sum)
-
-
-def sum_of_bits(x: jax.Array, chunks: RowChunks) -> jax.Array:
-    """Return the sum of the bits of float32 numbers, as uint32 modulo 2³²."""
-    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
-    total = functools.partial(jnp.sum, dtype=jnp.uint32)
-    return total(chunks.reduced(x, bits, jnp.add, total))
 
 
 def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:

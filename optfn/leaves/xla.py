@@ -80,24 +80,19 @@ def divided(x: jax.Array, divisor: Any) -> jax.Array:
 
 
 def reduced_rows(
-    x: jax.Array,
-    each: Callable[[jax.Array], jax.Array],
-    of_two: Callable[..., jax.Array],
-    of_row: Callable[..., jax.Array],
+    x: jax.Array, of_two: Callable[..., jax.Array], of_row: Callable[..., jax.Array]
 ) -> jax.Array:
-    """Return the sum or the maximum of each row of each(x), for each(each(x)) = each(x).
+    """Return the sum or the maximum of each row of x, (…).
 
-    XLA on CPU does not vectorize a floating-point reduction along a row, and writes each(x) to
-    memory for it, so eighths of the row are first combined with each other.
+    XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory for
+    it, so eighths of the row are first combined with each other.
     """
+    plain = functools.partial(of_row, axis=-1)
 
     def by_eighths(x: jax.Array) -> jax.Array:
         for _ in range(2 if x.shape[-1] % 64 == 0 else 0):
-            x = functools.reduce(of_two, map(each, jnp.split(x, 8, axis=-1)))
+            x = functools.reduce(of_two, jnp.split(x, 8, axis=-1))
         return plain(x)
-
-    def plain(x: jax.Array) -> jax.Array:
-        return of_row(each(x), axis=-1)
 
     return on_cpu(by_eighths, plain, x)
 

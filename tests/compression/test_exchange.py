@@ -21,7 +21,8 @@ from simulation import pipelined, unpipelined
 import optfn
 from optfn.compression import bits as packing
 from optfn.compression.exchange import ExchangeState
-from optfn.compression.segments import Chunks, Segments, chunks_of
+from optfn.compression.power_sgd import orthonormal
+from optfn.compression.segments import Chunks, RowChunks, Segments, chunks_of
 from optfn.distributed import (
     data_mesh,
     exchange,
@@ -260,6 +261,11 @@ def test_the_rows_of_chunks():
     assert [chunks_of(10, chunk) for chunk in (None, 4096, 4)] == [
         *(Chunks(10, 10), Chunks(10, 10), Chunks(10, 4))
     ]
+    # Whole rows if one fits; else the consecutive entries of several chunks in a row.
+    lengths = [RowChunks((10, 7), chunk).flat.length for chunk in (None, 20, 7, 6)]
+    assert lengths == [70, 14, 7, 6]
+    assert RowChunks((10, 7), 20).sum(jnp.ones((10, 7))).tolist() == [14] * 5
+    assert RowChunks((3, 7), 20).max(jnp.arange(21.0).reshape(3, 7)).tolist() == [13, 20]
     assert Segments((10, 30), 4096).arrays == [Chunks(10, 30), Chunks(30, 30)]
     assert Segments((10, 30)).num_per_array == [1, 1] and Segments((10, 30), 4).num_per_array == [
         3,
@@ -292,6 +298,23 @@ def test_an_empty_leaf_beside_another():
     empty, full = compressor.encode_all([jnp.zeros((0, 3)), x], [(), ()])
     assert empty[0].size == 0
     np.testing.assert_array_equal(full[0], compressor.encode(x, ())[0])
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_an_orthonormal_basis(rank):
+    """Of any rows, also of equal ones, zeros, and very large and small ones, in a batch."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, rank, 30))
+    x[1, -1] = x[1, 0]
+    x[2] = 0
+    x[3] *= 1e30
+    x[4] *= 1e-30
+    x[5, -1] = x[5, 0] + 1e-3 * x[5, -1]
+    found = np.asarray(jax.jit(orthonormal)(x.astype(np.float32)), np.float64)
+    for rows, basis in zip(x, found, strict=True):
+        np.testing.assert_allclose(basis @ basis.T, np.eye(rank), atol=1e-6)
+        rows = rows / max(np.abs(rows).max(), 1e-300)
+        np.testing.assert_allclose(rows @ basis.T @ basis, rows, atol=1e-5)
 
 
 def test_power_sgd_of_one_worker():
@@ -1049,6 +1072,21 @@ def test_names_in_a_checkpoint_that_goes_on_bit_for_bit(tmp_path):
     restored, _ = optfn.restore_checkpoint(tmp_path, step.init(MODEL))
     resumed, _ = step(restored, BATCH)
     chex.assert_trees_all_equal(jax.device_get(whole), jax.device_get(resumed))
+
+
+def test_residuals_of_an_earlier_version_load():
+    """They were flat, one worker after the other, and have the entries in the same order."""
+    step = optfn.make_train_step(loss_fn, OPTIMIZERS["adamw"], mesh=data_mesh(N))
+    state, _ = step(step.init(MODEL), BATCH)
+    saved = optfn.state_dict(state)
+    flat = saved | {k: x.reshape(-1) for k, x in saved.items() if "/residual/" in k}
+    assert flat["exchange/residual/w"].shape == (N * 1440,)
+    loaded = optfn.load_state_dict(step.init(MODEL), flat)
+    chex.assert_trees_all_equal(jax.device_get(loaded), jax.device_get(state))
+    fewer = optfn.make_train_step(loss_fn, OPTIMIZERS["adamw"], mesh=data_mesh(2))
+    rescaled = optfn.load_state_dict(fewer.init(MODEL), rescale_residuals(flat, 2))
+    expected = optfn.load_state_dict(fewer.init(MODEL), rescale_residuals(saved, 2))
+    chex.assert_trees_all_equal(jax.device_get(rescaled), jax.device_get(expected))
 
 
 def test_the_state_has_no_step_for_a_dense_mean():
