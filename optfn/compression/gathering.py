@@ -11,7 +11,7 @@ from jax import lax
 from optfn import mesh
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.core.types import PyTree
-from optfn.leaves.groups import map_groups
+from optfn.leaves.groups import map_groups, varying_axes
 from optfn.leaves.rows import Rows
 from optfn.mesh import Axes
 
@@ -60,7 +60,7 @@ class Gathered(NamedTuple):
             packet = jax.tree.map(lambda x: x[0], self.restored(rows))
             return add(means, packet, 1 / workers)
 
-        varying = frozenset().union(*map(mesh.varying_axes, self.buckets))
+        varying = frozenset().union(*map(varying_axes, self.buckets))
         return lax.fori_loop(0, workers, add_worker, [mesh.vary(x, varying) for x in zeros])
 
 

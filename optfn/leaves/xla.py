@@ -76,7 +76,8 @@ def divided(x: jax.Array, divisor: Any) -> jax.Array:
     XLA multiplies by the rounded reciprocal instead, unless the divisor depends on x. This one does
     so only where x is NaN.
     """
-    return x / jnp.where(jnp.isnan(x), x, divisor)
+    quotient: jax.Array = x / jnp.where(jnp.isnan(x), x, divisor)
+    return quotient
 
 
 def reduced_rows(
@@ -94,7 +95,8 @@ def reduced_rows(
             x = functools.reduce(of_two, jnp.split(x, 8, axis=-1))
         return plain(x)
 
-    return on_cpu(by_eighths, plain, x)
+    reduced: jax.Array = on_cpu(by_eighths, plain, x)
+    return reduced
 
 
 def pack_mask(mask: jax.Array) -> jax.Array:
@@ -104,7 +106,8 @@ def pack_mask(mask: jax.Array) -> jax.Array:
     128 lanes. There the words are products of the mask and powers of two, which are exact, since
     halves of words are integers of 16 bits.
     """
-    return on_cpu(_bits_by_shifts, _bits_by_products, mask)
+    words: jax.Array = on_cpu(_bits_by_shifts, _bits_by_products, mask)
+    return words
 
 
 def _bits_by_shifts(mask: jax.Array) -> jax.Array:
