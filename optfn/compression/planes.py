@@ -29,43 +29,51 @@ def _blocks(shape: tuple[int, ...], bits: int) -> tuple[int, int, int, int]:
     return rows // (planes * height), planes, height, shape[-1] if shape else 1
 
 
+def view(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """Return the shape in which codes are packed: that of blocks, if no rows are left over.
+
+    Expressions in this shape have loops over rows, and no index of an entry is computed.
+    """
+    blocks = _blocks(shape, bits)
+    return blocks if math.prod(blocks) == math.prod(shape) else shape
+
+
 def _shifts(bits: int) -> np.ndarray:
     return np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
 
 
-def pack(codes: jax.Array, bits: int) -> jax.Array:
+def pack(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
     """Return the words of codes, uint32 (words,).
 
     Args:
-      codes: uint32, below 2^bits, of any shape.
+      codes: uint32, below 2^bits, in the view of `shape`.
+      shape: the shape of the array whose entries they are.
       bits: 8, 4, 2 or 1.
     """
 
     def words(blocks: jax.Array) -> jax.Array:
         return jnp.sum(blocks << _shifts(bits), axis=1, dtype=jnp.uint32).reshape(-1)
 
-    blocks = _blocks(codes.shape, bits)
+    blocks = _blocks(shape, bits)
+    if view(shape, bits) == blocks:
+        return words(codes.reshape(blocks))
     end, (_, planes, _, columns) = math.prod(blocks[:3]), blocks
-    rows = codes.reshape(math.prod(codes.shape[:-1]), columns)
-    found = words(rows[:end].reshape(blocks))
-    if end == len(rows) or not columns:
-        return found
+    rows = codes.reshape(-1, columns)
     last = rows[end:].reshape(-1)
     last = jnp.pad(last, (0, -last.size % planes)).reshape(1, planes, 1, -1)
-    return jnp.concatenate([found, words(last)])
+    return jnp.concatenate([words(rows[:end].reshape(blocks)), words(last)])
 
 
 def unpack(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
-    """Return the codes of this shape that `pack` packed."""
-    blocks, planes, height, columns = _blocks(shape, bits)
-    mask, size = np.uint32((1 << bits) - 1), math.prod(shape)
-    end = blocks * height * columns
-    last = size - end * planes
+    """Return the codes that `pack` packed, in the view of this shape."""
+    blocks, _, height, columns = _blocks(shape, bits)
 
     def codes(words: jax.Array, *shape: int) -> jax.Array:
-        return (words.reshape(shape) >> _shifts(bits)) & mask
+        return (words.reshape(shape) >> _shifts(bits)) & np.uint32((1 << bits) - 1)
 
-    rows = codes(words[:end], blocks, 1, height, columns).reshape(-1)
-    if last:
-        rows = jnp.concatenate([rows, codes(words[end:], 1, 1, 1, -1).reshape(-1)[:last]])
-    return rows.reshape(shape)
+    end, in_view = blocks * height * columns, view(shape, bits)
+    rows = codes(words[:end], blocks, 1, height, columns)
+    if in_view == rows.shape:
+        return rows
+    last = codes(words[end:], 1, 1, 1, -1).reshape(-1)[: math.prod(shape) - rows.size]
+    return jnp.concatenate([rows.reshape(-1), last]).reshape(shape)

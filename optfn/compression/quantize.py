@@ -44,16 +44,27 @@ class Quantize(ShownAsCall):
             total = jnp.sum(chunks.sum(lax.bitcast_convert_type(x, jnp.uint32)), dtype=jnp.uint32)
             seed = random_bits((), state + total)
             noise, state = random_bits(x.shape, seed), state + 1
-        codes = self.format.encode(x, chunks.spread(scales), noise)
-        words = planes.pack(codes, self.bits)
+        view = planes.view(x.shape, self.bits)
+        noise = None if noise is None else noise.reshape(view)
+        codes = self.format.encode(x.reshape(view), chunks.spread(scales, view), noise)
+        words = planes.pack(codes, x.shape, self.bits)
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, with the values that the codes stand for."""
+        return self._values(packet, shape).reshape(shape)
+
+    def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
+        """Return total + scale·decode(packet)."""
+        values = self._values(packet, total.shape)
+        return (total.reshape(values.shape) + scale * values).reshape(total.shape)
+
+    def _values(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return the values of the codes, in the view of their planes."""
         chunks = RowChunks(shape, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.flat.count], jnp.float32)
         codes = planes.unpack(packet[chunks.flat.count :], shape, self.bits)
-        return self.format.decode(codes, chunks.spread(scales))
+        return self.format.decode(codes, chunks.spread(scales, codes.shape))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""

@@ -129,12 +129,16 @@ class RowChunks:
         of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
         return reduction[1](of_rows.reshape(-1, self.rows), axis=1)
 
-    def spread(self, per_chunk: jax.Array) -> jax.Array:
-        """Repeat a number per chunk for each of its elements, in a shape that broadcasts."""
+    def spread(self, per_chunk: jax.Array, view: tuple[int, ...] | None = None) -> jax.Array:
+        """Repeat a number per chunk for each of its elements, in a shape that broadcasts.
+
+        `view` is another shape of the leaf with the same rows.
+        """
+        shape = self.shape if view is None else view
         if not self.rows:
-            return self.flat.spread(per_chunk).reshape(self.shape)
+            return self.flat.spread(per_chunk).reshape(shape)
         rows = math.prod(self.shape[:-1])
-        return Chunks(rows, self.rows).spread(per_chunk).reshape(*self.shape[:-1], 1)
+        return Chunks(rows, self.rows).spread(per_chunk).reshape(*shape[:-1], 1)
 
 
 @dataclasses.dataclass(frozen=True)
