@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 # The rows that a tile of a TPU has.
 _TILE = 8
@@ -52,7 +53,8 @@ def pack(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
     """
 
     def words(blocks: jax.Array) -> jax.Array:
-        return jnp.sum(blocks << _shifts(bits), axis=1, dtype=jnp.uint32).reshape(-1)
+        shifted = blocks << _shifts(bits)
+        return lax.reduce(shifted, np.uint32(0), lax.bitwise_or, (1,)).reshape(-1)
 
     blocks = _blocks(shape, bits)
     if view(shape, bits) == blocks:
