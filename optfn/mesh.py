@@ -169,8 +169,8 @@ def gather_in_one(x: PyTree, names: Axes) -> PyTree:
 
     All dtypes of 32 bits share one all-gather.
     """
-    rows = jax.tree.map(lambda array: array[None], x)
-    return _send_in_one(rows, lambda bucket: all_gather(bucket[0], names))
+    buckets, restored = buckets_of(jax.tree.map(lambda array: array[None], x))
+    return restored([all_gather(bucket[0], names) for bucket in buckets])
 
 
 def all_to_all_in_one(x: PyTree, names: Axes) -> PyTree:
@@ -182,26 +182,44 @@ def all_to_all_in_one(x: PyTree, names: Axes) -> PyTree:
       x: a tree of arrays (N, …), with a row for each worker.
       names: the mesh axes of the workers.
     """
-    return _send_in_one(x, lambda bucket: lax.all_to_all(bucket, names, 0, 0))
+    buckets, restored = buckets_of(x)
+    return restored([lax.all_to_all(bucket, names, 0, 0) for bucket in buckets])
 
 
-def _send_in_one(x: PyTree, send: Callable[[jax.Array], jax.Array]) -> PyTree:
-    """Return arrays of rows after a collective over rows, (rows, size) -> (N, size), of all."""
+def buckets_of(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+    """Return arrays of rows side by side, and the function from such buckets to a tree like x.
 
-    def words(x: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(x, jnp.uint32) if x.dtype.itemsize == 4 else x
+    Args:
+      x: a tree of arrays (rows, …).
 
-    def received(arrays: list[jax.Array]) -> list[jax.Array]:
-        rows = [x.reshape(x.shape[0], -1) for x in arrays]
-        return xla.split(send(jnp.concatenate(rows, axis=1)), [x.shape[1] for x in rows])
-
-    def restored(x: jax.Array, like: jax.Array) -> jax.Array:
-        x = lax.bitcast_convert_type(x, like.dtype) if like.dtype.itemsize == 4 else x
-        return x.reshape(-1, *like.shape[1:])
-
+    Returns:
+      Arrays (rows, size), one for each dtype; all dtypes of 32 bits share one. The function takes
+      buckets of any number of rows.
+    """
     arrays, structure = jax.tree.flatten(x)
-    found = map_groups(received, list(map(words, arrays)), lambda x: x.dtype)
-    return jax.tree.unflatten(structure, map(restored, found, arrays))
+    numbers: dict[Any, list[int]] = {}
+    for i, array in enumerate(arrays):
+        dtype = jnp.dtype(jnp.uint32) if array.dtype.itemsize == 4 else array.dtype
+        numbers.setdefault(dtype, []).append(i)
+
+    def words(i: int, dtype: Any) -> jax.Array:
+        return _bits(arrays[i], dtype).reshape(len(arrays[i]), -1)
+
+    def restored(buckets: Sequence[jax.Array]) -> PyTree:
+        found: dict[int, jax.Array] = {}
+        for group, bucket in zip(numbers.values(), buckets, strict=True):
+            pieces = xla.split(bucket, [arrays[i].size // len(arrays[i]) for i in group])
+            for i, piece in zip(group, pieces, strict=True):
+                like = arrays[i]
+                found[i] = _bits(piece, like.dtype).reshape(len(bucket), *like.shape[1:])
+        return jax.tree.unflatten(structure, [found[i] for i in range(len(arrays))])
+
+    rows = [[words(i, dtype) for i in group] for dtype, group in numbers.items()]
+    return [jnp.concatenate(of_dtype, axis=1) for of_dtype in rows], restored
+
+
+def _bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:

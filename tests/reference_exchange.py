@@ -54,8 +54,14 @@ def top_k(x, density, chunk=4096, values="float32"):
     return sent.reshape(x.shape)
 
 
+def in_rows(shape, chunk):
+    """Return the length of a chunk: in whole rows, unless a row is longer."""
+    length = min(chunk or math.inf, math.prod(shape))
+    return length if length < shape[-1] else length // shape[-1] * shape[-1]
+
+
 def quantize(x, bits, chunk=4096):
-    flat = x.reshape(-1)
+    flat, chunk = x.reshape(-1), in_rows(x.shape, chunk)
     return np.concatenate([rounded(flat[part], bits) for part in chunks(x.size, chunk)]).reshape(
         x.shape
     )
@@ -71,7 +77,7 @@ def top_k_bytes(shape, density, chunk=4096, values="float32"):
 
 def quantize_bytes(shape, bits, chunk=4096):
     n = math.prod(shape)
-    return 4 * math.ceil(n * bits / 32) + 4 * len(list(chunks(n, chunk)))
+    return 4 * math.ceil(n * bits / 32) + 4 * len(list(chunks(n, in_rows(shape, chunk))))
 
 
 # What is compared with the compressor of the same name, its `top_k_bytes` or `quantize_bytes` too.
@@ -93,7 +99,8 @@ def power_sgd(xs, q):
 
     xs: (workers, m, n); q: (r, n).
     """
-    p, _ = np.linalg.qr(np.mean([x @ q.T for x in xs], axis=0))
+    p, triangle = np.linalg.qr(np.mean([x @ q.T for x in xs], axis=0))
+    p *= np.sign(np.diag(triangle))  # as Gram and Schmidt's method has them
     own = [p.T @ x for x in xs]
     q = np.mean(own, axis=0)
     return np.stack([p @ o for o in own]), q, p @ q

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
-from optfn.compression.bits import pack_mask
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Leaf, Updates
 from optfn.leaves.groups import varying_axes
+from optfn.leaves.xla import any_nonfinite
 from optfn.mesh import Axes
 
 
@@ -51,10 +51,7 @@ def agree(updates: Updates, step: jax.Array, axis_name: Axes) -> tuple[jax.Array
     Both are the same on all workers. Under `vmap` they have no batch axis, so `lax.cond` on them
     remains a branch.
     """
-    # Turn each leaf into bits in one pass, then reduce the bits of all leaves at once.
-    arrays = map(leafwise.numbers_of, tree.arrays(updates))
-    bits = [pack_mask(~jnp.isfinite(x.reshape(-1))) for x in arrays]
-    nonfinite = jnp.any(jnp.concatenate(bits) > 0) if bits else jnp.asarray(False)
+    nonfinite = any_nonfinite(list(map(leafwise.numbers_of, tree.arrays(updates))))
     flags = jnp.stack([nonfinite.astype(jnp.int32), step])
     nonfinite, step = lax.pmax(mesh.vary(flags, mesh.checked_axes(axis_name)), axis_name)
     return nonfinite > 0, step

@@ -17,8 +17,6 @@ from optfn.leaves import xla
 from optfn.leaves.groups import varying_axes
 from optfn.mesh import vary
 
-_LANES = np.arange(32, dtype=np.uint32)
-
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:
     """Return the number of words of fields with these bits per entry and numbers of entries."""
@@ -76,17 +74,6 @@ def _join_digits(digits: jax.Array, width: int, digit: int) -> jax.Array:
         return digits
     groups = digits.reshape(-1, width // digit) << _shifts(width, digit)
     return jnp.sum(groups, axis=1, dtype=jnp.uint32)
-
-
-def pack_mask(mask: jax.Array) -> jax.Array:
-    """Return a mask as words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32."""
-    whole = mask.shape[-1] // 32 * 32
-    if missing := -mask.shape[-1] % 32:
-        # Pad only the tail, because XLA does not vectorize a reduction fused with a padding.
-        tail = jnp.pad(mask[..., whole:], [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
-        return jnp.concatenate([pack_mask(mask[..., :whole]), pack_mask(tail)], axis=-1)
-    lanes = mask.reshape(-1, 32).astype(jnp.uint32) << _LANES
-    return jnp.sum(lanes, axis=1, dtype=jnp.uint32).reshape(*mask.shape[:-1], whole // 32)
 
 
 def num_ones(words: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ class LeafInExchange(NamedTuple):
 
     direction: zeros, to which the mean may be added in place; afterwards the mean over workers.
       Rows if the mean is wanted as Rows.
-    residual: the accumulated updates of a worker, flat float32; afterwards the residual.
+    residual: the accumulated updates of a worker, float32; afterwards the residual.
     state: the state of the compressor.
     published: the residual of the mean that a worker, as the owner of a slice, keeps, flat float32
       (see `slicewise`); None if packets are sent to all workers.
@@ -75,11 +75,6 @@ class LeafInExchange(NamedTuple):
     residual: jax.Array
     state: PyTree
     published: jax.Array | None = None
-
-    @property
-    def accumulated(self) -> jax.Array:
-        """The accumulated updates in the shape of the leaf."""
-        return self.residual.reshape(self.direction.shape)
 
 
 class BaseCompressor(Compressor):

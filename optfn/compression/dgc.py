@@ -75,7 +75,6 @@ def deep_gradient_compression(
     min_size: int = 16384,
     momentum_masking: bool = True,
     wire: str = "float32",
-    selection: str = "exact",
 ) -> core.Rule:
     """Exchange only the largest entries of the accumulated gradients, and keep the rest for later.
 
@@ -120,7 +119,6 @@ def deep_gradient_compression(
         False if the final sparsity is below about 0.98; see `dgc_momentum`.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", 4 bytes,
         whose rounding error stays in v.
-      selection: "exact", the k largest; "sampled" is another name for it.
 
     State: u and v, flat float32 arrays, one each per worker, 8 bytes per compressed parameter; the
     velocity, 4 bytes per uncompressed parameter; step, skipped and num_workers. `init` needs no
@@ -153,7 +151,6 @@ def deep_gradient_compression(
         checks.flag("momentum_masking", momentum_masking),
         checks.choice("wire", wire, tuple(VALUES)),
     )
-    checks.choice("selection", selection, ("exact", "sampled"))
     if options.rampup_step * len(options.sparsity) >= 2**31:
         raise ValueError(
             "rampup_step times the length of sparsity must fit in an int32; "

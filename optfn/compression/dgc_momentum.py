@@ -38,7 +38,6 @@ def dgc_momentum(
     min_size: int = 16384,
     momentum_masking: bool = True,
     wire: str = "float32",
-    selection: str = "exact",
     param_attrs: ParamAttrs | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum for several workers with a slow link between them: Deep Gradient Compression.
@@ -72,7 +71,6 @@ def dgc_momentum(
       min_size: leaves with fewer elements are not compressed; ≥ 1.
       momentum_masking: whether the velocity becomes 0 where entries were sent.
       wire: the dtype of values in a packet: "float32", 8 bytes per entry; or "bfloat16", about 4.
-      selection: "exact"; "sampled" is another name for it.
       param_attrs: attributes of parameters, by patterns of paths. need_clip has no effect here,
         because the local clip is per tensor, and only for compressed tensors.
 
@@ -106,7 +104,6 @@ def dgc_momentum(
             min_size=min_size,
             momentum_masking=momentum_masking,
             wire=wire,
-            selection=selection,
         ),
         scale_by_learning_rate(learning_rate),
     )

@@ -18,7 +18,7 @@ from jax import lax
 
 from optfn import mesh
 from optfn.compression.agreement import is_compressible
-from optfn.compression.gathering import mean_of_packets
+from optfn.compression.gathering import Gathered
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.selection import SampleSearch, num_selected
@@ -261,7 +261,7 @@ def _exchanged_entries(
     packet = packet_format.encode(sent, index)
     if ramp.gives_rows:
         return _redirected(kept, _rows_of_packets(packet, packet_format, axes))
-    return _redirected(kept, mean_of_packets(packet, zeros, packet_format.add_to, axes))
+    return _redirected(kept, Gathered.of(packet, axes).mean(zeros, packet_format.add_to))
 
 
 def _without_entries(

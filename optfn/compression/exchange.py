@@ -50,7 +50,7 @@ from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_p
 class ExchangeState(NamedTuple):
     """State of `exchange` with a compressor.
 
-    Each worker has a private residual, a flat float32 array, 4 bytes per compressed parameter. With
+    Each worker has a private residual, float32 of the leaf's shape, 4 bytes per parameter. With
     route="parts", published is the residual of the mean that the owner of each slice keeps,
     4/N bytes per parameter on each worker. Everything else is the same on all workers: the step,
     the number of workers, the states of the compressors, and `exchanged`, which marks the leaves
@@ -164,12 +164,12 @@ def exchange(
     states of the following transforms too. An accumulated entry that overflows is set to the
     largest float32 number. `exchange(None)` is the mean of all updates, finite or not.
 
-    State: the residual, flat float32, one per worker, 4 bytes per compressed parameter; step and
-    num_workers; and the states of compressors. With route="parts" also the residuals that owners
-    keep, flat float32, 4/N bytes per compressed parameter on each worker. `exchange(None)` keeps no
-    arrays. `init` needs no axis and returns the state of one worker, with the residuals of all
-    owners as one array. `init_state` divides that array over a mesh; if each worker keeps it whole
-    (pmap, vmap), the worker uses the slice that it owns. Leaves must be real.
+    State: the residual, float32 of the leaf's shape, one per worker, 4 bytes per compressed
+    parameter; step and num_workers; and the states of compressors. With route="parts" also the
+    residuals that owners keep, flat float32, 4/N bytes per compressed parameter on each worker.
+    `exchange(None)` keeps no arrays. `init` needs no axis and returns the state of one worker, with
+    the residuals of all owners as one array. `init_state` divides that array over a mesh; if each
+    worker keeps it whole (pmap, vmap), the worker uses the slice that it owns. Leaves must be real.
 
     Raises:
       ValueError: with route="parts", a compressor needs the whole leaf, as `power_sgd` does. At
@@ -245,17 +245,19 @@ def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:
     leaves, structure = tree.flatten(whole)
     pairs = list(zip(options.compressor_of(whole), leaves, strict=True))
     masked = optax.MaskedNode()
-    residuals = [masked if c is None else jnp.zeros(p.size, jnp.float32) for c, p in pairs]
+    residuals = [masked if c is None else jnp.zeros(p.shape or 1, jnp.float32) for c, p in pairs]
     states = [() if c is None else c.init(p.shape) for c, p in pairs]
-    flat = structure.unflatten(residuals)
+    published = [masked if c is None else jnp.zeros(p.size, jnp.float32) for c, p in pairs]
     traffic = traffic_of(pairs, options.route, options.warmup_steps)
     return ExchangeState(
         core.first_step(),
         jnp.ones((), jnp.int32),
-        per_worker(flat, options.axis_name),
+        per_worker(structure.unflatten(residuals), options.axis_name),
         structure.unflatten(states),
         exchanged(params, options.axis_name, traffic),
-        divided(flat, options.axis_name) if options.route == "parts" else (),
+        divided(structure.unflatten(published), options.axis_name)
+        if options.route == "parts"
+        else (),
     )
 
 
@@ -281,7 +283,7 @@ def _compressed_mean(
     whole = packed.unpack(updates)
     tree.check_same_structure("update", "the state", state.residual.value, "updates", whole)
     _check_compressors_of_shards(whole, state.compressor, group)
-    whole, new = update_on_shards(update, whole, state, None, group)
+    whole, new = update_on_shards(update, whole, state, None, group, flat=(Divided,))
     return _packed_as(updates, whole), new
 
 
@@ -357,7 +359,7 @@ def _compressed(updates: Updates, residuals: PyTree) -> list[int]:
     numbers = []
     for i, (place, g, residual) in enumerate(tree.items(updates, residuals)):
         if not (tree.is_leaf(g) or tree.is_masked(residual)):
-            check_state_of_leaf("exchange", place, residual, (g.size,))
+            check_state_of_leaf("exchange", place, residual, g.shape or (1,))
             numbers.append(i)
     return numbers
 

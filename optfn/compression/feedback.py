@@ -11,5 +11,5 @@ from optfn.core.checks import Number
 def add_feedback(update: jax.Array, residual: jax.Array, error_feedback: Number) -> jax.Array:
     """Return error_feedback·residual + update, clipped to the range of finite float32 numbers."""
     largest = np.finfo(np.float32).max
-    total = numerics.scalar(error_feedback, residual) * residual + update.reshape(-1)
+    total = numerics.scalar(error_feedback, residual) * residual + update.reshape(residual.shape)
     return jnp.clip(total, -largest, largest)

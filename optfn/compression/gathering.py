@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,51 @@ from optfn.mesh import Axes
 Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]
 
 
+class Gathered(NamedTuple):
+    """The packets of all workers, as one all-gather per dtype brings them.
+
+    buckets: arrays (N, size), of all packets side by side.
+    restored: the function from buckets to packets, with a leading axis.
+    """
+
+    buckets: list[jax.Array]
+    restored: Callable[[Sequence[jax.Array]], PyTree]
+
+    @classmethod
+    def of(cls, packet: PyTree, axis_name: Axes) -> "Gathered":
+        """Gather the packet of each worker, a tree of arrays."""
+        buckets, restored = mesh.buckets_of(jax.tree.map(lambda x: x[None], packet))
+        return cls([mesh.all_gather(x[0], axis_name) for x in buckets], restored)
+
+    @property
+    def packets(self) -> PyTree:
+        """The packets, each array with a leading axis of workers."""
+        return self.restored(self.buckets)
+
+    def mean(self, zeros: list[jax.Array], add: Adder) -> list[jax.Array]:
+        """Return the mean over workers of the arrays that are encoded in their packets.
+
+        Packets are added in the order of the workers, so that all replicas get the same bits. Each
+        is taken out of the buckets when it is added, so that there are no copies of all.
+
+        Args:
+          zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
+          add: adds a multiple of a decoded packet to arrays.
+        """
+        workers = len(self.buckets[0]) if self.buckets else 0
+        flat = [x.reshape(-1) for x in self.buckets]
+
+        def add_worker(worker: jax.Array, means: list[jax.Array]) -> list[jax.Array]:
+            sizes = [x.size // workers for x in flat]
+            pairs = zip(flat, sizes, strict=True)
+            rows = [lax.dynamic_slice_in_dim(x, worker * n, n)[None] for x, n in pairs]
+            packet = jax.tree.map(lambda x: x[0], self.restored(rows))
+            return add(means, packet, 1 / workers)
+
+        varying = frozenset().union(*map(varying_axes, self.buckets))
+        return lax.fori_loop(0, workers, add_worker, [mesh.vary(x, varying) for x in zeros])
+
+
 def mean_by_all_gather(
     compressors: Sequence[BaseCompressor], leaves: Sequence[LeafInExchange], axis_name: Axes
 ) -> list[LeafInExchange]:
@@ -28,24 +74,24 @@ def mean_by_all_gather(
       leaves: the leaves of one worker.
       axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
     """
-    xs = [leaf.accumulated for leaf in leaves]
+    xs = [leaf.residual for leaf in leaves]
     encoded = encode_all(compressors, xs, [leaf.state for leaf in leaves])
     packets = [packet for packet, _ in encoded]
     residuals = list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
-    gathered = mesh.gather_in_one(packets, axis_name)
+    gathered = Gathered.of(packets, axis_name)
     zeros = {i: x.direction for i, x in enumerate(leaves) if not isinstance(x.direction, Rows)}
 
     def add(totals: list[jax.Array], packets: PyTree, scale: float) -> list[jax.Array]:
-        columns = zip(zeros, totals, packets, strict=True)
-        return [compressors[i].add_to(total, packet, scale) for i, total, packet in columns]
+        columns = zip(zeros, totals, strict=True)
+        return [compressors[i].add_to(total, packets[i], scale) for i, total in columns]
 
-    means = _mean_of_gathered([gathered[i] for i in zeros], list(zeros.values()), add, axis_name)
+    means = gathered.mean(list(zeros.values()), add)
     directions: dict[int, jax.Array | Rows] = dict(zip(zeros, means, strict=True))
     for i, leaf in enumerate(leaves):
         if isinstance(leaf.direction, Rows):
-            directions[i] = _mean_of_entries(compressors[i], gathered[i], leaf.direction)
+            directions[i] = _mean_of_entries(compressors[i], gathered.packets[i], leaf.direction)
     return [
-        LeafInExchange(directions[i], residual.reshape(-1), encoded[i][1])
+        LeafInExchange(directions[i], residual, encoded[i][1])
         for i, residual in enumerate(residuals)
     ]
 
@@ -84,31 +130,3 @@ def encode_all(
         return compressor.encode_all([xs[i] for i in group], [states[i] for i in group])
 
     return map_groups(encode, range(len(xs)), lambda i: compressors[i])
-
-
-def mean_of_packets(
-    packet: PyTree, zeros: list[jax.Array], add: Adder, axis_name: Axes
-) -> list[jax.Array]:
-    """Return the mean over workers of the arrays that are encoded in their packets.
-
-    Packets are added in the order of the workers, so that all replicas get the same bits.
-
-    Args:
-      packet: the packet of one worker, a tree of arrays.
-      zeros: zeros in the shapes of the arrays, to which the mean may be added in place.
-      add: adds a multiple of a decoded packet to arrays.
-      axis_name: the mesh axis, or axes, over which to exchange; it must be bound.
-    """
-    return _mean_of_gathered(mesh.gather_in_one(packet, axis_name), zeros, add, axis_name)
-
-
-def _mean_of_gathered(
-    packets: PyTree, zeros: list[jax.Array], add: Adder, axis_name: Axes
-) -> list[jax.Array]:
-    workers = mesh.axis_size(axis_name)
-
-    def add_worker(worker: jax.Array, means: list[jax.Array]) -> list[jax.Array]:
-        return add(means, jax.tree.map(lambda x: x[worker], packets), 1 / workers)
-
-    varying = frozenset().union(*map(varying_axes, jax.tree.leaves(packets)))
-    return lax.fori_loop(0, workers, add_worker, [mesh.vary(x, varying) for x in zeros])

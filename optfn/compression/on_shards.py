@@ -17,24 +17,36 @@ Update = Callable[[Updates, OptState, Params | None], tuple[Updates, OptState]]
 
 
 def update_on_shards(
-    update: Update, updates: Updates, state: Any, params: Params | None, group: Group | None
+    update: Update,
+    updates: Updates,
+    state: Any,
+    params: Params | None,
+    group: Group | None,
+    flat: tuple[type, ...] = (PerWorker, Divided),
 ) -> tuple[Updates, OptState]:
     """Return the result of an update that each device computes on its shards of the arrays.
 
     Args:
-      update: the update of one worker; it takes flat per-worker arrays.
+      update: the update of one worker.
       updates: the gradients of one worker.
-      state: the worker's state, a NamedTuple. Its per-worker arrays are flat, or have the shape of
-        the leaf if that is divided.
+      state: the worker's state, a NamedTuple. Its per-worker arrays have the shape of the leaf if
+        that is divided.
       params: the params, or None.
       group: the devices of a worker; None if a worker is one device.
+      flat: the kinds of fields whose arrays `update` takes flat.
     """
 
     def run(updates: Updates, state: Any, params: Params | None) -> tuple[Updates, OptState]:
-        flat = _map_private(lambda x: jax.tree.map(jnp.ravel, x), state)
-        updates, new = update(updates, flat, params)
-        old = iter([x.value for x in state if isinstance(x, PerWorker | Divided)])
-        return updates, _map_private(lambda x: jax.tree.map(_reshaped, x, next(old)), new)
+        def mapped(fn: Callable[..., Any], *states: Any) -> Any:
+            fields = zip(*states, strict=True)
+            return type(state)(*(fn(*x) if isinstance(x[0], flat) else x[0] for x in fields))
+
+        def reshaped(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda x, like: x.reshape(like.shape), new, old)
+
+        raveled = mapped(lambda x: jax.tree.map(jnp.ravel, x), state)
+        updates, new = update(updates, raveled, params)
+        return updates, mapped(reshaped, new, state)
 
     if group is None:
         return run(updates, state, params)
@@ -44,19 +56,6 @@ def update_on_shards(
         updates, state, params
     )
     return result
-
-
-def _map_private(fn: Callable[[Any], Any], state: Any) -> Any:
-    """Map the trees of per-worker arrays among the fields of a state."""
-
-    def mapped(x: Any) -> Any:
-        return x._replace(value=fn(x.value)) if isinstance(x, PerWorker | Divided) else x
-
-    return type(state)(*map(mapped, state))
-
-
-def _reshaped(x: jax.Array, like: jax.Array) -> jax.Array:
-    return x.reshape(like.shape)
 
 
 def _specs_of_state(state: Any, updates: Updates, group: Group) -> Any:

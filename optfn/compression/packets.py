@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from optfn.compression import bits
-from optfn.compression.segments import Chunks, Segments
+from optfn.compression.segments import RowChunks, Segments
 from optfn.compression.values import ValueFormat
 
 
@@ -81,7 +81,7 @@ class PacketFormat:
         """Return the scale of each chunk; shape (0,) if there are none."""
         if not self.values.has_scale:
             return jnp.zeros(0, jnp.float32)
-        return Chunks(self.count, int(self.k[0])).map(self.values.scales, values, self.k)
+        return self.values.scales(values, RowChunks((self.count,), int(self.k[0])))
 
     def _scale_entries(self, scales: jax.Array) -> jax.Array:
         return (

@@ -7,23 +7,56 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optfn import mesh
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
 from optfn.core import checks
 from optfn.core.types import PyTree
+from optfn.leaves.groups import varying_axes
 from optfn.mesh import Axes
 
 # With the default precision of accelerators, the product that is sent would differ from the one
 # that is subtracted from the residual.
-_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+# Of matrices M (…, m, n) and factors Pᵀ (…, r, m) and Q (…, r, n), whose long axes are the last.
+_products = partial(_einsum, "...mn,...rn->...rm")  # (M·Qᵀ)ᵀ
+_factor = partial(_einsum, "...rm,...mn->...rn")  # Pᵀ·M
+_product = partial(_einsum, "...rm,...rn->...mn")  # P·Q
+# A row of which less than this fraction of the norm is new is taken for one that is not.
+_DEPENDENT = 1e-5
 
 
 def orthonormal(p: jax.Array) -> jax.Array:
-    """Return matrices with orthonormal columns whose span contains the columns of p."""
-    q: jax.Array = jnp.linalg.qr(p)[0]
-    return q
+    """Return matrices with orthonormal rows whose span contains the rows of p, (…, r, n).
+
+    This is Gram and Schmidt's method, with repeated projections. Compilers for TPUs make far less
+    of it than of `qr`. A row within the span of those above it is replaced by fixed numbers, so
+    that no direction of the power method is lost for ever.
+    """
+    r, n = p.shape[-2:]
+    largest = jnp.max(jnp.abs(p), axis=(-2, -1), keepdims=True)
+    p = p / jnp.where(largest > 0, largest, 1.0)
+    fixed = jnp.sin(np.float32(12.9898) * jnp.arange(1, n + 1, dtype=jnp.float32))
+
+    def without(row: jax.Array, basis: jax.Array) -> jax.Array:
+        along = jnp.sum(basis * row, axis=-1, keepdims=True)
+        return row - jnp.sum(along * basis, axis=-2, keepdims=True)
+
+    def norm(row: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.sum(row * row, axis=-1, keepdims=True))
+
+    def add_row(i: jax.Array, basis: jax.Array) -> jax.Array:
+        row = lax.dynamic_slice_in_dim(p, i, 1, -2)
+        found = without(row, basis)
+        is_new = norm(found) > np.float32(_DEPENDENT) * norm(row)
+        found = jnp.where(is_new, found, jnp.roll(fixed, i))
+        for _ in range(2):  # the first time for fixed numbers, the second against rounding errors
+            found = without(found, basis)
+        return lax.dynamic_update_slice_in_dim(basis, found / norm(found), i, -2)
+
+    return lax.fori_loop(0, r, add_row, mesh.vary(jnp.zeros_like(p), varying_axes(p)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -37,13 +70,13 @@ class PowerSgd(ShownAsCall):
     @staticmethod
     def reduced(leaves: Sequence[LeafInExchange], axis_name: Axes) -> list[LeafInExchange]:
         """Return leaves with the mean over workers of P̂Q_w; two all-reduces serve all leaves."""
-        matrices = [leaf.accumulated for leaf in leaves]
-        products = [_matmul(leaf.accumulated, leaf.state.mT) for leaf in leaves]
+        matrices = [leaf.residual for leaf in leaves]
+        products = list(map(_products, matrices, [leaf.state for leaf in leaves]))
         bases = list(map(orthonormal, mesh.mean_in_one(products, axis_name)))
-        local = list(map(lambda p, m: _matmul(p.mT, m), bases, matrices))
+        local = list(map(_factor, bases, matrices))
 
         def sent(m: jax.Array, p: jax.Array, local: jax.Array, q: jax.Array) -> LeafInExchange:
-            return LeafInExchange(_matmul(p, q), (m - _matmul(p, local)).reshape(-1), q)
+            return LeafInExchange(_product(p, q), m - _product(p, local), q)
 
         return list(map(sent, matrices, bases, local, mesh.mean_in_one(local, axis_name)))
 
@@ -65,16 +98,16 @@ class PowerSgd(ShownAsCall):
         return jnp.broadcast_to(q, (*shape[:-2], rank, n))
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-        """For one worker: the packet (P̂, Q); Q is the next shared factor."""
+        """For one worker: the packet (P̂ᵀ, Q); Q is the next shared factor."""
         if not self.accepts(x.shape):
             return x, state
-        p = orthonormal(_matmul(x, state.mT))
-        q = _matmul(p.mT, x)
+        p = orthonormal(_products(x, state))
+        q = _factor(p, x)
         return (p, q), q
 
     def decode(self, packet: PyTree, shape: tuple[int, ...]) -> jax.Array:
         """Return P̂Q in the shape of the leaf."""
-        return _matmul(*packet) if self.accepts(shape) else packet
+        return _product(*packet) if self.accepts(shape) else packet
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes that one worker passes to the two all-reduces."""

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn.compression import bits as packing
+from optfn.compression import planes
 from optfn.compression.compressors import ShownAsCall, showing_call
-from optfn.compression.segments import chunks_of
-from optfn.compression.values import ValueFormat, scaled, sums_of_bits
+from optfn.compression.segments import RowChunks
+from optfn.compression.values import ValueFormat, scaled
 from optfn.core import checks
 from optfn.core.types import PyTree
 from optfn.transforms.codes import random_bits
@@ -36,30 +36,40 @@ class Quantize(ShownAsCall):
         return jnp.zeros((), jnp.uint32) if self.stochastic else ()
 
     def encode(self, x: jax.Array, state: PyTree) -> tuple[jax.Array, PyTree]:
-        """Return the packet, uint32 (words,): scales, then codes."""
-        chunks, flat = chunks_of(x.size, self.chunk), x.reshape(-1)
-        scales = chunks.map(self.format.scales, flat, chunks.lengths)
-        noise = None
+        """Return the packet, uint32 (words,): scales, then codes, see `planes`."""
+        chunks, noise = RowChunks(x.shape, self.chunk), None
+        scales = self.format.scales(x, chunks)
         if self.stochastic:
-            total = jnp.sum(chunks.map(sums_of_bits, flat), dtype=jnp.uint32)
             # The sum of all bits makes the hash different for each leaf and worker.
-            noise, state = random_bits(flat.shape, random_bits((), state + total)), state + 1
-        codes = self.format.encode(flat, chunks.spread(scales), noise)
-        words = packing.pack_fields([codes], [self.bits])
+            total = jnp.sum(chunks.sum(lax.bitcast_convert_type(x, jnp.uint32)), dtype=jnp.uint32)
+            seed = random_bits((), state + total)
+            noise, state = random_bits(x.shape, seed), state + 1
+        view = planes.view(x.shape, self.bits)
+        noise = None if noise is None else noise.reshape(view)
+        codes = self.format.encode(x.reshape(view), chunks.spread(scales, view), noise)
+        words = planes.pack(codes, x.shape, self.bits)
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, with the values that the codes stand for."""
-        size = math.prod(shape)
-        chunks = chunks_of(size, self.chunk)
-        scales = lax.bitcast_convert_type(packet[: chunks.count], jnp.float32)
-        (codes,) = packing.unpack_fields(packet[chunks.count :], [self.bits], [size])
-        return self.format.decode(codes, chunks.spread(scales)).reshape(shape)
+        return self._values(packet, shape).reshape(shape)
+
+    def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
+        """Return total + scale·decode(packet)."""
+        values = self._values(packet, total.shape)
+        return (total.reshape(values.shape) + scale * values).reshape(total.shape)
+
+    def _values(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Return the values of the codes, in the view of their planes."""
+        chunks = RowChunks(shape, self.chunk)
+        scales = lax.bitcast_convert_type(packet[: chunks.flat.count], jnp.float32)
+        codes = planes.unpack(packet[chunks.flat.count :], shape, self.bits)
+        return self.format.decode(codes, chunks.spread(scales, codes.shape))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
-        size = math.prod(shape)
-        return 4 * (chunks_of(size, self.chunk).count + packing.num_words([self.bits], [size]))
+        words = planes.num_words(math.prod(shape), self.bits)
+        return 4 * (RowChunks(shape, self.chunk).flat.count + words)
 
 
 @showing_call

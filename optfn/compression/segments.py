@@ -1,8 +1,9 @@
 """Segments of flat arrays: whole arrays, or chunks of consecutive entries in C order."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +82,63 @@ class Chunks:
 def chunks_of(size: int, chunk: int | None) -> Chunks:
     """Return the chunks of an array of this size; if `chunk` is None, the whole array is one."""
     return Chunks(size, max(1, size if chunk is None else min(chunk, size)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowChunks:
+    """The chunks of a leaf in whole rows of its last axis, if a chunk is no shorter than a row.
+
+    Whole rows are reduced and scaled where they lie, so that no compiler lays the leaf out anew.
+
+    Args:
+      shape: the shape of the leaf.
+      chunk: the most elements of a chunk; None: the whole leaf is one.
+    """
+
+    shape: tuple[int, ...]
+    chunk: int | None
+
+    @cached_property
+    def flat(self) -> Chunks:
+        """The chunks as those of consecutive elements."""
+        chunks = chunks_of(math.prod(self.shape), self.chunk)
+        if not self.rows:
+            return chunks
+        return dataclasses.replace(chunks, length=self.rows * self.shape[-1])
+
+    @cached_property
+    def rows(self) -> int:
+        """The number of rows of a chunk; 0 if a row has several chunks."""
+        size = math.prod(self.shape)
+        return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum of each chunk, (count,), in the dtype of x."""
+        return self._reduced(x, jnp.add, partial(jnp.sum, dtype=x.dtype))
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Return the largest of each chunk, (count,), of x ≥ 0."""
+        return self._reduced(x, jnp.maximum, jnp.max)
+
+    def _reduced(self, x: jax.Array, *reduction: Callable[..., jax.Array]) -> jax.Array:
+        if not self.rows:
+            return self.flat.map(lambda rows: xla.reduced_rows(rows, *reduction), x.reshape(-1))
+        of_rows = xla.reduced_rows(x, *reduction).reshape(-1)
+        if self.rows == 1:
+            return of_rows
+        of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
+        return reduction[1](of_rows.reshape(-1, self.rows), axis=1)
+
+    def spread(self, per_chunk: jax.Array, view: tuple[int, ...] | None = None) -> jax.Array:
+        """Repeat a number per chunk for each of its elements, in a shape that broadcasts.
+
+        `view` is another shape of the leaf with the same rows.
+        """
+        shape = self.shape if view is None else view
+        if not self.rows:
+            return self.flat.spread(per_chunk).reshape(shape)
+        rows = math.prod(self.shape[:-1])
+        return Chunks(rows, self.rows).spread(per_chunk).reshape(*shape[:-1], 1)
 
 
 @dataclasses.dataclass(frozen=True)

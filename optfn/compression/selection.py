@@ -89,7 +89,7 @@ def largest_mask(m: jax.Array, k: jax.Array | np.ndarray, segments: Segments) ->
     The arguments are those of `kth_largest`.
     """
     kth = segments.spread_over_rows(kth_largest(m, k, segments))
-    above, equal = bits.pack_mask(m > kth).reshape(-1), bits.pack_mask(m == kth).reshape(-1)
+    above, equal = xla.pack_mask(m > kth).reshape(-1), xla.pack_mask(m == kth).reshape(-1)
     return filled_up(above, equal, k, segments)
 
 
@@ -190,7 +190,7 @@ class Search(abc.ABC):
         """Return the packed mask of compare(magnitude, bound of its segment)."""
 
         def packed(m: jax.Array, bound: jax.Array) -> jax.Array:
-            return bits.pack_mask(compare(m, bound[:, None])).reshape(-1)
+            return xla.pack_mask(compare(m, bound[:, None])).reshape(-1)
 
         def packed_array(rows: Chunks, x: jax.Array, bound: jax.Array) -> jax.Array:
             return rows.map(packed, magnitude(x), jnp.broadcast_to(bound, rows.count), fill=-1)

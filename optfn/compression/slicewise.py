@@ -4,6 +4,7 @@ A worker owns a slice of each leaf. It keeps the residual of the mean of this sl
 packets do not send, and sends it later, as every worker does with the residual of its updates.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -36,11 +37,11 @@ def slicewise_mean(
       error_feedback: the factor of that residual.
     """
     workers, worker = mesh.axis_size(axis_name), lax.axis_index(axis_name)
-    lengths = [-(-leaf.residual.size // workers) for leaf in leaves]
+    shapes = [slice_shape(leaf.residual.shape, workers) for leaf in leaves]
     states = [leaf.state for leaf in leaves]
 
     def decode(packets: PyTree) -> list[jax.Array]:
-        return list(map(lambda c, packet, n: c.decode(packet, (n,)), compressors, packets, lengths))
+        return list(map(lambda c, *packet: c.decode(*packet), compressors, packets, shapes))
 
     def unsent(xs: Sequence[jax.Array], packets: PyTree) -> list[jax.Array]:
         return list(map(lambda c, x, packet: c.add_to(x, packet, -1.0), compressors, xs, packets))
@@ -51,28 +52,28 @@ def slicewise_mean(
     def encode(xs: Sequence[jax.Array]) -> tuple[PyTree, PyTree]:
         return _unzipped(encode_all(compressors, xs, states))
 
-    # 1. Every worker cuts its accumulated updates, flat (size,), into N slices, (N, n).
+    # 1. Every worker cuts its accumulated updates into N slices, (N, …).
     slices = [_slices(leaf.residual, workers) for leaf in leaves]
-    # 2. Slice i goes to worker i as a packet. The owner has the mean of N decoded slices, (n,); the
+    # 2. Slice i goes to worker i as a packet. The owner has the mean of N decoded slices; the
     #    sender has its own N packets.
     means, packets, _ = mean_at_owners(slices, encode_slices, decode, axis_name)
-    # 3. The sender keeps the difference between its slices and their packets, (N, n).
+    # 3. The sender keeps the difference between its slices and their packets, (N, …).
     residuals = jax.vmap(unsent)(slices, packets)
-    # 4. The owner adds to the mean what it did not publish of earlier means, (n,).
+    # 4. The owner adds to the mean what it did not publish of earlier means.
     published = [_owned_slice(leaf, workers, worker) for leaf in leaves]
     totals = [add_feedback(*pair, error_feedback) for pair in zip(means, published, strict=True)]
-    # 5. This total goes to all workers as a packet. Each has all N slices decoded, (N, n), the same
+    # 5. This total goes to all workers as a packet. Each has all N slices decoded, (N, …), the same
     #    bits everywhere; the owner decodes its slice too.
     directions, packets, next_states = all_from_owners(totals, encode, decode, axis_name)
-    # 6. The owner keeps the difference between the total and its packet, (n,).
+    # 6. The owner keeps the difference between the total and its packet.
     published = unsent(totals, packets)
 
     def exchanged(
         leaf: LeafInExchange, direction: jax.Array, residual: jax.Array, state: PyTree, x: jax.Array
     ) -> LeafInExchange:
-        direction = _without_padding(direction, leaf).reshape(leaf.direction.shape)
-        x = _replace_owned_slice(leaf, x, worker)
-        return LeafInExchange(direction, _without_padding(residual, leaf), state, x)
+        direction = _joined(direction, leaf.direction.shape)
+        x = _replace_owned_slice(leaf, x.reshape(-1), worker)
+        return LeafInExchange(direction, _joined(residual, leaf.residual.shape), state, x)
 
     return list(map(exchanged, leaves, directions, residuals, next_states, published))
 
@@ -83,13 +84,25 @@ def _unzipped(encoded: Iterable[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree]
     return packets, states
 
 
+def slice_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Return the shape of a slice of a leaf: whole rows if each slice has as many, else flat."""
+    rows = math.prod(shape[:-1])
+    is_flat = len(shape) < 2 or rows % count
+    return (-(-math.prod(shape) // count),) if is_flat else (rows // count, shape[-1])
+
+
 def _slices(x: jax.Array, count: int) -> jax.Array:
-    """Return a flat array as `count` slices, (count, n), padded with zeros."""
-    return jnp.pad(x, (0, -x.size % count)).reshape(count, -1)
+    """Return an array as `count` slices, (count, …), padded with zeros where they are flat."""
+    shape = slice_shape(x.shape, count)
+    if x.size % count:
+        x = jnp.pad(x.reshape(-1), (0, -x.size % count))
+    return x.reshape(count, *shape)
 
 
-def _without_padding(slices: jax.Array, leaf: LeafInExchange) -> jax.Array:
-    return slices.reshape(-1)[: leaf.residual.size]
+def _joined(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the array that `_slices` cut."""
+    size = math.prod(shape)
+    return (slices if slices.size == size else slices.reshape(-1)[:size]).reshape(shape)
 
 
 def _has_all_slices(leaf: LeafInExchange, length: int) -> bool:
@@ -101,11 +114,12 @@ def _has_all_slices(leaf: LeafInExchange, length: int) -> bool:
 
 
 def _owned_slice(leaf: LeafInExchange, count: int, worker: jax.Array) -> jax.Array:
-    """Return the owner's residual of the mean."""
+    """Return the owner's residual of the mean, in the shape of a slice."""
     assert leaf.published is not None
-    if not _has_all_slices(leaf, -(-leaf.residual.size // count)):
-        return leaf.published
-    return lax.dynamic_index_in_dim(_slices(leaf.published, count), worker, keepdims=False)
+    x, shape = leaf.published, slice_shape(leaf.residual.shape, count)
+    if _has_all_slices(leaf, math.prod(shape)):
+        x = lax.dynamic_index_in_dim(_slices(x, count), worker, keepdims=False)
+    return x.reshape(shape)
 
 
 def _replace_owned_slice(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) -> jax.Array:
@@ -115,4 +129,4 @@ def _replace_owned_slice(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) 
     if not _has_all_slices(leaf, x.size):
         return x
     slices = _slices(leaf.published, -(-leaf.published.size // x.size))
-    return _without_padding(lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf)
+    return _joined(lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf.published.shape)

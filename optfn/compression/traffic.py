@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optfn.compression.compressors import BaseCompressor
+from optfn.compression.slicewise import slice_shape
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf
 from optfn.parallel.traffic import all_reduce_bytes
@@ -18,18 +19,18 @@ class ExchangeTraffic:
 
     gathered, reduced: the bytes of one worker's packets in the all-gather, and in all-reduces.
     dense: the bytes of all leaves, all-reduced in the first `warmup_steps` exchanges.
-    slices: compressors and sizes of the leaves whose slices are sent to owners, and back.
+    slices: compressors and shapes of the leaves whose slices are sent to owners, and back.
     """
 
     gathered: int
     reduced: int
     dense: int
     warmup_steps: int
-    slices: tuple[tuple[BaseCompressor, int], ...] = ()
+    slices: tuple[tuple[BaseCompressor, tuple[int, ...]], ...] = ()
 
     def bytes_sent(self, exchange: jax.Array, num_workers: int) -> jax.Array:
         """Return the bytes that a worker sends."""
-        of_slices = sum(c.num_bytes((-(-size // num_workers),)) for c, size in self.slices)
+        of_slices = sum(c.num_bytes(slice_shape(p, num_workers)) for c, p in self.slices)
         sent_on = (num_workers - 1) * (self.gathered + 2 * of_slices)
         packets = sent_on + all_reduce_bytes(self.reduced, num_workers)
         dense = all_reduce_bytes(self.dense, num_workers)
@@ -51,7 +52,7 @@ def traffic_of(
         if compressor is None or compressor.is_reduced:
             reduced += packet
         elif route == "parts":
-            slices.append((compressor, int(p.size)))
+            slices.append((compressor, tuple(p.shape)))
         else:
             gathered += packet
         dense += whole

@@ -1,7 +1,7 @@
 """Encodings of a float32 number in a packet, in 32, 16, 8, 4, 2 or 1 bits.
 
 A `ValueFormat` turns numbers into integers of `bits` bits. If it has scales, there is one float32
-scale s for each row of numbers. With m the number of values in a row:
+scale s for each chunk of numbers. With m the number of values in a chunk:
 
     float32     the bits of x
     bfloat16    the bits of x rounded to 8 bits of mantissa
@@ -15,14 +15,15 @@ With noise, x becomes one of the two values next to it, with probabilities that 
 With 1 and 2 bits s is then max|x|, and with 1 bit the values are ±s.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from optfn.compression.segments import RowChunks
+from optfn.leaves.xla import divided
 
 # The largest integer that stands for a value, by the number of bits.
 _LARGEST = {8: 127, 4: 7}
@@ -31,37 +32,24 @@ _LARGEST = {8: 127, 4: 7}
 _IMPROVEMENTS = 8
 
 
-def _divided(x: jax.Array, divisor: jax.Array | np.ndarray | np.float32) -> jax.Array:
-    """Return x/divisor, rounded once, for a divisor that is broadcast.
-
-    The `where` stops XLA from multiplying by the rounded reciprocal instead. It changes nothing but
-    the divisor of NaN.
-    """
-    return x / jnp.where(jnp.isnan(x), x, divisor)
-
-
 class ValueFormat(NamedTuple):
-    """The encoding of a value in `bits` bits, with one scale per row or without."""
+    """The encoding of a value in `bits` bits, with one scale per chunk or without."""
 
     bits: int
     has_scale: bool
     is_stochastic: bool = False
 
-    def scales(self, x: jax.Array, counts: np.ndarray) -> jax.Array:
-        """Return the scale of each row, (rows,); shape (0,) if there are none.
-
-        Args:
-          x: float32 (rows, length), padded with zeros.
-          counts: (rows,), the number of values of each row that are not padding.
-        """
+    def scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
+        """Return the scale of each chunk of x, (count,); shape (0,) if there are none."""
         if not self.has_scale:
             return jnp.zeros(0, jnp.float32)
+        counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
-            return _divided(_sum_of_magnitudes(x), counts.astype(np.float32))
+            return divided(chunks.sum(jnp.abs(x)), counts)
         if self.bits == 2 and not self.is_stochastic:
-            return _two_bit_scales(x, counts)
-        largest = _reduced(x, jnp.abs, jnp.maximum, jnp.max)
-        return _divided(largest, np.float32(_LARGEST.get(self.bits, 1)))
+            return _two_bit_scales(x, chunks, counts)
+        largest = chunks.max(jnp.abs(x))
+        return divided(largest, np.float32(_LARGEST.get(self.bits, 1)))
 
     def encode(self, x: jax.Array, s: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         """Return the codes of float32 values, uint32 of the same shape.
@@ -83,7 +71,7 @@ class ValueFormat(NamedTuple):
             return negative
         if self.bits == 2:
             return 2 * negative + _is_large(x, s).astype(jnp.uint32)
-        return self._code_of_integer(jnp.rint(_divided(x, jnp.where(s > 0, s, 1.0))))
+        return self._code_of_integer(jnp.rint(divided(x, jnp.where(s > 0, s, 1.0))))
 
     def _code_of_integer(self, quotient: jax.Array) -> jax.Array:
         # max|x|/s may exceed the largest integer by a rounding error.
@@ -93,7 +81,7 @@ class ValueFormat(NamedTuple):
         return code & np.uint32((1 << self.bits) - 1)
 
     def _encode_at_random(self, x: jax.Array, s: jax.Array, noise: jax.Array) -> jax.Array:
-        quotient = _divided(x, jnp.where(s > 0, s, 1.0))
+        quotient = divided(x, jnp.where(s > 0, s, 1.0))
         if self.bits > 2:
             return self._code_of_integer(_rounded_at_random(quotient, noise))
         # Number the values 0, 1, … in increasing order, from −s to s.
@@ -113,7 +101,7 @@ class ValueFormat(NamedTuple):
         if self.bits == 1:
             return jnp.where(codes == 0, s, -s)
         if self.bits == 2:
-            size = jnp.where(codes & 1 == 1, s, _divided(s, np.float32(3)))
+            size = jnp.where(codes & 1 == 1, s, divided(s, np.float32(3)))
             return jnp.where(codes >= 2, -size, size)
         unused = np.uint32(32 - self.bits)
         signed = lax.bitcast_convert_type(codes << unused, jnp.int32) >> unused.astype(np.int32)
@@ -125,8 +113,8 @@ def _is_large(x: jax.Array, s: jax.Array) -> jax.Array:
     return jnp.abs(x) > s * np.float32(2 / 3)
 
 
-def _two_bit_scales(x: jax.Array, counts: np.ndarray) -> jax.Array:
-    """Return for each row an s for which the levels ±s/3 and ±s have a small squared error.
+def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.Array:
+    """Return for each chunk an s for which the levels ±s/3 and ±s have a small squared error.
 
     This is Lloyd's iteration from s = max|x|. Let L be the entries that are nearer to s than to
     s/3, and S the others. For this division, the error is least at
@@ -137,45 +125,19 @@ def _two_bit_scales(x: jax.Array, counts: np.ndarray) -> jax.Array:
     new s can only reduce the error, so after any number of steps the encoding is a contraction. A
     sort would find the least of all such errors, but takes twenty times as long.
     """
-    largest = _reduced(x, jnp.abs, jnp.maximum, jnp.max)
+    largest = chunks.max(jnp.abs(x))
     # Measured in units of the largest entry, no sum overflows.
-    x = _divided(jnp.abs(x), jnp.where(largest > 0, largest, 1.0)[:, None])
-    total, counts = _sum_of_magnitudes(x), counts.astype(np.float32)
+    x = divided(jnp.abs(x), chunks.spread(jnp.where(largest > 0, largest, 1.0)))
+    total = chunks.sum(x)
 
     def improved(_: int, s: jax.Array) -> jax.Array:
-        is_large = _is_large(x, s[:, None])
-        of_large = _sum_of_magnitudes(jnp.where(is_large, x, 0.0))
-        number = _sum_of_magnitudes(is_large.astype(jnp.float32))
-        return _divided(3 * (2 * of_large + total), 8 * number + counts)
+        is_large = _is_large(x, chunks.spread(s))
+        of_large = chunks.sum(jnp.where(is_large, x, 0.0))
+        number = chunks.sum(is_large.astype(jnp.float32))
+        return divided(3 * (2 * of_large + total), 8 * number + counts)
 
     ones = jnp.where(total >= 0, 1.0, total)  # NaN stays
     return largest * lax.fori_loop(0, _IMPROVEMENTS, improved, ones)
-
-
-def _sum_of_magnitudes(x: jax.Array) -> jax.Array:
-    return _reduced(x, jnp.abs, jnp.add, jnp.sum)
-
-
-def sums_of_bits(x: jax.Array) -> jax.Array:
-    """Return the sum of the bits of each row of float32 numbers, as uint32 modulo 2³²."""
-    bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
-    return _reduced(x, bits, jnp.add, functools.partial(jnp.sum, dtype=jnp.uint32))
-
-
-def _reduced(
-    x: jax.Array,
-    each: Callable[[jax.Array], jax.Array],
-    of_two: Callable[..., jax.Array],
-    of_row: Callable[..., jax.Array],
-) -> jax.Array:
-    """Return the sum or the maximum of each row of each(x), (rows,), for each(each(x)) = each(x).
-
-    XLA on CPU does not vectorize a floating-point reduction along a row, and writes each(x) to
-    memory for it, so eighths of the row are first combined with each other.
-    """
-    for _ in range(2 if x.shape[1] % 64 == 0 else 0):
-        x = functools.reduce(of_two, map(each, jnp.split(x, 8, axis=1)))
-    return of_row(each(x), axis=1)
 
 
 def _rounded_at_random(x: jax.Array, noise: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ two of them read. The compilers of TPUs and GPUs make one kernel of several resu
 and compute again what two kernels read; there a loop or a view in rows of another length costs.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -61,6 +62,94 @@ def _sums_by_lanes(x: jax.Array) -> jax.Array:
     eighths = x.reshape(len(x), -1, LANES)
     partial_sums = sum(eighths[:, :, i] for i in range(LANES))
     return _sums(jnp.where(partial_sums < 0, 0, partial_sums))
+
+
+def divided(x: jax.Array, divisor: Any) -> jax.Array:
+    """Return x/divisor, rounded once, for a divisor that is broadcast.
+
+    XLA multiplies by the rounded reciprocal instead, unless the divisor depends on x. This one does
+    so only where x is NaN.
+    """
+    quotient: jax.Array = x / jnp.where(jnp.isnan(x), x, divisor)
+    return quotient
+
+
+def reduced_rows(
+    x: jax.Array, of_two: Callable[..., jax.Array], of_row: Callable[..., jax.Array]
+) -> jax.Array:
+    """Return the sum or the maximum of each row of x, (…).
+
+    XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory for
+    it, so eighths of the row are first combined with each other.
+    """
+    plain = functools.partial(of_row, axis=-1)
+
+    def by_eighths(x: jax.Array) -> jax.Array:
+        for _ in range(2 if x.shape[-1] % 64 == 0 else 0):
+            x = functools.reduce(of_two, jnp.split(x, 8, axis=-1))
+        return plain(x)
+
+    reduced: jax.Array = on_cpu(by_eighths, plain, x)
+    return reduced
+
+
+def pack_mask(mask: jax.Array) -> jax.Array:
+    """Return a mask as words along its last axis, uint32 (…, ⌈n/32⌉): entry i is bit i mod 32.
+
+    A view with 32 entries in its last axis takes four times the memory on a TPU, whose rows have
+    128 lanes. There the words are products of the mask and powers of two, which are exact, since
+    halves of words are integers of 16 bits.
+    """
+    words: jax.Array = on_cpu(_bits_by_shifts, _bits_by_products, mask)
+    return words
+
+
+def _bits_by_shifts(mask: jax.Array) -> jax.Array:
+    """Return the words of a mask; see `pack_mask`.
+
+    The tail alone is padded, because XLA on CPU does not vectorize a reduction of what it pads.
+    """
+    end = mask.shape[-1] // 32 * 32
+    if missing := -mask.shape[-1] % 32:
+        tail = jnp.pad(mask[..., end:], [(0, 0)] * (mask.ndim - 1) + [(0, missing)])
+        return jnp.concatenate(list(map(_bits_by_shifts, (mask[..., :end], tail))), axis=-1)
+    lanes = mask.reshape(-1, 32).astype(jnp.uint32) << np.arange(32, dtype=np.uint32)
+    return jnp.sum(lanes, axis=1, dtype=jnp.uint32).reshape(*mask.shape[:-1], end // 32)
+
+
+def _bits_by_products(mask: jax.Array) -> jax.Array:
+    """Return the words of a mask; see `pack_mask`. Products are of at most 4,096 entries."""
+    lead, n = mask.shape[:-1], mask.shape[-1]
+    width = min(4096, -(-n // 32) * 32)
+    mask = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, -n % width)]).reshape(*lead, -1, width)
+    number = jnp.arange(width, dtype=jnp.int32)[:, None]
+    power = (1 << number % 16).astype(jnp.bfloat16)
+
+    def halves(half: int) -> jax.Array:
+        powers = jnp.where(number // 16 == 2 * jnp.arange(width // 32) + half, power, 0)
+        sums = jnp.matmul(mask.astype(jnp.bfloat16), powers, preferred_element_type=jnp.float32)
+        return sums.astype(jnp.uint32)
+
+    return (halves(0) | halves(1) << np.uint32(16)).reshape(*lead, -1)[..., : -(-n // 32)]
+
+
+def any_nonfinite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Tell whether a number is infinite or NaN.
+
+    XLA on CPU makes slow loops of reductions to a scalar, so there one pass turns each array into
+    bits, and the bits of all arrays are reduced at once.
+    """
+
+    def by_bits(arrays: list[jax.Array]) -> jax.Array:
+        bits = [_bits_by_shifts(~jnp.isfinite(x.reshape(-1))) for x in arrays]
+        return jnp.any(jnp.concatenate(bits) > 0)
+
+    def by_largest(arrays: list[jax.Array]) -> jax.Array:
+        largest = [jnp.max(jnp.abs(x)).astype(jnp.float32) for x in arrays]
+        return ~jnp.all(jnp.isfinite(jnp.stack(largest)))
+
+    found = [x for x in arrays if x.size]
+    return on_cpu(by_bits, by_largest, found) if found else jnp.asarray(False)
 
 
 def computed_once(flag: jax.Array) -> jax.Array:

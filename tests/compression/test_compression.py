@@ -164,17 +164,6 @@ def test_nothing_is_lost(wire):
             assert (kept[sent != 0] != 0).any()
 
 
-@pytest.mark.nightly
-def test_sampled_is_a_name_of_the_exact_selection():
-    exact, sampled = (
-        deep_gradient_compression(0.9, sparsity=(0.9,), min_size=1, selection=selection)
-        for selection in ("exact", "sampled")
-    )
-    g, state = normal((N, 3000), 0), stacked(exact.init(jnp.zeros(3000)))
-    run = [jax.vmap(tx.update, axis_name="data")(g, state) for tx in (exact, sampled)]
-    chex.assert_trees_all_equal(*run)
-
-
 def test_ramp_steps():
     """Each ramp step lasts rampup_step/len(sparsity) steps, the last for ever."""
     got = [int(ramp_step(jnp.int32(t), 10, 100, 5)) for t in (10, 29, 30, 89, 90, 110, 10**9)]
@@ -472,7 +461,6 @@ def test_the_signature_is_the_promised_one():
         ({"rampup_step": 0}, ValueError, "rampup_step must be >= 1; got 0"),
         ({"rampup_begin_step": -1}, ValueError, "rampup_begin_step must be >= 0"),
         ({"wire": "int8"}, ValueError, "wire must be one of 'float32', 'bfloat16'; got 'int8'"),
-        ({"selection": "best"}, ValueError, "selection must be one of 'exact', 'sampled'; got 'b"),
         ({"local_grad_clip_norm": 0.0}, ValueError, "local_grad_clip_norm must be > 0"),
         ({"regularization": 0.1}, TypeError, "regularization must be a gradient transformation"),
         ({"min_size": 0}, ValueError, "min_size must be >= 1"),

@@ -21,7 +21,8 @@ from simulation import pipelined, unpipelined
 import optfn
 from optfn.compression import bits as packing
 from optfn.compression.exchange import ExchangeState
-from optfn.compression.segments import Chunks, Segments, chunks_of
+from optfn.compression.power_sgd import orthonormal
+from optfn.compression.segments import Chunks, RowChunks, Segments, chunks_of
 from optfn.distributed import (
     data_mesh,
     exchange,
@@ -194,7 +195,8 @@ def test_the_formulas_of_the_bytes():
     assert top_k(1 / 64, values="int2").num_bytes((4096,)) == 64 * 14 // 8 + 4
     assert top_k(0.05).num_bytes((4096, 10)) == math.ceil(10 * 205 * 44 / 32) * 4
     assert top_k(0.001, chunk=None).num_bytes((10**6,)) == 1000 * 52 // 8
-    assert quantize(1).num_bytes((1000, 1000)) == 10**6 // 8 + 4 * 245
+    assert quantize(1).num_bytes((1000, 1000)) == 10**6 // 8 + 4 * 250  # four rows in a chunk
+    assert quantize(1).num_bytes((10, 5000)) == 6252 + 4 * 13  # a row has several
     assert quantize(8, chunk=None).num_bytes((3,)) == 8
     assert power_sgd(4).num_bytes((100, 20)) == 4 * 4 * 120
     assert power_sgd(4).num_bytes((2, 50)) == 4 * 2 * 52
@@ -259,6 +261,11 @@ def test_the_rows_of_chunks():
     assert [chunks_of(10, chunk) for chunk in (None, 4096, 4)] == [
         *(Chunks(10, 10), Chunks(10, 10), Chunks(10, 4))
     ]
+    # Whole rows if one fits; else the consecutive entries of several chunks in a row.
+    lengths = [RowChunks((10, 7), chunk).flat.length for chunk in (None, 20, 7, 6)]
+    assert lengths == [70, 14, 7, 6]
+    assert RowChunks((10, 7), 20).sum(jnp.ones((10, 7))).tolist() == [14] * 5
+    assert RowChunks((3, 7), 20).max(jnp.arange(21.0).reshape(3, 7)).tolist() == [13, 20]
     assert Segments((10, 30), 4096).arrays == [Chunks(10, 30), Chunks(30, 30)]
     assert Segments((10, 30)).num_per_array == [1, 1] and Segments((10, 30), 4).num_per_array == [
         3,
@@ -291,6 +298,23 @@ def test_an_empty_leaf_beside_another():
     empty, full = compressor.encode_all([jnp.zeros((0, 3)), x], [(), ()])
     assert empty[0].size == 0
     np.testing.assert_array_equal(full[0], compressor.encode(x, ())[0])
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_an_orthonormal_basis(rank):
+    """Of any rows, also of equal ones, zeros, and very large and small ones, in a batch."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, rank, 30))
+    x[1, -1] = x[1, 0]
+    x[2] = 0
+    x[3] *= 1e30
+    x[4] *= 1e-30
+    x[5, -1] = x[5, 0] + 1e-3 * x[5, -1]
+    found = np.asarray(jax.jit(orthonormal)(x.astype(np.float32)), np.float64)
+    for rows, basis in zip(x, found, strict=True):
+        np.testing.assert_allclose(basis @ basis.T, np.eye(rank), atol=1e-6)
+        rows = rows / max(np.abs(rows).max(), 1e-300)
+        np.testing.assert_allclose(rows @ basis.T @ basis, rows, atol=1e-5)
 
 
 def test_power_sgd_of_one_worker():
@@ -336,7 +360,7 @@ def test_power_sgd_of_stacked_layers_is_that_of_each():
         for i in range(layers):
             of = [want[f"w{i}"], direction[:, i]]
             np.testing.assert_allclose(*of, rtol=1e-4, atol=1e-5 * np.abs(of[0]).max())
-    kept = np.asarray(jax.tree.leaves(states[0].residual.value)[0]).reshape(N, layers, -1)
+    kept = np.asarray(jax.tree.leaves(states[0].residual.value)[0])
     q = np.asarray(jax.tree.leaves(states[0].compressor)[0])
     for i in range(layers):
         own = states[1].residual.value[f"w{i}"], states[1].compressor[f"w{i}"]
@@ -382,17 +406,17 @@ def test_follows_the_equations(name, beta):
         g, before = gradients(t), jax.device_get(state.residual.value)
         direction, state = jax.device_get(update(g, state))
         for k in ("w", "v"):
-            total = np.float32(beta) * before[k] + g[k].reshape(N, -1)
+            total = np.float32(beta) * before[k] + g[k]
             sent = np.stack([send(x) for x in total])
             kept = state.residual.value[k]
             atol = 8 * EPS * np.abs(total).max()
             np.testing.assert_allclose(kept, total - sent, rtol=0, atol=atol)
             mean = sent.mean(axis=0, dtype=np.float64)
             for worker in range(N):
-                own = direction[k][worker].reshape(-1)
+                own = direction[k][worker]
                 np.testing.assert_allclose(own, mean, rtol=0, atol=atol)
-                np.testing.assert_array_equal(own, direction[k][0].reshape(-1))
-            conserved = direction[k][0].reshape(-1) + kept.mean(axis=0, dtype=np.float64)
+                np.testing.assert_array_equal(own, direction[k][0])
+            conserved = direction[k][0] + kept.mean(axis=0, dtype=np.float64)
             came = total.mean(axis=0, dtype=np.float64)
             np.testing.assert_allclose(conserved, came, rtol=0, atol=atol)
             assert sent.any() and kept.any()
@@ -518,7 +542,7 @@ class Summed(Together):
     def reduced(leaves, axis_name):
         return [
             leaf._replace(
-                direction=jax.lax.pmean(leaf.accumulated / 2, axis_name), residual=leaf.residual / 2
+                direction=jax.lax.pmean(leaf.residual / 2, axis_name), residual=leaf.residual / 2
             )
             for leaf in leaves
         ]
@@ -760,7 +784,11 @@ def test_training_on_a_mesh(name):
     assert losses[-1] < losses[0]
     want, simulated_state = simulated_run(tx)
     chex.assert_trees_all_close(jax.device_get(state.params), want, rtol=1e-4, atol=1e-5)
-    got = jax.tree.map(lambda x: np.asarray(x).reshape(N, -1), state.opt_state[0].residual.value)
+    got = {
+        k: np.asarray(x).reshape(N, *MODEL[k].shape)
+        for k, x in state.opt_state[0].residual.value.items()
+        if hasattr(x, "shape")
+    }
     chex.assert_trees_all_close(got, simulated_state[0].residual.value, rtol=1e-4, atol=1e-4)
     assert all(x.any() for x in jax.tree.leaves(got))
     for x in jax.tree.leaves(state.params):
@@ -826,7 +854,7 @@ def test_several_axes(compressor):
         direction, state = run(g, state)
         expected, want = simulated(flat)({"w": g}, want)
         np.testing.assert_allclose(direction["w"], expected["w"][0], atol=1e-5)
-    kept = np.asarray(state.residual["w"]).reshape(N, -1)
+    kept = np.asarray(state.residual["w"]).reshape(N, 50, 40)
     np.testing.assert_allclose(kept, want.residual["w"], atol=1e-5)
     assert np.abs(kept).max() > 0.1 and int(state.num_workers) == N
 
@@ -1018,8 +1046,8 @@ def test_another_number_of_workers(as_mapping):
     part = resumed.opt_state[0]
     assert int(part.num_workers) == 2
     for k in ("w", "v"):
-        mean = before.residual.value[k].reshape(N, -1).mean(axis=0, dtype=np.float64)
-        want = np.tile(mean.astype(np.float32), 2)
+        each = before.residual.value[k].reshape(N, *MODEL[k].shape)
+        want = np.tile(each.mean(axis=0, dtype=np.float64).astype(np.float32), (2, 1))
         np.testing.assert_array_equal(part.residual.value[k], want)
     np.testing.assert_array_equal(part.compressor["v"], before.compressor["v"])
     fewer(resumed, BATCH)
@@ -1035,7 +1063,7 @@ def test_names_in_a_checkpoint_that_goes_on_bit_for_bit(tmp_path):
     optfn.save_checkpoint(tmp_path, state)
     mapping = optfn.state_dict(state.opt_state)
     assert mapping["per_worker"].tolist() == ["exchange/residual/v", "exchange/residual/w"]
-    assert mapping["exchange/residual/w"].shape == (N * 1440,)
+    assert mapping["exchange/residual/w"].shape == (N * 48, 30)
     assert mapping["exchange/residual/w"].dtype == np.float32
     assert int(mapping["exchange/num_workers"]) == N
     around = optfn.skip_nonfinite(optfn.chain(optfn.clip_by_global_norm(1.0), tx))
@@ -1044,6 +1072,21 @@ def test_names_in_a_checkpoint_that_goes_on_bit_for_bit(tmp_path):
     restored, _ = optfn.restore_checkpoint(tmp_path, step.init(MODEL))
     resumed, _ = step(restored, BATCH)
     chex.assert_trees_all_equal(jax.device_get(whole), jax.device_get(resumed))
+
+
+def test_residuals_of_an_earlier_version_load():
+    """They were flat, one worker after the other, and have the entries in the same order."""
+    step = optfn.make_train_step(loss_fn, OPTIMIZERS["adamw"], mesh=data_mesh(N))
+    state, _ = step(step.init(MODEL), BATCH)
+    saved = optfn.state_dict(state)
+    flat = saved | {k: x.reshape(-1) for k, x in saved.items() if "/residual/" in k}
+    assert flat["exchange/residual/w"].shape == (N * 1440,)
+    loaded = optfn.load_state_dict(step.init(MODEL), flat)
+    chex.assert_trees_all_equal(jax.device_get(loaded), jax.device_get(state))
+    fewer = optfn.make_train_step(loss_fn, OPTIMIZERS["adamw"], mesh=data_mesh(2))
+    rescaled = optfn.load_state_dict(fewer.init(MODEL), rescale_residuals(flat, 2))
+    expected = optfn.load_state_dict(fewer.init(MODEL), rescale_residuals(saved, 2))
+    chex.assert_trees_all_equal(jax.device_get(rescaled), jax.device_get(expected))
 
 
 def test_the_state_has_no_step_for_a_dense_mean():

@@ -11,6 +11,7 @@ from optfn.compression import bits
 from optfn.compression.segments import Segments
 from optfn.compression.selection import SampleSearch
 from optfn.distributed import select_top_k
+from optfn.leaves import xla
 
 SELECT = jax.jit(select_top_k, static_argnums=1)
 
@@ -127,7 +128,7 @@ def test_the_sample_decides_on_ordinary_data():
 def test_bits():
     words = np.random.default_rng(6).integers(0, 2**32, 500, dtype=np.uint32)
     masks = (words[:, None] >> np.arange(32)) & 1 == 1
-    np.testing.assert_array_equal(bits.pack_mask(jnp.asarray(masks.reshape(-1))), words)
+    np.testing.assert_array_equal(xla.pack_mask(jnp.asarray(masks.reshape(-1))), words)
     for word, mask in zip(words[:20], masks, strict=False):
         places = np.flatnonzero(mask)
         found = bits.nth_bit(jnp.full(places.size, word), jnp.arange(places.size))

@@ -173,3 +173,40 @@ def test_numbers_are_rounded_to_bfloat16_where_xla_would_not():
     x = normal(64)
     rounded = jax.jit(xla.rounded_to_bfloat16)(x)
     np.testing.assert_array_equal(rounded, x.astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.optimized
+def test_a_quotient_is_rounded_once():
+    """XLA would multiply by the reciprocal of a divisor that is broadcast."""
+    x = normal(N)
+    for divisor in (np.float32(127), np.float32(0.3)):
+        found = jax.jit(xla.divided)(x, divisor)
+        np.testing.assert_array_equal(found, x / divisor)
+    assert np.isnan(xla.divided(jnp.full(3, np.nan), np.float32(2))).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (4, 64), (2, 3, 128)])
+def test_reduced_rows_are_those_of_numpy(shape, expressions):
+    x = np.abs(normal(shape))
+    largest = jax.jit(lambda x: xla.reduced_rows(x, jnp.maximum, jnp.max))(x)
+    np.testing.assert_array_equal(largest, x.max(axis=-1))
+    total = jax.jit(lambda x: xla.reduced_rows(x, jnp.add, jnp.sum))(x)
+    np.testing.assert_allclose(total, x.sum(axis=-1, dtype=np.float64), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(7,), (64,), (3, 40), (2, 2, 4096), (1, 5000)])
+def test_a_packed_mask_has_entry_i_as_bit_i(shape, expressions):
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    words = np.asarray(jax.jit(xla.pack_mask)(mask))
+    padded = np.pad(mask, [(0, 0)] * (len(shape) - 1) + [(0, -shape[-1] % 32)])
+    expected = np.packbits(padded, axis=-1, bitorder="little").view("<u4")
+    np.testing.assert_array_equal(words, expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, None])
+def test_a_number_that_is_not_finite_is_found(bad, expressions):
+    arrays = [normal((5, 7)), normal(100), np.zeros((0, 3), np.float32)]
+    arrays[0][0, 0] = np.finfo(np.float32).max
+    arrays[1][33] = bad or 1
+    assert jax.jit(xla.any_nonfinite)(arrays) == (bad is not None)
+    assert not xla.any_nonfinite([])

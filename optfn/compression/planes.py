@@ -1,0 +1,81 @@
+"""Codes of a few bits in the planes of 32-bit words, row by row.
+
+A word has p = 32/bits codes, of p rows one below the other, so that no entry leaves its column and
+every device packs whole rows at a time. Rows (R, C) are cut into blocks of p·s rows, s = 8 or, of a
+leaf with fewer rows, R/p. A block is p planes of s rows, and becomes s rows of words: bits b·j to
+b·j + b − 1 of a word are the code of plane j. The rows after the last block are one row of codes,
+which is cut into p planes of equal length, padded with zeros.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# The rows that a tile of a TPU has.
+_TILE = 8
+
+
+def num_words(size: int, bits: int) -> int:
+    """Return the number of words of so many codes."""
+    return -(-size * bits // 32)
+
+
+def _blocks(shape: tuple[int, ...], bits: int) -> tuple[int, int, int, int]:
+    """Return the shape of the blocks of an array: (blocks, planes, rows of a plane, columns)."""
+    rows, planes = math.prod(shape[:-1]), 32 // bits
+    height = max(1, min(_TILE, rows // planes))
+    return rows // (planes * height), planes, height, shape[-1] if shape else 1
+
+
+def view(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """Return the shape in which codes are packed: that of blocks, if no rows are left over.
+
+    Expressions in this shape have loops over rows, and no index of an entry is computed.
+    """
+    blocks = _blocks(shape, bits)
+    return blocks if math.prod(blocks) == math.prod(shape) else shape
+
+
+def _shifts(bits: int) -> np.ndarray:
+    return np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
+
+
+def pack(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
+    """Return the words of codes, uint32 (words,).
+
+    Args:
+      codes: uint32, below 2^bits, in the view of `shape`.
+      shape: the shape of the array whose entries they are.
+      bits: 8, 4, 2 or 1.
+    """
+
+    def words(blocks: jax.Array) -> jax.Array:
+        shifted = blocks << _shifts(bits)
+        return lax.reduce(shifted, np.uint32(0), lax.bitwise_or, (1,)).reshape(-1)
+
+    blocks = _blocks(shape, bits)
+    if view(shape, bits) == blocks:
+        return words(codes.reshape(blocks))
+    end, (_, planes, _, columns) = math.prod(blocks[:3]), blocks
+    rows = codes.reshape(-1, columns)
+    last = rows[end:].reshape(-1)
+    last = jnp.pad(last, (0, -last.size % planes)).reshape(1, planes, 1, -1)
+    return jnp.concatenate([words(rows[:end].reshape(blocks)), words(last)])
+
+
+def unpack(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
+    """Return the codes that `pack` packed, in the view of this shape."""
+    blocks, _, height, columns = _blocks(shape, bits)
+
+    def codes(words: jax.Array, *shape: int) -> jax.Array:
+        return (words.reshape(shape) >> _shifts(bits)) & np.uint32((1 << bits) - 1)
+
+    end, in_view = blocks * height * columns, view(shape, bits)
+    rows = codes(words[:end], blocks, 1, height, columns)
+    if in_view == rows.shape:
+        return rows
+    last = codes(words[end:], 1, 1, 1, -1).reshape(-1)[: math.prod(shape) - rows.size]
+    return jnp.concatenate([rows.reshape(-1), last]).reshape(shape)
