@@ -17,11 +17,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from optfn import collectives
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.leaves import xla
-from optfn.mesh import Axes, joined, pmean, without
+from optfn.mesh import Axes, joined, mapped, pmean, without
 from optfn.parallel.layout import Division, Layout, is_spec
 from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard, current_step
 from optfn.state.padded import pad
@@ -63,7 +64,7 @@ def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Ar
     if x.shape[dimension] % count:
         x = pad(x, dimension, -(-x.shape[dimension] // count) * count)
     if not _is_gloo(mesh, names):
-        total = lax.psum_scatter(xla.reducible(x), names, scatter_dimension=dimension, tiled=True)
+        total = collectives.sum_scatter(xla.reducible(x), names, dimension)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes the reduce-scatter is wrong (jax issue 40830).
@@ -96,7 +97,7 @@ def _gather(
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         for dimension, names in divisions:
             if forward is None:
-                x = lax.all_gather(x, names, axis=dimension, tiled=True)
+                x = collectives.all_gather(x, names, dimension)
             else:
                 x = coded_gather(x, dimension, names, forward, step)
         return x
@@ -208,6 +209,38 @@ def mean_gradients(
         return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, current_step())
 
     return jax.tree.map(reduced, grads, params, specs, gradient_specs, is_leaf=tree.is_leaf)
+
+
+def gather_updated(params: Params, layout: Layout | None) -> Params:
+    """Return new params, gathered if they are whole although their updates are divided.
+
+    Outside of `shard_map`; left to the compiler, a TPU would gather them by an all-reduce.
+    """
+    if layout is None or not layout.shard_axes:
+        return params
+    specs, of_updates = layout.param_specs(params), layout.gradient_specs(params)
+
+    def divided(x: Leaf, spec: P, of_update: P) -> P:
+        is_gathered = layout.divisions(of_update) and not layout.divisions(spec)
+        is_padded = layout.padded_shape(jnp.shape(x), of_update) != jnp.shape(x)
+        return of_update if is_gathered and not is_padded else spec
+
+    before = jax.tree.map(divided, params, specs, of_updates)
+    if before == specs:
+        return params
+
+    def gathered(spec: P, of_update: P, x: Leaf) -> Leaf:
+        for dimension, names in layout.divisions(of_update) if of_update != spec else ():
+            x = collectives.all_gather(x, names, dimension)
+        return x
+
+    def run(params: Params) -> Params:
+        return jax.tree.map(gathered, specs, before, params, is_leaf=is_spec)
+
+    in_specs, out_specs = (layout.bound_specs(x) for x in (before, specs))
+    names = layout.shard_axes
+    whole: Params = mapped(run, layout.mesh, names, (in_specs,), out_specs)(params)
+    return whole
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
