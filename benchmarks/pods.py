@@ -48,7 +48,6 @@ from optfn.distributed import PipelineParams, pipeline_value_and_grad, scan_laye
 
 KEPT = Path(__file__).with_name("pods.json")
 ADAMW = optfn.adamw(1e-4, multi_precision=True, grad_clip=optfn.clip_by_global_norm(1.0))
-PIPELINE_GROUP = 16
 Keep = Callable[[jax.Array], jax.Array]
 HEAD = (
     "| model | topology | way | GB kept | GB of temporaries | all-reduce | all-gather "
@@ -56,14 +55,14 @@ HEAD = (
     "| B sent a MFLOP | compile s |\n" + "|---" * 15 + "|"
 )
 TOPOLOGIES = {
-    "small": ("v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8", "1x8x1"),
+    "small": ("v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8"),
     "7B": ("v5e:16x16",),
     "70B": ("v5p:8x8x8",),
 }
 
 
 class Llama(NamedTuple):
-    """The sizes of a Llama 2, and the devices of a group of two levels and of a pipeline."""
+    """The sizes of a Llama 2, and of the groups of devices of two levels and of a pipeline."""
 
     width: int
     hidden: int
@@ -74,6 +73,7 @@ class Llama(NamedTuple):
     vocabulary: int = 32_000
     tokens: int = 2048
     stages: int = 8
+    pipeline_group: int = 16
 
     def weights(self, *leading: int) -> Any:
         """Return the shapes of the weights of layers, with these axes in front."""
@@ -127,7 +127,7 @@ class Llama(NamedTuple):
         }  # fmt: skip
 
     def pipeline(self) -> Division:
-        """Return stages of some layers, divided over 16 devices each, without embedding."""
+        """Return stages of some layers, divided over some devices, without embedding."""
         stages = self.weights(self.stages, self.layers // self.stages)
         x = _bfloat16(self.stages, self.tokens, self.width)  # a microbatch for each stage
         following = jax.ShapeDtypeStruct((self.stages, self.tokens), jnp.int32)
@@ -146,7 +146,7 @@ class Llama(NamedTuple):
         shard = {"stages/(before|after)": P("stage"), "stages/.*": matrices}
         return Division(
             PipelineParams(stages, self.head()), (x, following),
-            {"fast": PIPELINE_GROUP, "stage": self.stages}, ("data", "fast"),
+            {"fast": self.pipeline_group, "stage": self.stages}, ("data", "fast"),
             {"shard": sharded(shard, axis="fast")}, ADAMW, pipeline=made,
         )  # fmt: skip
 
@@ -164,17 +164,19 @@ def _normalized(x: jax.Array, scales: jax.Array) -> jax.Array:
 LLAMAS = {
     "7B": Llama(4096, 11_008, 32, 4096, 32, group=16),
     "70B": Llama(8192, 28_672, 80, 1024, 64, group=64),
-    "toy": Llama(64, 128, 4, 32, 4, group=4, vocabulary=256, tokens=64, stages=2),
+    "toy": Llama(64, 128, 4, 32, 4, group=4, vocabulary=256, tokens=64, stages=2, pipeline_group=2),
 }
 SMALL = ("data", "ZeRO", "FSDP", "two levels", "two levels, quantize(4)", "tables",
-         "exchange, gathered", "exchange by parts")  # fmt: skip
+         "exchange, gathered", "exchange by parts", "pipeline")  # fmt: skip
 
 
 def divisions(model: str) -> dict[str, Division]:
     """Return the ways of dividing a model."""
     if model in LLAMAS:
         return LLAMAS[model].divisions()
-    return {name: x for name, x in scale.divisions(scale.Size()).items() if name in SMALL}
+    found = {name: x for name, x in scale.divisions(scale.Size()).items() if name in SMALL}
+    in_turn = {"shard": "params", "microbatches": 4}
+    return found | {"FSDP, 4 microbatches": found["FSDP"]._replace(options=in_turn)}
 
 
 def gspmd(division: Division, mesh: Mesh, keeps: bool) -> jax.stages.Lowered:

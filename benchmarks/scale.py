@@ -230,7 +230,8 @@ def planned(division: Division, step: optfn.TrainStep) -> MemoryPlan:
         division.tx, division.params, step.mesh,
         shard=options.shard, data_axis=division.data_axis, tables=options.tables,
         shard_tables=options.shard_tables, local_steps=options.local_steps,
-        value_and_grad=options.value_and_grad is not None, **division.planned,
+        value_and_grad=options.value_and_grad is not None, microbatches=options.microbatches,
+        **division.planned,
     )  # fmt: skip
 
 

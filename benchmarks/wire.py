@@ -104,6 +104,8 @@ def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Colle
             kind, size = "reduce-scatter", size / len(group)
         elif start and kind == "all-gather":  # operands, then results
             size *= len(group) / (len(group) + 1)
+        elif start and kind == "reduce-scatter":
+            size /= len(group) + 1
         elif start and kind == "collective-permute":
             size /= 2
         yield Collective(kind, times * size, group, times, is_async)
@@ -115,6 +117,8 @@ def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Colle
                 continue
             trips = program.trips(x) or rounds
             found = [list(found_in(called, times * trips)) for called in x.called]
+            if x.opcode == "async-start":
+                found = [[y._replace(is_async=True) for y in some] for some in found]
             if branch is not None and len(found) > 2:
                 found = [found[branch]]
             elif found and x.opcode == "conditional":

@@ -3,8 +3,8 @@
 XLA for TPUs compiles a reduce-scatter over several dimensions of the torus of chips as an
 all-reduce of the whole array, and from 64 chips on an all-gather as well. Over one dimension each
 of them is native. One dimension after the other they send the same bytes: a scatter divides along
-the outermost dimension first, and a gather joins along the innermost one first, so that what a
-device has is always contiguous.
+the outermost dimension first, and a gather joins along the innermost one first, so that the array
+of a device is always contiguous.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 
-class Phase(NamedTuple):
+class PhaseOfCollective(NamedTuple):
     """One of the collectives, one after the other, that make a collective over several axes.
 
     axis: the mesh axis.
@@ -44,7 +44,7 @@ def tracing_for(mesh: Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def all_gather(
+def gather_along(
     x: jax.Array, names: Sequence[Hashable], dimension: int, to: str = "varying"
 ) -> jax.Array:
     """Return the arrays of all devices along some axes, side by side along a dimension.
@@ -76,20 +76,20 @@ def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.
     return x
 
 
-def phases(names: Sequence[Hashable]) -> list[Phase]:
+def phases(names: Sequence[Hashable]) -> list[PhaseOfCollective]:
     """Return the phases of a scatter over some axes; those of a gather are in reversed order."""
     mesh = _mesh.get()
     return [phase for axis in names for phase in _phases_along(axis, mesh)]
 
 
 @functools.lru_cache
-def _phases_along(axis: Hashable, mesh: Mesh | None) -> list[Phase]:
+def _phases_along(axis: Hashable, mesh: Mesh | None) -> list[PhaseOfCollective]:
     sizes = () if mesh is None else box(mesh.devices, mesh.axis_names.index(axis))
     if len(sizes) < 2:
-        return [Phase(axis, None)]
+        return [PhaseOfCollective(axis, None)]
     numbers = np.arange(np.prod(sizes)).reshape(sizes)
     return [
-        Phase(axis, np.moveaxis(numbers, k, -1).reshape(-1, size).tolist())
+        PhaseOfCollective(axis, np.moveaxis(numbers, k, -1).reshape(-1, size).tolist())
         for k, size in enumerate(sizes)
     ]
 
@@ -97,8 +97,8 @@ def _phases_along(axis: Hashable, mesh: Mesh | None) -> list[Phase]:
 def box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     """Return the sizes of the box of chips along an axis of a mesh of TPUs, outermost first.
 
-    The devices may be in any order: their groups in each phase are then parts of the box that the
-    compiler knows as well. It is () for other devices, and for those that fill no box.
+    The devices may be in any order: their groups in each phase are then smaller boxes, which
+    the compiler knows as well. It is () for other devices, and for those that fill no box.
 
     Args:
       devices: the devices of a mesh.
@@ -107,11 +107,11 @@ def box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
     if any(device.platform != "tpu" for device in devices.flat):
         return ()
     lines = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
-    found = set(map(_sizes, lines))
+    found = set(map(_extents, lines))
     return found.pop() if len(found) == 1 else ()
 
 
-def _sizes(line: np.ndarray) -> tuple[int, ...]:
+def _extents(line: np.ndarray) -> tuple[int, ...]:
     places = [(*reversed(device.coords), device.core_on_chip) for device in line]
     sizes = tuple(len(set(values)) for values in zip(*places, strict=True))
     fill = len(set(places)) == len(line) == np.prod(sizes)

@@ -140,8 +140,8 @@ def checked_axes(names: Axes) -> Axes:
 def all_gather(x: jax.Array, names: Axes) -> jax.Array:
     """Return the x of every worker, (N, *shape), the same array on all workers."""
     if checked_axes(names):
-        return collectives.all_gather(vary(x, names)[None], names, 0, to="invarying")
-    return collectives.all_gather(x[None], names, 0)
+        return collectives.gather_along(vary(x, names)[None], names, 0, to="invarying")
+    return collectives.gather_along(x[None], names, 0)
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:

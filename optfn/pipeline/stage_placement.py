@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
-from optfn.collectives import all_gather
+from optfn.collectives import gather_along
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
@@ -141,7 +141,7 @@ class StackedStages(StagePlacement):
             dimension = self._data_dimension(spec)
             if dimension is None:
                 return x
-            return all_gather(x, axes(self.data_axis), dimension)
+            return gather_along(x, axes(self.data_axis), dimension)
 
         return jax.tree.map(gathered, weights, self.param_specs)
 

@@ -31,7 +31,7 @@ from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, 
 from optfn.sparse.tables import Owners
 from optfn.state import reports
 from optfn.train.batches import numeric_batch
-from optfn.train.composition import composed, local_rounds, specs_of
+from optfn.train.composition import composed, local_rounds, specs_of_state
 from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepArguments, taking
 from optfn.train.order import warn_of_ascent, warn_of_frozen, warn_of_lazy, warn_of_order
@@ -131,8 +131,8 @@ class TrainStep:
         serve as well: those of `jax.experimental.topologies`, of a TPU or a GPU.
 
         Args:
-          params: what you would pass to `init`: arrays, or ShapeDtypeStructs of whole arrays.
-          batch: what you would pass to a call: arrays or ShapeDtypeStructs of all examples.
+          params: as for `init`: arrays, or ShapeDtypeStructs of whole arrays.
+          batch: as for a call: arrays or ShapeDtypeStructs of all examples.
           model_state: likewise, for a step with `model_state=True`.
 
         Raises:
@@ -167,7 +167,7 @@ class TrainStep:
         if self.layout is not None:
             along = self.layout.data_axes
             split = jax.tree.map(lambda x: parallel.batch_spec(x, along), batch)
-            state = self.layout.shapes(specs_of(state, self.layout), state)
+            state = self.layout.shapes(specs_of_state(state, self.layout), state)
             batch = self.layout.shapes(split, batch)
         return state, batch
 

@@ -80,7 +80,7 @@ def test_phases_give_what_one_collective_gives(in_phases, shape, explicit):
         scattered = collectives.sum_scatter(x[0], names, 1)
         gathered = meshes.all_gather(x[0], meshes.Axes(names))
         count = len(collectives.phases(names))
-        back = collectives.all_gather(scattered, names, 1)
+        back = collectives.gather_along(scattered, names, 1)
         return scattered, gathered[None], back[None], jnp.full((1,), count)
 
     specs = P(None, names), P(names), P(names), P(names)

@@ -170,6 +170,12 @@ def test_collectives_of_a_gpu():
     assert all(x.is_async for x in found.values())
 
 
+@pytest.mark.parametrize("way", [*pods.divisions("toy"), "GSPMD"])
+def test_each_way_of_dividing_a_llama_lowers(way):
+    found = pods.lowered("toy", way, jax.devices()[:8])
+    assert "num_partitions = 8" in found.as_text()
+
+
 # Ways of dividing the model of `make scale`, and bounds on bytes of temporaries a parameter.
 BOUNDS = {"data": 2.2, "ZeRO": 0.1, "FSDP": 0.12, "two levels": 0.12, "GSPMD": 0.2}
 
@@ -204,7 +210,7 @@ def test_no_chip_reduces_or_gathers_a_whole_model(topology, tmp_path):
         row = rows[way]
         assert row["whole"] == 0 and row["reduce-scatter"] and row["all-gather"], way
         # Gathers of float32 for products in bfloat16 take half of what is planned.
-        assert 0.6 < row["sent"] / row["planned"] < 1.01, way
+        assert 0.6 < row["sent"] / row["planned"] < 1.02, way
         if topology == "v5e:4x4":
             assert row["temporaries"] / size < BOUNDS[way], way
     assert rows["GSPMD"]["whole"] and rows["data"]["whole"] == 1
