@@ -148,6 +148,7 @@ class Llama(NamedTuple):
             PipelineParams(stages, self.head()), (x, following),
             {"fast": self.pipeline_group, "stage": self.stages}, ("data", "fast"),
             {"shard": sharded(shard, axis="fast")}, ADAMW, pipeline=made,
+            activations=scale.sends(self.stages, self.stages) * self.tokens * self.width * 2,
         )  # fmt: skip
 
 

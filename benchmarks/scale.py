@@ -183,12 +183,16 @@ def pipeline(size: Size) -> Division:
         "down": jax.ShapeDtypeStruct((stages, 4 * d, d), jnp.float32),
     }
     x = jax.ShapeDtypeStruct((microbatches, d), jnp.float32)
-    phases = plan(stages, microbatches).phases
-    sends = sum((phase.stop - phase.start) * len({*phase.work} & {*"FB"}) for phase in phases)
     return Division(
         params, (x, x), {"stage": stages}, options={"shard": {".*": P("stage")}},
-        activations=sends * d * 4, pipeline=piped(layer, microbatches),
+        activations=sends(stages, microbatches) * d * 4, pipeline=piped(layer, microbatches),
     )  # fmt: skip
+
+
+def sends(stages: int, microbatches: int) -> int:
+    """Return how many activations and cotangents a stage of a pipeline sends in a step."""
+    phases = plan(stages, microbatches).phases
+    return sum((phase.stop - phase.start) * len({*phase.work} & {*"FB"}) for phase in phases)
 
 
 def piped(stage: Callable[[Any, Any], Any], microbatches: int) -> Callable[[Mesh], Any]:
