@@ -75,11 +75,12 @@ def sharded(
         once for all of them. This takes the memory of whole params and gradients.
 
     Leaves of at most 64 KB, or of that much a layer, stay whole on each device, the smallest first,
-    as long as a device keeps at most a hundredth more than its shards: for biases and norms, the
-    time of a collective is latency. Their gradients are averaged by an all-reduce. Leaves of fewer
-    than 1,024 elements, and leaves without a dimension that can be divided, are sent as they are.
-    With N devices that divide a leaf, and packets of b bytes for one shard, each device sends
-    (N − 1)·b bytes instead of (N − 1)/N of the leaf.
+    as long as a device keeps at most a hundredth more than its shards (with more than 100 devices,
+    a ten-thousandth of params): for biases and norms, the time of a collective is latency. Their
+    gradients are averaged by an all-reduce. Leaves of fewer than 1,024 elements, and leaves without
+    a dimension that can be divided, are sent as they are. With N devices that divide a leaf, and
+    packets of b bytes for one shard, each device sends (N − 1)·b bytes instead of (N − 1)/N of the
+    leaf.
 
     Raises:
       TypeError: `gather` or `reduce` is not a compressor.
@@ -163,7 +164,8 @@ def small_leaves(params: Params, count: int) -> set[int]:
     """Return the numbers of the leaves that are too small to be divided over `count` devices.
 
     They have at most 64 KB, or that much a layer: the time of a collective is then latency. With
-    all of them a device keeps at most a hundredth more than its shards; the smallest come first.
+    all of them a device keeps at most a hundredth more than its shards, or, with more than 100
+    devices, a ten-thousandth of params; the smallest come first.
     """
     stacked = tree.stacked_axes(params)
     sizes: dict[int, int] = {}
@@ -176,7 +178,7 @@ def small_leaves(params: Params, count: int) -> set[int]:
     chosen = [n for n in sizes if sizes[n] <= SMALL_BYTES * layers[n]]
     chosen.sort(key=lambda number: sizes[number])
     totals = itertools.accumulate(sizes[number] for number in chosen)
-    most = sum(sizes.values()) / count / 100
+    most = sum(sizes.values()) / min(count, 100) / 100
     return {number for number, total in zip(chosen, totals, strict=True) if total <= most}
 
 

@@ -101,6 +101,8 @@ def test_a_state_whose_vectors_were_divided_goes_on(shard, tmp_path, monkeypatch
         ([(16384,), (4096, 4096)], False, 16, set()),  # a shard has 4 MB
         ([(2048,), (1024,), (512, 512)], False, 1, {1}),  # the smaller one alone
         ([(32, 4096), (32, 4096, 4096)], True, 8, {0}),  # 16 KB a layer
+        ([(8, 4096), (8, 16384, 16384)], True, 100, {0}),  # 128 KB of 8 GB
+        ([(8, 4096), (8, 16384, 16384)], True, 512, {0}),
         ([(8, 128, 129), (8, 4096, 4096)], True, 4, set()),  # 66 KB a layer
     ],
 )
