@@ -4,7 +4,7 @@ VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled tables outputs docs docs-serve release clean
+.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled pods compilers tables outputs docs docs-serve release clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.demo
@@ -78,10 +78,16 @@ bench: $(VENV)/.bench
 
 # Updates as the compilers of TPUs and of a GPU make them, which need Python 3.12 and no device.
 # OPTIONS="--only adam,lamb --target v5e --tree matrix" compiles these.
-compiled: NEWER = $(if $(filter file,$(origin PYTHON)),$(shell .ci/newer),$(PYTHON))
-compiled:
-	$(MAKE) $(VENV)-compiled/.compile VENV=$(VENV)-compiled PYTHON=$(NEWER)
+compiled: compilers
 	$(VENV)-compiled/bin/python -m benchmarks.compiled $(OPTIONS)
+
+# Steps on many chips, likewise. OPTIONS="--model small --topology 'v5e:*' --only 'FSDP;ZeRO'"
+pods: compilers
+	$(VENV)-compiled/bin/python -m benchmarks.pods $(OPTIONS)
+
+compilers: NEWER = $(if $(filter file,$(origin PYTHON)),$(shell .ci/newer),$(PYTHON))
+compilers:
+	$(MAKE) $(VENV)-compiled/.compile VENV=$(VENV)-compiled PYTHON=$(NEWER)
 
 # Strict: a warning, a link to nowhere or a page outside the navigation ends it.
 docs: $(VENV)/.docs

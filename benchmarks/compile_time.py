@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from benchmarks import measure
-from benchmarks.scale import Division, made, shapes
+from benchmarks.scale import Division, batch_of_all, made, piped
 from optfn.distributed import exchange, quantize, sharded, top_k
 
 DEVICES, GOAL = 8, 2.0
@@ -84,7 +84,7 @@ def steps(params: Any) -> dict[str, Division]:
         "two levels, quantize(4)": division(linked(quantize(4)), **inside, options=two_levels),
         "pipeline": Division(
             stages, (x, x), {"stage": 4}, options={"shard": {".*": P("stage")}},
-            pipeline=8, stage=stage,
+            pipeline=piped(stage, 8),
         ),
     }  # fmt: skip
 
@@ -123,9 +123,10 @@ def of_tree(tree: str, options: argparse.Namespace) -> list[measure.Row]:
     for name, division in steps(params).items():
         if not any(fnmatch.fnmatch(name, pattern) for pattern in ["plain", *options.only]):
             continue
-        mesh = division.mesh(DEVICES)
+        mesh = division.mesh(jax.devices()[:DEVICES])
         step = made(division, mesh)
-        each = [seconds(step, *shapes(step, division)) for _ in range(options.rounds)]
+        arguments = step.shapes(division.params, batch_of_all(division, mesh))
+        each = [seconds(step, *arguments) for _ in range(options.rounds)]
         row: measure.Row = {"leaves": len(params), "step": name}
         row |= {part: statistics.median(x[part] for x in each) for part in each[0]}
         row["over_plain"] = row["all_s"] / (rows or [row])[0]["all_s"]

@@ -147,12 +147,12 @@ class Program:
             yield x, times
             if x.opcode in CALLS:
                 for called in x.called:
-                    yield from self.executed(called, times * self._trips(x))
+                    yield from self.executed(called, times * (self.trips(x) or 1))
 
-    def _trips(self, x: Instruction) -> int:
+    def trips(self, x: Instruction) -> int:
         """Return how often a loop runs: as the compiler says, or as long as a counter < a constant.
 
-        1 for what is no loop, and where neither tells.
+        1 for what is no loop, 0 where neither tells.
         """
         if x.opcode != "while":
             return 1
@@ -162,7 +162,7 @@ class Program:
         root = next(x for x in condition.values() if x.is_root)
         limits = [condition[name] for name in root.operands if name in condition]
         found = [int(x.argument) for x in limits if x.opcode == "constant"]
-        return found[0] if found and "direction=LT" in root.attributes else 1
+        return found[0] if found and "direction=LT" in root.attributes else 0
 
     def moved(self, x: Instruction) -> float:
         """Return the bytes that an instruction reads from HBM and writes to it."""

@@ -30,13 +30,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optfn
 from benchmarks import measure, wire
 from benchmarks.sharding import layer, loss_fn
 from optfn.distributed import (
+    MemoryPlan,
     exchange,
     pipeline_value_and_grad,
     plan,
@@ -44,9 +45,6 @@ from optfn.distributed import (
     quantize,
     sharded,
 )
-from optfn.sparse.sharded_table import ShardedTable
-from optfn.sparse.tables import Owners
-from optfn.train.state import TrainState
 
 DEVICES = 512
 HEAD = (
@@ -92,8 +90,7 @@ class Division(NamedTuple):
     loss: of params and a batch.
     planned: options of `plan_memory` alone.
     activations: the bytes that a device sends and the plan does not count.
-    pipeline: the microbatches of a pipeline; 0 for none.
-    stage: the function of its stages.
+    pipeline: makes the `value_and_grad` of a pipeline on a mesh; None for none.
     """
 
     params: Any
@@ -105,13 +102,12 @@ class Division(NamedTuple):
     loss: Callable[[Any, Any], jax.Array] = loss_fn
     planned: Mapping[str, Any] = {}
     activations: float = 0.0
-    pipeline: int = 0
-    stage: Callable[[Any, Any], Any] = layer
+    pipeline: Callable[[Mesh], Any] | None = None
 
-    def mesh(self, devices: int) -> Mesh:
-        """Return a mesh of so many devices."""
-        shape = devices // math.prod(self.inner.values()), *self.inner.values()
-        return Mesh(np.array(jax.devices()[:devices]).reshape(shape), ("data", *self.inner))
+    def mesh(self, devices: Sequence[Any]) -> Mesh:
+        """Return a mesh of devices."""
+        shape = len(devices) // math.prod(self.inner.values()), *self.inner.values()
+        return Mesh(np.array(devices).reshape(shape), ("data", *self.inner))
 
 
 def divisions(size: Size) -> dict[str, Division]:
@@ -187,84 +183,73 @@ def pipeline(size: Size) -> Division:
         "down": jax.ShapeDtypeStruct((stages, 4 * d, d), jnp.float32),
     }
     x = jax.ShapeDtypeStruct((microbatches, d), jnp.float32)
-    phases = plan(stages, microbatches).phases
-    sends = sum((phase.stop - phase.start) * len({*phase.work} & {*"FB"}) for phase in phases)
     return Division(
         params, (x, x), {"stage": stages}, options={"shard": {".*": P("stage")}},
-        activations=sends * d * 4, pipeline=microbatches,
+        activations=sends(stages, microbatches) * d * 4, pipeline=piped(layer, microbatches),
     )  # fmt: skip
+
+
+def sends(stages: int, microbatches: int) -> int:
+    """Return how many activations and cotangents a stage of a pipeline sends in a step."""
+    phases = plan(stages, microbatches).phases
+    return sum((phase.stop - phase.start) * len({*phase.work} & {*"FB"}) for phase in phases)
+
+
+def piped(stage: Callable[[Any, Any], Any], microbatches: int) -> Callable[[Mesh], Any]:
+    """Return the function from a mesh to the `value_and_grad` of a pipeline of such stages."""
+
+    def made(mesh: Mesh) -> Any:
+        return pipeline_value_and_grad(
+            stage, lambda y, target: jnp.mean((y - target) ** 2),
+            mesh=mesh, num_microbatches=microbatches,
+        )  # fmt: skip
+
+    return made
 
 
 def made(division: Division, mesh: Mesh) -> optfn.TrainStep:
     """Return the training step on a mesh."""
     options = dict(division.options)
     loss: Any = division.loss
-    if division.pipeline:
-        loss = None
-        options["value_and_grad"] = pipeline_value_and_grad(
-            division.stage, lambda y, target: jnp.mean((y - target) ** 2),
-            mesh=mesh, num_microbatches=division.pipeline,
-        )  # fmt: skip
+    if division.pipeline is not None:
+        loss, options["value_and_grad"] = None, division.pipeline(mesh)
     return optfn.make_train_step(
         loss, division.tx, mesh=mesh, data_axis=division.data_axis, **options
     )
 
 
-def shapes(step: optfn.TrainStep, division: Division) -> tuple[TrainState, Any]:
-    """Return the abstract arrays of a state and a batch, each with its place on the mesh."""
-    layout = step.layout
-    assert layout is not None
-    params = division.params
-    if layout.tables is not None:
-        owners = Owners(layout.mesh, layout.shard_axes)
-        params = jax.tree.map(
-            lambda is_table, x: ShardedTable(x, owners, x.shape[0]) if is_table else x,
-            layout.is_table(params), params,
-        )  # fmt: skip
-    init = (step.local or step.tx).init
-    opt_state = jax.eval_shape(layout.stored_init(init), params)
-
-    def placed(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
-
-    workers = math.prod(layout.mesh.shape[axis] for axis in layout.data_axes)
-    batch = jax.tree.map(
-        lambda x: placed(
-            jax.ShapeDtypeStruct((workers * x.shape[0], *x.shape[1:]), x.dtype),
-            P(layout.data_axes),
-        ),
+def batch_of_all(division: Division, mesh: Mesh) -> Any:
+    """Return the shapes of the batch of all workers."""
+    workers = math.prod(mesh.shape[axis] for axis in division.data_axis)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((workers * x.shape[0], *x.shape[1:]), x.dtype),
         division.batch,
     )
-    state = TrainState(
-        placed(jax.ShapeDtypeStruct((), jnp.int32), P()),
-        jax.tree.map(placed, params, layout.param_specs(params)),
-        jax.tree.map(placed, opt_state, layout.state_specs(opt_state, params)),
-    )
-    return state, batch
+
+
+def planned(division: Division, step: optfn.TrainStep) -> MemoryPlan:
+    """Return the plan of a step."""
+    options = step.options
+    return plan_memory(
+        division.tx, division.params, step.mesh,
+        shard=options.shard, data_axis=division.data_axis, tables=options.tables,
+        shard_tables=options.shard_tables, local_steps=options.local_steps,
+        value_and_grad=options.value_and_grad is not None, microbatches=options.microbatches,
+        **division.planned,
+    )  # fmt: skip
 
 
 def measured(name: str, division: Division, devices: int) -> measure.Row:
     """Return the row of a division on so many devices."""
-    mesh = division.mesh(devices)
+    mesh = division.mesh(jax.devices()[:devices])
     step = made(division, mesh)
-    state, batch = shapes(step, division)
     start = time.process_time()
-    compiled = step.compiled.lower(state, batch).compile()
+    compiled = step.lower(division.params, batch_of_all(division, mesh)).compile()
     seconds = time.process_time() - start
-    memory, options = compiled.memory_analysis(), step.options
-    planned = plan_memory(
-        division.tx, division.params, mesh,
-        shard=options.shard, data_axis=division.data_axis, tables=options.tables,
-        shard_tables=options.shard_tables, local_steps=options.local_steps,
-        value_and_grad=options.value_and_grad is not None, **division.planned,
-    )  # fmt: skip
+    memory = compiled.memory_analysis()
     found = wire.collectives(compiled)
     sent = sum(wire.bytes_by_axes(compiled, mesh).values())
-    of_batch = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(batch)
-    )
-    formula = planned.sent + division.activations
+    formula = planned(division, step).sent + division.activations
     return {
         "division": name,
         "devices": devices,
@@ -272,7 +257,7 @@ def measured(name: str, division: Division, devices: int) -> measure.Row:
         "sent": sent,
         "formula": formula,
         "sent_over": sent / formula,
-        "kept": memory.argument_size_in_bytes - of_batch,
+        "kept": memory.argument_size_in_bytes - measure.num_bytes(division.batch),
         "temporaries": memory.temp_size_in_bytes,
         "cpu_s": seconds,
     }

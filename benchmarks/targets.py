@@ -60,14 +60,18 @@ def prepare(target: Target) -> None:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
 
-def sharding(target: Target) -> NamedSharding:
-    """Return the placement of whole arrays on one device of a target."""
+def devices(target: Target) -> list[Any]:
+    """Return the devices of a target's topology."""
     about = {"target_config": H100} if target.platform == "cuda" else {}
     name = {"cuda": "topology", "tpu": "topology_name"}[target.platform]
-    found = topologies.get_topology_desc(
+    return topologies.get_topology_desc(
         platform=target.platform, **{name: target.topology}, **about
     ).devices
-    return NamedSharding(Mesh(np.array(found[:1]), ("data",)), PartitionSpec())
+
+
+def sharding(target: Target) -> NamedSharding:
+    """Return the placement of whole arrays on one device of a target."""
+    return NamedSharding(Mesh(np.array(devices(target)[:1]), ("data",)), PartitionSpec())
 
 
 def compiled(

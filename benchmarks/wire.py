@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from benchmarks import hlo
+
 # What a device of a ring of n sends, as a multiple of the bytes of the result.
 FACTORS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -17,11 +19,6 @@ FACTORS = {
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
-COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*?^}", re.MULTILINE | re.DOTALL)
-COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(FACTORS)})\(")
-CALLED = re.compile(r"(?:body|calls|to_apply|branch_computations)=\{?((?:%?[\w.-]+(?:, )?)+)")
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-
 MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[([^\]]*)\]"
     r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{([^}]*)\}"
@@ -34,12 +31,19 @@ class Collective(NamedTuple):
     size: the bytes of all times that it runs.
     devices: the numbers of the devices of one group; () for all of them.
     times: how often it runs in a step.
+    is_async: whether it begins at one place and ends at another, so that it can overlap products.
     """
 
     kind: str
     size: float
     devices: tuple[int, ...]
     times: int
+    is_async: bool = False
+
+    @property
+    def sent(self) -> float:
+        """The bytes that a device of a ring sends, given a group of known devices."""
+        return FACTORS[self.kind](len(self.devices)) * self.size
 
 
 def bytes_sent(compiled: Any, devices: int, rounds: int = 1, branch: int | None = None) -> float:
@@ -59,7 +63,7 @@ def bytes_by_axes(compiled: Any, mesh: Mesh, rounds: int = 1) -> dict[tuple[str,
     """Return the bytes that a device sends along the axes of a mesh, in rings of each group."""
     sent: Counter[tuple[str, ...]] = Counter()
     numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
-    for kind, size, devices, _ in collectives(compiled, rounds):
+    for kind, size, devices, *_ in collectives(compiled, rounds):
         group = devices or tuple(range(numbers.size))
         places = np.argwhere(np.isin(numbers, group))
         along = tuple(
@@ -80,26 +84,48 @@ def collectives(compiled: Any, rounds: int = 1, branch: int | None = None) -> li
       branch: which branch runs of each choice between more than two; None, as of a choice between
         two, counts the one that sends most.
     """
-    text = compiled.as_text()
-    bodies = {m[2]: m[0] for m in COMPUTATION.finditer(text)}
-    entry = next(m[2] for m in COMPUTATION.finditer(text) if m[1])
+    return of_text(compiled.as_text(), rounds, branch)
+
+
+def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Collective]:
+    """Return the collectives of the text of a program, of any platform; see `collectives`."""
+    program = hlo.Program(text)
+
+    def of(x: hlo.Instruction, name: str, times: int) -> Iterator[Collective]:
+        kind, start, _ = x.opcode.partition("-start")
+        # A TPU has an asynchronous collective in each fusion from its start to its end.
+        around = [y.attributes for y in program.computations[name].values()]
+        is_async = bool(start) or any("AsyncCollectiveStart" in y for y in around)
+        ends = any("AsyncCollectiveDone" in y for y in around)
+        if not is_async and (ends or name.startswith("async_collective")):
+            return
+        group, size = _group(x.attributes), _bytes(x.shape)
+        if "all-reduce-scatter" in name:  # a TPU's reduce-scatter
+            kind, size = "reduce-scatter", size / len(group)
+        elif start and kind == "all-gather":  # operands, then results
+            size *= len(group) / (len(group) + 1)
+        elif start and kind == "reduce-scatter":
+            size /= len(group) + 1
+        elif start and kind == "collective-permute":
+            size /= 2
+        yield Collective(kind, times * size, group, times, is_async)
 
     def found_in(name: str, times: int) -> Iterator[Collective]:
-        for line in bodies[name].splitlines()[1:]:
-            for shapes, kind in COLLECTIVE.findall(line):
-                yield Collective(kind, times * _bytes(shapes), _group(line), times)
-            known = TRIPS.search(line)
-            trips = (int(known[1]) if known else rounds) if " while(" in line else 1
-            for names in CALLED.findall(line):
-                called = [name for name in re.findall(r"[\w.-]+", names) if name in bodies]
-                found = [list(found_in(name, times * trips)) for name in called]
-                if branch is not None and len(found) > 2:
-                    found = [found[branch]]
-                elif found and " conditional(" in line:
-                    found = [max(found, key=lambda some: sum(x.size for x in some))]
-                yield from itertools.chain(*found)
+        for x in program.computations[name].values():
+            if x.opcode.removesuffix("-start") in FACTORS:
+                yield from of(x, name, times)
+                continue
+            trips = program.trips(x) or rounds
+            found = [list(found_in(called, times * trips)) for called in x.called]
+            if x.opcode == "async-start":
+                found = [[y._replace(is_async=True) for y in some] for some in found]
+            if branch is not None and len(found) > 2:
+                found = [found[branch]]
+            elif found and x.opcode == "conditional":
+                found = [max(found, key=lambda some: sum(x.size for x in some))]
+            yield from itertools.chain(*found)
 
-    return list(found_in(entry, 1))
+    return list(found_in(program.entry, 1))
 
 
 def _group(line: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Mesh axes: their sizes, arrays that vary over them, means over workers, a mesh for data."""
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -9,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optfn import collectives
 from optfn.core import checks
 from optfn.core.types import PyTree
 from optfn.leaves import xla
@@ -80,8 +82,14 @@ def mapped(
     is that of the context.
     """
     bound = bound_axes()
+
+    @functools.wraps(fn)
+    def run(*arguments: Any) -> Any:
+        with collectives.tracing_for(mesh):
+            return fn(*arguments)
+
     return jax.shard_map(
-        fn,
+        run,
         mesh=None if bound else mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -131,12 +139,9 @@ def checked_axes(names: Axes) -> Axes:
 
 def all_gather(x: jax.Array, names: Axes) -> jax.Array:
     """Return the x of every worker, (N, *shape), the same array on all workers."""
-    gathered: jax.Array
     if checked_axes(names):
-        gathered = lax.all_gather(vary(x, names), names, to="invarying")
-    else:
-        gathered = lax.all_gather(x, names)
-    return gathered
+        return collectives.gather_along(vary(x, names)[None], names, 0, to="invarying")
+    return collectives.gather_along(x[None], names, 0)
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:

@@ -310,5 +310,5 @@ def reducible(x: jax.Array) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     is_partial = bool(mesh.manual_axes) and set(mesh.manual_axes) != set(mesh.axis_names)
-    fails = is_partial and x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    fails = is_partial and x.dtype == jnp.bfloat16 and mesh.abstract_device.platform == "cpu"
     return x.astype(jnp.float32) if fails else x

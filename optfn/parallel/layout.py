@@ -261,16 +261,33 @@ class Layout:
             },
         )
 
+    def bound_specs(self, specs: PyTree) -> PyTree:
+        """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
+        names = self.shard_axes
+        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+
+    def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
+        """Return the sharding of each of some arrays, as a step returns it."""
+        return jax.tree.map(
+            lambda spec, x: meshes.sharding(self.mesh, spec, jnp.ndim(x)),
+            specs, arrays, is_leaf=is_spec,
+        )  # fmt: skip
+
+    def shapes(self, specs: PyTree, arrays: PyTree) -> PyTree:
+        """Return the shapes of arrays, each placed on the mesh."""
+        return jax.tree.map(
+            lambda placement, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement),
+            self.shardings(specs, arrays), arrays,
+        )  # fmt: skip
+
     def place(self, specs: PyTree) -> PyTree:
         """Return the NamedShardings of PartitionSpecs."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     def put(self, params: Params) -> Params:
         """Return copies of params, placed by their specs."""
-        return jax.tree.map(
-            lambda spec, x: placed_copy(x, meshes.sharding(self.mesh, spec, jnp.ndim(x))),
-            self.param_specs(params), params, is_leaf=is_spec,
-        )  # fmt: skip
+        placements = self.shardings(self.param_specs(params), params)
+        return jax.tree.map(lambda placement, x: placed_copy(x, placement), placements, params)
 
     def replicate(self, x: PyTree) -> PyTree:
         """Return copies of arrays on every device."""
@@ -291,10 +308,7 @@ class Layout:
         all_workers = self.stored_init(init)
         shapes = jax.eval_shape(all_workers, params)
         self._check_axes_of_exchanges(shapes)
-        shardings = jax.tree.map(
-            lambda spec, x: meshes.sharding(self.mesh, spec, x.ndim),
-            self.state_specs(shapes, params), shapes, is_leaf=is_spec,
-        )  # fmt: skip
+        shardings = self.shardings(self.state_specs(shapes, params), shapes)
         return jax.jit(all_workers, out_shardings=shardings)(params)
 
     def stored_init(self, init: Callable[[Params], OptState]) -> Callable[[Params], OptState]:

@@ -37,7 +37,7 @@ def mean_of_all(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates,
 
 
 # Up to this size the time of an all-reduce is latency. Joining larger arrays is not worth the copy.
-_SMALL_BYTES = 65536
+SMALL_BYTES = 65536
 
 
 def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
@@ -51,7 +51,7 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
         return x
     leaves, structure = jax.tree.flatten(x, is_leaf=tree.is_leaf)
     dense = ((i, x) for i, x in enumerate(leaves) if tree.is_inexact(x) and not tree.is_leaf(x))
-    small = {i: a for i, x in dense if (a := jnp.asarray(x)).nbytes <= _SMALL_BYTES}
+    small = {i: a for i, x in dense if (a := jnp.asarray(x)).nbytes <= SMALL_BYTES}
 
     def reduce(leaf: Leaf) -> Leaf:
         if isinstance(leaf, LeafKind):

@@ -5,6 +5,7 @@ device that keeps this shard.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -17,12 +18,14 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from optfn import collectives
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.leaves import xla
-from optfn.mesh import Axes, joined, pmean, without
+from optfn.mesh import Axes, joined, mapped, pmean, restricted, without
 from optfn.parallel.layout import Division, Layout, is_spec
+from optfn.parallel.means import mean_over_workers
 from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard, current_step
 from optfn.state.padded import pad
 from optfn.state.placement import num_workers
@@ -63,7 +66,7 @@ def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Ar
     if x.shape[dimension] % count:
         x = pad(x, dimension, -(-x.shape[dimension] // count) * count)
     if not _is_gloo(mesh, names):
-        total = lax.psum_scatter(xla.reducible(x), names, scatter_dimension=dimension, tiled=True)
+        total = collectives.sum_scatter(xla.reducible(x), names, dimension)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes the reduce-scatter is wrong (jax issue 40830).
@@ -78,31 +81,57 @@ def _is_gloo(mesh: Mesh, names: Axes) -> bool:
     return mesh.devices.flat[0].platform == "cpu" and bool(np.ptp(processes, axis=along).any())
 
 
+def _on_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a function (array, step), run by each device on its slice of the array.
+
+    Otherwise the compiler joins slices along the axes that are left to it before each collective.
+
+    Args:
+      spec: how the array is divided over axes that are left to the compiler.
+      layout: how params are divided.
+      fn: the function.
+    """
+    names = joined(*spec)
+    return mapped(fn, layout.mesh, names, (spec, P()), spec) if names else fn
+
+
+def _left_to_compiler(spec: P, layout: Layout) -> P:
+    """Return the spec of an array over the axes that no `shard_map` binds."""
+    return restricted(spec, without(layout.mesh.axis_names, layout.data_axes))
+
+
 def _gather(
-    shard: jax.Array, divisions: Sequence[Division], layout: Layout, is_coded: bool
+    shard: jax.Array, divisions: Sequence[Division], remaining: P, layout: Layout, is_coded: bool
 ) -> jax.Array:
     """Return a whole array; its gradient is the device's shard of the mean over the shard axes.
 
     Args:
       shard: this device's shard of the array.
       divisions: how the array is divided.
+      remaining: how it is divided over axes that are left to the compiler.
       layout: how params are divided.
       is_coded: whether the compressors of the layout, if it has some, encode what is sent.
     """
+
     forward, reduce = (layout.gather, layout.reduce) if is_coded else (None, None)
     step = None if forward is None and reduce is None else current_step()
 
     @jax.custom_vjp
+    @functools.partial(_on_slices, remaining, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         for dimension, names in divisions:
             if forward is None:
-                x = lax.all_gather(x, names, axis=dimension, tiled=True)
+                x = collectives.gather_along(x, names, dimension)
             else:
                 x = coded_gather(x, dimension, names, forward, step)
         return x
 
+    @functools.partial(_on_slices, remaining, layout)
+    def reduced(x: jax.Array, step: jax.Array | None) -> jax.Array:
+        return mean_shard(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
+
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return mean_shard(cotangent, divisions, layout.shard_axes, layout.mesh, reduce, step), None
+        return reduced(cotangent, step), None
 
     gather.defvjp(lambda x, step: (gather(x, step), step), backward)
     return gather(shard, step)
@@ -113,6 +142,7 @@ class _Shard(NamedTuple):
 
     array: jax.Array
     divisions: list[Division]
+    remaining: P
     layout: Layout
 
     @property
@@ -123,7 +153,7 @@ class _Shard(NamedTuple):
 
     def whole(self) -> jax.Array:
         """Return the whole array."""
-        return _gather(self.array, self.divisions, self.layout, self.is_coded)
+        return _gather(self.array, self.divisions, self.remaining, self.layout, self.is_coded)
 
     def divide_layers(self) -> "_Shard | None":
         """Return the same array divided within each layer, if it is divided by layers.
@@ -145,7 +175,7 @@ class _Shard(NamedTuple):
     def layer(self, shard: jax.Array) -> jax.Array:
         """Return a whole layer, gathered from its shards on the devices."""
         divisions = [Division(d - 1, names) for d, names in self.divisions]
-        return _gather(shard, divisions, self.layout, self.is_coded)
+        return _gather(shard, divisions, P(*self.remaining[1:]), self.layout, self.is_coded)
 
 
 # From the id of a gathered array to the shard it came from, while a loss is traced.
@@ -171,7 +201,7 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        shard = _Shard(x, divisions, layout)
+        shard = _Shard(x, divisions, _left_to_compiler(spec, layout), layout)
         gathered = shard.whole()
         found[id(gathered)] = shard
         return gathered
@@ -198,16 +228,60 @@ def mean_gradients(
       layout: how params are divided.
     """
 
-    def reduced(g: Leaf, p: Leaf, spec: P, gradient_spec: P) -> Leaf:
+    def undivided(g: Leaf, spec: P) -> Leaf:
+        is_dense = tree.is_inexact(g) and not isinstance(g, LeafKind)
+        return g if is_dense and not layout.divisions(spec) else None
+
+    def reduced(g: Leaf, mean: Leaf, p: Leaf, spec: P, gradient_spec: P) -> Leaf:
+        if mean is not None:
+            return mean
         if isinstance(g, LeafKind) or not tree.is_inexact(g):
             return g  # rows are already at their owners
         if layout.divisions(spec) and jnp.shape(g) == jnp.shape(p):
             return g
         codec = layout.reduce if g.size >= MIN_SIZE else None
         divisions = layout.divisions(gradient_spec)
-        return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, current_step())
 
-    return jax.tree.map(reduced, grads, params, specs, gradient_specs, is_leaf=tree.is_leaf)
+        def shard_of(g: jax.Array, step: jax.Array | None) -> jax.Array:
+            return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, step)
+
+        remaining = _left_to_compiler(gradient_spec, layout)
+        return _on_slices(remaining, layout, shard_of)(g, current_step())
+
+    means = mean_over_workers(tree.map(undivided, grads, gradient_specs), layout.shard_axes)
+    return tree.map(reduced, grads, means, params, specs, gradient_specs)
+
+
+def gather_updated(params: Params, layout: Layout | None) -> Params:
+    """Return new params, gathered if they are whole although their updates are divided.
+
+    Outside of `shard_map`; left to the compiler, a TPU would gather them by an all-reduce.
+    """
+    if layout is None or not layout.shard_axes:
+        return params
+    specs, of_updates = layout.param_specs(params), layout.gradient_specs(params)
+
+    def divided(x: Leaf, spec: P, of_update: P) -> P:
+        is_gathered = layout.divisions(of_update) and not layout.divisions(spec)
+        is_padded = layout.padded_shape(jnp.shape(x), of_update) != jnp.shape(x)
+        return of_update if is_gathered and not is_padded else spec
+
+    before = jax.tree.map(divided, params, specs, of_updates)
+    if before == specs:
+        return params
+
+    def gathered(spec: P, of_update: P, x: Leaf) -> Leaf:
+        for dimension, names in layout.divisions(of_update) if of_update != spec else ():
+            x = collectives.gather_along(x, names, dimension)
+        return x
+
+    def run(params: Params) -> Params:
+        return jax.tree.map(gathered, specs, before, params, is_leaf=is_spec)
+
+    in_specs, out_specs = (layout.bound_specs(x) for x in (before, specs))
+    names = layout.shard_axes
+    whole: Params = mapped(run, layout.mesh, names, (in_specs,), out_specs)(params)
+    return whole
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
+from optfn.collectives import gather_along
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
@@ -140,8 +141,7 @@ class StackedStages(StagePlacement):
             dimension = self._data_dimension(spec)
             if dimension is None:
                 return x
-            whole: jax.Array = lax.all_gather(x, self.data_axis, axis=dimension, tiled=True)
-            return whole
+            return gather_along(x, axes(self.data_axis), dimension)
 
         return jax.tree.map(gathered, weights, self.param_specs)
 

@@ -83,13 +83,17 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
         old = state._replace(opt_state=layout.unpadded(state.opt_state))
         new, metrics = step(old, batch)
         new = new._replace(opt_state=layout.stored(new.opt_state, state.params))
-        specs = jax.tree.map(lambda x: P(), new)._replace(
-            params=layout.param_specs(state.params),
-            opt_state=layout.state_specs(new.opt_state, state.params),
-        )
-        return lax.with_sharding_constraint(new, layout.place(specs)), metrics
+        return lax.with_sharding_constraint(new, layout.place(specs_of_state(new, layout))), metrics
 
     return run
+
+
+def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
+    """Return the PartitionSpec of each array of a state, as it is stored between steps."""
+    return jax.tree.map(lambda x: P(), state)._replace(
+        params=layout.param_specs(state.params),
+        opt_state=layout.state_specs(state.opt_state, state.params),
+    )
 
 
 def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | None) -> Objective:

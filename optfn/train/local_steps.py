@@ -20,6 +20,7 @@ from optfn.leaves import mismatch, tensors
 from optfn.leaves.updates import apply_updates
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout
+from optfn.parallel.shards import gather_updated
 from optfn.state import reports
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
 from optfn.state.placement import num_workers
@@ -129,7 +130,7 @@ class LocalSteps(NamedTuple):
         finite = ~workers.any(~tensors.all_finite(drift))
         grads, _, extra = means.optimizer_inputs(drift, before[1], workers)
         updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
-        params = apply_updates(state.params, updates)
+        params = gather_updated(apply_updates(state.params, updates), self.layout)
         after = params, outer, means.mean_or_first(model_state, workers.axes)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         return after, traffic.traffic_metrics(drift, before[1], after[1], workers.axes)

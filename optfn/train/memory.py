@@ -83,7 +83,8 @@ def plan_memory(
       first.
     * With `sharded(kind, axis=)` N is the number of devices that divide a leaf. If the remaining
       axes of `data_axis` have W workers, each device also sends 2(W − 1)/W of its shard of G.
-    * A leaf that N does not divide counts whole, and is averaged by an all-reduce.
+    * A leaf that N does not divide, or that is too small to divide (see `sharded`), counts whole,
+      and is averaged by an all-reduce.
     * If N does not divide the L layers of a leaf in `sharded(..., whole=)`, S and the bytes sent
       for "state" count ⌈L/N⌉·N layers. For "params" 3/N of the padded bytes are sent in addition.
     * With `gather=` or `reduce=` P or G are the bytes of their packets.

@@ -18,9 +18,8 @@ from optfn.core.tree import Pattern
 from optfn.core.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.leaves import mismatch, row_sparse
 from optfn.leaves.packed import pack_like, unpack
-from optfn.mesh import restricted
 from optfn.parallel.data_parallel import batch_spec
-from optfn.parallel.layout import Layout, is_spec
+from optfn.parallel.layout import Layout
 from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.parallel.owners import current_step, encoding_at
 from optfn.parallel.shards import mean_gradients, whole
@@ -215,7 +214,7 @@ class _ShardedObjective(NamedTuple):
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return self._mean(values), grads
 
-        out_specs = P(), self._bound(arriving)
+        out_specs = P(), self.layout.bound_specs(arriving)
         values, grads = self._run(run, specs, out_specs, params, *rest)
 
         def laid_out(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
@@ -242,11 +241,6 @@ class _ShardedObjective(NamedTuple):
         """Return keys that are different on each device."""
         return [jax.random.fold_in(key, lax.axis_index(self.layout.shard_axes)) for key in keys]
 
-    def _bound(self, specs: PyTree) -> PyTree:
-        """Return specs restricted to the axes that `shard_map` binds."""
-        names = self.layout.shard_axes
-        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
-
     def _run(
         self, function: Callable[..., Any], specs: PyTree, out_specs: PyTree, *arguments: Any
     ) -> Any:
@@ -254,7 +248,7 @@ class _ShardedObjective(NamedTuple):
         params, model_state, batch, *keys = arguments
         names = self.layout.shard_axes
         split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (P(), P(), self._bound(specs), P(), split, *[P()] * len(keys))
+        in_specs = (P(), P(), self.layout.bound_specs(specs), P(), split, *[P()] * len(keys))
 
         def run(factor: jax.Array | None, step: jax.Array | None, *arguments: Any) -> Any:
             # Inside shard_map, arrays must be arguments.

@@ -88,7 +88,8 @@ class StepOptions:
         uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
         PartitionSpecs of params: the state follows them, leaves without a pattern are whole on each
         device, and axes besides `data_axis` are left to the compiler. A leaf without a dimension
-        that N divides stays whole. The results are those of one device.
+        that N divides stays whole, and so do small ones, see `sharded`. The results are those of
+        one device.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
         `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
         are fetched from these devices, and gradients are sent back to them. In `TrainState.params`

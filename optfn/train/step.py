@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from optfn.core import checks, tree
-from optfn.core.types import Batch, Params, PyTree
+from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.leaves import mismatch
 from optfn.leaves.modules import check_split
 from optfn.leaves.nodes import is_packed
@@ -31,7 +31,7 @@ from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, 
 from optfn.sparse.tables import Owners
 from optfn.state import reports
 from optfn.train.batches import numeric_batch
-from optfn.train.composition import composed, local_rounds
+from optfn.train.composition import composed, local_rounds, specs_of_state
 from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepArguments, taking
 from optfn.train.order import warn_of_ascent, warn_of_frozen, warn_of_lazy, warn_of_order
@@ -90,27 +90,11 @@ class TrainStep:
           ValueError: params, or the versions of optfn or JAX, differ between processes.
         """
         _check_params(params)
-        given = params
         self._check_model_state(model_state)
         if processes.share(self.mesh):
             processes.compare_params(params)
-        if self.options.packed:
-            params = pack(params)
-        if self.layout is None:
-            params, model_state = jax.tree.map(copy, (params, model_state))
-            step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
-            state = TrainState(step, params, opt_state, model_state)
-            state = replicate_counters(distinct(state))
-        else:
-            params = self.layout.put(natural(params))
-            if self.layout.tables is not None:
-                owners = Owners(self.layout.mesh, self.layout.shard_axes)
-                params = spread(params, self.layout.is_table(params), owners)
-            opt_state = self.layout.init((self.local or self.tx).init, params)
-            check_rows(opt_state)
-            step, model_state = self.layout.replicate((np.int32(0), model_state))
-            state = distinct(TrainState(step, params, opt_state, model_state))
-        warn_of_frozen(self.tx, given)
+        state = self._first_state(params, model_state)
+        warn_of_frozen(self.tx, params)
         warn_of_order(state.opt_state)
         if self.local is None:
             warn_of_ascent("tx", self.tx, state.opt_state)
@@ -118,8 +102,74 @@ class TrainStep:
             warn_of_ascent("tx", self.tx, state.opt_state.inner)
             warn_of_ascent("outer", self.local.outer, state.opt_state.outer)
         if self.options.tables is None and self.options.value_and_grad is None:
-            warn_of_lazy(self.tx, params)
+            warn_of_lazy(self.tx, state.params)
         return state
+
+    def _first_state(self, params: Params, model_state: PyTree) -> TrainState:
+        """Return the state before the first step, of arrays or traced arrays."""
+        if self.options.packed:
+            params = pack(params)
+        if self.layout is None:
+            params, model_state = jax.tree.map(copy, (params, model_state))
+            step, opt_state = jnp.zeros((), jnp.int32), self.tx.init(params)
+            state = TrainState(step, params, opt_state, model_state)
+            return replicate_counters(distinct(state))
+        params = self.layout.put(natural(params))
+        if self.layout.tables is not None:
+            owners = Owners(self.layout.mesh, self.layout.shard_axes)
+            params = spread(params, self.layout.is_table(params), owners)
+        opt_state = self.layout.init((self.local or self.tx).init, params)
+        check_rows(opt_state)
+        step, model_state = self.layout.replicate((jnp.zeros((), jnp.int32), model_state))
+        return distinct(TrainState(step, params, opt_state, model_state))
+
+    def lower(self, params: Params, batch: Batch, model_state: PyTree = None) -> jax.stages.Lowered:
+        """Return the step lowered for the devices of its mesh. Nothing is allocated, nothing runs.
+
+        `.compile()` of the result gives the program of a call. Its `memory_analysis()` has the
+        bytes that a device needs, and its `as_text()` the collectives. Devices that you do not have
+        serve as well: those of `jax.experimental.topologies`, of a TPU or a GPU.
+
+        Args:
+          params: as for `init`: arrays, or ShapeDtypeStructs of whole arrays.
+          batch: as for a call: arrays or ShapeDtypeStructs of all examples.
+          model_state: likewise, for a step with `model_state=True`.
+
+        Raises:
+          TypeError, ValueError: the arguments are not those of `init` or of a call.
+
+        >>> import jax, jax.numpy as jnp, optfn
+        >>> step = optfn.make_train_step(lambda p, x: jnp.mean(x @ p), optfn.adam(1e-3))
+        >>> x, p = (jax.ShapeDtypeStruct(s, jnp.float32) for s in [(8, 512), (512, 512)])
+        >>> memory = step.lower(p, x).compile().memory_analysis()
+        >>> memory.argument_size_in_bytes // (512 * 512)  # params and two moments
+        12
+        """
+        arguments = self.shapes(params, batch, model_state)
+        lowered: jax.stages.Lowered = self.compiled.lower(*arguments)
+        return lowered
+
+    def shapes(
+        self, params: Params, batch: Batch, model_state: PyTree = None
+    ) -> tuple[TrainState, Batch]:
+        """Return the state and the batch of a call as ShapeDtypeStructs, placed on the mesh.
+
+        The arguments are those of `lower`.
+        """
+        _check_params(params)
+        self._check_model_state(model_state)
+        given = jax.tree.map(_shape_of, (params, model_state, numeric_batch(batch)))
+
+        def first(params: Params, model_state: PyTree, batch: Batch) -> tuple[TrainState, Batch]:
+            return self._first_state(params, model_state), self._split(batch)
+
+        state, batch = jax.eval_shape(first, *given)
+        if self.layout is not None:
+            along = self.layout.data_axes
+            split = jax.tree.map(lambda x: parallel.batch_spec(x, along), batch)
+            state = self.layout.shapes(specs_of_state(state, self.layout), state)
+            batch = self.layout.shapes(split, batch)
+        return state, batch
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         """Return the next state and the metrics of this step.
@@ -141,10 +191,7 @@ class TrainStep:
         batch = numeric_batch(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
-        if self.layout is not None:
-            data_axes = self.layout.data_axes
-            batch = parallel.split_batch(batch, self.layout.mesh, data_axes, self.local_steps)
-        state, metrics = self.compiled(state, batch)
+        state, metrics = self.compiled(state, self._split(batch))
         loss = metrics["loss"]
         self._has_run |= not checks.is_traced(loss)
         if not checks.is_traced(loss) and _is_on_several_cpus(loss):
@@ -152,6 +199,13 @@ class TrainStep:
             # threads that an all-reduce of another waits for.
             jax.block_until_ready(metrics)
         return state, metrics
+
+    def _split(self, batch: Batch) -> Batch:
+        """Return a batch on the mesh, if there is one."""
+        if self.layout is None:
+            return batch
+        layout = self.layout
+        return parallel.split_batch(batch, layout.mesh, layout.data_axes, self.local_steps)
 
     def check(self, state: TrainState) -> None:
         """Raise if the step that returned this state must end the run, as the next call would.
@@ -206,6 +260,11 @@ def _check_params(params: Params) -> None:
             "TrainStep.init: params must contain a floating-point array, since integers are not "
             f"trained; got {checks.shown(params)}"
         )
+
+
+def _shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of an array, without its placement."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:

@@ -25,6 +25,7 @@ from optfn.mesh import Axes, constrained, restricted
 from optfn.parallel import means, traffic
 from optfn.parallel.layout import Layout, is_spec
 from optfn.parallel.owners import encoding_at
+from optfn.parallel.shards import gather_updated
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import nested, reported
@@ -101,7 +102,7 @@ def worker_step(
         # 5. Updates and metrics are equal on all workers, and the new state lies as in 1.
         with mismatch.naming_integer_leaves(grads), encoding_at(state.step):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
-        params = apply_updates(params, updates)
+        params = gather_updated(apply_updates(params, updates), layout)
         model_state = means.mean_or_first(values.model_state, axes)
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)

@@ -31,7 +31,7 @@ def modules() -> list[str]:
 
 # From the ground up: a module or folder imports those before it only.
 LAYERS = (
-    "_version", "core", "leaves", "mesh", "workers", "state", "transforms",
+    "_version", "core", "collectives", "leaves", "mesh", "workers", "state", "transforms",
     "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse", "parallel",
     "compression", "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip

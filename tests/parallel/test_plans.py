@@ -23,8 +23,6 @@ from optfn.distributed import data_mesh, plan_memory
 LEFT_OUT = {
     # The CPU's compiler gathers leaves that are not scanned once, before the loop of microbatches.
     frozenset({"params", "microbatches"}),
-    # The compiler gathers the stages of a leaf before its collectives over the other axis.
-    frozenset({"specs", "pipeline"}),
     # A line search evaluates the loss as often as it likes.
     *(frozenset({"search", other}) for other in FEATURES),
 }

@@ -1,0 +1,335 @@
+"""What does a step hold and send on many chips? It is compiled for them, and not run.
+
+    make pods
+    make pods OPTIONS="--model small --topology 'v5e:4x4;v5p:8x8x8' --only 'FSDP;ZeRO'"
+
+The compilers are those of `make compiled`. Each way of dividing a model is lowered by
+`TrainStep.lower` for a topology of chips, and compiled. Beside our ways is GSPMD's: the same loss
+and optimizer under `jax.jit`, with params, state and batch divided as in FSDP, and activations
+constrained to the batch's division.
+
+* "small" is the stack of layers of `benchmarks.scale`, 8.4 M parameters, adam.
+* "7B" and "70B" are Llama 2 in bfloat16 with float32 masters, adamw, clipping by the global norm,
+  each layer recomputed, 2,048 tokens on each chip. The pipeline has no embedding: its batch is that
+  of the first layer.
+
+Bytes are those of a chip: kept are params, state and batch; temporaries are without the fast memory
+of the chip. Collectives are those of a step, in loops as often as they run, and in brackets those
+of them that are asynchronous. Whole are the all-reduces of as many bytes as the smallest matrix of
+a layer, in bfloat16, or more. FLOPs are 8 for each parameter and token: a forward and a backward
+pass and the recomputation.
+
+Rows are kept in `benchmarks/pods.json`; a run of some of them replaces these.
+"""
+
+import argparse
+import fnmatch
+import json
+import math
+import multiprocessing
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from benchmarks import measure, scale, targets, wire
+from benchmarks.scale import Division
+from optfn.distributed import PipelineParams, pipeline_value_and_grad, scan_layers, sharded
+
+KEPT = Path(__file__).with_name("pods.json")
+ADAMW = optfn.adamw(1e-4, multi_precision=True, grad_clip=optfn.clip_by_global_norm(1.0))
+Keep = Callable[[jax.Array], jax.Array]
+HEAD = (
+    "| model | topology | way | GB kept | GB of temporaries | all-reduce | all-gather "
+    "| reduce-scatter | all-to-all | permute | whole all-reduces | MB sent | sent/plan "
+    "| B sent a MFLOP | compile s |\n" + "|---" * 15 + "|"
+)
+TOPOLOGIES = {
+    "small": ("v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8"),
+    "7B": ("v5e:16x16",),
+    "70B": ("v5p:8x8x8",),
+}
+
+
+class Llama(NamedTuple):
+    """The sizes of a Llama 2, and of the groups of devices of two levels and of a pipeline."""
+
+    width: int
+    hidden: int
+    layers: int
+    keys: int
+    heads: int
+    group: int
+    vocabulary: int = 32_000
+    tokens: int = 2048
+    stages: int = 8
+    pipeline_group: int = 16
+
+    def weights(self, *leading: int) -> Any:
+        """Return the shapes of the weights of layers, with these axes in front."""
+        d, k, h = self.width, self.keys, self.hidden
+        shapes = {
+            "q": (d, d), "k": (d, k), "v": (d, k), "out": (d, d),
+            "gate": (d, h), "up": (d, h), "down": (h, d), "before": (d,), "after": (d,),
+        }  # fmt: skip
+        return {name: _bfloat16(*leading, *shape) for name, shape in shapes.items()}
+
+    def head(self) -> Any:
+        """Return the shapes of the params behind the layers."""
+        return {"norm": _bfloat16(self.width), "head": _bfloat16(self.width, self.vocabulary)}
+
+    def layer(self, w: Any, x: jax.Array) -> jax.Array:
+        """Return the result of a layer."""
+
+        def heads(x: jax.Array) -> jax.Array:
+            return x.reshape(*x.shape[:2], -1, self.width // self.heads)
+
+        y = _normalized(x, w["before"])
+        q, k, v = (heads(y @ w[name]) for name in "qkv")
+        x += jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
+        y = _normalized(x, w["after"])
+        return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+
+    def loss(self, params: Any, tokens: jax.Array, keep: Keep = lambda x: x) -> jax.Array:
+        """Return the mean loss of the next tokens; `keep` is applied to each layer's result."""
+        layer = jax.checkpoint(lambda w, x: keep(self.layer(w, x)))
+        x = scan_layers(layer, params["layers"], keep(params["embedding"][tokens[:, :-1]]))
+        return self.head_loss(x, tokens[:, 1:], params)
+
+    def head_loss(self, x: jax.Array, following: jax.Array, shared: Any) -> jax.Array:
+        """Return the mean loss, given the result of the last layer and the tokens that follow."""
+        logits = (_normalized(x, shared["norm"]) @ shared["head"]).astype(jnp.float32)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, following))
+
+    def divisions(self) -> dict[str, Division]:
+        """Return the ways of dividing it."""
+        params = {"layers": optfn.Stacked(self.weights(self.layers)), **self.head()}
+        params["embedding"] = _bfloat16(self.vocabulary, self.width)
+        tokens = jax.ShapeDtypeStruct((1, self.tokens + 1), jnp.int32)
+        fsdp = Division(params, tokens, options={"shard": "params"}, tx=ADAMW, loss=self.loss)
+        return {
+            "FSDP": fsdp,
+            "two levels": fsdp._replace(
+                inner={"fast": self.group}, data_axis=("data", "fast"),
+                options={"shard": sharded("params", axis="fast")},
+            ),
+            "pipeline": self.pipeline(),
+        }  # fmt: skip
+
+    def pipeline(self) -> Division:
+        """Return stages of some layers, divided over some devices, without embedding."""
+        stages = self.weights(self.stages, self.layers // self.stages)
+        x = _bfloat16(self.stages, self.tokens, self.width)  # a microbatch for each stage
+        following = jax.ShapeDtypeStruct((self.stages, self.tokens), jnp.int32)
+        layer = jax.checkpoint(self.layer)
+
+        def stage(w: Any, x: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
+
+        def made(mesh: Mesh) -> Any:
+            def loss(x: jax.Array, following: jax.Array, shared: Any) -> jax.Array:
+                return self.head_loss(x, following, shared)
+
+            return pipeline_value_and_grad(stage, loss, mesh=mesh, num_microbatches=self.stages)
+
+        matrices = P("stage", None, None, "fast")
+        shard = {"stages/(before|after)": P("stage"), "stages/.*": matrices}
+        return Division(
+            PipelineParams(stages, self.head()), (x, following),
+            {"fast": self.pipeline_group, "stage": self.stages}, ("data", "fast"),
+            {"shard": sharded(shard, axis="fast")}, ADAMW, pipeline=made,
+            activations=scale.sends(self.stages, self.stages) * self.tokens * self.width * 2,
+        )  # fmt: skip
+
+
+def _bfloat16(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _normalized(x: jax.Array, scales: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5)
+    return (wide * scale).astype(x.dtype) * scales
+
+
+LLAMAS = {
+    "7B": Llama(4096, 11_008, 32, 4096, 32, group=16),
+    "70B": Llama(8192, 28_672, 80, 1024, 64, group=64),
+    "toy": Llama(64, 128, 4, 32, 4, group=4, vocabulary=256, tokens=64, stages=2, pipeline_group=2),
+}
+SMALL = ("data", "ZeRO", "FSDP", "two levels", "two levels, quantize(4)", "tables",
+         "exchange, gathered", "exchange by parts", "pipeline")  # fmt: skip
+
+
+def divisions(model: str) -> dict[str, Division]:
+    """Return the ways of dividing a model."""
+    if model in LLAMAS:
+        return LLAMAS[model].divisions()
+    found = {name: x for name, x in scale.divisions(scale.Size()).items() if name in SMALL}
+    in_turn = {"shard": "params", "microbatches": 4}
+    return found | {"FSDP, 4 microbatches": found["FSDP"]._replace(options=in_turn)}
+
+
+def gspmd(division: Division, mesh: Mesh, keeps: bool) -> jax.stages.Lowered:
+    """Return the loss and the optimizer of FSDP, lowered for the compiler to divide.
+
+    Args:
+      division: the params, divided over all devices.
+      mesh: the devices.
+      keeps: whether the loss takes `keep`, for a constraint on activations.
+    """
+    step = scale.made(division, mesh)
+    state, batch = step.shapes(division.params, scale.batch_of_all(division, mesh))
+    split = NamedSharding(mesh, P("data"))
+    keep = {"keep": lambda x: jax.lax.with_sharding_constraint(x, split)} if keeps else {}
+
+    def train(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        loss, g = jax.value_and_grad(division.loss)(state.params, batch, **keep)
+        updates, opt_state = step.tx.update(g, state.opt_state, state.params)
+        params = optfn.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), loss
+
+    placed = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(train, donate_argnums=0, out_shardings=(placed, None)).lower(state, batch)
+
+
+def lowered(model: str, way: str, chips: Sequence[Any]) -> jax.stages.Lowered:
+    """Return a step lowered for some chips."""
+    if way == "GSPMD":
+        division = divisions(model)["FSDP"]
+        return gspmd(division, division.mesh(chips), keeps=model in LLAMAS)
+    division = divisions(model)[way]
+    mesh = division.mesh(chips)
+    batch = scale.batch_of_all(division, mesh)
+    return scale.made(division, mesh).lower(division.params, batch)
+
+
+def measured(model: str, topology: str, way: str) -> measure.Row:
+    """Return the row of a way of dividing a model over the chips of a topology."""
+    chips = targets.devices(target_of(topology))
+    start = time.process_time()
+    program = lowered(model, way, chips).compile()
+    seconds = time.process_time() - start
+    found, memory = wire.collectives(program), program.memory_analysis()
+    found = [x if x.devices else x._replace(devices=tuple(range(len(chips)))) for x in found]
+    sent = sum(x.sent for x in found)
+    division = divisions(model).get(way)
+    row: measure.Row = {
+        "model": model, "topology": topology, "way": way, "chips": len(chips),
+        "kept": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
+    }  # fmt: skip
+    for kind in wire.FACTORS:
+        row[kind] = sum(x.times for x in found if x.kind == kind)
+        row[f"{kind}, asynchronous"] = sum(x.times for x in found if x.kind == kind and x.is_async)
+    group = math.prod(division.inner.values()) if division and division.inner else len(chips)
+    row["whole"] = sum(x.times for x in found if is_whole(x, model, group))
+    row |= {"sent": sent, "seconds": round(seconds, 1)}
+    if division is not None:
+        step = scale.made(division, division.mesh(chips))
+        row["planned"] = scale.planned(division, step).sent + division.activations
+    if model in LLAMAS:
+        size = sum(x.size for x in jax.tree.leaves(divisions(model)["FSDP"].params))
+        row["flops"] = 8 * size * LLAMAS[model].tokens
+    return row
+
+
+def is_whole(x: wire.Collective, model: str, group: int) -> bool:
+    """Tell whether a collective is an all-reduce of what devices of one group divide.
+
+    Args:
+      x: the collective.
+      model: the name of the model.
+      group: the number of devices, next to each other on the mesh, that divide the model.
+    """
+    shapes = [x.shape[-2:] for x in jax.tree.leaves(divisions(model)["FSDP"].params)]
+    smallest = min(math.prod(shape) for shape in shapes if len(shape) > 1 and min(shape) > 256)
+    inside = len({device // group for device in x.devices}) < len(x.devices)
+    return x.kind == "all-reduce" and inside and x.size / x.times >= 2 * smallest
+
+
+def target_of(topology: str) -> targets.Target:
+    """Return the target of a topology: "v5e:4x4", or "1x8x1" of H100s."""
+    return targets.Target("tpu" if ":" in topology else "cuda", topology)
+
+
+def _prepare(topology: str) -> None:
+    targets.prepare(target_of(topology))
+
+
+def found_rows(chosen: Sequence[tuple[str, str, str]]) -> Iterator[measure.Row]:
+    """Yield the rows of some (model, topology, way), those of each topology from one process."""
+    spawn = multiprocessing.get_context("spawn")
+    for topology in dict.fromkeys(topology for _, topology, _ in chosen):
+        with ProcessPoolExecutor(1, spawn, _prepare, (topology,)) as pool:
+            for one in (one for one in chosen if one[1] == topology):
+                yield pool.submit(measured, *one).result()
+
+
+def keep(row: measure.Row) -> None:
+    """Write a row to `pods.json`, in the place of that of the same program."""
+    key = operator.itemgetter("model", "topology", "way")
+    old = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
+    rows = [x for x in old if key(x) != key(row)] + [row]
+    rows.sort(key=lambda x: [str(name) for name in key(x)])
+    about = {name: version(name) for name in ("jax", "libtpu", "jax-cuda12-plugin")}
+    KEPT.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+def line(row: measure.Row) -> str:
+    """Return a row of the table."""
+    kinds = [f"{row[x]:,} ({row[f'{x}, asynchronous']:,})" for x in wire.FACTORS]
+    planned = f"{row['sent'] / row['planned']:.2f}" if row.get("planned") else "-"
+    flops = f"{1e6 * row['sent'] / row['flops']:.1f}" if "flops" in row else "-"
+    cells = [
+        row["model"], row["topology"], row["way"], f"{row['kept'] / 1e9:.3f}",
+        f"{row['temporaries'] / 1e9:.3f}", *kinds, f"{row['whole']:,}",
+        f"{row['sent'] / 1e6:,.1f}", planned, flops, f"{row['seconds']:.0f}",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+
+    def add(name: str, default: list[str], about: str) -> None:
+        parser.add_argument(
+            name, default=default, type=lambda names: names.split(";"), metavar="A;B", help=about
+        )
+
+    add("--model", list(TOPOLOGIES), "small, 7B, 70B")
+    add("--topology", ["*"], "topologies, or patterns")
+    add("--only", ["*"], "ways, or patterns of their names")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, and keep none")
+    options = parser.parse_args()
+    chosen = [
+        (model, topology, way)
+        for model in options.model
+        for topology in TOPOLOGIES[model]
+        for way in (*divisions(model), "GSPMD")
+        if any(fnmatch.fnmatch(topology, pattern) for pattern in options.topology)
+        and any(fnmatch.fnmatch(way, pattern) for pattern in options.only)
+    ]
+    print(HEAD)
+    rows = []
+    for row in found_rows(chosen):
+        print(line(row), flush=True)
+        rows.append(row)
+        if not options.json:
+            keep(row)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

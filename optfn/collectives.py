@@ -1,0 +1,118 @@
+"""Gathers and scatters over mesh axes, one axis and one dimension of a TPU's torus at a time.
+
+XLA for TPUs compiles a reduce-scatter over several dimensions of the torus of chips as an
+all-reduce of the whole array, and from 64 chips on an all-gather as well. Over one dimension each
+of them is native. One dimension after the other they send the same bytes: a scatter divides along
+the outermost dimension first, and a gather joins along the innermost one first, so that the array
+of a device is always contiguous.
+"""
+
+import contextlib
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+
+class PhaseOfCollective(NamedTuple):
+    """One of the collectives, one after the other, that make a collective over several axes.
+
+    axis: the mesh axis.
+    groups: the numbers along this axis of the devices of each group; None for one group of all.
+    """
+
+    axis: Hashable
+    groups: list[list[int]] | None
+
+
+# The mesh for which a program is traced; None outside of a step.
+_mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+
+
+@contextlib.contextmanager
+def tracing_for(mesh: Mesh) -> Iterator[None]:
+    """Let collectives in this context follow the torus of the devices of a mesh."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)
+
+
+def gather_along(
+    x: jax.Array, names: Sequence[Hashable], dimension: int, to: str = "varying"
+) -> jax.Array:
+    """Return the arrays of all devices along some axes, side by side along a dimension.
+
+    Args:
+      x: the array of each device.
+      names: the mesh axes.
+      dimension: the dimension of x.
+      to: whether JAX, where it tracks this, is told that the result is the same on all devices:
+        "invarying" or "varying".
+    """
+    for axis, groups in reversed(phases(names)):
+        x = lax.all_gather(x, axis, axis=dimension, tiled=True, axis_index_groups=groups, to=to)
+    return x
+
+
+def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.Array:
+    """Return a device's slice, along a dimension, of the sum over the devices along some axes.
+
+    Args:
+      x: the array of each device.
+      names: the mesh axes.
+      dimension: a dimension of x that the number of devices divides.
+    """
+    for axis, groups in phases(names):
+        x = lax.psum_scatter(
+            x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
+        )
+    return x
+
+
+def phases(names: Sequence[Hashable]) -> list[PhaseOfCollective]:
+    """Return the phases of a scatter over some axes; those of a gather are in reversed order."""
+    mesh = _mesh.get()
+    return [phase for axis in names for phase in _phases_along(axis, mesh)]
+
+
+@functools.lru_cache
+def _phases_along(axis: Hashable, mesh: Mesh | None) -> list[PhaseOfCollective]:
+    sizes = () if mesh is None else box(mesh.devices, mesh.axis_names.index(axis))
+    if len(sizes) < 2:
+        return [PhaseOfCollective(axis, None)]
+    numbers = np.arange(np.prod(sizes)).reshape(sizes)
+    return [
+        PhaseOfCollective(axis, np.moveaxis(numbers, k, -1).reshape(-1, size).tolist())
+        for k, size in enumerate(sizes)
+    ]
+
+
+def box(devices: np.ndarray, axis: int) -> tuple[int, ...]:
+    """Return the sizes of the box of chips along an axis of a mesh of TPUs, outermost first.
+
+    The devices may be in any order: their groups in each phase are then smaller boxes, which
+    the compiler knows as well. It is () for other devices, and for those that fill no box.
+
+    Args:
+      devices: the devices of a mesh.
+      axis: the number of an axis.
+    """
+    if any(device.platform != "tpu" for device in devices.flat):
+        return ()
+    lines = np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis])
+    found = set(map(_extents, lines))
+    return found.pop() if len(found) == 1 else ()
+
+
+def _extents(line: np.ndarray) -> tuple[int, ...]:
+    places = [(*reversed(device.coords), device.core_on_chip) for device in line]
+    sizes = tuple(len(set(values)) for values in zip(*places, strict=True))
+    fill = len(set(places)) == len(line) == np.prod(sizes)
+    return tuple(size for size in sizes if size > 1) if fill else ()
