@@ -53,7 +53,7 @@ faults: $(VENV)/.test
 	$(BIN)/python tests/faults.py $(if $(ONLY),--only $(ONLY))
 
 soak: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m benchmarks.studies.soak
 
 # Steps are compiled for 512 devices, and nothing runs: fails where a cost grows with the devices.
 scale: $(VENV)/.demo

@@ -16,6 +16,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
+    "tests/faults.md": "faults-tried.md",
 }
 SOURCES = {place: source for source, place in PAGES.items()}
 ROW = re.compile(r"^(\| \w+ \|)((?:\\\||[^|\n])+=(?:\\\||[^|\n])+)(\|.*)$", re.MULTILINE)
@@ -45,11 +46,12 @@ def on_page_markdown(markdown, page, config, files):
 
     with_names = linked_but_first_cells if place.startswith("moving/") else linked
     text = with_names(LINK.sub(moved, markdown))
-    return expanded(ROW.sub(typeset, text) if place == "catalogue.md" else text)
+    text = expanded(text)
+    return ROW.sub(typeset, text) if place == "reference/optimizers.md" else text
 
 
 def typeset(row):
-    """Return a row of the catalogue with its equations, in the second cell, as MathML."""
+    """Return a row of the table of optimizers with its equations, in the second cell, as MathML."""
     first, cell, rest = row.groups()
     cell = equations.inline(cell.replace("\\|", "|").strip()) or cell
     return f"{first} {cell} {rest}"

@@ -1,7 +1,7 @@
 """The programs of README.md and docs/: run them, and keep their output below them.
 
     make outputs                         writes the output of every program into its page
-    make outputs PAGES="tour.md faq.md"  of these pages
+    make outputs PAGES="tour.md loop.md"  of these pages
 
 A page is a program in parts: each `python` block goes on from those above it. An `output` block
 below a program has its text; a picture that the program saves, and that the page shows, goes into

@@ -2,11 +2,13 @@
 
     make tables        writes the rows of `tables` into their pages
 
-In a page rows keep their order, new ones come last, and rows of other names stay.
+In a page rows keep their order, new ones come last, and rows of other names stay. A line
+`<!-- table: name -->` becomes a table when the site is built.
 """
 
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
@@ -30,11 +32,15 @@ def public(package: str) -> dict[str, Any]:
 
 
 def expanded(markdown: str) -> str:
-    """Return a page with a line `::: name` for each public name in the place of `::: package.*`."""
+    """Return a page with its generated tables, and with each public name for `::: package.*`."""
 
     def lines(match: re.Match[str]) -> str:
         return "\n\n".join(f"::: {path}" for path in public(match[1]))
 
+    def table(match: re.Match[str]) -> str:
+        return ON_THE_SITE[match[1]]()
+
+    markdown = re.sub(r"^<!-- table: (\w+) -->$", table, markdown, flags=re.MULTILINE)
     return re.sub(r"^::: ([\w.]+)\.\*$", lines, markdown, flags=re.MULTILINE)
 
 
@@ -98,6 +104,38 @@ def value(schedule: Factory) -> str:
     return " ".join(paragraphs(schedule)[0].split()).removeprefix("Return ").rstrip(".")
 
 
+def equations() -> str:
+    """Return the table of all optimizers: equations, chains and recordings."""
+    head = "| optimizer | equation | chain after clip and regularization | recordings |\n"
+    optimizers = named("optfn.optimizers").items()
+    rows = (f"| {k} | {equation(x)} | {chain(x)} | {recordings(k)} |" for k, x in optimizers)
+    return head + "|---|---|---|---|\n" + "\n".join(rows)
+
+
+def values() -> str:
+    """Return the table of all schedules."""
+    rows = (f"| {k} | {value(x)} |" for k, x in named("optfn.schedules").items())
+    return "| schedule | value |\n|---|---|\n" + "\n".join(rows)
+
+
+ON_THE_SITE = {"equations": equations, "values": values}
+TARGETS = ("v5e", "v5p", "v6e", "H100")
+
+
+def costs() -> dict[str, str]:
+    """Return the rows of Adam's precisions: what compilers of TPUs and a GPU make of its update."""
+    found = json.loads((ROOT / "benchmarks/compiled.json").read_text())["rows"]
+    cells = {
+        (row["rule"], row["target"]): f"{row['bytes']:.1f} ({row['temporaries']:.1f})"
+        for row in found
+        if row["tree"] == "matrix" and re.fullmatch(r"adam(, .*(moments|masters).*)?", row["rule"])
+    }
+    return {
+        name: f"| {name} | {' | '.join(cells.get((name, x), '–') for x in TARGETS)} |"
+        for name in dict.fromkeys(rule for rule, _ in cells)
+    }
+
+
 def together() -> dict[str, str]:
     """Return the rows of the features of a training step, with those that each excludes."""
     rows = {}
@@ -116,14 +154,9 @@ def tables() -> list[tuple[str, str, dict[str, str]]]:
     """Return for each table its page, how its head begins, and its rows by name."""
     optimizers, when = named("optfn.optimizers"), reasons()
     classes = {k: f"| `{k}` | {fluid_class(x)} | {when.get(k)} |" for k, x in optimizers.items()}
-    equations = {
-        k: f"| {k} | {equation(x)} | {chain(x)} | {recordings(k)} |" for k, x in optimizers.items()
-    }
-    values = {k: f"| {k} | {value(x)} |" for k, x in named("optfn.schedules").items()}
     return [
         ("README.md", "| optimizer | fluid class |", classes),
-        ("docs/catalogue.md", "| optimizer | equation |", equations),
-        ("docs/catalogue.md", "| schedule | value |", values),
+        ("docs/choose.md", "| update | v5e |", costs()),
         ("docs/distributed.md", "| you ask for | cannot be combined with |", together()),
     ]
 

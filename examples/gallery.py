@@ -4,7 +4,7 @@
 
 The paths of every optimizer on two surfaces, schedules, the ramp of Deep Gradient Compression,
 timetables of pipelines, memory by way of splitting a model, memory against FLOPs of recomputation,
-the history of a run, and what the files of `benchmarks.exchange` and `exchange_link` have: loss
+the history of a run, and the files of `benchmarks.studies.exchange` and `exchange_link`: loss
 against bytes and seconds.
 """
 
@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # python examples/gallery.py
 
 import optfn
-from benchmarks import front
+from benchmarks.studies import front
 from docs import tables
 from optfn import schedules
 from optfn.distributed import plan, plan_memory

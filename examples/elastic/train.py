@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1234 python train.py checkpoints
 
-docs/elastic.md has how torchrun, Slurm and Kubernetes start it. The directory is one of each
+docs/faults.md has how torchrun, Slurm and Kubernetes start it. The directory is one of each
 machine, or "shared/{process}" on a disk that all share, of which each process takes its own.
 
 It ends with status 0 when all steps are made, and with 75 when a signal has stopped it earlier; a

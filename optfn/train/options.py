@@ -78,7 +78,7 @@ class StepOptions:
       local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with a
         local state, on equal slices of its batch. Then `outer` gets the drift
         θ_start − θ_end of each worker, in float32, as its gradient, and params become θ_start plus
-        its update, the same on all workers. Needs `mesh`; see docs/distributed.md.
+        its update, the same on all workers. Needs `mesh`; see docs/links.md.
       outer: the optimizer of the rounds. It sees the mean drift, or that of each worker if it
         exchanges gradients itself. None is sgd(1.0): params become the mean over workers.
       shard: how params and state are divided over the devices of `mesh`, if they don't fit on one.

@@ -98,8 +98,8 @@ def test_a_wrapper_is_complete(name):
     row = name in {entry.name for entry in registry.WRAPPERS.values()}
     places = {
         f'tests/registry.py: "{name}": entry("{name}", ...), in WRAPPERS': row,
-        f"docs/training.md or docs/choose.md: a row `{name}(...)`": any(
-            has(f"docs/{page}.md", rf"\b{name}\b") for page in ("training", "choose")
+        f"docs/wrappers.md or docs/choose.md: a row `{name}(...)`": any(
+            has(f"docs/{page}.md", rf"\b{name}\b") for page in ("wrappers", "choose")
         ),
     }
     complain(name, optfn, WRAPPERS[name], places)
@@ -119,14 +119,14 @@ def test_a_schedule_is_complete(name):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_compressor_is_complete(name):
-    row = has("docs/distributed.md", rf"^\| `{name}\(")
+    row = has("docs/links.md", rf"^\| `{name}\(")
     both = (hasattr(reference_exchange, function) for function in (name, f"{name}_bytes"))
     cases = name in {case.func.__name__ for case in reference_exchange.CASES.values()}
     places = {
         f"tests/reference_exchange.py: {name}(x, ...), {name}_bytes(shape, ...), and in CASES": (
             (all(both) and cases) or name == "power_sgd"  # of all workers, with tests of its own
         ),
-        f"docs/distributed.md: | `{name}(...)` | what is sent | bytes |": row,
+        f"docs/links.md: | `{name}(...)` | packet | bytes |": row,
     }
     complain(name, optfn.distributed, COMPRESSORS[name], places)
 

@@ -17,9 +17,7 @@ from benchmarks import (
     check,
     checkpoints,
     compile_time,
-    exchange,
     first_call,
-    front,
     fused_adam,
     matrices,
     measure,
@@ -32,11 +30,11 @@ from benchmarks import (
     scale,
     selection,
     sharding,
-    soak,
     tables,
     update,
     wire,
 )
+from benchmarks.studies import exchange, front, soak
 from optfn.autodiff.budget import is_effective
 from optfn.distributed import data_mesh
 

@@ -13,14 +13,8 @@ import numpy as np
 import pytest
 
 import optfn
-from benchmarks import (
-    compression_accuracy,
-    compression_link,
-    exchange_link,
-    measure,
-    network,
-    two_level,
-)
+from benchmarks import compression_link, measure, network
+from benchmarks.studies import compression_accuracy, exchange_link, two_level
 from examples import compression, text, transformer
 
 ROOT = Path(__file__).parents[2]

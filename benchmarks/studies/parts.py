@@ -1,6 +1,6 @@
 """What do parts cost? The loss of exchanges by parts, and of packets in sharded training.
 
-    python -m benchmarks.parts [--steps 400] [--rows 'exchange*' ...] [--kept FILE]
+    python -m benchmarks.studies.parts [--steps 400] [--rows 'exchange*' ...] [--kept FILE]
 
 Four workers, devices of one CPU, train two models on text with adamw: the demo's transformer, and
 an MLP of the last eight bytes. All rows of a model have the same batches, initial params and rate;

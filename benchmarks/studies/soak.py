@@ -1,6 +1,6 @@
 """Does a long run stay as large as it was? Memory, objects and compilations over 10,000 steps.
 
-    make soak            or            python -m benchmarks.soak [--steps 10000] [--save-every 10]
+    make soak      or      python -m benchmarks.studies.soak [--steps 10000] [--save-every 10]
 
 The demo's transformer at a small width in bfloat16, with every wrapper around the optimizer, by
 `minimize`, with evaluations, a log and a checkpoint every ten steps. Each row is the state of the

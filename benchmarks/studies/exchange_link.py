@@ -1,6 +1,6 @@
 """How long does a step take on a slow link, for each way of exchanging updates?
 
-    python -m benchmarks.exchange_link [--mbits 0 1000 100 10] [--rounds 5] [--width 96]
+    python -m benchmarks.studies.exchange_link [--mbits 0 1000 100 10] [--rounds 5] [--width 96]
         [--batch 16] [--length 128] [--rows 'adamw, dense' …] [--json FILE]
 
 Four processes in four network namespaces, see `network`, make whole training steps of the demo's
@@ -24,8 +24,8 @@ import numpy as np
 
 import optfn
 from benchmarks import measure, network
-from benchmarks.exchange import RATES, chosen
-from benchmarks.schemes import ROWS, WORKERS
+from benchmarks.studies.exchange import RATES, chosen
+from benchmarks.studies.schemes import ROWS, WORKERS
 from examples import text, transformer
 from optfn.distributed import data_mesh
 
@@ -42,7 +42,7 @@ def measured(options: argparse.Namespace, names: list[str]) -> list[measure.Row]
         passed = ["--network", net.name, "--rows", *names, "--mbits", *map(str, options.mbits)]
         for name in ("rounds", "width", "batch", "length"):
             passed += [f"--{name}", str(getattr(options, name))]
-        each = network.run_workers(net, "benchmarks.exchange_link", passed, timeout=7200)
+        each = network.run_workers(net, "benchmarks.studies.exchange_link", passed, timeout=7200)
     return [
         {
             "mbits": mbits,

@@ -1,7 +1,7 @@
 """What does a model that is divided inside a machine send to the next, and how long is a step?
 
-    python -m benchmarks.two_level [--mbits 0 1000 100] [--rounds 5] [--layers 4] [--width 128]
-        [--examples 16] [--json FILE]
+    python -m benchmarks.studies.two_level [--mbits 0 1000 100] [--rounds 5] [--layers 4]
+        [--width 128] [--examples 16] [--json FILE]
 
 Two processes of four CPU devices each stand for two machines: they are in two network namespaces,
 see `network`, joined by a link of so many Mbit/s; 0 is as fast as the machine. Bytes by axis are
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> list[measure.Row]:
         passed = ["--network", net.name, "--mbits", *map(str, options.mbits)]
         for name in ("rounds", "layers", "width", "examples"):
             passed += [f"--{name}", str(getattr(options, name))]
-        each = network.run_workers(net, "benchmarks.two_level", passed, timeout=7200)
+        each = network.run_workers(net, "benchmarks.studies.two_level", passed, timeout=7200)
     rows = []
     for name in SCHEMES:
         one, other = (found[name] for found in each)

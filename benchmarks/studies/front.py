@@ -1,6 +1,7 @@
 """Which way of exchanging is best for its bytes, and for its seconds on a link?
 
-    python -m benchmarks.front [--runs benchmarks/exchange.json] [--links benchmarks/links.json]
+    python -m benchmarks.studies.front [--runs benchmarks/studies/exchange.json]
+        [--links benchmarks/studies/links.json]
 
 Reads what `exchange` and `exchange_link` have measured, and prints the tables; `make gallery` draws
 the pictures. A scheme is on the front if none that sends fewer bytes has a lower loss. Seconds to a

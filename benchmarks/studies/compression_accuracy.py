@@ -1,6 +1,6 @@
 """What does Deep Gradient Compression at 99.9 % do to accuracy, and what do masking and ramp do?
 
-    python -m benchmarks.compression_accuracy [--seeds 5] [--epochs 15] [--steps 400]
+    python -m benchmarks.studies.compression_accuracy [--seeds 5] [--epochs 15] [--steps 400]
         [--text-seeds 2]
 
 Four workers, simulated by `vmap` on one device, train an MLP on scikit-learn's digits and the

@@ -1,6 +1,6 @@
 """Is Muon better than a tuned AdamW on the demo's model, at equal steps and at equal seconds?
 
-    python -m benchmarks.muon [--steps 1200] [--seeds 3] [--tune adamw muon]
+    python -m benchmarks.studies.muon [--steps 1200] [--seeds 3] [--tune adamw muon]
 
 Held-out bits per byte of the transformer of `make demo`. Muon moves the matrices of the blocks, and
 AdamW the rest. At equal seconds Muon makes fewer steps, by the CPU time of a step of both, and its

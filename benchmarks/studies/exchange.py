@@ -1,7 +1,7 @@
 """What does it cost to send less? Loss against bytes, for each way of exchanging updates.
 
-    python -m benchmarks.exchange [--steps 1600] [--seeds 5] [--rows 'adamw, *'] [--width 96]
-        [--batch 16] [--length 128] [--json FILE]
+    python -m benchmarks.studies.exchange [--steps 1600] [--seeds 5] [--rows 'adamw, *']
+        [--width 96] [--batch 16] [--length 128] [--json FILE]
 
 Four workers, devices of one CPU, train the demo's transformer on text. A row of `schemes` is a
 scheme and an optimizer; all rows of an optimizer have the same batches, initial params and rates,
@@ -27,7 +27,7 @@ import numpy as np
 
 import optfn
 from benchmarks import measure
-from benchmarks.schemes import ROWS, WORKERS
+from benchmarks.studies.schemes import ROWS, WORKERS
 from examples import demo, text, transformer
 from optfn.distributed import data_mesh
 
