@@ -18,7 +18,7 @@ from jax import lax
 _TILE = 8
 
 
-def num_words(size: int, bits: int) -> int:
+def num_code_words(size: int, bits: int) -> int:
     """Return the number of words of so many codes."""
     return -(-size * bits // 32)
 
@@ -39,11 +39,11 @@ def view(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
     return blocks if math.prod(blocks) == math.prod(shape) else shape
 
 
-def _shifts(bits: int) -> np.ndarray:
+def _places(bits: int) -> np.ndarray:
     return np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
 
 
-def pack(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
+def pack_codes(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
     """Return the words of codes, uint32 (words,).
 
     Args:
@@ -53,7 +53,7 @@ def pack(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
     """
 
     def words(blocks: jax.Array) -> jax.Array:
-        shifted = blocks << _shifts(bits)
+        shifted = blocks << _places(bits)
         return lax.reduce(shifted, np.uint32(0), lax.bitwise_or, (1,)).reshape(-1)
 
     blocks = _blocks(shape, bits)
@@ -66,12 +66,12 @@ def pack(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
     return jnp.concatenate([words(rows[:end].reshape(blocks)), words(last)])
 
 
-def unpack(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
-    """Return the codes that `pack` packed, in the view of this shape."""
+def unpack_codes(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
+    """Return the codes that `pack_codes` packed, in the view of this shape."""
     blocks, _, height, columns = _blocks(shape, bits)
 
     def codes(words: jax.Array, *shape: int) -> jax.Array:
-        return (words.reshape(shape) >> _shifts(bits)) & np.uint32((1 << bits) - 1)
+        return (words.reshape(shape) >> _places(bits)) & np.uint32((1 << bits) - 1)
 
     end, in_view = blocks * height * columns, view(shape, bits)
     rows = codes(words[:end], blocks, 1, height, columns)

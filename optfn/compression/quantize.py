@@ -47,7 +47,7 @@ class Quantize(ShownAsCall):
         view = planes.view(x.shape, self.bits)
         noise = None if noise is None else noise.reshape(view)
         codes = self.format.encode(x.reshape(view), chunks.spread(scales, view), noise)
-        words = planes.pack(codes, x.shape, self.bits)
+        words = planes.pack_codes(codes, x.shape, self.bits)
         return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -63,12 +63,12 @@ class Quantize(ShownAsCall):
         """Return the values of the codes, in the view of their planes."""
         chunks = RowChunks(shape, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.flat.count], jnp.float32)
-        codes = planes.unpack(packet[chunks.flat.count :], shape, self.bits)
+        codes = planes.unpack_codes(packet[chunks.flat.count :], shape, self.bits)
         return self.format.decode(codes, chunks.spread(scales, codes.shape))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
-        words = planes.num_words(math.prod(shape), self.bits)
+        words = planes.num_code_words(math.prod(shape), self.bits)
         return 4 * (RowChunks(shape, self.chunk).flat.count + words)
 
 

@@ -64,7 +64,7 @@ def _sums_by_lanes(x: jax.Array) -> jax.Array:
     return _sums(jnp.where(partial_sums < 0, 0, partial_sums))
 
 
-def divided(x: jax.Array, divisor: Any) -> jax.Array:
+def quotient(x: jax.Array, divisor: Any) -> jax.Array:
     """Return x/divisor, rounded once, for a divisor that is broadcast.
 
     XLA multiplies by the rounded reciprocal instead, unless the divisor depends on x. This one does

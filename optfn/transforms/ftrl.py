@@ -86,7 +86,7 @@ _apply = partial(leafwise.apply, rows="touched")
 
 
 # The passes over n and z. z' reads the old n, and is computed before n is overwritten.
-def _linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
+def _next_linear(n: PyTree, z: PyTree, g: Updates, p: Params, **scalars: Any) -> Any:
     return _apply(ftrl_linear, g, n, z, params=p, **scalars)[1:]
 
 
@@ -159,7 +159,7 @@ def ftrl_proximal(
         updates = leafwise.merge_rows(updates) if lazy else row_sparse.to_dense(updates)
 
         at: dict[str, Any] = {"rate": rate, "factor": rate_factors}
-        passes = partial(_linear, lr_power=lr_power, **at), partial(_accumulated, **at)
+        passes = partial(_next_linear, lr_power=lr_power, **at), partial(_accumulated, **at)
         n, z = in_passes(passes, (state.accumulator, state.linear), updates, params)
         minimise = partial(_minimiser_of_leaf, l1=l1, l2=l2, lr_power=lr_power)
         updates = _apply(minimise, updates, n, z, params=params, **at)[0]
