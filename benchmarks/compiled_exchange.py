@@ -20,6 +20,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,13 @@ def kept() -> dict[tuple[str, str, str], measure.Row]:
     return {_key(row): row for row in rows}
 
 
+def keep(rows: dict[tuple[str, str, str], measure.Row]) -> None:
+    """Write the rows to `compiled_exchange.json`."""
+    versions = {name: version(name) for name in ("jax", "libtpu")}
+    text = json.dumps({"about": versions, "rows": [*rows.values()]}, indent=1)
+    KEPT.write_text(text + "\n")
+
+
 def line(row: measure.Row, rows: dict[tuple[str, str, str], measure.Row]) -> str:
     """Return a row of the table, beside the one that it is compared with."""
     plain = rows.get((row["target"], row["model"], row["of"]), row)
@@ -177,9 +185,8 @@ def main() -> None:
                         row = pool.submit(measured, target, model, step).result()
                         rows[_key(row)] = row
                         print(line(row, rows), flush=True)
-    if not options.dry:
-        text = json.dumps({"about": measure.where(), "rows": [*rows.values()]}, indent=1)
-        KEPT.write_text(text + "\n")
+                        if not options.dry:
+                            keep(rows)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,17 @@ def test_floors(rule, expected):
     assert compiled.floor(compiled.RULES[rule], "matrix") == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize(("name", "beside"), [("adam",) * 2, ("momentum", "adam"), ("lamb",) * 2])
+def test_8_bit_moments_as_a_tpu_compiles_them(name, beside):
+    """Within the bound on bytes, without loops, and of no more cycles than a rule in float32."""
+    pytest.importorskip("libtpu")
+    rules = [beside, f"{name}, int8 moments"]
+    wide, small = compiled.found_rows([("v5e", "matrix", rule) for rule in rules])
+    assert small["over_floor"] <= small["most"] == 1.3
+    assert small["temporaries"] <= 0.3 and small["loops"] == 0
+    assert small["cycles"] <= wide["cycles"]
+
+
 def test_the_floor_of_a_table_is_its_touched_rows():
     rows = compiled.TOUCHED * (64 * 28 + 4) / 1e6  # MB, with an index each
     found = compiled.floor(compiled.rules_of("table of 64")["lazy adam"], "table of 64")
