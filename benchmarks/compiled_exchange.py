@@ -26,9 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 import optfn
 from benchmarks import hlo, measure, scale, targets
@@ -108,16 +106,10 @@ def devices(target: str) -> list[Any]:
 def measured(target: str, model: str, step: str) -> measure.Row:
     """Return the row of a step."""
     made = division(model, step)
-    found = devices(target)
-    sizes = len(found) // int(np.prod([*made.inner.values()])), *made.inner.values()
-    mesh = Mesh(np.array(found).reshape(sizes), ("data", *made.inner))
-    train = scale.made(made, mesh)
-    state, batch = scale.shapes(train, made)
+    mesh = made.mesh(devices(target))
+    train, batch = scale.made(made, mesh), scale.batch_of_all(made, mesh)
     start = time.process_time()
-    lowered = train.compiled.trace(state, batch).lower(
-        lowering_platforms=("cpu" if target.startswith("cpu") else "tpu",)
-    )
-    program = lowered.compile()
+    program = train.lower(made.params, batch).compile()
     seconds = time.process_time() - start
     cost = hlo.cost(program.as_text())
     size = measure.size(made.params)

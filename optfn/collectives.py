@@ -1,14 +1,14 @@
 """Gathers and scatters over mesh axes, one axis and one dimension of a TPU's torus at a time.
 
 XLA for TPUs compiles a reduce-scatter over several dimensions of the torus of chips as an
-all-reduce of the whole array, and from 64 chips on an all-gather as well. Over one dimension each
-of them is native. One dimension after the other they send the same bytes: a scatter divides along
-the outermost dimension first, and a gather joins along the innermost one first, so that the array
-of a device is always contiguous.
+all-reduce of the whole array, and an all-gather over three. Over fewer each of them is native. One
+after the other they send the same bytes: a scatter divides along the outermost dimension first, and
+a gather joins along the innermost ones first, so that the array of a device is always contiguous.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -30,6 +30,8 @@ class PhaseOfCollective(NamedTuple):
     groups: list[list[int]] | None
 
 
+# The dimensions of a torus over which a collective is native, and sends no array as a whole.
+_SCATTERED, _GATHERED = 1, 2
 # The mesh for which a program is traced; None outside of a step.
 _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
@@ -56,7 +58,7 @@ def gather_along(
       to: whether JAX, where it tracks this, is told that the result is the same on all devices:
         "invarying" or "varying".
     """
-    for axis, groups in reversed(phases(names)):
+    for axis, groups in reversed(phases(names, _GATHERED)):
         x = lax.all_gather(x, axis, axis=dimension, tiled=True, axis_index_groups=groups, to=to)
     return x
 
@@ -69,25 +71,31 @@ def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.
       names: the mesh axes.
       dimension: a dimension of x that the number of devices divides.
     """
-    for axis, groups in phases(names):
+    for axis, groups in phases(names, _SCATTERED):
         x = lax.psum_scatter(
             x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
         )
     return x
 
 
-def phases(names: Sequence[Hashable]) -> list[PhaseOfCollective]:
-    """Return the phases of a scatter over some axes; those of a gather are in reversed order."""
+def phases(names: Sequence[Hashable], most: int) -> list[PhaseOfCollective]:
+    """Return the phases of a scatter over some axes; those of a gather are in reversed order.
+
+    Args:
+      names: the mesh axes.
+      most: the number of dimensions of a torus that one phase may have.
+    """
     mesh = _mesh.get()
-    return [phase for axis in names for phase in _phases_along(axis, mesh)]
+    return [phase for axis in names for phase in _phases_along(axis, mesh, most)]
 
 
 @functools.lru_cache
-def _phases_along(axis: Hashable, mesh: Mesh | None) -> list[PhaseOfCollective]:
+def _phases_along(axis: Hashable, mesh: Mesh | None, most: int) -> list[PhaseOfCollective]:
     sizes = () if mesh is None else box(mesh.devices, mesh.axis_names.index(axis))
-    if len(sizes) < 2:
+    if len(sizes) <= most:
         return [PhaseOfCollective(axis, None)]
-    numbers = np.arange(np.prod(sizes)).reshape(sizes)
+    sizes = (*sizes[:-most], math.prod(sizes[-most:]))
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
     return [
         PhaseOfCollective(axis, np.moveaxis(numbers, k, -1).reshape(-1, size).tolist())
         for k, size in enumerate(sizes)

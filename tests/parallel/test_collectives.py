@@ -67,10 +67,11 @@ def test_the_boxes_of_several_axes():
 
 
 @pytest.mark.parametrize(
-    ("shape", "explicit"),
-    [((8,), False), ((2, 4), False), ((4, 2), True), ((2, 2, 2), False)],
+    ("shape", "explicit", "gathers"),
+    [((8,), False, 2), ((2, 4), False, 2), ((4, 2), True, 2), ((2, 2, 2), False, 3)],
 )
-def test_phases_give_what_one_collective_gives(in_phases, shape, explicit):
+def test_phases_give_what_one_collective_gives(in_phases, shape, explicit, gathers):
+    """A scatter has three phases, of one dimension each; one of a gather may have two."""
     names = ("a", "b", "c")[: len(shape)]
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names, axis_types=kinds)
@@ -79,22 +80,22 @@ def test_phases_give_what_one_collective_gives(in_phases, shape, explicit):
     def run(x):
         scattered = collectives.sum_scatter(x[0], names, 1)
         gathered = meshes.all_gather(x[0], meshes.Axes(names))
-        count = len(collectives.phases(names))
+        counts = [len(collectives.phases(names, most)) for most in (1, 2)]
         back = collectives.gather_along(scattered, names, 1)
-        return scattered, gathered[None], back[None], jnp.full((1,), count)
+        return scattered, gathered[None], back[None], jnp.array([counts])
 
     specs = P(None, names), P(names), P(names), P(names)
     placed = jax.device_put(x, NamedSharding(mesh, P(names)))
-    scattered, gathered, back, count = meshes.mapped(run, mesh, names, P(names), specs)(placed)
+    scattered, gathered, back, counts = meshes.mapped(run, mesh, names, P(names), specs)(placed)
     np.testing.assert_allclose(scattered, x.sum(0), rtol=1e-5, atol=1e-5)
     for rows, whole in zip(gathered, back, strict=True):
         np.testing.assert_array_equal(rows, x)
         np.testing.assert_array_equal(whole, scattered)
-    assert set(np.asarray(count)) == {3}
+    assert set(map(tuple, np.asarray(counts))) == {(3, gathers)}
 
 
 def test_where_no_step_is_traced_an_axis_is_one_phase(in_phases):
-    assert collectives.phases(("a", "b")) == [("a", None), ("b", None)]
+    assert collectives.phases(("a", "b"), 1) == [("a", None), ("b", None)]
     out = jax.pmap(lambda x: meshes.all_gather(x, meshes.Axes(("i",))), "i")(jnp.arange(8.0))
     np.testing.assert_array_equal(out, np.tile(np.arange(8.0), (8, 1)))
 
