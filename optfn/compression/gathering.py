@@ -51,12 +51,17 @@ class Gathered(NamedTuple):
           add: adds a multiple of a decoded packet to arrays.
         """
         workers = len(self.buckets[0]) if self.buckets else 0
-        flat = [x.reshape(-1) for x in self.buckets]
+        # Flat, a bucket has no padding between workers. Places beyond 2³¹ are no int32.
+        buckets = [x if x.size >= 2**31 else x.reshape(-1) for x in self.buckets]
+
+        def row(x: jax.Array, worker: jax.Array) -> jax.Array:
+            if x.ndim > 1:
+                return lax.dynamic_index_in_dim(x, worker)
+            size = x.size // workers
+            return lax.dynamic_slice_in_dim(x, worker * size, size)[None]
 
         def add_worker(worker: jax.Array, means: list[jax.Array]) -> list[jax.Array]:
-            sizes = [x.size // workers for x in flat]
-            pairs = zip(flat, sizes, strict=True)
-            rows = [lax.dynamic_slice_in_dim(x, worker * n, n)[None] for x, n in pairs]
+            rows = [row(x, worker) for x in buckets]
             packet = jax.tree.map(lambda x: x[0], self.restored(rows))
             return add(means, packet, 1 / workers)
 

@@ -39,7 +39,7 @@ def view(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
     return blocks if math.prod(blocks) == math.prod(shape) else shape
 
 
-def _places(bits: int) -> np.ndarray:
+def _bit_offsets(bits: int) -> np.ndarray:
     return np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
 
 
@@ -53,7 +53,7 @@ def pack_codes(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array
     """
 
     def words(blocks: jax.Array) -> jax.Array:
-        shifted = blocks << _places(bits)
+        shifted = blocks << _bit_offsets(bits)
         return lax.reduce(shifted, np.uint32(0), lax.bitwise_or, (1,)).reshape(-1)
 
     blocks = _blocks(shape, bits)
@@ -71,7 +71,7 @@ def unpack_codes(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Arr
     blocks, _, height, columns = _blocks(shape, bits)
 
     def codes(words: jax.Array, *shape: int) -> jax.Array:
-        return (words.reshape(shape) >> _places(bits)) & np.uint32((1 << bits) - 1)
+        return (words.reshape(shape) >> _bit_offsets(bits)) & np.uint32((1 << bits) - 1)
 
     end, in_view = blocks * height * columns, view(shape, bits)
     rows = codes(words[:end], blocks, 1, height, columns)

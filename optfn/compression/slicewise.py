@@ -71,9 +71,9 @@ def slicewise_mean(
     def exchanged(
         leaf: LeafInExchange, direction: jax.Array, residual: jax.Array, state: PyTree, x: jax.Array
     ) -> LeafInExchange:
-        direction = _merged(direction, leaf.direction.shape)
+        direction = _leaf_of_slices(direction, leaf.direction.shape)
         x = _replace_owned_slice(leaf, x.reshape(-1), worker)
-        return LeafInExchange(direction, _merged(residual, leaf.residual.shape), state, x)
+        return LeafInExchange(direction, _leaf_of_slices(residual, leaf.residual.shape), state, x)
 
     return list(map(exchanged, leaves, directions, residuals, next_states, published))
 
@@ -99,7 +99,7 @@ def _slices(x: jax.Array, count: int) -> jax.Array:
     return x.reshape(count, *shape)
 
 
-def _merged(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _leaf_of_slices(slices: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return the array that `_slices` cut."""
     size = math.prod(shape)
     return (slices if slices.size == size else slices.reshape(-1)[:size]).reshape(shape)
@@ -129,4 +129,6 @@ def _replace_owned_slice(leaf: LeafInExchange, x: jax.Array, worker: jax.Array) 
     if not _has_all_slices(leaf, x.size):
         return x
     slices = _slices(leaf.published, -(-leaf.published.size // x.size))
-    return _merged(lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf.published.shape)
+    return _leaf_of_slices(
+        lax.dynamic_update_index_in_dim(slices, x, worker, 0), leaf.published.shape
+    )

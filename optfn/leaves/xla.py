@@ -8,6 +8,7 @@ and compute again what two kernels read; there a loop or a view in rows of anoth
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -265,7 +266,7 @@ def sums(*x: jax.Array) -> tuple[jax.Array, ...]:
     """
 
     def add(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(i + j for i, j in zip(a, b, strict=True))
+        return tuple(map(operator.add, a, b))
 
     zeros = tuple(np.zeros((), array.dtype) for array in x)
     return tuple(lax.reduce(x, zeros, add, tuple(range(x[0].ndim))))
