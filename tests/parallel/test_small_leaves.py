@@ -72,6 +72,7 @@ def test_more_vectors_add_no_collective(shard):
 @pytest.mark.parametrize("shard", SHARDS)
 def test_a_state_whose_vectors_were_divided_goes_on(shard, tmp_path, monkeypatch):
     """Files of both forms load into steps of both forms, and train alike."""
+    pytest.importorskip("orbax.checkpoint")
 
     def trained(saved=None, load=None):
         step, params = stepped(shard)
