@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 
 import optfn
 from benchmarks import hlo, measure, scale, targets
@@ -100,7 +99,7 @@ def devices(target: str) -> list[Any]:
     """Return the devices of a topology, or of the CPU."""
     if target.startswith("cpu"):
         return list(jax.devices()[: int(target.partition(":")[2])])
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=target).devices)
+    return targets.devices(targets.Target("tpu", target))
 
 
 def measured(target: str, model: str, step: str) -> measure.Row:

@@ -1,4 +1,4 @@
-"""Gathers and scatters over mesh axes, one axis and one dimension of a TPU's torus at a time.
+"""Gathers and scatters over mesh axes, one axis after the other, along the torus of a TPU.
 
 XLA for TPUs compiles a reduce-scatter over several dimensions of the torus of chips as an
 all-reduce of the whole array, and an all-gather over three. Over fewer each of them is native. One

@@ -92,9 +92,11 @@ def mean_by_all_gather(
 
     means = gathered.mean(list(zeros.values()), add)
     directions: dict[int, jax.Array | Rows] = dict(zip(zeros, means, strict=True))
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf.direction, Rows):
-            directions[i] = _mean_of_entries(compressors[i], gathered.packets[i], leaf.direction)
+    if len(zeros) < len(leaves):
+        packets_of_all = gathered.packets
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf.direction, Rows):
+                directions[i] = _mean_of_entries(compressors[i], packets_of_all[i], leaf.direction)
     return [
         LeafInExchange(directions[i], residual, encoded[i][1])
         for i, residual in enumerate(residuals)

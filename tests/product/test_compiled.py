@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks import compiled, hlo, pods, wire
+from benchmarks import compiled, compiled_exchange, hlo, pods, wire
 
 RECORDINGS = Path(__file__).parents[1] / "recordings"
 LOOP = 3 * 2 * 4096 * 4096 * 4  # each layer is read and written
@@ -198,6 +198,13 @@ def test_collectives_of_a_gpu():
 def test_each_way_of_dividing_a_llama_lowers(way):
     found = pods.lowered("toy", way, jax.devices()[:8])
     assert "num_partitions = 8" in found.as_text()
+
+
+@pytest.mark.parametrize("step", compiled_exchange.STEPS)
+def test_each_exchange_is_compiled_and_counted(step):
+    row = compiled_exchange.measured("cpu:8", "toy", step)
+    assert (row["step"], row["of"]) == (step, compiled_exchange.STEPS[step][2])
+    assert row["hbm"] > 4  # a device reads its gradient, or the state of its shard
 
 
 # Ways of dividing the model of `make scale`, and bounds on bytes of temporaries a parameter.
