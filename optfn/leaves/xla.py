@@ -71,8 +71,8 @@ def quotient(x: jax.Array, divisor: Any) -> jax.Array:
     XLA multiplies by the rounded reciprocal instead, unless the divisor depends on x. This one does
     so only where x is NaN.
     """
-    quotient: jax.Array = x / jnp.where(jnp.isnan(x), x, divisor)
-    return quotient
+    ratio: jax.Array = x / jnp.where(jnp.isnan(x), x, divisor)
+    return ratio
 
 
 def reduced_rows(
