@@ -62,7 +62,7 @@ class Traits:
         whose weight is in that field; None if it cannot begin.
       counted: the field with an array for each leaf, whose updates the field `step` counts. A leaf
         that begins late has its own count (`optfn.transforms.late_steps`).
-      spans_buffers: the order of the elements in the whole buffer of a Packed matters.
+      spans_buffers: arrays like a packed buffer belong to one number for the whole buffer.
       whole_matrices: the word in `summary` for leaves whose rule needs the whole matrix to update
         a slice of it.
     """

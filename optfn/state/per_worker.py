@@ -18,8 +18,8 @@ guards, accumulation, the training step) asks the state:
 A wrapper may enclose such a transform if its own state is right on every worker; its state type
 then has `@traits(passes_own_gradients=True)`.
 
-`state_dict` splits flat per-worker arrays of a packed buffer into flat arrays of its leaves. If the
-order in the buffer matters, as for a selection over the whole buffer, the state type has
+`state_dict` splits per-worker arrays of a packed buffer into arrays of its leaves. If they need an
+array that has one number for the whole buffer, as codes need their scale, the state type has
 `@traits(spans_buffers=True)`, and these arrays stay whole.
 
     class MySchemeState(NamedTuple):

@@ -109,8 +109,7 @@ def _loaded(
     """
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
-    is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
-    plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
+    plain = _unpacked_for(mapping, bare(opt_state))
     per_worker = set(per_worker_names(plain))
     template_names = [name for name, _ in named_leaves(plain)]
     # 2. The masters in `mapping` have the form of those in `plain`.
@@ -137,9 +136,9 @@ def _loaded(
         raise Misfit(refused, wrong)
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     # 5. Buffers are packed and padded again, and lie on the devices of the template's.
-    if is_converted:
-        loaded = _placed_like(pack_state(bare(opt_state), loaded), bare(opt_state))
-    return stored_as(opt_state, loaded), changes
+    packed = pack_state(bare(opt_state), loaded)
+    placed = jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], packed, bare(opt_state))
+    return stored_as(opt_state, placed), changes
 
 
 def _check_format(mapping: Mapping[str, Any]) -> None:
@@ -340,7 +339,7 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     def fits(state: OptState) -> bool:
         named = dict(named_leaves(state))
         return all(
-            name in mapping and np.shape(mapping[name]) == named[name].shape
+            name in mapping and np.size(mapping[name]) == named[name].size
             for name in per_worker_names(state)
         )
 
@@ -353,17 +352,6 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     # Arrays that the mapping lacks stay as they are.
     is_whole = all(name in mapping for name, _ in named_leaves(plain))
     return plain if is_whole else form(opt_state)
-
-
-def _placed_like(state: OptState, like: OptState) -> OptState:
-    """Return a state whose buffers and padded arrays have the shardings of those of `like`."""
-
-    def place(like: PyTree, node: PyTree) -> PyTree:
-        if not is_stored(like):
-            return node
-        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
-
-    return jax.tree.map(place, like, state, is_leaf=is_stored)
 
 
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:

@@ -1,29 +1,26 @@
 """Conversion between the state of packed params and the state of the tree, for checkpoints.
 
 On a mesh a per-worker buffer has the shape (N·size,): a slice for each of N workers, with the
-elements of all leaves. In the state of the tree each leaf has a slice for each worker instead:
+elements of all leaves. In the state of the tree each leaf has a slice for each worker instead,
+(N·d₀, …), and each scalar leaf is (N,). A Packed may be inside a `PerWorker`, as the residuals of
+an exchange are, or have `PerWorker`s as its buffers, as the moments of local steps are.
 
-* If a Packed is inside a `PerWorker`, leaves are flat, (N·n,), as `accumulate` keeps them.
-* If `PerWorker`s are inside a Packed, leaves are (N·d₀, …) and scalars (N,), as local steps keep
-  them.
-
-Some transforms compute over the elements of a whole buffer, such as the scale of 8-bit moments.
-The type of their state has the trait `spans_buffers`, and its per-worker buffers are not converted.
+8-bit moments have one scale for a whole buffer. The type of their state has the trait
+`spans_buffers`, and its per-worker buffers are not converted.
 
 The padding that lets devices divide an array is removed, and added again on the way back.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
-import numpy as np
-import optax
 
 from optfn.core import tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
-from optfn.leaves.layout import BufferLayout, PackedLayout
+from optfn.leaves.layout import PackedLayout
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import fits, pack_like, unpack
 from optfn.mesh import joined
@@ -42,20 +39,12 @@ def unpack_state(state: OptState) -> OptState:
     state = map_padded(cut, state)
     workers = workers_of(state)
 
-    def flat(node: PyTree) -> PyTree:
-        if not is_packed(node):
-            return node
-        return _leaves_of_buffers(node, node.buffers, workers, lambda x: x.reshape(-1))
-
     def convert(node: PyTree) -> PyTree:
         if workers and isinstance(node, PerWorker):
-            return jax.tree.map(flat, node, is_leaf=is_packed)
+            return jax.tree.map(partial(_tree_of_buffers, workers), node, is_leaf=is_packed)
         if workers and _has_local_buffers(node):
             names = joined(*(x.axes for x in node.buffers if isinstance(x, PerWorker)))
-            return _leaves_of_buffers(
-                node, _bare(node.buffers), workers,
-                lambda x: per_worker(x.reshape(-1, *x.shape[2:]), names),
-            )  # fmt: skip
+            return _tree_of_buffers(workers, node, lambda x: per_worker(x, names))
         return unpack(node)
 
     return jax.tree.map(convert, state, is_leaf=_is_unit)
@@ -70,21 +59,9 @@ def pack_state(like: OptState, state: OptState) -> OptState:
     """
     workers = workers_of(like)
 
-    def pack_local(node: PyTree, leaves: PyTree) -> PyTree:
-        if not is_packed(node) or is_packed(leaves):
-            return leaves
-        arrays = jax.tree.leaves(_buffers_of_leaves(node.layout, leaves, workers))
-        return jax.tree.unflatten(jax.tree.structure(node), arrays)
-
     def convert(node: PyTree, leaves: PyTree) -> PyTree:
         is_local = isinstance(node, PerWorker) or _has_local_buffers(node)
-        pack = pack_local if workers and is_local else _pack_one
-
-        def stored(node: PyTree, leaves: PyTree) -> PyTree:
-            if is_padded(node):
-                return leaves if is_padded(leaves) else pad_like(node, leaves)
-            return pack(node, leaves)
-
+        stored = partial(_stored_like, workers if is_local else 0)
         return jax.tree.map(stored, node, leaves, is_leaf=is_stored)
 
     return jax.tree.map(convert, like, state, is_leaf=_is_unit)
@@ -104,58 +81,60 @@ def _bare(arrays: Sequence[Leaf]) -> list[Leaf]:
     return [x.value if isinstance(x, PerWorker) else x for x in arrays]
 
 
-def _pack_one(like: PyTree, leaves: PyTree) -> PyTree:
-    """Return leaves packed like `like`, if that is a Packed whose buffers can be unpacked."""
-    if not fits(like) or is_packed(leaves):
+def _stored_like(workers: int, like: PyTree, leaves: PyTree) -> PyTree:
+    """Return leaves padded or packed like `like`, unless they already are or it is neither.
+
+    Args:
+      workers: the number of workers if the arrays of `like` are per-worker, else 0.
+      like: a node of a state.
+      leaves: the leaves of the tree in its place.
+    """
+    if not is_stored(like) or is_stored(leaves):
+        return leaves
+    if is_padded(like):
+        return pad_like(like, leaves)
+    if workers:
+        arrays = jax.tree.leaves(_buffers_of_tree(workers, like.layout, leaves))
+        return jax.tree.unflatten(jax.tree.structure(like), arrays)
+    if not fits(like):
         return leaves
     lead = max((x.ndim - 1 for x in like.buffers if not tree.is_masked(x)), default=0)
     return pack_like(like.layout, leaves, lead)
 
 
-def _leaves_of_buffers(
-    packed: Packed,
-    buffers: Sequence[Leaf],
-    workers: int,
-    made: Callable[[jax.Array], PyTree],
+def _tree_of_buffers(
+    workers: int, node: PyTree, of_leaf: Callable[[jax.Array], PyTree] = lambda x: x
 ) -> PyTree:
-    """Return the tree of a Packed, or the Packed itself if it lacks a number for each element.
+    """Return the tree of a Packed of per-worker buffers, each (workers·size,); other nodes as is.
+
+    A Packed without a number for each element of its leaves stays as it is too.
 
     Args:
-      packed: a Packed of buffers with the slices of all workers.
-      buffers: the arrays in it, (workers·size,).
       workers: the number of workers.
-      made: makes the leaf of the tree from the slices of all workers, (workers, *shape).
+      node: the Packed.
+      of_leaf: makes the leaf of the tree from its array, (workers·d₀, …).
     """
-
-    def is_whole(x: Leaf, buffer: BufferLayout) -> bool:
-        return tree.is_masked(x) or np.shape(x) == (workers * buffer.size,)
-
-    layout = packed.layout
-    if not all(map(is_whole, buffers, layout.buffers)):
-        return packed
+    if not is_packed(node):
+        return node
+    layout, buffers = node.layout, _bare(node.buffers)
     rows = [tree.map_arrays(lambda x: x.reshape(workers, -1), x) for x in buffers]
-    frozen = [optax.MaskedNode()] * len(layout.frozen)
-    leaves = unpack(Packed(rows, frozen, layout))
-    leaves = layout.structure.flatten_up_to(tree.map_arrays(made, leaves))
-    for number, x in enumerate(packed.frozen):
-        leaves[layout.frozen[number]] = x
+    split = Packed(rows, node.frozen, layout)
+    if not fits(split):
+        return node
+    leaves = layout.structure.flatten_up_to(unpack(split))
+    for i in itertools.chain.from_iterable(buffer.leaves for buffer in layout.buffers):
+        leaves[i] = tree.map_arrays(lambda x: of_leaf(x.reshape(-1, *x.shape[2:])), leaves[i])
     return layout.structure.unflatten(leaves)
 
 
-def _buffers_of_leaves(layout: PackedLayout, whole: PyTree, workers: int) -> Packed:
-    """Return the Packed of arrays of a tree: the inverse of `_leaves_of_buffers`.
-
-    Args:
-      layout: the layout of the Packed.
-      whole: the tree, of arrays or PerWorkers.
-      workers: the number of workers.
-    """
-    leaves = _bare(layout.structure.flatten_up_to(whole))
-    rows = list(leaves)
+def _buffers_of_tree(workers: int, layout: PackedLayout, leaves: PyTree) -> Packed:
+    """Return the Packed of arrays or PerWorkers of a tree: the inverse of `_tree_of_buffers`."""
+    arrays = _bare(layout.structure.flatten_up_to(leaves))
+    rows = list(arrays)
     for run in itertools.chain.from_iterable(buffer.runs for buffer in layout.buffers):
+        shape = workers, *run.shape
         for i in run.leaves:
-            if not tree.is_masked(rows[i]):
-                rows[i] = rows[i].reshape(workers, *run.shape)
+            rows[i] = rows[i] if tree.is_masked(rows[i]) else rows[i].reshape(shape)
     packed = pack_like(layout, layout.structure.unflatten(rows), lead=1)
     buffers = [tree.map_arrays(lambda x: x.reshape(-1), x) for x in packed.buffers]
-    return Packed(buffers, [leaves[i] for i in layout.frozen], layout)
+    return Packed(buffers, [arrays[i] for i in layout.frozen], layout)

@@ -24,7 +24,8 @@ class AccumulateState(NamedTuple):
 
     total: the sum of the gradients, for leaves whose gradient is the same on all workers. At
       micro-step 0 it is the last update, which the next gradient overwrites.
-    own_total: the sum, flat, for leaves of which the inner optimizer takes each worker's gradient.
+    own_total: the sum for leaves of which the inner optimizer takes each worker's gradient; that of
+      a scalar has the shape (1,).
     """
 
     micro_step: jax.Array
@@ -101,7 +102,7 @@ def _totals(inner_state: OptState, params: Params) -> tuple[Updates, PerWorker]:
     def split(place: tree.Place, total: Leaf) -> tuple[Leaf, Leaf]:
         is_private = exchanging[place.number] and not tree.is_masked(total)
         masked = optax.MaskedNode()
-        return (masked, total.reshape(-1)) if is_private else (total, masked)
+        return (masked, total.reshape(total.shape or 1)) if is_private else (total, masked)
 
     shared, private = tree.map_to(2, split, leafwise.zeros_like(leafwise.inexact(params)))
     return shared, per_worker(private, joined(*exchanging))
