@@ -167,18 +167,18 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
       TypeError: a value is not a compressor, or a pattern is not a regular expression.
     """
     if not isinstance(choice, Mapping):
-        return {re.compile(".*", re.DOTALL): _check("compressor", choice)}
+        return {re.compile(".*", re.DOTALL): _compressor("compressor", choice)}
     checked: dict[Any, BaseCompressor | None] = {}
     for pattern, compressor in choice.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
         tree.check_pattern("compressor", pattern)
         is_dense = compressor is None
-        checked[pattern] = None if is_dense else _check(f"compressor[{pattern!r}]", compressor)
+        checked[pattern] = None if is_dense else _compressor(f"compressor[{pattern!r}]", compressor)
     return checked
 
 
-def _check(argument: str, compressor: Any) -> BaseCompressor:
+def _compressor(argument: str, compressor: Any) -> BaseCompressor:
     missing = [name for name in _METHODS if not callable(getattr(compressor, name, None))]
     if missing or isinstance(compressor, type):
         raise TypeError(

@@ -92,7 +92,7 @@ def split_objective(objective: Objective, count: int) -> Objective:
         start = model_state, tree.map(_zeros, like)
         carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")
         state, totals = carry
-        grads = tree.map(partial(_mean_gradient, count), like, totals, rows)
+        grads = tree.map(partial(_mean_over_microbatches, count), like, totals, rows)
         return Values(jnp.mean(loss), state, combined(aux)), grads
 
     return Objective(value, value_and_grad)
@@ -109,7 +109,7 @@ def _add_gradient(total: Leaf, g: Leaf) -> Leaf:
     return None if total is None else total + leafwise.cast(g, total.dtype)
 
 
-def _mean_gradient(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
+def _mean_over_microbatches(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
     if total is not None:
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):
