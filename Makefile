@@ -3,6 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRA ?= test
 BIN = $(VENV)/bin
+# Bytecode is kept where the environment asks Python to write none, too: without it each process
+# compiles JAX's modules anew, for two seconds.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/bytecode
 
 .PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled pods compilers tables outputs docs docs-serve release clean
 
