@@ -1,9 +1,14 @@
-"""A model of one shape, by stages, that tests share; so do they its compiled programs."""
+"""Steps and models that tests share; so do they the programs of a model of one shape, by stages."""
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+
+import optfn
 
 WIDTH, BATCH, STAGES = 6, 24, 4
 
@@ -47,3 +52,26 @@ def mesh_of(explicit):
     if explicit:
         return jax.make_mesh((2, STAGES), ("data", "stage"), devices=devices)
     return Mesh(np.array(devices).reshape(2, STAGES), ("data", "stage"))
+
+
+class Step(NamedTuple):
+    """What an update gives, and the params after it."""
+
+    updates: Any
+    params: Any
+    state: Any
+
+
+@functools.lru_cache(maxsize=8)
+def compiled(tx, **extra):
+    return jax.jit(functools.partial(tx.update, **extra))
+
+
+def steps(tx, params, gradients, state=None, apply=optfn.apply_updates, **extra):
+    """Return the Step of each of the gradients, by one compiled program."""
+    state, found = tx.init(params) if state is None else state, []
+    for grads in gradients:
+        updates, state = compiled(tx, **extra)(grads, state, params)
+        params = apply(params, updates)
+        found.append(Step(updates, params, state))
+    return found

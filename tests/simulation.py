@@ -27,6 +27,12 @@ def simulated(tx):
     return jax.jit(jax.vmap(functools.partial(one_step, tx), axis_name="data"))
 
 
+@functools.lru_cache(maxsize=4)
+def simulated_update(tx):
+    """Return the update of all workers, (gradients, state) -> (directions, state)."""
+    return jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
+
+
 def follow(tx, params, gradients, workers=N):
     """Return params and DGC state after each step, stacked over workers."""
     step, p, s = simulated(tx), stacked(params, workers), stacked(tx.init(params), workers)

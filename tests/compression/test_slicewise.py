@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from reference_exchange import quantize as quantized
 from reference_exchange import top_k as selected
+from simulation import simulated_update as simulated
 
 import optfn
 from benchmarks import wire
@@ -52,10 +53,6 @@ def gradients(seed, workers=N):
 
 def stacked(tree, workers=N):
     return jax.tree.map(lambda x: jnp.stack([x] * workers), tree)
-
-
-def simulated(tx):
-    return jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="data"))
 
 
 def on_a_mesh(tx, mesh, check_vma=False):

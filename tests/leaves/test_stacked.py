@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import registry
 from grids import thinned
-from problems import STAGES, batch, block, blocks, mean_square, mesh_of, whole
+from problems import STAGES, batch, block, blocks, compiled, mean_square, mesh_of, steps, whole
 
 import optfn
 from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
@@ -28,12 +28,7 @@ def normal(rng, *shape):
 
 def trained(tx, entry, params, gradients):
     """Return the updates of a few steps."""
-    state, found = tx.init(params), []
-    for grads in gradients:
-        updates, state = tx.update(grads, state, params, **dict(entry.extra))
-        params = optfn.apply_updates(params, updates)
-        found.append(updates)
-    return found
+    return [step.updates for step in steps(tx, params, gradients, **dict(entry.extra))]
 
 
 @pytest.mark.parametrize("name", thinned(EXACT, every=8))
@@ -141,9 +136,9 @@ def test_a_pipeline_trains_with_every_optimizer_as_one_device(gradients, name):
     state, want_state = tx.init(params), tx.init(want)
     for k in range(STEPS):
         _, grads = pipelined(params, batch(k))
-        updates, state = tx.update(grads, state, params)
+        updates, state = compiled(tx)(grads, state, params)
         params = optfn.apply_updates(params, updates)
-        updates, want_state = tx.update(alone(want, batch(k)), want_state, want)
+        updates, want_state = compiled(tx)(alone(want, batch(k)), want_state, want)
         want = optfn.apply_updates(want, updates)
     moved, error = distance(want, stages), distance(unstack_stages(params), want)
     # Adam's first steps divide by the gradient: an element near zero may turn its sign.

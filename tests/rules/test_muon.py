@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import steps
 from references import JORDAN
 
 import optfn
@@ -29,11 +30,7 @@ def like(tree, seed):
 
 def followed(tx, params, gradients):
     """Return the params after the gradients, and the state."""
-    state = tx.init(params)
-    for grads in gradients:
-        updates, state = tx.update(grads, state, params)
-        params = optfn.apply_updates(params, updates)
-    return params, state
+    return steps(tx, params, gradients)[-1][1:]
 
 
 @pytest.mark.parametrize("coefficients", [JORDAN, DION], ids=["jordan", "dion"])
@@ -42,7 +39,7 @@ def followed(tx, params, gradients):
 def test_the_iteration_is_a_polynomial_of_the_singular_values(coefficients, shape, is_complex):
     """U·p(S/‖m‖)·Vᴴ, with the singular vectors of NumPy in float64."""
     m = normal(0, *shape) + (1j * normal(1, *shape) if is_complex else 0)
-    found = orthogonalized(m, coefficients=coefficients, eps=1e-7)
+    found = jax.jit(functools.partial(orthogonalized, coefficients=coefficients, eps=1e-7))(m)
     wide = np.asarray(m, np.complex128 if is_complex else np.float64)
     u, s, vh = np.linalg.svd(wide, full_matrices=False)
     s = s / np.linalg.norm(wide, axis=(-2, -1))[..., None]

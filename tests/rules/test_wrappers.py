@@ -12,6 +12,7 @@ import pytest
 import references
 import registry
 from grids import by_entry, thinned
+from problems import steps
 
 import optfn
 from optfn import core
@@ -28,12 +29,8 @@ def tree(seed, dtype=jnp.float32):
 
 def run(tx, params, gradients, apply=optfn.apply_updates):
     """Return params and state after each of the gradients."""
-    state, step, trail = tx.init(params), jax.jit(tx.update), []
-    for grads in gradients:
-        updates, state = step(grads, state, params)
-        params = apply(params, updates)
-        trail.append(params)
-    return trail, state
+    found = steps(tx, params, gradients, apply=apply)
+    return [step.params for step in found], found[-1].state
 
 
 # Attributes

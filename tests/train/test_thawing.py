@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import references
 from grids import thinned
+from problems import steps
 
 import optfn
 from optfn.distributed import data_mesh
@@ -37,10 +38,7 @@ ROUNDED = {"bfloat16": 0.02, "int8": 0.1}
 
 
 def updated(tx, state, params, gradients):
-    for g in gradients:
-        updates, state = tx.update(g, state, params)
-        params = optfn.apply_updates(params, updates)
-    return params, state
+    return steps(tx, params, gradients, state)[-1][1:]
 
 
 def thawed(make, params, *, before=BEFORE):
