@@ -32,7 +32,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     QUICK_COMPILER += " --xla_cpu_use_fusion_emitters=false"
 # A compiled program holds 1.5 to 2 MB for as long as a cache of JAX has it. From here on they are
 # dropped between tests; what a worker grows by in a single test is less than the rest of its share.
-CLEAR_ABOVE = 800e6
+CLEAR_ABOVE = 1e9
 WORKER_BYTES = 1.5e9
 # Programs are kept for later runs, also those that the code no longer makes: in a folder that
 # begins anew when it has grown to this.
