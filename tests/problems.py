@@ -36,6 +36,10 @@ def mean_square(y, target):
     return jnp.mean((y - target) ** 2)
 
 
+def square_error(w, x):
+    return jnp.mean((x @ w - 1.0) ** 2)
+
+
 def whole(stages, batch):
     y, target = batch
     for w in stages:
@@ -75,3 +79,12 @@ def steps(tx, params, gradients, state=None, apply=optfn.apply_updates, **extra)
         params = apply(params, updates)
         found.append(Step(updates, params, state))
     return found
+
+
+def trained(step, state, batches):
+    """Return the state of a training step after the batches, and the losses."""
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses

@@ -4,7 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from problems import mean_square, whole
+from problems import mean_square, trained, whole
 
 import optfn
 from optfn.distributed import pipeline_value_and_grad
@@ -71,11 +71,9 @@ def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b", patter
         schedule=schedule,
     )
     step = optfn.make_train_step(None, tx, value_and_grad=f, mesh=mesh, shard={pattern: spec})
-    state, losses = step.init(params), []
+    state = step.init(params)
     placed = jax.tree.map(lambda x: x.sharding, state)
-    for single in batches:
-        state, metrics = step(state, single)
-        losses.append(float(metrics["loss"]))
+    state, losses = trained(step, state, batches)
     for x, before in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
         assert x.sharding.is_equivalent_to(before, x.ndim)
     assert step.compiled._cache_size() == 1

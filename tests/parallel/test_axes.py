@@ -9,6 +9,7 @@ import pytest
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from problems import trained
 
 import optfn
 from optfn.distributed import data_mesh, exchange, plan_memory, rescale_residuals, top_k
@@ -29,11 +30,7 @@ def loss_fn(params, x):
 
 def run(tx, batches=X, params=PARAMS, loss=loss_fn, **options):
     step = optfn.make_train_step(loss, tx, **options)
-    state, losses = step.init(params), []
-    for x in batches:
-        state, metrics = step(state, x)
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    return trained(step, step.init(params), batches)
 
 
 def assert_same_on_all_devices(tree):

@@ -12,6 +12,7 @@ from grids import thinned
 from hlo import collectives
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import trained
 from simulation import follow, one_step
 
 import optfn
@@ -40,11 +41,7 @@ def dgc(**options):
 
 def run(tx, params, steps=4, mesh=None, batch=BATCH, **options):
     step = optfn.make_train_step(loss_fn, tx, mesh=mesh, **options)
-    state, losses = step.init(params), []
-    for _ in range(steps):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    return trained(step, step.init(params), [batch] * steps)
 
 
 @pytest.mark.parametrize(

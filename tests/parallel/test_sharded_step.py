@@ -14,6 +14,7 @@ import registry
 from grids import thinned
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import trained
 
 import optfn
 from optfn.distributed import data_mesh, plan_memory, scan_layers
@@ -41,11 +42,7 @@ def loss_fn(params, x):
 
 
 def run(step, batches=X, params=PARAMS):
-    state, losses = step.init(params), []
-    for x in batches:
-        state, metrics = step(state, x)
-        losses.append(metrics["loss"])
-    return state, losses
+    return trained(step, step.init(params), batches)
 
 
 def bytes_a_device(tree):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from problems import mean_square
 
 import optfn
 from optfn.distributed import pipeline_value_and_grad, stack_stages, unstack_stages
@@ -17,10 +18,6 @@ PARAMS = [{"w": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32)} for _ in ran
 
 def stage(params, x):
     return x + jnp.tanh(x @ params["w"])
-
-
-def loss_fn(y, target):
-    return jnp.mean((y - target) ** 2)
 
 
 def optimizer():
@@ -36,7 +33,7 @@ def pipeline(devices, virtual, workers):
         np.array(jax.devices()[: devices * workers]).reshape(devices, workers), ("stage", "data")
     )
     value_and_grad = pipeline_value_and_grad(
-        stage, loss_fn, mesh=mesh, num_microbatches=4, virtual_stages=virtual, data_axis="data"
+        stage, mean_square, mesh=mesh, num_microbatches=4, virtual_stages=virtual, data_axis="data"
     )
     step = optfn.make_train_step(None, optimizer(), value_and_grad=value_and_grad)
     return step, step.init(stack_stages(PARAMS, virtual_stages=virtual, mesh=mesh))
@@ -46,7 +43,7 @@ def pipeline(devices, virtual, workers):
 def trained():
     """The state dict after three steps of 2 stages × 2 workers, and what one device comes to."""
     alone = optfn.make_train_step(
-        lambda params, batch: loss_fn(stage_after_stage(params.layers, batch[0]), batch[1]),
+        lambda params, batch: mean_square(stage_after_stage(params.layers, batch[0]), batch[1]),
         optimizer(),
     )
     want = alone.init(stack_stages(PARAMS))

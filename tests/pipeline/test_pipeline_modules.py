@@ -9,6 +9,7 @@ import pytest
 from grids import thinned
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import mean_square
 
 import optfn
 from optfn.distributed import copy_to, pipeline_value_and_grad, stack_stages, sum_over
@@ -84,15 +85,11 @@ def of_equinox():
     return Stages(params, lambda params, x: eqx.combine(params, static)(x), FLIPPED, True)
 
 
-def loss_fn(y, target):
-    return jnp.mean((y - target) ** 2)
-
-
 def plain_loss(params, batch):
     x, target = batch
     for w_in, w_out in zip(*params, strict=True):
         x = x + jnp.tanh(x @ w_in) @ w_out
-    return loss_fn(x, target)
+    return mean_square(x, target)
 
 
 @pytest.mark.parametrize("make", thinned([of_linen, of_nnx, of_equinox], every=3, first=1))
@@ -105,7 +102,7 @@ def test_it_trains_as_one_device_with_an_eighth_of_the_bytes(make):
     shardings = [NamedSharding(mesh, P("stage", *spec)) for spec in stages.specs]
     params = jax.device_put(params, jax.tree.structure(params).unflatten(shardings))
     value_and_grad = pipeline_value_and_grad(
-        stages.stage_fn, loss_fn, mesh=mesh, num_microbatches=2, data_axis="data",
+        stages.stage_fn, mean_square, mesh=mesh, num_microbatches=2, data_axis="data",
         param_specs=structure.unflatten(stages.specs),
     )  # fmt: skip
     tx = optfn.adam(0.01, grad_clip=optfn.clip_by_global_norm(0.5))

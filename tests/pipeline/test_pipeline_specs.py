@@ -10,6 +10,7 @@ import pytest
 from grids import thinned
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import mean_square
 
 import optfn
 from optfn.distributed import copy_to, pipeline_value_and_grad, sum_over
@@ -36,10 +37,6 @@ def divided_stage(params, x):
     return x * params["scale"] + sum_over(hidden @ params["out"], "model")
 
 
-def loss_fn(y, target):
-    return jnp.mean((y - target) ** 2)
-
-
 def mesh_of(explicit=False):
     kind = AxisType.Explicit if explicit else AxisType.Auto
     devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
@@ -50,12 +47,12 @@ def on_one_device(params, batch):
     x, target = batch
     for s in range(len(params["in"])):
         x = whole_stage(jax.tree.map(lambda w, s=s: w[s], params), x)
-    return loss_fn(x, target)
+    return mean_square(x, target)
 
 
 def make(mesh, specs=SPECS, **options):
     return pipeline_value_and_grad(
-        divided_stage, loss_fn, mesh=mesh, num_microbatches=4, data_axis="data",
+        divided_stage, mean_square, mesh=mesh, num_microbatches=4, data_axis="data",
         param_specs=specs, **options,
     )  # fmt: skip
 
@@ -184,7 +181,7 @@ def second(params, x):
 
 def unlike_on_one_device(params, batch):
     (a, b), (x, target) = params, batch
-    return loss_fn(jnp.tanh(jnp.tanh(x @ a["in"]) @ a["out"] @ b["up"] + b["bias"]), target)
+    return mean_square(jnp.tanh(jnp.tanh(x @ a["in"]) @ a["out"] @ b["up"] + b["bias"]), target)
 
 
 def placed_list(mesh):
@@ -197,7 +194,7 @@ def placed_list(mesh):
 
 def make_unlike(mesh, specs=UNLIKE_SPECS, **options):
     return pipeline_value_and_grad(
-        [first, second], loss_fn, mesh=mesh, num_microbatches=4, data_axis="data",
+        [first, second], mean_square, mesh=mesh, num_microbatches=4, data_axis="data",
         param_specs=specs, **options,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import square_error
 
 import optfn
 from optfn.distributed import data_mesh, exchange
@@ -51,10 +52,6 @@ def test_skipped_updates_and_ratios_are_those_of_numpy(window, most):
     assert any(skipped) == (most > 0)
 
 
-def loss_fn(w, x):
-    return jnp.mean((x @ w - 1.0) ** 2)
-
-
 @pytest.mark.parametrize("kind", ["one device", "a mesh", "own gradients"])
 def test_a_bad_batch_leaves_the_run_as_if_it_had_not_been_there(kind):
     batches = X.copy()
@@ -64,9 +61,12 @@ def test_a_bad_batch_leaves_the_run_as_if_it_had_not_been_there(kind):
         inner = optfn.chain(exchange(None), inner)
     options = {} if kind == "one device" else {"mesh": data_mesh()}
     tx = optfn.skip_spikes(inner, window=10)
-    state, history = optfn.minimize(loss_fn, tx, jnp.zeros(3), batches, progress=False, **options)
+    state, history = optfn.minimize(
+        square_error, tx, jnp.zeros(3), batches, progress=False, **options
+    )
     others = np.delete(batches, 20, 0)
-    want, _ = optfn.minimize(loss_fn, optfn.sgd(0.01), jnp.zeros(3), others, progress=False)
+    tx = optfn.sgd(0.01)
+    want, _ = optfn.minimize(square_error, tx, jnp.zeros(3), others, progress=False)
     np.testing.assert_allclose(state.params, want.params, rtol=1e-5)
     assert int(state.opt_state.skipped) == 1
     ratios = history["spike_ratio"]
@@ -76,15 +76,15 @@ def test_a_bad_batch_leaves_the_run_as_if_it_had_not_been_there(kind):
 
 def test_with_none_to_skip_the_ratio_is_only_recorded():
     tx = optfn.skip_spikes(optfn.adam(0.1), window=3, max_consecutive=0)
-    state, history = optfn.minimize(loss_fn, tx, jnp.zeros(3), X, progress=False)
-    want, _ = optfn.minimize(loss_fn, optfn.adam(0.1), jnp.zeros(3), X, progress=False)
+    state, history = optfn.minimize(square_error, tx, jnp.zeros(3), X, progress=False)
+    want, _ = optfn.minimize(square_error, optfn.adam(0.1), jnp.zeros(3), X, progress=False)
     np.testing.assert_array_equal(state.params, want.params)
     assert history["spike_ratio"][3:].all()
 
 
 def test_model_state_stays_where_an_update_is_skipped():
     def loss(w, count, x):
-        return loss_fn(w, x), count + 1
+        return square_error(w, x), count + 1
 
     batches = X.copy()
     batches[5] *= 1e3
@@ -97,9 +97,9 @@ def test_model_state_stays_where_an_update_is_skipped():
 
 def test_the_guard_may_be_added_in_mid_run(tmp_path):
     options = {"checkpoint": tmp_path, "progress": False}
-    optfn.minimize(loss_fn, optfn.adam(0.1), jnp.zeros(3), X[:5], **options)
+    optfn.minimize(square_error, optfn.adam(0.1), jnp.zeros(3), X[:5], **options)
     tx = optfn.skip_spikes(optfn.adam(0.1), window=3)
-    state, history = optfn.minimize(loss_fn, tx, jnp.zeros(3), X, **options)
+    state, history = optfn.minimize(square_error, tx, jnp.zeros(3), X, **options)
     assert int(state.step) == 30
     assert np.isnan(history["spike_ratio"][:5]).all() and history["spike_ratio"][8:].all()
     optfn.save_checkpoint(tmp_path, state, history)

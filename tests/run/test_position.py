@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import square_error
 
 import optfn
 from optfn.run import position
@@ -15,11 +16,7 @@ from optfn.run import position
 X = np.random.default_rng(0).normal(size=(12, 8, 3)).astype(np.float32)
 
 
-def loss_fn(w, batch):
-    return jnp.mean((batch @ w - 1.0) ** 2)
-
-
-STEP = optfn.make_train_step(loss_fn, optfn.adam(1e-2))
+STEP = optfn.make_train_step(square_error, optfn.adam(1e-2))
 
 
 def run(batches, directory=None, **options):
@@ -230,7 +227,7 @@ def test_grain_goes_on_without_reading(kind, tmp_path):
 
 def test_local_steps_read_a_batch_a_round(tmp_path):
     mesh = optfn.distributed.data_mesh()
-    step = optfn.make_train_step(loss_fn, optfn.adam(1e-2), mesh=mesh, local_steps=2)
+    step = optfn.make_train_step(square_error, optfn.adam(1e-2), mesh=mesh, local_steps=2)
     data = list(np.concatenate([X, X], axis=1)[:6])
     fit = functools.partial(optfn.fit, checkpoint=tmp_path, progress=False)
     fit(step, step.init(jnp.zeros(3)), Dataset(data), steps=4)

@@ -3,17 +3,14 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import square_error
 
 import optfn
 
 X = np.random.default_rng(0).normal(size=(10, 8, 3)).astype(np.float32)
 
 
-def loss_fn(w, batch):
-    return jnp.mean((batch @ w - 1.0) ** 2)
-
-
-STEP = optfn.make_train_step(loss_fn, optfn.adam(1e-2))
+STEP = optfn.make_train_step(square_error, optfn.adam(1e-2))
 
 
 def run(directory, batches=X, step=STEP, **options):
@@ -67,7 +64,7 @@ def test_resume_false_refuses_a_directory_with_a_checkpoint(tmp_path):
 
 def test_another_learning_rate_than_that_of_the_checkpoint_is_said_once(tmp_path):
     run(tmp_path, X[:4])
-    slow = optfn.make_train_step(loss_fn, optfn.adam(1e-4))
+    slow = optfn.make_train_step(square_error, optfn.adam(1e-4))
     words = (
         "resumes with the learning rate of its checkpoint, 0.01, and not with that of tx, 0.0001"
     )
@@ -79,7 +76,7 @@ def test_another_learning_rate_than_that_of_the_checkpoint_is_said_once(tmp_path
 
 def test_the_way_that_the_warning_names_changes_the_rate(tmp_path):
     run(tmp_path, X[:4])
-    slow = optfn.make_train_step(loss_fn, optfn.adam(1e-4))
+    slow = optfn.make_train_step(square_error, optfn.adam(1e-4))
     found, history = optfn.restore_checkpoint(tmp_path, slow.init(jnp.zeros(3)))
     optfn.save_checkpoint(tmp_path, optfn.set_learning_rate(found, 1e-4), history)
     _, history = run(tmp_path, X, slow)
@@ -87,7 +84,7 @@ def test_the_way_that_the_warning_names_changes_the_rate(tmp_path):
 
 
 def test_a_rate_that_a_schedule_drives_may_differ(tmp_path):
-    step = optfn.make_train_step(loss_fn, optfn.adam(lambda t: 0.01 / (1 + t)))
+    step = optfn.make_train_step(square_error, optfn.adam(lambda t: 0.01 / (1 + t)))
     run(tmp_path, X[:4], step)
     _, history = run(tmp_path, X, step)
     np.testing.assert_allclose(history["learning_rate"], 0.01 / (1 + np.arange(10)), rtol=1e-6)

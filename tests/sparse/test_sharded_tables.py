@@ -12,6 +12,7 @@ import pytest
 from grids import thinned
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from problems import trained
 
 import optfn
 from benchmarks import wire
@@ -54,11 +55,7 @@ def loss_fn(params, batch):
 
 
 def run(step, data, params=PARAMS):
-    state, losses = step.init(params), []
-    for batch in data:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
+    return trained(step, step.init(params), data)
 
 
 def sharded(tx, loss=loss_fn, tables="t", **options):

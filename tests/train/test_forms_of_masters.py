@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grids import thinned
+from problems import trained
 
 import optfn
 from optfn.distributed import data_mesh
@@ -37,9 +38,7 @@ def step_of(form, **options):
 
 
 def run(step, state, batches):
-    for x in batches:
-        state, _ = step(state, x)
-    return state
+    return trained(step, state, batches)[0]
 
 
 def masters(state):

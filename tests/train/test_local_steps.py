@@ -8,6 +8,7 @@ import optax
 import pytest
 import registry
 from grids import thinned
+from problems import trained
 
 import optfn
 from optfn.distributed import data_mesh, exchange, quantize, rescale_residuals
@@ -69,11 +70,7 @@ def nesterov(drift, state):
 
 
 def run(step, rounds=3, params=PARAMS, state=None):
-    state, losses = state or step.init(params), []
-    for x in X[:rounds]:
-        state, metrics = step(state, x)
-        losses.append(metrics["loss"])
-    return state, losses
+    return trained(step, state or step.init(params), X[:rounds])
 
 
 def make(tx=None, **options):
