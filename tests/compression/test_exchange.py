@@ -485,7 +485,7 @@ class Threshold:
 
 
 def test_a_compressor_of_ones_own():
-    tx = exchange({"w": Threshold(1.5), ".*": top_k(0.1)}, min_size=100)
+    tx = exchange({"w": Threshold(1.5), ".*": quantize(1)}, min_size=100)
     state, update, g = stacked(tx.init(zeros())), simulated(tx), gradients(0)
     direction, state = update(g, state)
     size = np.abs(g["w"]).mean(axis=(1, 2), keepdims=True)
@@ -594,7 +594,7 @@ def test_frozen_leaves_are_not_sent():
     }
     g = gradients(0)
     g["w"][2, 0, 0] = np.nan
-    for compressor in (top_k(0.1), None):
+    for compressor in (quantize(1), None):
         tx = exchange(compressor, param_attrs=attrs)
         state = tx.init(zeros())
         program = jax.make_jaxpr(lambda g, s, tx=tx: tx.update(g, s), axis_env=[("data", N)])
@@ -610,7 +610,7 @@ def test_frozen_leaves_are_not_sent():
 def test_frozen_leaves_in_a_training_step():
     """No collective has their size, although the step averages what no transform exchanges."""
     attrs = {"w": optfn.ParamAttr(trainable=False)}
-    tx = optfn.chain(exchange(top_k(0.1), param_attrs=attrs), optfn.adam(0.1, param_attrs=attrs))
+    tx = optfn.chain(exchange(quantize(1), param_attrs=attrs), optfn.adam(0.1, param_attrs=attrs))
     step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(N), donate=False)
     state = step.init(MODEL)
     found = lowered_collectives(step.compiled.lower(state, BATCH).as_text())
@@ -620,7 +620,7 @@ def test_frozen_leaves_in_a_training_step():
 
 
 def test_rows_are_exchanged_as_rows():
-    tx = exchange(top_k(0.1), min_size=1)
+    tx = exchange(quantize(1), min_size=1)
     params = {"t": np.zeros((8, 3), np.float32), "w": np.zeros(40, np.float32)}
     state, g = tx.init(params), normal((2, 40), 0)
 
@@ -673,7 +673,7 @@ def test_what_has_accumulated_beyond_float32():
 
 def test_warm_up():
     """Dense at first, without residual; then as if it were the first step."""
-    warm, cold = (exchange(top_k(0.1), warmup_steps=k) for k in (2, 0))
+    warm, cold = (exchange(quantize(1), warmup_steps=k) for k in (2, 0))
     state = stacked(warm.init(zeros()))
     for t in range(2):
         g = gradients(t)
@@ -851,7 +851,7 @@ def test_several_axes(compressor):
 
 
 def test_averaged_updates_and_axes_that_are_not_bound():
-    tx, g = exchange(top_k(0.1)), {"w": jnp.ones(2000)}
+    tx, g = exchange(quantize(1)), {"w": jnp.ones(2000)}
     for made in (tx, exchange()):
         with pytest.raises(ValueError, match=r"exchange: the axis 'data' is not bound"):
             made.update(g, made.init(g))
@@ -865,7 +865,7 @@ def test_averaged_updates_and_axes_that_are_not_bound():
 
 
 def test_the_residual_of_other_params():
-    tx = exchange(top_k(0.1))
+    tx = exchange(quantize(1))
     state = stacked(tx.init({"w": jnp.zeros(2000)}))
     words = r"exchange: .*'w' must have shape \(2001,\); got \(2000,\)"
     with pytest.raises(ValueError, match=words):
