@@ -17,6 +17,10 @@ def random(*seed, shape, scale=1.0):
     return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
+def normal(seed, *shape, scale=0.3):
+    return random(seed, shape=shape, scale=scale)
+
+
 def blocks():
     return [
         {

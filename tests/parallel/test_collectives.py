@@ -13,6 +13,7 @@ import pytest
 from grids import thinned
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import normal
 
 import optfn
 from optfn import collectives
@@ -104,10 +105,6 @@ def loss(params, batch):
     x = params["table"][batch[0]]
     x = scan_layers(lambda w, x: x + jnp.tanh(x @ w["in"]) @ w["out"], params["layers"], x)
     return jnp.mean((jnp.mean(x, -1) * params["scale"].sum() - batch[1]) ** 2)
-
-
-def normal(seed, *shape):
-    return np.asarray(0.3 * np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 PARAMS = {

@@ -12,16 +12,13 @@ import pytest
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from problems import normal
 
 import optfn
 from optfn.distributed import exchange, rescale_residuals, sharded, top_k
 from optfn.sparse.sharded_table import natural
 
 ROWS, WIDTH, LAYERS, EXAMPLES = 32, 16, 4, 32
-
-
-def normal(seed, *shape):
-    return np.asarray(0.3 * np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 PARAMS = {

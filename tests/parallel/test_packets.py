@@ -7,6 +7,7 @@ import pytest
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from problems import normal
 from reference_exchange import rounded
 
 import optfn
@@ -25,10 +26,6 @@ from optfn.parallel import data_parallel
 N, WIDTH, LAYERS, ROWS = 8, 64, 3, 128
 Q8, Q4 = quantize(8), quantize(4, stochastic=True)
 BOTH = {"gather": Q8, "reduce": Q4}
-
-
-def normal(seed, *shape, scale=0.3):
-    return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 PARAMS = {

@@ -12,6 +12,7 @@ import pytest
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from problems import normal
 
 import optfn
 from benchmarks import wire
@@ -26,10 +27,6 @@ CLIP = optfn.clip_by_global_norm(1.0)
 def meshes():
     devices = np.array(jax.devices()[: SLOW * FAST])
     return Mesh(devices.reshape(SLOW, FAST), AXES), Mesh(devices[:SLOW], ("slow",))
-
-
-def normal(seed, *shape, scale=0.3):
-    return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 PARAMS = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from grids import thinned
 from jax.sharding import Mesh
+from problems import normal
 
 import optfn
 from benchmarks import wire
@@ -13,10 +14,6 @@ from optfn.distributed import data_mesh, exchange, quantize, scan_layers, sharde
 from optfn.parallel import data_parallel
 
 EXAMPLES, WIDTH, LAYERS = 64, 16, 3
-
-
-def normal(seed, *shape, scale=0.3):
-    return np.asarray(scale * np.random.default_rng(seed).normal(size=shape), np.float32)
 
 
 PARAMS = {
