@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 import registry
 from flax import linen, nnx, serialization
@@ -30,11 +31,7 @@ def params_and_grads():
 
 
 def run(tx, params, grads, steps=3):
-    state = tx.init(params)
-    for _ in range(steps):
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+    return problems.steps(tx, params, [grads] * steps, apply=optax.apply_updates)[-1][1:]
 
 
 @SOME

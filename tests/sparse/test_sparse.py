@@ -1,6 +1,5 @@
 """Row-sparse gradients: equal to the dense ones, and never as large as the table."""
 
-import functools
 import re
 
 import chex
@@ -14,6 +13,7 @@ from catalogue import OPTIMIZERS
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from problems import steps
 from recorded import CASES, arrays, build, translate
 
 import optfn
@@ -338,16 +338,10 @@ def test_rows_give_the_dense_result(name):
     tx = entry.make()
     params = {"table": normal(0, ROWS, WIDTH), "w": normal(1, WIDTH, 2)}
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(dense):
-        p, state = params, tx.init(params)
-        for k in range(3):
-            g = gradients(10 + k)[dense]
-            updates, state = tx.update(g, state, p, **dict(entry.extra))
-            p = optax.apply_updates(p, updates)
-        return p, state
-
-    found, want = run(False), run(True)
+    found, want = (
+        steps(tx, params, both, apply=optax.apply_updates, **dict(entry.extra))[-1][1:]
+        for both in zip(*(gradients(10 + k) for k in range(3)), strict=True)
+    )
     if entry.quantized:  # a last bit of the gradient may turn a code
         return chex.assert_trees_all_close(found[0], want[0], rtol=0.1, atol=0.05)
     chex.assert_trees_all_close(found, want, rtol=2e-5, atol=1e-6)
