@@ -15,13 +15,12 @@ Bytes, temporaries and the floor are bytes a parameter, except of tables: MB. Ro
 
 import argparse
 import fnmatch
-import json
+import itertools
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,11 @@ from tqdm import tqdm
 import optfn
 from benchmarks import hlo, measure, targets, update
 
-KEPT = Path(__file__).with_name("compiled.json")
+KEPT = measure.Kept(
+    Path(__file__).with_suffix(".json"),
+    ("target", "tree", "rule"),
+    ("jax", "optax", "libtpu", "jax-cuda12-plugin"),
+)
 HEAD = (
     "| target | tree | rule | floor B | B/floor | temporaries B | kernels | loops | M cycles "
     "| compile s | optax: B/floor | temporaries B | kernels | M cycles |\n"
@@ -230,32 +233,12 @@ def found_rows(chosen: list[tuple[str, str, str]]) -> Iterator[measure.Row]:
                     bar.update()
 
 
-def _key(row: measure.Row) -> tuple[str, str, str]:
-    return row["target"], row["tree"], row["rule"]
-
-
-def kept() -> list[measure.Row]:
-    """Return the rows in `compiled.json`."""
-    rows: list[measure.Row] = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
-    return rows
-
-
-def versions() -> dict[str, str]:
-    """Return the versions on which a program depends."""
-    return {name: version(name) for name in ("jax", "optax", "libtpu", "jax-cuda12-plugin")}
-
-
-def keep(rows: list[measure.Row]) -> None:
-    """Write rows to `compiled.json`, in the place of those that it has of the same programs."""
-    by_key = {_key(row): row for row in (*kept(), *rows)}
-    order = [
-        (target, tree, rule)
-        for target in targets.TARGETS
-        for tree in TREES
-        for rule in rules_of(tree)
-    ]
-    found = [by_key[key] for key in order if key in by_key]
-    KEPT.write_text(json.dumps({"about": versions(), "rows": found}, indent=1) + "\n")
+def keep(row: measure.Row) -> None:
+    """Write a row to `compiled.json`, which has the rules that there are, in their order."""
+    trees = ((tree, rule) for tree in TREES for rule in rules_of(tree))
+    KEPT.keep(
+        row, [(target, *names) for target, names in itertools.product(targets.TARGETS, trees)]
+    )
 
 
 def line(row: measure.Row) -> str:
@@ -303,7 +286,7 @@ def main() -> None:
     for row in found_rows(chosen):
         tqdm.write(line(row))
         if not options.dry:
-            keep([row])
+            keep(row)
 
 
 if __name__ == "__main__":

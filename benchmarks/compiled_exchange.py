@@ -15,12 +15,10 @@ kept in `benchmarks/compiled_exchange.json`; a run of some of them replaces thes
 
 import argparse
 import fnmatch
-import json
 import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,9 @@ import optfn
 from benchmarks import hlo, measure, scale, targets
 from optfn.distributed import exchange, power_sgd, quantize, sharded, top_k
 
-KEPT = Path(__file__).with_suffix(".json")
+KEPT = measure.Kept(
+    Path(__file__).with_suffix(".json"), ("target", "model", "step"), ("jax", "libtpu")
+)
 HEAD = (
     "| target | model | step | temporaries B | over plain | HBM B | / plain | M cycles "
     "| compile s | / plain |\n|---|---|---|---|---|---|---|---|---|---|"
@@ -128,28 +128,11 @@ def prepare(target: str) -> None:
         jax.config.update("jax_num_cpu_devices", int(target.partition(":")[2]))
 
 
-def _key(row: measure.Row) -> tuple[str, str, str]:
-    return row["target"], row["model"], row["step"]
-
-
-def kept() -> dict[tuple[str, str, str], measure.Row]:
-    """Return the rows in `compiled_exchange.json`."""
-    rows = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
-    return {_key(row): row for row in rows}
-
-
-def keep(rows: dict[tuple[str, str, str], measure.Row]) -> None:
-    """Write the rows to `compiled_exchange.json`."""
-    versions = {name: version(name) for name in ("jax", "libtpu")}
-    text = json.dumps({"about": versions, "rows": [*rows.values()]}, indent=1)
-    KEPT.write_text(text + "\n")
-
-
-def line(row: measure.Row, rows: dict[tuple[str, str, str], measure.Row]) -> str:
+def line(row: measure.Row, rows: dict[tuple[str, ...], measure.Row]) -> str:
     """Return a row of the table, beside the one that it is compared with."""
     plain = rows.get((row["target"], row["model"], row["of"]), row)
     cells = [
-        *_key(row),
+        *KEPT.name(row),
         f"{row['temporaries']:.2f}", f"{row['temporaries'] - plain['temporaries']:+.2f}",
         f"{row['hbm']:.0f}", f"{row['hbm'] / plain['hbm']:.2f}",
         f"{row['cycles'] / 1e6:.2f}" if row["cycles"] else "-",
@@ -167,17 +150,17 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="keep nothing")
     options = parser.parse_args()
     print(HEAD)
-    spawn, rows = multiprocessing.get_context("spawn"), kept()
+    spawn, rows = multiprocessing.get_context("spawn"), KEPT.rows()
     for target in options.target:
         with ProcessPoolExecutor(1, spawn, prepare, (target,)) as pool:
             for model in options.model:
                 for step in STEPS:
                     if any(fnmatch.fnmatch(step, pattern) for pattern in options.only):
                         row = pool.submit(measured, target, model, step).result()
-                        rows[_key(row)] = row
+                        rows[KEPT.name(row)] = row
                         print(line(row, rows), flush=True)
                         if not options.dry:
-                            keep(rows)
+                            KEPT.keep(row)
 
 
 if __name__ == "__main__":

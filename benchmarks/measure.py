@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,34 @@ def report(
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"about": found, "rows": rows}, file, indent=1)
+
+
+class Kept(NamedTuple):
+    """A file of rows, in which a run of some programs replaces the rows of these.
+
+    key: the columns that name a program.
+    packages: those on whose versions the rows depend; the file has them.
+    """
+
+    file: Path
+    key: tuple[str, ...]
+    packages: tuple[str, ...]
+
+    def name(self, row: Row) -> tuple[str, ...]:
+        """Return the name of the program of a row."""
+        return tuple(row[column] for column in self.key)
+
+    def rows(self) -> dict[tuple[str, ...], Row]:
+        """Return the rows of the file by the names of their programs."""
+        rows = json.loads(self.file.read_text())["rows"] if self.file.exists() else []
+        return {self.name(row): row for row in rows}
+
+    def keep(self, row: Row, order: Sequence[tuple[str, ...]] = ()) -> None:
+        """Write a row in the place of that of the same program; `order` has all names, if given."""
+        rows = self.rows() | {self.name(row): row}
+        about = {name: version(name) for name in self.packages}
+        found = [rows[name] for name in order or rows if name in rows]
+        self.file.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
 
 
 class Timing(NamedTuple):

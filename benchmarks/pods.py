@@ -27,11 +27,9 @@ import fnmatch
 import json
 import math
 import multiprocessing
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +44,11 @@ from benchmarks import measure, scale, targets, wire
 from benchmarks.scale import Division
 from optfn.distributed import PipelineParams, pipeline_value_and_grad, scan_layers, sharded
 
-KEPT = Path(__file__).with_name("pods.json")
+KEPT = measure.Kept(
+    Path(__file__).with_suffix(".json"),
+    ("model", "topology", "way"),
+    ("jax", "libtpu", "jax-cuda12-plugin"),
+)
 ADAMW = optfn.adamw(1e-4, multi_precision=True, grad_clip=optfn.clip_by_global_norm(1.0))
 Keep = Callable[[jax.Array], jax.Array]
 HEAD = (
@@ -275,16 +277,6 @@ def found_rows(chosen: Sequence[tuple[str, str, str]]) -> Iterator[measure.Row]:
                 yield pool.submit(measured, *one).result()
 
 
-def keep(row: measure.Row) -> None:
-    """Write a row to `pods.json`, in the place of that of the same program."""
-    key = operator.itemgetter("model", "topology", "way")
-    old = json.loads(KEPT.read_text())["rows"] if KEPT.exists() else []
-    rows = [x for x in old if key(x) != key(row)] + [row]
-    rows.sort(key=lambda x: [str(name) for name in key(x)])
-    about = {name: version(name) for name in ("jax", "libtpu", "jax-cuda12-plugin")}
-    KEPT.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-
-
 def line(row: measure.Row) -> str:
     """Return a row of the table."""
     kinds = [f"{row[x]:,} ({row[f'{x}, asynchronous']:,})" for x in wire.FACTORS]
@@ -326,7 +318,7 @@ def main() -> None:
         print(line(row), flush=True)
         rows.append(row)
         if not options.json:
-            keep(row)
+            KEPT.keep(row)
     if options.json:
         Path(options.json).write_text(json.dumps(rows))
 

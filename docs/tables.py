@@ -137,16 +137,12 @@ def costs() -> dict[str, str]:
 
 
 def together() -> dict[str, str]:
-    """Return the rows of the features of a training step, with those that each excludes."""
+    """Return the rows of the pairs that a training step refuses; a pipeline is a value_and_grad."""
     rows = {}
-    for name, feature in pairs.FEATURES.items():
-        why = {
-            next(iter(pair - {name})): reason.why
-            for pair, reason in pairs.IMPOSSIBLE.items()
-            if name in pair
-        }
-        others = "; ".join(f"{pairs.FEATURES[k].asked}: {why[k]}" for k in why)
-        rows[feature.asked.strip("`")] = f"| {feature.asked} | {others or '–'} |"
+    for pair, reason in pairs.IMPOSSIBLE.items():
+        if "pipeline" not in pair:
+            asked = " with ".join(x.asked for name, x in pairs.FEATURES.items() if name in pair)
+            rows[asked.strip("`")] = f"| {asked} | {reason.why} |"
     return rows
 
 
@@ -157,7 +153,7 @@ def tables() -> list[tuple[str, str, dict[str, str]]]:
     return [
         ("README.md", "| optimizer | fluid class |", classes),
         ("docs/choose.md", "| update | v5e |", costs()),
-        ("docs/distributed.md", "| you ask for | cannot be combined with |", together()),
+        ("docs/distributed.md", "| what a step refuses | why |", together()),
     ]
 
 

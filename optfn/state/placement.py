@@ -179,7 +179,10 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
     meshes.check_names("axis_name", axis_name, optional=True)
     missing = [axis for axis in meshes.axes(axis_name) if axis not in mesh.shape]
     if missing:
-        raise ValueError(f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}")
+        raise ValueError(
+            f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}. Name those of "
+            "the workers: data_axis= of a training step, axis_name= elsewhere"
+        )
     return math.prod(mesh.shape[axis] for axis in meshes.axes(axis_name))
 
 

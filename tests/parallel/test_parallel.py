@@ -369,7 +369,7 @@ def test_it_trains_as_dense_momentum_does(wire):
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"no axis 'data'; its axes are \('workers',\)"):
+    with pytest.raises(ValueError, match=r"are \('workers',\)\. Name those of the workers: data_"):
         optfn.make_train_step(loss_fn, dgc(), mesh=data_mesh(2, axis_name="workers"))
     with pytest.raises(ValueError, match="at most the 8 devices; got 9"):
         data_mesh(9)

@@ -16,7 +16,6 @@ from benchmarks import __main__ as suite
 from benchmarks import (
     check,
     checkpoints,
-    compile_time,
     first_call,
     fused_adam,
     matrices,
@@ -34,7 +33,7 @@ from benchmarks import (
     update,
     wire,
 )
-from benchmarks.studies import exchange, front, soak
+from benchmarks.studies import compile_time, exchange, front, soak
 from optfn.autodiff.budget import is_effective
 from optfn.distributed import data_mesh
 

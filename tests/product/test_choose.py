@@ -1,4 +1,4 @@
-"""The numbers in docs/choose.md are those of the shapes and of the compiled programs."""
+"""The numbers in docs/choose.md and wrappers.md are those of shapes and of compiled programs."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,8 @@ from hlo import collectives
 import optfn
 
 N = 8
-PAGE = (Path(__file__).parents[2] / "docs" / "choose.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "choose.md").read_text()
 SIZE = 1 << 19  # elements, so that step counters and flags do not count
 close = pytest.approx
 
@@ -32,14 +33,33 @@ def num_bytes(tree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-OPTIMIZERS, WRAPPERS = table("An optimizer"), table("An optimizer", 1)
-
-
-@pytest.mark.parametrize("row", OPTIMIZERS + WRAPPERS, ids=lambda row: row[0])
+@pytest.mark.parametrize("row", table("An optimizer"), ids=lambda row: row[0])
 def test_bytes_of_state(row):
     tx = eval(code(row[0])[0])
     state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((512, SIZE // 512), "float32")})
     assert num_bytes(state) / SIZE == close(float(row[1]), rel=0.02, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "found"),
+    re.findall(r"^\| `(\w+\(.*?\))`.*\| (\d+ B.*) \|$", (DOCS / "wrappers.md").read_text(), re.M),
+    ids=lambda cell: cell,
+)
+def test_bytes_of_a_wrapper(call, found):
+    """Beside those of the optimizer: bytes in all, a parameter, or a group."""
+    tx, params = optfn.sgd(1e-3), {"w": jax.ShapeDtypeStruct((SIZE,), "float32")}
+    names = {"tx": tx, "every": 4, "factor": 9.0, "decay": 0.9, "rate": 0.15}
+
+    def added(**options):
+        wrapper = eval(call, vars(optfn) | names | options)
+        state = num_bytes(jax.eval_shape(wrapper.init, params))
+        return state - num_bytes(jax.eval_shape(tx.init, params)) * ("tx" in call)
+
+    if "a parameter" in found:
+        assert found == f"{added() / SIZE:.0f} B a parameter"
+    else:
+        group = f", and {added(patterns=['w']) - added(patterns=None)} B a group"
+        assert found == f"{added(patterns=None)} B" + group * ("patterns" in call)
 
 
 @pytest.mark.parametrize("row", table("A precision"), ids=lambda row: f"{row[0]} {row[1]}")

@@ -111,12 +111,17 @@ def test_the_floor_of_a_table_is_its_touched_rows():
 
 
 def test_rows_replace_those_of_the_same_programs(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "KEPT", tmp_path / "compiled.json")
-    monkeypatch.setattr(compiled, "versions", lambda: {"jax": jax.__version__})
-    row = {"target": "v5e", "tree": "matrix", "rule": "adam", "bytes": 30.0}
-    compiled.keep([row, row | {"tree": "gpt2"}])
-    compiled.keep([row | {"bytes": 28.0}])
-    assert [(x["tree"], x["bytes"]) for x in compiled.kept()] == [("matrix", 28.0), ("gpt2", 30.0)]
+    file = tmp_path / "rows.json"
+    kept = compiled.KEPT._replace(file=file, packages=("jax",))
+    monkeypatch.setattr(compiled, "KEPT", kept)
+    row = {"target": "v5e", "tree": "gpt2", "rule": "adam", "bytes": 30.0}
+    for found in (row, row | {"tree": "matrix"}, row | {"bytes": 28.0}, row | {"rule": "of old"}):
+        compiled.keep(found)
+    assert [(x["tree"], x["bytes"]) for x in kept.rows().values()] == [
+        ("matrix", 30.0),
+        ("gpt2", 28.0),
+    ]
+    assert json.loads(file.read_text())["about"] == {"jax": jax.__version__}
 
 
 ON_A_TPU = """

@@ -45,7 +45,7 @@ def sends_less(capsys, *after: dict) -> None:
     trains_on_all_devices(capsys, *after)
     exchanging = next(names for names in after if "choice" in names)
     assert set(exchanging["state"].opt_state[0].residual["layers"]) == {"w"}
-    assert "Ternary" in after[-1]
+    assert "Signs" in after[-1]
 
 
 def every_run_learns(capsys, *after: dict) -> None:

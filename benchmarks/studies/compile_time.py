@@ -1,6 +1,6 @@
 """How long is the wait at the start, for each way of training on several devices?
 
-    python -m benchmarks.compile_time [--trees resnet50 many] [--only plain DGC] [--rounds 1]
+    python -m benchmarks.studies.compile_time [--trees resnet50 many] [--only DGC] [--rounds 1]
 
 Every start of a run traces, lowers and compiles its step. The seconds of CPU that this takes are
 compared with those of the plain step, data-parallel Adam, on the same leaves: ResNet-50's 161, or
