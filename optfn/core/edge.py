@@ -44,19 +44,19 @@ def entered(
       TypeError: leaves are not numbers, or gradients are of the wrong kind.
     """
     leaves, structure = tree.flatten(updates)
-    grads = list(map(tree.as_array, leaves))
     try:
-        like = grads if params is None else structure.flatten_up_to(params)
+        like = leaves if params is None else structure.flatten_up_to(params)
     except ValueError:
         _check(name, real_only, updates, params)
         raise
-    like = list(map(tree.as_array, like))
+    grads, like = list(map(tree.as_array, leaves)), list(map(tree.as_array, like))
     dtypes = list(map(partial(_wide, real_only), grads, like))
     if None in dtypes or any(isinstance(g, OneLeaf) for g in grads):
         _check(name, real_only, updates, params)
 
     def leave(new: Updates) -> Updates:
-        return structure.unflatten(map(_narrowed, structure.flatten_up_to(new), grads, like))
+        narrow = partial(_narrowed, name, new)
+        return structure.unflatten(map(narrow, structure.flatten_up_to(new), grads, like))
 
     entering = structure.unflatten(map(_widened, grads, dtypes))
     wide = None if params is None else structure.unflatten(map(_widened, like, dtypes))
@@ -81,14 +81,15 @@ def _widened(x: Leaf, dtype: DType | None) -> Leaf:
     return numerics.cast(x, dtype) if dtype else MASKED
 
 
-def _narrowed(u: Leaf, g: Leaf, p: Leaf) -> Leaf:
-    return _frozen_update(g, p) if tree.is_masked(u) else numerics.cast(u, p.dtype)
+def _narrowed(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    fits = tree.is_array(u) and u.shape == g.shape
+    return numerics.cast(u, p.dtype) if fits else _of_untrained(name, new, u, g, p)
 
 
-def _frozen_update(g: Leaf, p: Leaf) -> Leaf:
+def _of_untrained(name: str, new: Updates, *leaf: Leaf) -> Leaf:
     from optfn.leaves import frozen
 
-    return frozen.frozen_update(g, p)
+    return frozen.untrained_update(name, new, *leaf)
 
 
 def _check(name: str, real_only: str, updates: Updates, params: Params | None, *kind: str) -> None:

@@ -72,7 +72,7 @@ def apply(
     is_traced = checks.any_traced(map(numbers_of, leaves))
     program = shared(partial(_apply_to_leaf, partial(rule, **numbers), rows), is_traced)
 
-    def apply_at(i: int, g: Leaf, *row: Leaf) -> tuple[Any, ...]:
+    def apply_at(i: int, g: Leaf, *row: Leaf) -> Any:
         if tree.is_masked(g):
             return (optax.MaskedNode(),) * (1 + len(state))
         accumulators, p = row[: len(state)], row[len(state) :]
@@ -80,8 +80,7 @@ def apply(
         if any(not tree.has_shape(x, s) for x, s in zip(accumulators, expected, strict=True)):
             raise _mismatch().shape_error(i, updates, accumulators, expected)
         at_leaf = {k: scalar_at(v, i) for k, v in arrays.items()}
-        results: tuple[Any, ...] = program(g, accumulators, p, at_leaf)
-        return results
+        return program(g, accumulators, p, at_leaf)
 
     results = list(map(apply_at, range(len(leaves)), leaves, *columns))
     trees = [structure.unflatten(r[k] for r in results) for k in range(1 + len(state))]
@@ -116,7 +115,9 @@ def _apply_to_leaf(
         result = g.apply(rule, rows, accumulators, p, scalars)
     else:
         result = rule(g, *accumulators, *p, **scalars)
-    u, *new = result if accumulators else (result,)
+    u, *new = result if isinstance(result, tuple | list) else (result,)
+    if [jnp.shape(x) for x in new] != [x.shape for x in accumulators]:
+        raise _mismatch().result_error(rule, result, accumulators)
     return u, *(cast(x, old.dtype) for x, old in zip(new, accumulators, strict=True))
 
 

@@ -4,7 +4,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from optfn.core import numerics, tree
-from optfn.core.types import Leaf
+from optfn.core.types import Leaf, Updates
+from optfn.leaves import mismatch
+
+
+def untrained_update(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+    """Return the update of a leaf that is not trained; raise if a rule returned an unfit one.
+
+    Args:
+      name: the name of the transformation.
+      new: the updates that its rule returned.
+      u: the one of them that is not an array like the gradient.
+      g: the gradient.
+      p: the parameter.
+    """
+    if not tree.is_masked(u):
+        raise mismatch.update_error(name, new, u, g)
+    return frozen_update(g, p)
 
 
 def frozen_update(g: Leaf, p: Leaf) -> Leaf:

@@ -1,7 +1,7 @@
 """Errors about leaves and states: each names the value that was passed and the one needed."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -152,9 +152,37 @@ def shape_error(
     """Return the error of accumulators of leaf i that do not have the expected shapes."""
     g, came = tree.leaves(updates)[i], [x.shape if tree.is_array(x) else None for x in accumulators]
     shape = next(a for a, b in zip(came, expected, strict=True) if a != b)
+    if shape is None:
+        return ValueError(
+            f"update: the state has no array for leaf {tree.paths(updates)[i]!r}, which was frozen "
+            "when the state was made. Make a new one by init, and load the old one into it by "
+            "load_state_dict(..., strict=False)"
+        )
     return ValueError(
         f"update: the state of leaf {tree.paths(updates)[i]!r} has shape {shape}, but its gradient "
         f"has {g.shape}: the state was made for other params"
+    )
+
+
+def update_error(name: str, new: Updates, u: Leaf, g: Leaf) -> ValueError:
+    """Return the error of a rule whose update `u`, one of `new`, does not have the shape of g."""
+    path = next((str(place) for place, x in tree.items(new) if x is u), "")
+    came = f"shape {u.shape}" if tree.is_array(u) else f"type {type(u).__name__}"
+    return ValueError(
+        f"{name}: its rule returned an update of {came} for leaf {path!r}, whose gradient has "
+        f"shape {g.shape}; an update has the shape of its gradient"
+    )
+
+
+def result_error(
+    rule: Callable[..., object], result: object, accumulators: Sequence[Leaf]
+) -> ValueError:
+    """Return the error of a rule on arrays that did not return an update and all accumulators."""
+    values = result if isinstance(result, tuple | list) else (result,)
+    came = [x.shape if tree.is_array(x) else type(x).__name__ for x in values]
+    return ValueError(
+        f"{checks.shown(getattr(rule, 'func', rule))} must return an update and accumulators of "
+        f"shapes {[x.shape for x in accumulators]}; it returned {came}"
     )
 
 

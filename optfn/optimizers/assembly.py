@@ -11,6 +11,7 @@ from optfn import core
 
 P = ParamSpec("P")
 
+COMMON = "grad_clip", "regularization", "param_attrs", "multi_precision"
 COMMON_DOC = """
     Arguments of every optimizer:
       grad_clip: a transform that clips the raw gradients, such as `clip_by_global_norm(1.0)`.
@@ -35,24 +36,24 @@ def optimizer(
     float32 or wider, and its update is rounded once, to the dtype of the parameter.
     """
     signature, name = inspect.signature(factory), factory.__name__
+    if missing := [argument for argument in COMMON if argument not in signature.parameters]:
+        raise TypeError(f"{name}: the signature of an optimizer needs {', '.join(missing)}")
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
         links = core.links_of(core.called(factory, args, kwargs))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        common = bound.arguments
         fields = {"call": (name, args, kwargs), "module": factory.__module__}
-        clip = _optional("grad_clip", common["grad_clip"], "optfn.clip_by_global_norm")
-        penalty = _optional("regularization", common["regularization"], "optfn.l2_decay")
-        if common["param_attrs"] is None and common["multi_precision"] is False:
+        clip, penalty, attrs, masters = (bound.arguments[name] for name in COMMON)
+        clip = _optional("grad_clip", clip, "optfn.clip_by_global_norm")
+        penalty = _optional("regularization", penalty, "optfn.l2_decay")
+        if attrs is None and masters is False:
             rules = [core.rule_of(tx) for tx in (clip, penalty) if tx is not None]
             return core.behind_edge(name, core.chained([*rules, *links]), **fields)
         from optfn.optimizers.options import apply_options
 
-        made = apply_options(
-            name, links, clip, penalty, common["param_attrs"], common["multi_precision"]
-        )
+        made = apply_options(name, links, clip, penalty, attrs, masters)
         return core.described(made, **fields)
 
     # Python 3.13 removes the indentation of docstrings, earlier versions don't.

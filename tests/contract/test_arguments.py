@@ -1,11 +1,16 @@
 """Bad arguments: the error names the argument, what came and what is needed."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optfn
+from optfn import core
+from optfn.optimizers.assembly import optimizer
 
 S = optfn.schedules
 D = optfn.distributed
@@ -375,3 +380,44 @@ def test_a_result_that_lacks_aux_is_described_by_its_shape():
     made = step(has_aux=True)
     with pytest.raises(TypeError, match=r"must return \(loss, aux\); got an array of shape \(\)"):
         made(made.init(W), 1.0)
+
+
+class OneMoment(NamedTuple):
+    m: Any
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (lambda g, m: (g.sum(), m), r"mine: .* update of shape \(\) for leaf 'w', .* \(4, 2\)"),
+        (lambda g, m: (g, m.sum()), r"accumulators of shapes \[\(4, 2\)\]; .*\[\(4, 2\), \(\)\]"),
+        (lambda g, m: g, r"accumulators of shapes \[\(4, 2\)\]; it returned \[\(4, 2\)\]"),
+        (lambda g, m: (g, m, m), r"it returned \[\(4, 2\), \(4, 2\), \(4, 2\)\]"),
+    ],
+)
+def test_the_results_of_a_rule_have_the_shapes_of_its_arguments(rule, words, jitted):
+    @core.transform()
+    def mine():
+        return core.accumulating(rule, OneMoment)
+
+    params, tx = {"w": np.ones((4, 2), np.float32)}, mine()
+    update = jax.jit(tx.update) if jitted else tx.update
+    with pytest.raises(ValueError, match=words):
+        update(params, tx.init(params), params)
+
+
+def test_an_optimizer_has_the_arguments_of_all():
+    with pytest.raises(TypeError, match=r"mine: .* needs param_attrs, multi_precision"):
+
+        @optimizer
+        def mine(learning_rate, *, grad_clip=None, regularization=None):
+            return []
+
+
+def test_the_state_of_a_frozen_leaf_is_no_state_for_a_trained_one():
+    params = {"w": np.ones(3, np.float32), "b": np.ones(2, np.float32)}
+    tx = optfn.scale_by_adam()
+    state = tx.init(params)._replace(mu={"w": params["w"], "b": optax.MaskedNode()})
+    with pytest.raises(ValueError, match="no array for leaf 'b', which was frozen"):
+        tx.update(params, state, params)
