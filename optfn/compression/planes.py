@@ -30,25 +30,15 @@ def _blocks(shape: tuple[int, ...], bits: int) -> tuple[int, int, int, int]:
     return rows // (planes * height), planes, height, shape[-1] if shape else 1
 
 
-def view(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
-    """Return the shape in which codes are packed: that of blocks, if no rows are left over.
-
-    Expressions in this shape have loops over rows, and no index of an entry is computed.
-    """
-    blocks = _blocks(shape, bits)
-    return blocks if math.prod(blocks) == math.prod(shape) else shape
-
-
 def _bit_offsets(bits: int) -> np.ndarray:
     return np.arange(0, 32, bits, dtype=np.uint32)[:, None, None]
 
 
-def pack_codes(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
+def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
     """Return the words of codes, uint32 (words,).
 
     Args:
-      codes: uint32, below 2^bits, in the view of `shape`.
-      shape: the shape of the array whose entries they are.
+      codes: uint32, below 2^bits, of any shape.
       bits: 8, 4, 2 or 1.
     """
 
@@ -56,26 +46,26 @@ def pack_codes(codes: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array
         shifted = blocks << _bit_offsets(bits)
         return lax.reduce(shifted, np.uint32(0), lax.bitwise_or, (1,)).reshape(-1)
 
-    blocks = _blocks(shape, bits)
-    if view(shape, bits) == blocks:
+    _, planes, _, columns = blocks = _blocks(codes.shape, bits)
+    if codes.size == math.prod(blocks):
         return words(codes.reshape(blocks))
-    end, (_, planes, _, columns) = math.prod(blocks[:3]), blocks
-    rows = codes.reshape(-1, columns)
+    rows, end = codes.reshape(-1, columns), math.prod(blocks[:3])
     last = rows[end:].reshape(-1)
     last = jnp.pad(last, (0, -last.size % planes)).reshape(1, planes, 1, -1)
     return jnp.concatenate([words(rows[:end].reshape(blocks)), words(last)])
 
 
 def unpack_codes(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Array:
-    """Return the codes that `pack_codes` packed, in the view of this shape."""
+    """Return the codes of this shape that `pack_codes` packed."""
     blocks, _, height, columns = _blocks(shape, bits)
+    end, size = blocks * height * columns, math.prod(shape)
 
     def codes(words: jax.Array, *shape: int) -> jax.Array:
         return (words.reshape(shape) >> _bit_offsets(bits)) & np.uint32((1 << bits) - 1)
 
-    end, in_view = blocks * height * columns, view(shape, bits)
     rows = codes(words[:end], blocks, 1, height, columns)
-    if in_view == rows.shape:
-        return rows
-    last = codes(words[end:], 1, 1, 1, -1).reshape(-1)[: math.prod(shape) - rows.size]
-    return jnp.concatenate([rows.reshape(-1), last]).reshape(shape)
+    if rows.size < size:
+        last = codes(words[end:], 1, 1, 1, -1).reshape(-1)[: size - rows.size]
+        # Joined row by row, which tells a compiler once a row, not once an entry, what it reads.
+        rows = jnp.concatenate([x.reshape(-1, columns) for x in (rows, last)])
+    return rows.reshape(shape)

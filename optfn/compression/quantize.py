@@ -41,35 +41,27 @@ class Quantize(ShownAsCall):
         scales = self.format.scales(x, chunks)
         if self.stochastic:
             # The sum of all bits makes the hash different for each leaf and worker.
-            total = jnp.sum(chunks.sum(lax.bitcast_convert_type(x, jnp.uint32)), dtype=jnp.uint32)
-            seed = random_bits((), state + total)
+            sums = chunks.map(lambda x, chunks: chunks.sum(_bits(x)), x)
+            seed = random_bits((), state + jnp.sum(sums, dtype=jnp.uint32))
             noise, state = random_bits(x.shape, seed), state + 1
-        view = planes.view(x.shape, self.bits)
-        noise = None if noise is None else noise.reshape(view)
-        codes = self.format.encode(x.reshape(view), chunks.spread(scales, view), noise)
-        words = planes.pack_codes(codes, x.shape, self.bits)
-        return jnp.concatenate([lax.bitcast_convert_type(scales, jnp.uint32), words]), state
+        codes = self.format.encode(x, chunks.spread(scales), noise)
+        return jnp.concatenate([_bits(scales), planes.pack_codes(codes, self.bits)]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, with the values that the codes stand for."""
-        return self._values(packet, shape).reshape(shape)
-
-    def add_to(self, total: jax.Array, packet: jax.Array, scale: float | jax.Array) -> jax.Array:
-        """Return total + scale·decode(packet)."""
-        values = self._values(packet, total.shape)
-        return (total.reshape(values.shape) + scale * values).reshape(total.shape)
-
-    def _values(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Return the values of the codes, in the view of their planes."""
         chunks = RowChunks(shape, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.flat.count], jnp.float32)
         codes = planes.unpack_codes(packet[chunks.flat.count :], shape, self.bits)
-        return self.format.decode(codes, chunks.spread(scales, codes.shape))
+        return self.format.decode(codes, chunks.spread(scales))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""
         words = planes.num_code_words(math.prod(shape), self.bits)
         return 4 * (RowChunks(shape, self.chunk).flat.count + words)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 @showing_call

@@ -112,33 +112,46 @@ class RowChunks:
         size = math.prod(self.shape)
         return chunks_of(size, self.chunk).length // self.shape[-1] if size and self.shape else 0
 
+    def map(self, fn: Callable[[jax.Array, "RowChunks"], jax.Array], x: jax.Array) -> jax.Array:
+        """Return fn(x, chunks), a number for each chunk, (count,).
+
+        A program for a CPU, to which all views of x are one array, gets chunks of one row each, and
+        a shorter last one by itself. So does every program if no chunk has several rows.
+        """
+
+        def of_each(x: jax.Array) -> jax.Array:
+            flat, length = x.reshape(-1), self.flat.length
+            end = flat.size // length * length
+            views = flat[:end].reshape(-1, length), flat[end:].reshape(1, -1)
+            found = [fn(view, RowChunks(view.shape, length)) for view in views if view.size]
+            return jnp.concatenate(found) if len(found) > 1 else found[0]
+
+        if self.rows < 2:
+            return of_each(x) if x.size else jnp.zeros(0, jnp.float32)
+        result: jax.Array = xla.on_cpu(of_each, lambda x: fn(x, self), x)
+        return result
+
     def sum(self, x: jax.Array) -> jax.Array:
-        """Return the sum of each chunk, (count,), in the dtype of x."""
+        """Return the sum of each chunk, (count,), in the dtype of x; see `map`."""
         return self._reduced(x, jnp.add, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
-        """Return the largest of each chunk, (count,), of x ≥ 0."""
+        """Return the largest of each chunk, (count,), of x ≥ 0; see `map`."""
         return self._reduced(x, jnp.maximum, jnp.max)
 
     def _reduced(self, x: jax.Array, *reduction: Callable[..., jax.Array]) -> jax.Array:
-        if not self.rows:
-            return self.flat.map(lambda rows: xla.reduced_rows(rows, *reduction), x.reshape(-1))
         of_rows = xla.reduced_rows(x, *reduction).reshape(-1)
         if self.rows == 1:
             return of_rows
         of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
         return reduction[1](of_rows.reshape(-1, self.rows), axis=1)
 
-    def spread(self, per_chunk: jax.Array, view: tuple[int, ...] | None = None) -> jax.Array:
-        """Repeat a number per chunk for each of its elements, in a shape that broadcasts.
-
-        `view` is another shape of the leaf with the same rows.
-        """
-        shape = self.shape if view is None else view
+    def spread(self, per_chunk: jax.Array) -> jax.Array:
+        """Repeat a number per chunk for each of its elements, in a shape that broadcasts."""
         if not self.rows:
-            return self.flat.spread(per_chunk).reshape(shape)
+            return self.flat.spread(per_chunk).reshape(self.shape)
         rows = math.prod(self.shape[:-1])
-        return Chunks(rows, self.rows).spread(per_chunk).reshape(*shape[:-1], 1)
+        return Chunks(rows, self.rows).spread(per_chunk).reshape(*self.shape[:-1], 1)
 
 
 @dataclasses.dataclass(frozen=True)

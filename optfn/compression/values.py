@@ -41,8 +41,9 @@ class ValueFormat(NamedTuple):
 
     def scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
         """Return the scale of each chunk of x, (count,); shape (0,) if there are none."""
-        if not self.has_scale:
-            return jnp.zeros(0, jnp.float32)
+        return chunks.map(self._scales, x) if self.has_scale else jnp.zeros(0, jnp.float32)
+
+    def _scales(self, x: jax.Array, chunks: RowChunks) -> jax.Array:
         counts = chunks.flat.lengths.astype(np.float32)
         if self.bits == 1 and not self.is_stochastic:
             return quotient(chunks.sum(jnp.abs(x)), counts)

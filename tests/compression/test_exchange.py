@@ -244,7 +244,7 @@ def test_a_program_has_no_constant_of_the_size_of_a_packet(chunk):
     assert len(program.as_text()) < x.size
 
 
-def test_the_rows_of_chunks():
+def test_the_rows_of_chunks(expressions):
     chunks = Chunks(10, 4)
     assert (chunks.count, chunks.last_length) == (3, 2)
     rows = chunks.map(lambda rows: rows, jnp.arange(10), fill=-1)
@@ -258,6 +258,11 @@ def test_the_rows_of_chunks():
     assert lengths == [70, 14, 7, 6]
     assert RowChunks((10, 7), 20).sum(jnp.ones((10, 7))).tolist() == [14] * 5
     assert RowChunks((3, 7), 20).max(jnp.arange(21.0).reshape(3, 7)).tolist() == [13, 20]
+    # `map` gives the same of all views: several rows, one, or a piece of one.
+    for chunk, largest in ((20, [13, 20]), (7, [6, 13, 20]), (5, [4, 9, 14, 19, 20])):
+        chunks = RowChunks((3, 7), chunk)
+        found = chunks.map(lambda x, chunks: chunks.max(x), jnp.arange(21.0).reshape(3, 7))
+        assert found.tolist() == largest
     assert Segments((10, 30), 4096).arrays == [Chunks(10, 30), Chunks(30, 30)]
     assert Segments((10, 30)).num_per_array == [1, 1] and Segments((10, 30), 4).num_per_array == [
         3,
