@@ -139,9 +139,12 @@ def checked_axes(names: Axes) -> Axes:
 
 def all_gather(x: jax.Array, names: Axes) -> jax.Array:
     """Return the x of every worker, (N, *shape), the same array on all workers."""
-    if checked_axes(names):
-        return collectives.gather_along(vary(x, names)[None], names, 0, to="invarying")
-    return collectives.gather_along(x[None], names, 0)
+    checked = checked_axes(names)
+    # Of flat arrays a TPU makes a flat one, without padding that a copy would have to take out.
+    rows = vary(x if x.ndim else x[None], checked)
+    to = "invarying" if checked else "varying"
+    gathered = collectives.gather_along(rows, names, 0, to=to)
+    return gathered.reshape(axis_size(names), *x.shape)
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:

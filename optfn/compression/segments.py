@@ -133,18 +133,18 @@ class RowChunks:
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of each chunk, (count,), in the dtype of x; see `map`."""
-        return self._reduced(x, jnp.add, partial(jnp.sum, dtype=x.dtype))
+        return self._reduced(x, partial(jnp.sum, dtype=x.dtype))
 
     def max(self, x: jax.Array) -> jax.Array:
         """Return the largest of each chunk, (count,), of x ≥ 0; see `map`."""
-        return self._reduced(x, jnp.maximum, jnp.max)
+        return self._reduced(x, jnp.max)
 
-    def _reduced(self, x: jax.Array, *reduction: Callable[..., jax.Array]) -> jax.Array:
-        of_rows = xla.reduced_rows(x, *reduction).reshape(-1)
+    def _reduced(self, x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+        of_rows = xla.reduced_rows(x, of_axis).reshape(-1)
         if self.rows == 1:
             return of_rows
         of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
-        return reduction[1](of_rows.reshape(-1, self.rows), axis=1)
+        return of_axis(of_rows.reshape(-1, self.rows), axis=1)
 
     def spread(self, per_chunk: jax.Array) -> jax.Array:
         """Repeat a number per chunk for each of its elements, in a shape that broadcasts."""

@@ -75,22 +75,19 @@ def quotient(x: jax.Array, divisor: Any) -> jax.Array:
     return ratio
 
 
-def reduced_rows(
-    x: jax.Array, of_two: Callable[..., jax.Array], of_row: Callable[..., jax.Array]
-) -> jax.Array:
-    """Return the sum or the maximum of each row of x, (…).
+def reduced_rows(x: jax.Array, of_axis: Callable[..., jax.Array]) -> jax.Array:
+    """Return the sum or the maximum of each row of x, (…), by `jnp.sum` or `jnp.max`.
 
     XLA on CPU does not vectorize a floating-point reduction along a row, and writes x to memory for
     it, so eighths of the row are first combined with each other.
     """
-    plain = functools.partial(of_row, axis=-1)
 
     def by_eighths(x: jax.Array) -> jax.Array:
         for _ in range(2 if x.shape[-1] % 64 == 0 else 0):
-            x = functools.reduce(of_two, jnp.split(x, 8, axis=-1))
-        return plain(x)
+            x = of_axis(x.reshape(*x.shape[:-1], 8, -1), axis=-2)
+        return of_axis(x, axis=-1)
 
-    reduced: jax.Array = on_cpu(by_eighths, plain, x)
+    reduced: jax.Array = on_cpu(by_eighths, functools.partial(of_axis, axis=-1), x)
     return reduced
 
 
