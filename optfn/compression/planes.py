@@ -66,6 +66,6 @@ def unpack_codes(words: jax.Array, shape: tuple[int, ...], bits: int) -> jax.Arr
     rows = codes(words[:end], blocks, 1, height, columns)
     if rows.size < size:
         last = codes(words[end:], 1, 1, 1, -1).reshape(-1)[: size - rows.size]
-        # Joined row by row, which tells a compiler once a row, not once an entry, what it reads.
+        # Joined row by row, a compiler chooses between the two once a row, and not once an entry.
         rows = jnp.concatenate([x.reshape(-1, columns) for x in (rows, last)])
     return rows.reshape(shape)

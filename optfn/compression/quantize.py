@@ -41,11 +41,11 @@ class Quantize(ShownAsCall):
         scales = self.format.scales(x, chunks)
         if self.stochastic:
             # The sum of all bits makes the hash different for each leaf and worker.
-            sums = chunks.map(lambda x, chunks: chunks.sum(_bits(x)), x)
+            sums = chunks.map(lambda x, chunks: chunks.sum(_words_of(x)), x)
             seed = random_bits((), state + jnp.sum(sums, dtype=jnp.uint32))
             noise, state = random_bits(x.shape, seed), state + 1
         codes = self.format.encode(x, chunks.spread(scales), noise)
-        return jnp.concatenate([_bits(scales), planes.pack_codes(codes, self.bits)]), state
+        return jnp.concatenate([_words_of(scales), planes.pack_codes(codes, self.bits)]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Return the leaf, with the values that the codes stand for."""
@@ -60,7 +60,7 @@ class Quantize(ShownAsCall):
         return 4 * (RowChunks(shape, self.chunk).flat.count + words)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _words_of(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
