@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,6 +23,7 @@ from optfn import collectives
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
+from optfn.jaxprs.equations import Equations, bindings, called_jaxpr, read
 from optfn.leaves import xla
 from optfn.mesh import Axes, joined, mapped, pmean, restricted, without
 from optfn.parallel.layout import Division, Layout, is_spec
@@ -290,8 +292,8 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
     Use it in the loss for `make_train_step(..., shard="params")`, so that a device never holds all
     layers at once: the layers are gathered one at a time, in the forward pass and again in the
     backward pass. A device then keeps its shard of all layers, one whole layer, and x after each
-    layer; activations inside a layer are recomputed in the backward pass. Otherwise this is
-    `jax.lax.scan`.
+    layer; activations inside a layer are recomputed in the backward pass, so that a
+    `jax.checkpoint` around fn changes nothing. Otherwise this is `jax.lax.scan`.
 
     Args:
       fn: a function (params of one layer, x) -> x.
@@ -326,11 +328,28 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
     def body(x: PyTree, shards: list[jax.Array]) -> tuple[PyTree, None]:
         pairs = zip(shards, found, strict=True)
         layer = [shard if known is None else known.layer(shard) for shard, known in pairs]
-        return fn(jax.tree.unflatten(structure, layer), x), None
+        return apply(jax.tree.unflatten(structure, layer), x), None
 
+    apply = fn
     if any(x is not None for x in found):
+        apply = functools.partial(_without_checkpoint, fn)
         body = jax.checkpoint(body, prevent_cse=False)
     return lax.scan(body, x, shards)[0]
+
+
+def _without_checkpoint(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
+    """Return fn(layer, x), without a `jax.checkpoint` around fn, whose layer is recomputed anyway.
+
+    It would keep the arguments of fn together: all gathers would end before the first product.
+    """
+    program = Equations(fn, layer, x)
+    if [equation.primitive.name for equation in program.equations] != ["remat2"]:
+        return fn(layer, x)
+    (equation,) = program.equations
+    inside = jex.jaxpr_as_fun(jex.ClosedJaxpr(called_jaxpr(equation), ()))
+    given = bindings(program.inputs, jax.tree.leaves((layer, x)))
+    values = program.run([equation], given, {id(equation): inside})
+    return jax.tree.unflatten(program.structure, read(values, program.outputs))
 
 
 def _unmarked(stacked: PyTree) -> PyTree:

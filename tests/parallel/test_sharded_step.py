@@ -297,6 +297,30 @@ def test_layers_are_gathered_one_at_a_time():
     assert gathers and not any(f"[{LAYERS},{WIDTH},{WIDTH}]" in g for g in gathers)
 
 
+def program_of_layers(fn):
+    """Return the text of a step whose layers are `fn`."""
+
+    def loss(params, x):
+        return jnp.mean((scan_layers(fn, params["layers"], x) @ params["head"]) ** 2)
+
+    step = optfn.make_train_step(loss, optfn.adam(0.01), mesh=data_mesh(N), shard="params")
+    return step.lower(stacked_params(), STACKED_X[0]).as_text()
+
+
+@pytest.mark.parametrize("wrapped", [jax.checkpoint, lambda fn: jax.jit(jax.checkpoint(fn))])
+def test_a_checkpoint_around_a_layer_changes_nothing(wrapped):
+    """Its barrier would hold products back until all of the layer is gathered."""
+    assert program_of_layers(wrapped(layer)) == program_of_layers(layer)
+
+
+def test_a_checkpoint_around_a_part_of_a_layer_stays():
+    def layer_of_parts(params, x):
+        return 2 * jax.checkpoint(layer)(params, x)
+
+    barriers = [program_of_layers(fn).count("_barrier") for fn in (layer, layer_of_parts)]
+    assert barriers == [1, 3]
+
+
 # Meshes of several axes.
 
 
