@@ -31,7 +31,8 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.-]+) = (.*)$")
 _CALLED = re.compile(
-    r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)"
+    r"(?:body|condition|to_apply|calls|called_computations|true_computation|false_computation)="
+    r"\{?%?([\w.-]+)"
 )
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")

@@ -99,15 +99,10 @@ def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Colle
         ends = any("AsyncCollectiveDone" in y for y in around)
         if not is_async and (ends or name.startswith("async_collective")):
             return
-        group, size = _group(x.attributes), _bytes(x.shape)
+        with_operands = start and (kind != "all-reduce" or x.shape.startswith("(("))
+        group, size = _group(x.attributes), _bytes(_results(x.shape) if with_operands else x.shape)
         if "all-reduce-scatter" in name:  # a TPU's reduce-scatter
             kind, size = "reduce-scatter", size / len(group)
-        elif start and kind == "all-gather":  # operands, then results
-            size *= len(group) / (len(group) + 1)
-        elif start and kind == "reduce-scatter":
-            size /= len(group) + 1
-        elif start and kind == "collective-permute":
-            size /= 2
         yield Collective(kind, times * size, group, times, is_async)
 
     def found_in(name: str, times: int) -> Iterator[Collective]:
@@ -117,7 +112,7 @@ def of_text(text: str, rounds: int = 1, branch: int | None = None) -> list[Colle
                 continue
             trips = program.trips(x) or rounds
             found = [list(found_in(called, times * trips)) for called in x.called]
-            if x.opcode == "async-start":
+            if x.opcode in ("async-start", "custom-call-start"):  # the second on a sparse core
                 found = [[y._replace(is_async=True) for y in some] for some in found]
             if branch is not None and len(found) > 2:
                 found = [found[branch]]
@@ -168,6 +163,16 @@ def _connected(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
             ends = set(map(int, pair))
             found |= ends if ends & found else set()
     return tuple(sorted(found))
+
+
+def _results(shape: str) -> str:
+    """Return the second entry of a tuple: a start gives (operands, results, …)."""
+    depth, commas = 0, []
+    for i, character in enumerate(shape):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 1:
+            commas.append(i)
+    return shape[slice(*[*commas, len(shape)][:2])]
 
 
 def _bytes(shapes: str) -> float:

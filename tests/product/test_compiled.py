@@ -189,6 +189,54 @@ ENTRY %main (p: f32[2], q: f32[8]) -> f32[8] {
 """
 
 
+WITH_OPERANDS = """
+ENTRY %main (p: f32[8], q: f32[16]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  %q = f32[16]{0} parameter(1)
+  %a = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%p), replica_groups={{0,1,2,3}}, to_apply=%add
+  %b = ((f32[8]{0}, f32[16]{0}), (f32[2]{0}, f32[4]{0})) reduce-scatter-start(%p, %q), replica_groups={{0,1,2,3}}
+  %c = ((f32[8]{0}), f32[8]{0}) all-to-all-start(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+  %d = (f32[8]{0:T(256)}, f32[8]{0:T(256)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %e = ((f32[8]{0}, f32[16]{0}), (f32[32]{0}, f32[64]{0})) all-gather-start(%p, %q), replica_groups={{0,1,2,3}}
+  %f = (f32[8]{0}, f32[16]{0}) all-reduce-start(%p, %q), replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %r = f32[8]{0} all-reduce-done(%a)
+}
+"""  # noqa: E501
+
+
+def test_a_start_counts_what_it_gives_and_not_its_operands():
+    found = wire.of_text(WITH_OPERANDS)
+    assert all(x.is_async for x in found)
+    assert [(x.kind, x.size) for x in found] == [
+        ("all-reduce", 8 * 4),
+        ("reduce-scatter", (2 + 4) * 4),
+        ("all-to-all", 8 * 4),
+        ("collective-permute", 8 * 4),
+        ("all-gather", (32 + 64) * 4),
+        ("all-reduce", (8 + 16) * 4),
+    ]
+
+
+ON_A_SPARSE_CORE = """
+%called.1 (x: bf16[2,128]) -> bf16[8,128] {
+  %x = bf16[2,128]{1,0} parameter(0)
+  ROOT %g = bf16[8,128]{1,0} all-gather(%x), channel_id=4, replica_groups={{0,1,2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+ENTRY %main (q: bf16[2,128]) -> bf16[8,128] {
+  %q = bf16[2,128]{1,0} parameter(0)
+  %s = ((), (), (s32[8192]{0}, s32[51]{0:S(11)})) custom-call-start(), async_execution_thread="sparsecore", custom_call_target="call", called_computations={%called.1}
+  %u = ((bf16[2,128]{1,0}), bf16[8,128]{1,0}, (s32[8192]{0})) custom-call-update(%s, %q)
+  ROOT %d = bf16[8,128]{1,0} custom-call-done(%u)
+}
+"""  # noqa: E501
+
+
+def test_collectives_of_a_sparse_core():
+    expected = wire.Collective("all-gather", 8 * 128 * 2, (0, 1, 2, 3), 1, is_async=True)
+    assert wire.of_text(ON_A_SPARSE_CORE) == [expected]
+
+
 def test_collectives_of_a_gpu():
     found = {x.kind: x for x in wire.of_text(ON_A_GPU)}
     assert {kind: x.size for kind, x in found.items()} == {
