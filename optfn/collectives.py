@@ -1,5 +1,8 @@
 """Gathers and scatters over mesh axes, one axis after the other, along the torus of a TPU.
 
+A scatter goes over the last axis first, and a gather over the first one: the outer axes of a mesh
+have the slower links, and they then send the smaller arrays.
+
 XLA for TPUs compiles a reduce-scatter over several dimensions of the torus of chips as an
 all-reduce of the whole array, and an all-gather over three. Over fewer each of them is native. One
 after the other they send the same bytes: a scatter divides along the outermost dimension first, and
@@ -58,8 +61,13 @@ def gather_along(
       to: whether JAX, where it tracks this, is told that the result is the same on all devices:
         "invarying" or "varying".
     """
-    for axis, groups in reversed(phases(names, _GATHERED)):
-        x = lax.all_gather(x, axis, axis=dimension, tiled=True, axis_index_groups=groups, to=to)
+    for i, name in enumerate(names):
+        parts, along = _in_parts(x, names[:i], dimension)
+        for axis, groups in reversed(phases(name, _GATHERED)):
+            parts = lax.all_gather(
+                parts, axis, axis=along, tiled=True, axis_index_groups=groups, to=to
+            )
+        x = lax.collapse(parts, dimension, along + 1)
     return x
 
 
@@ -71,22 +79,36 @@ def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.
       names: the mesh axes.
       dimension: a dimension of x that the number of devices divides.
     """
-    for axis, groups in phases(names, _SCATTERED):
-        x = lax.psum_scatter(
-            x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
-        )
+    for i, name in reversed(list(enumerate(names))):
+        parts, along = _in_parts(x, names[:i], dimension)
+        for axis, groups in phases(name, _SCATTERED):
+            parts = lax.psum_scatter(
+                parts, axis, scatter_dimension=along, tiled=True, axis_index_groups=groups
+            )
+        x = lax.collapse(parts, dimension, along + 1)
     return x
 
 
-def phases(names: Sequence[Hashable], most: int) -> list[PhaseOfCollective]:
-    """Return the phases of a scatter over some axes; those of a gather are in reversed order.
+def _in_parts(x: jax.Array, outer: Sequence[Hashable], dimension: int) -> tuple[jax.Array, int]:
+    """Return an array with a dimension in a part for each device along the outer axes.
+
+    The second result is the dimension inside of a part.
+    """
+    if not outer:
+        return x, dimension
+    count = math.prod(lax.axis_size(name) for name in outer)
+    before, size, after = x.shape[:dimension], x.shape[dimension], x.shape[dimension + 1 :]
+    return x.reshape(*before, count, size // count, *after), dimension + 1
+
+
+def phases(axis: Hashable, most: int) -> list[PhaseOfCollective]:
+    """Return the phases of a scatter over an axis; those of a gather are in reversed order.
 
     Args:
-      names: the mesh axes.
+      axis: the mesh axis.
       most: the number of dimensions of a torus that one phase may have.
     """
-    mesh = _mesh.get()
-    return [phase for axis in names for phase in _phases_along(axis, mesh, most)]
+    return _phases_along(axis, _mesh.get(), most)
 
 
 @functools.lru_cache

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from problems import normal
 
 import optfn
+from benchmarks import wire
 from optfn import collectives
 from optfn import mesh as meshes
 from optfn.distributed import exchange, quantize, scan_layers, sharded
@@ -81,7 +82,7 @@ def test_phases_give_what_one_collective_gives(in_phases, shape, explicit, gathe
     def run(x):
         scattered = collectives.sum_scatter(x[0], names, 1)
         gathered = meshes.all_gather(x[0], meshes.Axes(names))
-        counts = [len(collectives.phases(names, most)) for most in (1, 2)]
+        counts = [sum(len(collectives.phases(a, most)) for a in names) for most in (1, 2)]
         back = collectives.gather_along(scattered, names, 1)
         return scattered, gathered[None], back[None], jnp.array([counts])
 
@@ -96,9 +97,28 @@ def test_phases_give_what_one_collective_gives(in_phases, shape, explicit, gathe
 
 
 def test_where_no_step_is_traced_an_axis_is_one_phase(in_phases):
-    assert collectives.phases(("a", "b"), 1) == [("a", None), ("b", None)]
+    assert collectives.phases("a", 1) == [("a", None)]
     out = jax.pmap(lambda x: meshes.all_gather(x, meshes.Axes(("i",))), "i")(jnp.arange(8.0))
     np.testing.assert_array_equal(out, np.tile(np.arange(8.0), (8, 1)))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (2, 2, 2)])
+def test_the_outer_axes_are_sent_what_the_inner_ones_have_divided(shape):
+    """In rings, of M bytes: M(n - 1)/n along the last axis, of n, and from it outwards of M/n."""
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
+
+    def run(x):
+        scattered = collectives.sum_scatter(x[0], names, 1)
+        return collectives.gather_along(2 * scattered, names, 1)[None]
+
+    x = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32, sharding=NamedSharding(mesh, P(names)))
+    program = jax.jit(meshes.mapped(run, mesh, names, P(names), P(names))).lower(x).compile()
+    expected, size = {}, 4 * 64 * 4
+    for name, n in zip(reversed(names), reversed(shape), strict=True):
+        expected[name,] = 2 * size * (n - 1) / n
+        size /= n
+    assert wire.bytes_by_axes(program, mesh) == expected
 
 
 def loss(params, batch):
