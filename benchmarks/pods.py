@@ -6,7 +6,8 @@
 The compilers are those of `make compiled`. Each way of dividing a model is lowered by
 `TrainStep.lower` for a topology of chips, and compiled. Beside our ways is GSPMD's: the same loss
 and optimizer under `jax.jit`, with params, state and batch divided as in FSDP, and activations
-constrained to the batch's division.
+constrained to the batch's division. "Sparse cores" are the same programs, compiled with the options
+that leave gathers and scatters to the sparse cores of v5p and v6e.
 
 * "small" is the stack of layers of `benchmarks.scale`, 8.4 M parameters, adam.
 * "7B" and "70B" are Llama 2 in bfloat16 with float32 masters, adamw, clipping by the global norm,
@@ -57,9 +58,18 @@ HEAD = (
     "| B sent a MFLOP | compile s |\n" + "|---" * 15 + "|"
 )
 TOPOLOGIES = {
-    "small": ("v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8"),
+    "small": (
+        "v5e:4x4", "v5e:8x8", "v5e:16x16", "v6e:16x16", "v5p:4x4x4", "v5p:8x8x8", "1x8x1", "8x8x1",
+    ),
     "7B": ("v5e:16x16",),
     "70B": ("v5p:8x8x8",),
+}  # fmt: skip
+# The ending of a way whose gathers and scatters are left to the sparse cores of v5p and v6e.
+SPARSE = ", sparse cores"
+ON_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
 }
 
 
@@ -207,6 +217,7 @@ def gspmd(division: Division, mesh: Mesh, keeps: bool) -> jax.stages.Lowered:
 
 def lowered(model: str, way: str, chips: Sequence[Any]) -> jax.stages.Lowered:
     """Return a step lowered for some chips."""
+    way = way.removesuffix(SPARSE)
     if way == "GSPMD":
         division = divisions(model)["FSDP"]
         return gspmd(division, division.mesh(chips), keeps=model in LLAMAS)
@@ -220,12 +231,13 @@ def measured(model: str, topology: str, way: str) -> measure.Row:
     """Return the row of a way of dividing a model over the chips of a topology."""
     chips = targets.devices(target_of(topology))
     start = time.process_time()
-    program = lowered(model, way, chips).compile()
+    options = ON_SPARSE_CORES if way.endswith(SPARSE) else None
+    program = lowered(model, way, chips).compile(options)
     seconds = time.process_time() - start
     found, memory = wire.collectives(program), program.memory_analysis()
     found = [x if x.devices else x._replace(devices=tuple(range(len(chips)))) for x in found]
     sent = sum(x.sent for x in found)
-    division = divisions(model).get(way)
+    division = divisions(model).get(way.removesuffix(SPARSE))
     row: measure.Row = {
         "model": model, "topology": topology, "way": way, "chips": len(chips),
         "kept": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
@@ -257,6 +269,12 @@ def is_whole(x: wire.Collective, model: str, group: int) -> bool:
     smallest = min(math.prod(shape) for shape in shapes if len(shape) > 1 and min(shape) > 256)
     inside = len({device // group for device in x.devices}) < len(x.devices)
     return x.kind == "all-reduce" and inside and x.size / x.times >= 2 * smallest
+
+
+def ways(model: str, topology: str) -> list[str]:
+    """Return the names of the ways to compile a model for a topology."""
+    sparse = ["FSDP" + SPARSE, "GSPMD" + SPARSE] if topology.startswith(("v5p", "v6e")) else []
+    return [*divisions(model), "GSPMD", *sparse]
 
 
 def target_of(topology: str) -> targets.Target:
@@ -308,7 +326,7 @@ def main() -> None:
         (model, topology, way)
         for model in options.model
         for topology in TOPOLOGIES[model]
-        for way in (*divisions(model), "GSPMD")
+        for way in ways(model, topology)
         if any(fnmatch.fnmatch(topology, pattern) for pattern in options.topology)
         and any(fnmatch.fnmatch(way, pattern) for pattern in options.only)
     ]

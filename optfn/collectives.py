@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
@@ -81,12 +82,31 @@ def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.
     """
     for i, name in reversed(list(enumerate(names))):
         parts, along = _in_parts(x, names[:i], dimension)
-        for axis, groups in phases(name, _SCATTERED):
-            parts = lax.psum_scatter(
-                parts, axis, scatter_dimension=along, tiled=True, axis_index_groups=groups
-            )
+        for number, phase in enumerate(phases(name, _SCATTERED)):
+            is_minor = along == parts.ndim - 1
+            scattered = _scattered_minor if number and is_minor else _scattered
+            parts = scattered(parts, phase, along)
         x = lax.collapse(parts, dimension, along + 1)
     return x
+
+
+def _scattered(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+    axis, groups = phase
+    return lax.psum_scatter(
+        x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
+    )
+
+
+def _scattered_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+    """Return `_scattered` along the last dimension, with the slices one behind the other.
+
+    Of slices side by side XLA for TPUs makes an all-reduce, if the columns of x stay its minor
+    dimension, and it may not move them: so of the rows of an embedding.
+    """
+    axis, groups = phase
+    count = lax.axis_size(axis) if groups is None else len(groups[0])
+    slices = jnp.moveaxis(x.reshape(*x.shape[:dimension], count, -1), dimension, 0)
+    return lax.psum_scatter(slices, axis, axis_index_groups=groups)
 
 
 def _in_parts(x: jax.Array, outer: Sequence[Hashable], dimension: int) -> tuple[jax.Array, int]:
