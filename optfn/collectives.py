@@ -4,9 +4,10 @@ A scatter goes over the last axis first, and a gather over the first one: the ou
 have the slower links, and they then send the smaller arrays.
 
 XLA for TPUs compiles a reduce-scatter over several dimensions of the torus of chips as an
-all-reduce of the whole array, and an all-gather over three. Over fewer each of them is native. One
-after the other they send the same bytes: a scatter divides along the outermost dimension first, and
-a gather joins along the innermost ones first, so that the array of a device is always contiguous.
+all-reduce of the whole array, and an all-gather over three, or over two if it gives at most 16 MiB.
+Over fewer each of them is native. One after the other they send the same bytes: a scatter divides
+along the outermost dimension first, and a gather joins along the innermost ones first, so that the
+array of a device is always contiguous.
 """
 
 import contextlib
@@ -34,8 +35,9 @@ class PhaseOfCollective(NamedTuple):
     groups: list[list[int]] | None
 
 
-# The dimensions of a torus over which a collective is native, and sends no array as a whole.
-_SCATTERED, _GATHERED = 1, 2
+# The dimensions of a torus over which a collective is native, and sends no array as a whole; a
+# gather of at most so many bytes has those of a scatter.
+_SCATTERED, _GATHERED, _SMALL_GATHER = 1, 2, 1 << 24
 # The mesh for which a program is traced; None outside of a step.
 _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
@@ -64,7 +66,9 @@ def gather_along(
     """
     for i, name in enumerate(names):
         parts, along = _in_parts(x, names[:i], dimension)
-        for axis, groups in reversed(phases(name, _GATHERED)):
+        num_bytes = x.size * x.dtype.itemsize * lax.axis_size(name)
+        most = _GATHERED if num_bytes > _SMALL_GATHER else _SCATTERED
+        for axis, groups in reversed(phases(name, most)):
             parts = lax.all_gather(
                 parts, axis, axis=along, tiled=True, axis_index_groups=groups, to=to
             )

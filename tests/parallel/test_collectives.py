@@ -68,12 +68,16 @@ def test_the_boxes_of_several_axes():
     assert [collectives.box(devices, axis) for axis in (0, 1)] == [(4,), ()]
 
 
+@pytest.mark.parametrize("small", [0, 1 << 24])
 @pytest.mark.parametrize(
     ("shape", "explicit", "gathers"),
     [((8,), False, 2), ((2, 4), False, 2), ((4, 2), True, 2), ((2, 2, 2), False, 3)],
 )
-def test_phases_give_what_one_collective_gives(in_phases, shape, explicit, gathers):
-    """A scatter has three phases, of one dimension each; one of a gather may have two."""
+def test_phases_give_what_one_collective_gives(
+    in_phases, monkeypatch, shape, explicit, gathers, small
+):
+    """A scatter has three phases, of one dimension each; one of a large gather may have two."""
+    monkeypatch.setattr(collectives, "_SMALL_GATHER", small)
     names = ("a", "b", "c")[: len(shape)]
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names, axis_types=kinds)
