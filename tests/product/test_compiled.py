@@ -264,15 +264,15 @@ def test_each_exchange_is_compiled_and_counted(step):
 BOUNDS = {"data": 2.2, "ZeRO": 0.1, "FSDP": 0.12, "two levels": 0.12, "GSPMD": 0.2}
 
 
-def rows_of(topology, path):
-    """Return the rows of the ways in BOUNDS, from an environment that has a TPU's compiler."""
+def rows_of(topology, path, model="small", ways=tuple(BOUNDS)):
+    """Return the rows of some ways, from an environment that has a TPU's compiler."""
     root = Path(pods.__file__).parents[1]
     made = root / ".venv-compiled" / "bin" / "python"  # by `make pods`
     python = sys.executable if importlib.util.find_spec("libtpu") else str(made)
     if not Path(python).exists():
         pytest.skip("there is no libtpu here; make pods installs it")
-    command = ["-m", "benchmarks.pods", "--model", "small", "--topology", topology]
-    command += ["--only", ";".join(BOUNDS), "--json", str(path)]
+    command = ["-m", "benchmarks.pods", "--model", model, "--topology", topology]
+    command += ["--only", ";".join(ways), "--json", str(path)]
     environment = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     subprocess.run([python, *command], check=True, cwd=root, env=environment, timeout=1200)
     return {row["way"]: row for row in json.loads(path.read_text())}
@@ -298,3 +298,21 @@ def test_no_chip_reduces_or_gathers_a_whole_model(topology, tmp_path):
         if topology == "v5e:4x4":
             assert row["temporaries"] / size < BOUNDS[way], way
     assert rows["GSPMD"]["whole"] and rows["data"]["whole"] == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model", "topology", "way", "most_gb", "gathers", "scatters"),
+    [
+        ("7B", "v5e:16x16", "FSDP", 2.5, 0.7, 0),
+        ("70B", "v5p:8x8x8", "FSDP", 7.0, 0, 0),
+        ("70B", "v5p:8x8x8", "FSDP" + pods.SPARSE, 7.5, 1, 1),
+    ],
+)
+def test_llama_on_a_pod(model, topology, way, most_gb, gathers, scatters, tmp_path):
+    """No whole all-reduce; gathers and scatters are asynchronous, at least so many of all."""
+    row = rows_of(topology, tmp_path / "rows.json", model, (way,))[way]
+    assert row["whole"] == 0 and row["temporaries"] < 1e9 * most_gb
+    assert 0.99 < row["sent"] / row["planned"] < 1.04
+    assert row["all-gather, asynchronous"] >= gathers * row["all-gather"]
+    assert row["reduce-scatter, asynchronous"] >= scatters * row["reduce-scatter"]
