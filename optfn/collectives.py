@@ -65,14 +65,14 @@ def gather_along(
         "invarying" or "varying".
     """
     for i, name in enumerate(names):
-        parts, along = _in_parts(x, names[:i], dimension)
+        pieces, along = _split_dimension(x, names[:i], dimension)
         num_bytes = x.size * x.dtype.itemsize * lax.axis_size(name)
         most = _GATHERED if num_bytes > _SMALL_GATHER else _SCATTERED
         for axis, groups in reversed(phases(name, most)):
-            parts = lax.all_gather(
-                parts, axis, axis=along, tiled=True, axis_index_groups=groups, to=to
+            pieces = lax.all_gather(
+                pieces, axis, axis=along, tiled=True, axis_index_groups=groups, to=to
             )
-        x = lax.collapse(parts, dimension, along + 1)
+        x = lax.collapse(pieces, dimension, along + 1)
     return x
 
 
@@ -85,20 +85,21 @@ def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.
       dimension: a dimension of x that the number of devices divides.
     """
     for i, name in reversed(list(enumerate(names))):
-        parts, along = _in_parts(x, names[:i], dimension)
+        pieces, along = _split_dimension(x, names[:i], dimension)
         for number, phase in enumerate(phases(name, _SCATTERED)):
-            is_minor = along == parts.ndim - 1
+            is_minor = along == pieces.ndim - 1
             scattered = _scattered_minor if number and is_minor else _scattered
-            parts = scattered(parts, phase, along)
-        x = lax.collapse(parts, dimension, along + 1)
+            pieces = scattered(pieces, phase, along)
+        x = lax.collapse(pieces, dimension, along + 1)
     return x
 
 
 def _scattered(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
     axis, groups = phase
-    return lax.psum_scatter(
+    slice_: jax.Array = lax.psum_scatter(
         x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
     )
+    return slice_
 
 
 def _scattered_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
@@ -110,13 +111,16 @@ def _scattered_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> 
     axis, groups = phase
     count = lax.axis_size(axis) if groups is None else len(groups[0])
     slices = jnp.moveaxis(x.reshape(*x.shape[:dimension], count, -1), dimension, 0)
-    return lax.psum_scatter(slices, axis, axis_index_groups=groups)
+    slice_: jax.Array = lax.psum_scatter(slices, axis, axis_index_groups=groups)
+    return slice_
 
 
-def _in_parts(x: jax.Array, outer: Sequence[Hashable], dimension: int) -> tuple[jax.Array, int]:
-    """Return an array with a dimension in a part for each device along the outer axes.
+def _split_dimension(
+    x: jax.Array, outer: Sequence[Hashable], dimension: int
+) -> tuple[jax.Array, int]:
+    """Return an array with a dimension split in a slice for each device along the outer axes.
 
-    The second result is the dimension inside of a part.
+    The second result is the dimension inside of a slice.
     """
     if not outer:
         return x, dimension

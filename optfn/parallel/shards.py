@@ -23,7 +23,7 @@ from optfn import collectives
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
-from optfn.jaxprs.equations import Equations, bindings, called_jaxpr, read
+from optfn.jaxprs.equations import Equations, bindings, read
 from optfn.leaves import xla
 from optfn.mesh import Axes, joined, mapped, pmean, restricted, without
 from optfn.parallel.layout import Division, Layout, is_spec
@@ -332,12 +332,12 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
     apply = fn
     if any(x is not None for x in found):
-        apply = functools.partial(_without_checkpoint, fn)
+        apply = functools.partial(_recomputed_once, fn)
         body = jax.checkpoint(body, prevent_cse=False)
     return lax.scan(body, x, shards)[0]
 
 
-def _without_checkpoint(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
+def _recomputed_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
     """Return fn(layer, x), without a `jax.checkpoint` around fn, whose layer is recomputed anyway.
 
     It would keep the arguments of fn together: all gathers would end before the first product.
@@ -346,7 +346,7 @@ def _without_checkpoint(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x
     if [equation.primitive.name for equation in program.equations] != ["remat2"]:
         return fn(layer, x)
     (equation,) = program.equations
-    inside = jex.jaxpr_as_fun(jex.ClosedJaxpr(called_jaxpr(equation), ()))
+    inside = jex.jaxpr_as_fun(jex.ClosedJaxpr(equation.params["jaxpr"], ()))
     given = bindings(program.inputs, jax.tree.leaves((layer, x)))
     values = program.run([equation], given, {id(equation): inside})
     return jax.tree.unflatten(program.structure, read(values, program.outputs))
