@@ -1,7 +1,7 @@
 """What do moments in 8 and 16 bits cost, in time and in accuracy?
 
     python -m benchmarks.moments [--tree resnet50|gpt2|one|toy] [--rounds 9] [--steps 600]
-        [--seeds 3] [--rules adam momentum lamb lars signs]
+        [--seeds 3] [--rules adam momentum lamb lars adamax rmsprop signs]
 
 First the update of Adam alone: time compared with float32 moments, state and temporaries in bytes
 a parameter; the floor is the time of the bytes that the rule must move, as in benchmarks.update.
@@ -170,6 +170,14 @@ RULES: dict[str, tuple[OfDigits, OfText]] = {
     "lars": (
         lambda d: optfn.lars(1.0, 0.9, moment_dtype=d),
         lambda n, d: optfn.lars(cosine(10.0, 1, n), 0.9, moment_dtype=d),
+    ),
+    "adamax": (
+        lambda d: optfn.adamax(2e-3, moment_dtype=d),
+        lambda n, d: optfn.adamax(cosine(6e-3, 1, n), moment_dtype=d),
+    ),
+    "rmsprop": (
+        lambda d: optfn.rmsprop(1e-3, moment_dtype=d),
+        lambda n, d: optfn.rmsprop(cosine(3e-3, 1, n), moment_dtype=d),
     ),
     "signs": (lambda d: signs(1e-4, d), lambda n, d: signs(cosine(1e-3, 1, n), d)),
 }
