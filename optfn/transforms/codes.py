@@ -166,8 +166,10 @@ def decode_unsigned(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return _decode(codes.astype(jnp.int32), scale, UNSIGNED)
 
 
-# The bits of infinity and of the canonical NaN in a float32, of all but the sign, and of the sign.
-_INFINITY, _NAN, _SIGNLESS, _SIGN = 0x7F800000, 0x7FC00000, 0x7FFFFFFF, np.int32(-(2**31))
+# The bits of infinity, of the largest number of 24 bits, of the canonical NaN, and of all but the
+# sign.
+_INFINITY, _TOP_24, _NAN, _SIGNLESS = 0x7F800000, 0x7F7FFF00, 0x7FC00000, 0x7FFFFFFF
+_SIGN = np.int32(-(2**31))
 REMAINDERS = {32: jnp.dtype(jnp.int16), 24: jnp.dtype(jnp.int8)}
 
 
@@ -175,15 +177,13 @@ def _is_nan(bits: jax.Array) -> jax.Array:
     return (bits & _SIGNLESS) > _INFINITY
 
 
-def _magnitude(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
-    """Return the bits of |x|, int32; with 24 bits rounded by the noise, without the last 8."""
-    magnitude = jnp.minimum(_int_bits(x) & _SIGNLESS, _INFINITY)  # also of NaN
-    if bits == 24:
-        low = 0x80 if noise is None else jax.lax.bitcast_convert_type(noise & 0xFF, jnp.int32)
-        rounded = (magnitude + low) >> 8
-        is_finite = magnitude < _INFINITY
-        magnitude = jnp.where(is_finite, jnp.minimum(rounded, (_INFINITY - 1) >> 8), rounded)
-    return magnitude
+def _rounded_bits(x: jax.Array, bits: int, noise: jax.Array | None) -> jax.Array:
+    """Return the bits of x, int32; with 24 bits rounded by the noise, the last 8 zero."""
+    exact = _int_bits(x)
+    if bits == 32:
+        return exact
+    low = 0x80 if noise is None else jax.lax.bitcast_convert_type(noise & 0xFF, jnp.int32)
+    return (exact + jnp.where((exact & _SIGNLESS) < _TOP_24, low, 0)) & ~0xFF
 
 
 def split_float32(
@@ -205,11 +205,8 @@ def split_float32(
     Returns:
       p, bfloat16, and e, int16 or int8.
     """
-    k = bits - 16
-    magnitude = _magnitude(x, bits, noise)
-    upper = ((magnitude + (1 << (k - 1))) >> k) << 16
-    own = _int_bits(x)
-    p = jnp.where(_is_nan(own), _NAN, upper | (own & _SIGN))
+    nearest = (_rounded_bits(x, bits, noise) + 0x8000) & ~0xFFFF
+    p = jnp.where(_is_nan(_int_bits(x)), _NAN, nearest)
     narrow = _from_bits(p).astype(jnp.bfloat16)  # exact
     return narrow, remainder_beside(narrow, x, bits, noise)
 
@@ -219,12 +216,11 @@ def remainder_beside(
 ) -> jax.Array:
     """Return the e for which `join_float32(p, e)` comes nearest to x; see `split_float32`."""
     dtype = REMAINDERS[bits]
-    k, (low, high) = bits - 16, (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max))
-    own = _int_bits(p.astype(jnp.float32))
-    e = jnp.clip(_magnitude(x, bits, noise) - ((own & _SIGNLESS) >> (16 - k)), low, high)
-    wanted = _int_bits(x)
+    low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    own, wanted = _int_bits(p.astype(jnp.float32)), _rounded_bits(x, bits, noise)
+    e = jnp.clip((wanted - own) >> (32 - bits), low, high)
     e = jnp.where((own ^ wanted) >= 0, e, low)  # low where the signs differ
-    return jnp.where(_is_nan(own) | _is_nan(wanted), 0, e).astype(dtype)
+    return jnp.where(_is_nan(own) | _is_nan(_int_bits(x)), 0, e).astype(dtype)
 
 
 def join_float32(p: jax.Array, e: jax.Array) -> jax.Array:
