@@ -16,16 +16,23 @@ def in_passes(
     fns: Sequence[Callable[..., tuple[PyTree, ...]]],
     carry: tuple[PyTree, ...],
     *reads: PyTree,
+    due: jax.Array | None = None,
 ) -> tuple[PyTree, ...]:
     """Return the carry after each of `fns`, in a program for a CPU one pass after the other.
 
     There only the carry is passed from one pass over the arrays to the next, and it is updated in
     place; see `when`. All other platforms get the plain expressions, which they fuse themselves.
+
+    Args:
+      fns: as for `when`.
+      carry: as for `when`.
+      *reads: as for `when`.
+      due: where this is false, the functions give their carry, and a CPU does not run them.
     """
     if not checks.is_traced((carry, reads)):
         return _run(fns, carry, reads)
     closed, *arguments = _closed(fns, carry, reads)
-    return _in_passes(closed, *arguments)
+    return _in_passes(closed, due, *arguments)
 
 
 def when(
@@ -75,16 +82,16 @@ def _run(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _in_passes(fns: Fns, *arguments: PyTree) -> PyTree:
+def _in_passes(fns: Fns, due: jax.Array | None, *arguments: PyTree) -> PyTree:
     def in_loops(*arguments: PyTree) -> PyTree:
-        return _in_loops(fns, xla.hidden(True), *arguments)
+        return _in_loops(fns, xla.hidden(True) if due is None else due, *arguments)
 
     return xla.on_cpu(in_loops, partial(_run, fns), *arguments)
 
 
 @partial(_in_passes.defjvp, symbolic_zeros=True)
 def _in_passes_jvp(fns: Fns, primals: PyTree, tangents: PyTree) -> PyTree:
-    return _jvp(partial(_run, fns), primals, tangents)
+    return _jvp(partial(_run, fns), primals[1:], tangents[1:])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

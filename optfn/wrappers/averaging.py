@@ -19,6 +19,7 @@ from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, Updates
 from optfn.leaves import mismatch, xla
 from optfn.leaves.updates import apply_updates
+from optfn.transforms.in_place import in_passes
 
 
 @traits(passes_rows=True, made_of_params={"average": "weight"})
@@ -122,14 +123,20 @@ def exponential_moving_average(
 _SUM_LENGTH = 16384
 
 
-def model_average_rule(
-    p: jax.Array, s1: jax.Array, s2: jax.Array, s3: jax.Array, *, full: jax.Array, close: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Return (p, s1, s2, s3) after p is added; if `full` or `close`, sums are moved to the next."""
-    s1 = s1 + _widen(p)
-    s1, s2 = jnp.where(full, 0, s1), jnp.where(full, s2 + s1, s2)
-    total = s1 + s2
-    return p, jnp.where(close, 0, s1), jnp.where(close, 0, s2), jnp.where(close, total, s3)
+# Sums move to the next one, the last first: s1 to s2 where that is `full`, and all to s3 at the end
+# of a window, to `close` it.
+
+
+def _third(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+    return s1, s2, jnp.where(moves["close"], s1 + s2, s3)
+
+
+def _second(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+    return s1, jnp.where(moves["close"], 0, jnp.where(moves["full"], s1 + s2, s2)), s3
+
+
+def _first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> Any:
+    return jnp.where(moves["full"] | moves["close"], 0, s1), s2, s3
 
 
 @core.named
@@ -155,7 +162,8 @@ def model_average(
       min_average_window: the shortest window, in updates, ≥ 1 and ≤ max_average_window.
       max_average_window: the longest window, in updates, ≥ 1.
 
-    State: three sums and three int32 counters; 12 bytes per parameter. Needs params.
+    State: three sums and three int32 counters; 12 bytes per parameter. On a CPU, s2 and s3 are read
+    and written only in steps that move sums. Needs params.
 
     Source: fluid's ModelAverage.
     """
@@ -183,9 +191,14 @@ def model_average(
         window = jnp.minimum(longest, product)
         close = (acc >= shortest) & (acc.astype(jnp.float32) >= window)
         full = num_updates % _SUM_LENGTH == 0
-        sums = leafwise.apply(
-            model_average_rule, p, state.sum_1, state.sum_2, state.sum_3, full=full, close=close
-        )[1:]
+        sum_1 = leafwise.apply(lambda p, s1: (p, s1 + _widen(p)), p, state.sum_1)[1]
+
+        def moving(rule: Any) -> Any:
+            return lambda *sums: leafwise.apply(rule, *sums[:3], full=sums[3], close=sums[4])
+
+        rules = list(map(moving, (_third, _second, _first)))
+        carry = sum_1, state.sum_2, state.sum_3
+        sums = in_passes(rules, carry, full, close, due=full | close)
         old = jnp.where(close, acc, state.old_num_accumulates)
         return updates, ModelAverageState(num_updates, jnp.where(close, 0, acc), old, *sums)
 
