@@ -357,7 +357,8 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     """Return `value` as an array like `leaf`, and "", or the reason why it cannot be one."""
     if tree.is_key(leaf):
-        data, problem = _fitted(value, jax.random.key_data(leaf))
+        data = jax.random.key_data(value) if tree.is_key(value) else value
+        data, problem = _fitted(data, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
     sharding, dtype = getattr(leaf, "sharding", None), np.dtype(leaf.dtype)
     if isinstance(value, jax.Array):
