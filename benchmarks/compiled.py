@@ -16,6 +16,7 @@ Bytes, temporaries and the floor are bytes a parameter, except of tables: MB. Ro
 import argparse
 import fnmatch
 import itertools
+import json
 import multiprocessing
 import sys
 import time
@@ -273,7 +274,7 @@ def main() -> None:
     add("--only", ["*"], "rules, or patterns of their names")
     add("--target", list(targets.TARGETS), ", ".join(targets.TARGETS))
     add("--tree", [name for name in TREES if name != "toy"], ", ".join(TREES))
-    parser.add_argument("--dry", action="store_true", help="keep nothing")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there, and keep none")
     options = parser.parse_args()
     chosen = [
         (target, tree, rule)
@@ -283,10 +284,14 @@ def main() -> None:
         if any(fnmatch.fnmatch(rule, pattern) for pattern in options.only)
     ]
     print(HEAD)
+    rows = []
     for row in found_rows(chosen):
         tqdm.write(line(row))
-        if not options.dry:
+        rows.append(row)
+        if not options.json:
             keep(row)
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows))
 
 
 if __name__ == "__main__":

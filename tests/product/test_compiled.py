@@ -93,17 +93,6 @@ def test_floors(rule, expected):
     assert compiled.floor(compiled.RULES[rule], "matrix") == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize(("name", "beside"), [("adam",) * 2, ("momentum", "adam"), ("lamb",) * 2])
-def test_8_bit_moments_as_a_tpu_compiles_them(name, beside):
-    """Within the bound on bytes, without loops, and of no more cycles than a rule in float32."""
-    pytest.importorskip("libtpu")
-    rules = [beside, f"{name}, int8 moments"]
-    wide, small = compiled.found_rows([("v5e", "matrix", rule) for rule in rules])
-    assert small["over_floor"] <= small["most"] == 1.3
-    assert small["temporaries"] <= 0.3 and small["loops"] == 0
-    assert small["cycles"] <= wide["cycles"]
-
-
 def test_the_floor_of_a_table_is_its_touched_rows():
     rows = compiled.TOUCHED * (64 * 28 + 4) / 1e6  # MB, with an index each
     found = compiled.floor(compiled.rules_of("table of 64")["lazy adam"], "table of 64")
@@ -264,18 +253,76 @@ def test_each_exchange_is_compiled_and_counted(step):
 BOUNDS = {"data": 2.2, "ZeRO": 0.1, "FSDP": 0.12, "two levels": 0.12, "GSPMD": 0.2}
 
 
-def rows_of(topology, path, model="small", ways=tuple(BOUNDS)):
-    """Return the rows of some ways, from an environment that has a TPU's compiler."""
+def compiled_rows(module, path, *options):
+    """Return the rows of a benchmark, from an environment that has compilers of TPUs and GPUs."""
     root = Path(pods.__file__).parents[1]
     made = root / ".venv-compiled" / "bin" / "python"  # by `make pods`
     python = sys.executable if importlib.util.find_spec("libtpu") else str(made)
     if not Path(python).exists():
         pytest.skip("there is no libtpu here; make pods installs it")
-    command = ["-m", "benchmarks.pods", "--model", model, "--topology", topology]
-    command += ["--only", ";".join(ways), "--json", str(path)]
+    command = ["-m", f"benchmarks.{module}", *options, "--json", str(path)]
     environment = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     subprocess.run([python, *command], check=True, cwd=root, env=environment, timeout=1200)
-    return {row["way"]: row for row in json.loads(path.read_text())}
+    return json.loads(path.read_text())
+
+
+def rows_of(topology, path, model="small", ways=tuple(BOUNDS)):
+    options = ["--model", model, "--topology", topology, "--only", ";".join(ways)]
+    return {row["way"]: row for row in compiled_rows("pods", path, *options)}
+
+
+# The programs that miss their bounds: what they have, as bytes over the floor, bytes of temporaries
+# a parameter, and loops. benchmarks/README.md says why.
+MISSED = {
+    ("v5e", "accumulate(adam, 4)"): (1.33, 0.1, 1),
+    ("v5e", "muon"): (3.41, 8.0, 0),
+    ("v5e", "muon, bfloat16 moments"): (3.76, 8.0, 0),
+    ("v5e", "muon, int8 moments"): (4.30, 8.0, 0),
+    ("v5e", "lars, int8 moments"): (1.36, 0.3, 0),
+    ("v5e", "model_average(adam)"): (1.24, 0.1, 0),
+    ("v5e", "skip_spikes(adam)"): (1.20, 4.0, 0),
+    ("v5p", "adam, masters of 32 bits"): (1.39, 4.0, 0),
+    ("v5p", "adam, masters of 24 bits"): (1.42, 4.0, 0),
+    ("v5p", "model_average(adam)"): (1.24, 0.1, 0),
+    ("v5p", "skip_spikes(adam)"): (1.20, 4.0, 0),
+    ("v6e", "model_average(adam)"): (1.24, 0.1, 0),
+    ("v6e", "skip_spikes(adam)"): (1.20, 4.0, 0),
+    ("H100", "accumulate(adam, 4)"): (1.33, 0.1, 1),
+    ("H100", "muon"): (9.16, 12.0, 0),
+    ("H100", "muon, bfloat16 moments"): (11.07, 12.0, 0),
+    ("H100", "muon, int8 moments"): (12.72, 12.0, 0),
+    ("H100", "lars, int8 moments"): (1.37, 0.3, 0),
+    ("H100", "skip_spikes(adam)"): (1.20, 4.0, 0),
+    ("H100", "record_metrics(adam)"): (1.3, 4.0, 0),
+}
+A_FEW = "adam,ftrl,lamb,adam? bfloat16 moments,adam? int8 moments,adam? masters of 24 bits"
+OFTEN = "adam*,lamb*,ftrl,model_average*,skip_*,record_metrics*"
+
+
+@pytest.mark.parametrize(
+    ("target", "rules"),
+    [
+        ("v5e", A_FEW),
+        *(
+            pytest.param(target, rules, marks=pytest.mark.nightly)
+            for target, rules in (("v5e", "*"), ("H100", "*"), ("v5p", OFTEN), ("v6e", OFTEN))
+        ),
+    ],
+)
+def test_rules_keep_within_their_bounds(target, rules, tmp_path):
+    options = ["--tree", "matrix", "--target", target, "--only", rules]
+    rows = {row["rule"]: row for row in compiled_rows("compiled", tmp_path / "rows.json", *options)}
+    assert len(rows) >= 6
+    for rule, row in rows.items():
+        is_small = any(word in rule for word in ("bfloat16", "int8", "masters"))
+        within = row["most"], 0.3 if is_small else 0.1, 0
+        over, held, loops = MISSED.get((target, rule), within)
+        found = row["over_floor"], row["temporaries"], row["loops"]
+        assert found[0] <= over + 0.005, (rule, found)
+        assert found[1] <= held + 0.005 and found[2] <= loops, (rule, found)
+    if target == "v5e":
+        assert rows["adam, int8 moments"]["cycles"] <= rows["adam"]["cycles"]
+        assert rows["adam, bfloat16 moments"]["cycles"] <= 0.75 * rows["adam"]["cycles"]
 
 
 @pytest.mark.parametrize(
