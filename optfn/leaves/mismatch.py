@@ -117,8 +117,10 @@ def check_state(name: str, state: OptState, kind: type) -> None:
 def check_state_types(name: str, state: OptState, expected: OptState) -> None:
     """Raise a TypeError unless the links of `state` are of the types that `expected` has."""
     if type(expected) is not tuple:
-        if hasattr(expected, "_fields") and not (is_empty(expected) and is_empty(state)):
-            check_state(name, state, type(expected))
+        # Exactly that type: one derived from it keeps other arrays.
+        fits = type(state) is type(expected) or (is_empty(expected) and is_empty(state))
+        if hasattr(expected, "_fields") and not fits:
+            raise _state_error(name, f"a {type(expected).__name__}", state)
         return
     check_length(name, state, len(expected))
     for link, expected_link in zip(state, expected, strict=True):
