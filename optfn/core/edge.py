@@ -83,10 +83,10 @@ def _widened(x: Leaf, dtype: DType | None) -> Leaf:
 
 def _narrowed(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
     fits = tree.is_array(u) and u.shape == g.shape
-    return numerics.cast(u, p.dtype) if fits else _of_untrained(name, new, u, g, p)
+    return numerics.cast(u, p.dtype) if fits else _untrained_update(name, new, u, g, p)
 
 
-def _of_untrained(name: str, new: Updates, *leaf: Leaf) -> Leaf:
+def _untrained_update(name: str, new: Updates, *leaf: Leaf) -> Leaf:
     from optfn.leaves import frozen
 
     return frozen.untrained_update(name, new, *leaf)

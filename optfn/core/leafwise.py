@@ -108,7 +108,7 @@ def _mismatch() -> Any:
 
 
 def _apply_to_leaf(
-    rule: ArrayRule, rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
+    rule: partial[Any], rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
     scalars = {k: _spread(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, OneLeaf):

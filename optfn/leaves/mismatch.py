@@ -1,7 +1,8 @@
 """Errors about leaves and states: each names the value that was passed and the one needed."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -176,14 +177,12 @@ def update_error(name: str, new: Updates, u: Leaf, g: Leaf) -> ValueError:
     )
 
 
-def result_error(
-    rule: Callable[..., object], result: object, accumulators: Sequence[Leaf]
-) -> ValueError:
+def result_error(rule: partial[object], result: object, accumulators: Sequence[Leaf]) -> ValueError:
     """Return the error of a rule on arrays that did not return an update and all accumulators."""
     values = result if isinstance(result, tuple | list) else (result,)
     came = [x.shape if tree.is_array(x) else type(x).__name__ for x in values]
     return ValueError(
-        f"{checks.shown(getattr(rule, 'func', rule))} must return an update and accumulators of "
+        f"{checks.shown(rule.func)} must return an update and accumulators of "
         f"shapes {[x.shape for x in accumulators]}; it returned {came}"
     )
 

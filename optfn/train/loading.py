@@ -109,7 +109,8 @@ def _loaded(
     """
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
-    plain = _unpacked_for(mapping, bare(opt_state))
+    is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
+    plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
     per_worker = set(per_worker_names(plain))
     template_names = [name for name, _ in named_leaves(plain)]
     # 2. The masters in `mapping` have the form of those in `plain`.
@@ -136,9 +137,10 @@ def _loaded(
         raise Misfit(refused, wrong)
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     # 5. Buffers are packed and padded again, and lie on the devices of the template's.
-    packed = pack_state(bare(opt_state), loaded)
-    placed = jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], packed, bare(opt_state))
-    return stored_as(opt_state, placed), changes
+    if is_converted:
+        like = bare(opt_state)
+        loaded = _placed_like(like, pack_state(like, loaded))
+    return stored_as(opt_state, loaded), changes
 
 
 def _check_format(mapping: Mapping[str, Any]) -> None:
@@ -354,11 +356,21 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     return plain if is_whole else form(opt_state)
 
 
+def _placed_like(like: OptState, state: OptState) -> OptState:
+    """Return a state whose buffers and padded arrays have the shardings of those of `like`."""
+
+    def place(like: PyTree, node: PyTree) -> PyTree:
+        if not is_stored(like):
+            return node
+        return jax.tree.map(lambda x, leaf: _fitted(x, leaf)[0], node, like)
+
+    return jax.tree.map(place, like, state, is_leaf=is_stored)
+
+
 def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
     """Return `value` as an array like `leaf`, and "", or the reason why it cannot be one."""
     if tree.is_key(leaf):
-        data = jax.random.key_data(value) if tree.is_key(value) else value
-        data, problem = _fitted(data, jax.random.key_data(leaf))
+        data, problem = _fitted(value, jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
     sharding, dtype = getattr(leaf, "sharding", None), np.dtype(leaf.dtype)
     if isinstance(value, jax.Array):
