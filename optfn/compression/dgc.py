@@ -39,7 +39,7 @@ from optfn.transforms.moment import momentum_rule
 from optfn.workers import ONE_WORKER, Workers
 
 
-@traits(passes_rows=True)
+@traits(link="dgc", passes_rows=True)
 class DeepGradientCompressionState(NamedTuple):
     """State of `deep_gradient_compression`.
 

@@ -46,7 +46,7 @@ from optfn.workers import ONE_WORKER, Group, Workers
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
 
-@traits(passes_rows=True)
+@traits(link="exchange", passes_rows=True)
 class ExchangeState(NamedTuple):
     """State of `exchange` with a compressor.
 
@@ -65,6 +65,7 @@ class ExchangeState(NamedTuple):
     published: Divided | tuple[()] = ()
 
 
+@traits(link="exchange")
 class ExchangeDenseState(NamedTuple):
     """State of `exchange(None)`: it marks the leaves that are exchanged, and has no arrays."""
 

@@ -23,16 +23,20 @@ class Report(NamedTuple):
       the metric is left out if there are several.
     rounds: the reduction over the steps and the workers of a round of local steps, likewise.
     is_needed: whether updates read the field, so that a checkpoint must have it.
-    error: the error of the next step after one that set the field, a flag; "" if it has none.
+    error: (state, value of the field) -> the error that ends the run once the field is not 0; None
+      if it ends none.
+    is_lasting: whether the field keeps its value once it is not 0. A step then does not wait for
+      the one before it to read the field, and the error comes a few steps later.
 
-    A number that "any" reduces is a flag, which the history leaves out.
+    A field that "any" reduces, or that may end a run, is a flag, which the history leaves out.
     """
 
     metric: str
     several: str = ""
     rounds: str = ""
     is_needed: bool = False
-    error: str = ""
+    error: Callable[[Any, int], Exception] | None = None
+    is_lasting: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Traits:
 
     Of nodes in a tree:
       transparent: the node does not change paths; its first field is the tree below it.
+
+    Of a link of a chain, or a wrapper (`optfn.train.forms`):
+      link: its kind, which says what forms of an update it takes and gives; "" if unknown.
 
     Of the names of a state (`optfn.state.names`):
       labels: its fields are labels, like the keys of a dict. The value is the field that accessors
@@ -54,7 +61,6 @@ class Traits:
       passes_own_gradients: the state is the same on all workers, even around a transform that
         exchanges gradients itself.
       passes_rows: row-sparse updates may pass through the transform.
-      misplaced_around_loss_scale: the warning where it is around `dynamic_loss_scale`, if any.
 
     Of the arrays that a state has for each leaf:
       made_of_params: the fields that follow params, with how each begins if a checkpoint lacks it:
@@ -68,13 +74,13 @@ class Traits:
     """
 
     transparent: bool = False
+    link: str = ""
     labels: str = ""
     words: tuple[str, ...] = ()
     retired: tuple[str, ...] = ()
     reports: Mapping[str, Report | None] = dataclasses.field(default_factory=dict)
     passes_own_gradients: bool = False
     passes_rows: bool = False
-    misplaced_around_loss_scale: str = ""
     made_of_params: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     counted: str = ""
     spans_buffers: bool = False

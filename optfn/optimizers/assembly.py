@@ -3,11 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import NamedTuple, ParamSpec
 
 import optax
 
 from optfn import core
+from optfn.core.traits import traits
 
 P = ParamSpec("P")
 
@@ -67,10 +68,17 @@ def _optional(
     return None if tx is None else core.check_transform(argument, tx, usual)
 
 
+@traits(link="pass")
+class DenseRowsState(NamedTuple):
+    """State of `dense_rows`: empty."""
+
+
 @core.transform(complex_leaves=True)
 def dense_rows(name: str) -> core.Rule:
     """Make row-sparse gradients dense, with a warning, for rules that update all rows."""
     warning = f"{name} updates all rows of a table, so a row-sparse gradient becomes dense"
     from optfn.leaves import row_sparse
 
-    return core.stateless(lambda updates, params: row_sparse.to_dense(updates, warning))
+    return core.stateless(
+        lambda updates, params: row_sparse.to_dense(updates, warning), DenseRowsState()
+    )

@@ -6,18 +6,24 @@ the table.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from optfn import core
 from optfn.core import checks, tree
+from optfn.core.traits import traits
 from optfn.core.tree import Pattern
 from optfn.core.types import Params, Updates
 from optfn.jaxprs.equations import Environment, bindings
 from optfn.leaves import row_sparse
 from optfn.sparse.lookups import LossOfTables
 from optfn.sparse.tables import Owners
+
+
+@traits(link="pass")
+class DensifyState(NamedTuple):
+    """State of `densify`: empty."""
 
 
 @core.transform(complex_leaves=True)
@@ -27,7 +33,7 @@ def densify() -> core.Rule:
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
     """
-    return core.stateless(lambda updates, params: row_sparse.to_dense(updates))
+    return core.stateless(lambda updates, params: row_sparse.to_dense(updates), DensifyState())
 
 
 def value_and_grad(

@@ -9,7 +9,8 @@ The type of a state declares them, and the step, its rounds and the history read
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,29 +47,41 @@ def over_round(metrics: Mapping[str, jax.Array], workers: Workers) -> dict[str, 
     return reduced
 
 
-def fatal(opt_state: OptState) -> list[tuple[jax.Array, str]]:
-    """Return the flags in a state that end a run once they are set, with the error of each.
+class Flag(NamedTuple):
+    """A field of a state that ends a run once it is not 0.
 
-    They are scalars, or have one element for each worker, (N,).
+    value: a scalar, or an array with one element for each worker, (N,).
+    metric: its name among the metrics of a step.
+    error: the value -> the error.
+    is_lasting: whether it keeps its value once it is not 0.
     """
+
+    value: Any
+    metric: str
+    error: Callable[[int], Exception]
+    is_lasting: bool
+
+
+def flags(opt_state: OptState) -> list[Flag]:
+    """Return the fields of a state that end a run once they are not 0."""
     leaves, structure = jax.tree.flatten(opt_state)
-    return [(leaves[i], report.error) for i, report in _fatal(structure)]
+    return [flag._replace(value=leaves[flag.value]) for flag in _numbered_flags(structure)]
 
 
-def with_fatal(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState:
+def with_flags(opt_state: OptState, metrics: Mapping[str, jax.Array]) -> OptState:
     """Return a state whose flags that end a run are those of the metrics."""
     leaves, structure = jax.tree.flatten(opt_state)
-    for i, report in _fatal(structure):
-        leaves[i] = metrics[report.metric]
+    for flag in _numbered_flags(structure):
+        leaves[flag.value] = metrics[flag.metric]
     return jax.tree.unflatten(structure, leaves)
 
 
 @functools.cache
-def _fatal(structure: PyTreeDef) -> list[tuple[int, Report]]:
-    """Return the positions of the flags among the leaves of a state, with how they are reported."""
+def _numbered_flags(structure: PyTreeDef) -> list[Flag]:
+    """Return the flags of a state, each with its position among the leaves as its value."""
     numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
     return [
-        (i, report)
+        Flag(i, report.metric, functools.partial(report.error, node), report.is_lasting)
         for node in nested(lambda x: traits_of(x).reports, numbered)
         for field, report in traits_of(node).reports.items()
         if report is not None and report.error
@@ -79,7 +92,7 @@ def _fatal(structure: PyTreeDef) -> list[tuple[int, Report]]:
 def is_curve(name: str) -> bool:
     """Tell whether a metric is a reported number, and no flag: the history has it."""
     report = _declared(name)
-    return report is not None and report.several != "any"
+    return report is not None and report.several != "any" and report.error is None
 
 
 def _declared(name: str) -> Report | None:

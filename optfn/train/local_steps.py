@@ -107,7 +107,7 @@ class LocalSteps(NamedTuple):
                 lambda x, new, is_local: jnp.where(astray, new, x) if is_local else x,
                 end.opt_state, fresh, varies,
             )  # fmt: skip
-            opt_state = reports.with_fatal(opt_state, metrics)  # in any step of the round
+            opt_state = reports.with_flags(opt_state, metrics)  # in any step of the round
             inner = LocalState(state.opt_state.inner.num_workers, _laid_out(opt_state, varies))
             state = TrainState(end.step, params, InnerAndOuter(inner, outer), model_state)
             return state, metrics | sent

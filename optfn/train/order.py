@@ -1,11 +1,17 @@
 """Warnings of transforms whose position in a chain, or in a step, defeats their purpose.
 
 None of these fails, but each does something else than intended: an average averages other params, a
-rate counts twice or not at all, gradients are exchanged a second time, a clip sees gradients that
-are still scaled, a rule for row-sparse gradients never sees one, or no parameter is trained.
+decay grows params, a rate counts twice or not at all, gradients are exchanged a second time, a rule
+for row-sparse gradients never sees one, or no parameter is trained.
+
+The order of a chain is followed as its state shows it: the update of each leaf has a form between
+two links (`optfn.train.forms`), and a link that does not take the form before it is reported. A
+state shows every link of optfn, and those of optax that have a state, inside optax's chains, masks,
+partitions and wrappers too.
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,117 +21,296 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
-from optfn.state.names import nested
-from optfn.state.per_worker import Exchanged, nodes_of
+from optfn.state.names import entries_by_param, is_state, named_entries, state_word
+from optfn.train import forms
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import largest
 from optfn.wrappers.attributes import resolve
-from optfn.wrappers.averaging import is_average
-from optfn.wrappers.loss_scale import DynamicLossScaleState
+from optfn.wrappers.loss_scale import scale_of
 
 
-def warn_of_order(opt_state: OptState) -> None:
-    """Warn of transforms at the wrong position in a chain or wrapper, as the state shows it."""
-    for message in _around_scales(opt_state):
-        checks.warn(message)
-    for links in _chains(opt_state):
-        for message in (*_averages(links), *_rates(links), *_exchanges(links), *_scales(links)):
-            checks.warn(message)
+class Update(NamedTuple):
+    """What is known of the update of a leaf between two links.
 
-
-def _chains(state: OptState) -> Iterator[tuple[OptState, ...]]:
-    """Yield for each chain, also inside wrappers, the states of its transforms."""
-    if not isinstance(state, tuple):
-        return
-    if type(state) is tuple:
-        yield state
-    for entry in state:
-        yield from _chains(entry)
-
-
-def _averages(links: tuple[OptState, ...]) -> Iterator[str]:
-    are_averages = list(map(is_average, links))
-    if True in are_averages and not all(are_averages[are_averages.index(True) :]):
-        yield (
-            "an average is followed by other transforms in its chain, so it does not average the "
-            "next params: updates are final only after the last transform. Put the average last"
-        )
-
-
-def _rates(links: tuple[OptState, ...]) -> Iterator[str]:
-    # Masked optimizers may each have leaves that no second one has.
-    descends = [
-        i for i, x in enumerate(links) if _descends(x) and not isinstance(x, optax.MaskedState)
-    ]
-    if len(descends) > 1:
-        yield (
-            f"a chain applies a learning rate in part {descends[0]} and another in part "
-            f"{descends[1]}. Each turns the direction round, so that the step goes uphill: keep one"
-        )
-    is_plateau = [
-        isinstance(getattr(x, "rate", None), rates.PlateauLearningRateState) for x in links
-    ]
-    if True not in is_plateau:
-        return
-    before = nodes_of(rates.LearningRateState, links[: is_plateau.index(True)])
-    # Multiplying a schedule is intended.
-    given = [x.learning_rate for x in before if type(x) is rates.LearningRateState]
-    for rate in (largest(x) for x in given if not checks.is_traced(x)):
-        if rate != 1:
-            yield (
-                "reduce_on_plateau multiplies updates by its own rate, but the optimizer before it "
-                f"has already applied a learning rate of {float(rate):g}: give that optimizer the "
-                "rate 1, as in adam(1.0)"
-            )
-
-
-def _descends(state: OptState) -> bool:
-    """Tell whether a state has a learning rate that turns a direction into a step."""
-    kinds = rates.LearningRateState, rates.GivenLearningRateState
-    found = [x for kind in kinds for x in nodes_of(kind, state)]
-    return any(not isinstance(x, rates.PlateauLearningRateState) for x in found)
-
-
-def _exchanges(links: tuple[OptState, ...]) -> Iterator[str]:
-    if sum(bool(nodes_of(Exchanged, x)) for x in links) > 1:
-        yield (
-            "a chain has two transforms that exchange gradients between workers. The second one "
-            "compresses a mean that all workers have already: remove one of them"
-        )
-
-
-def _scales(links: tuple[OptState, ...]) -> Iterator[str]:
-    if any(nodes_of(DynamicLossScaleState, links[1:])):
-        yield (
-            "dynamic_loss_scale is not the first part of its chain, so the parts before it get "
-            "gradients that are multiplied by the scale: put them inside, as in "
-            "dynamic_loss_scale(chain(clip_by_global_norm(1.0), adam(1e-3)))"
-        )
-
-
-def _around_scales(state: OptState) -> Iterator[str]:
-    for node in nested(lambda x: traits_of(x).misplaced_around_loss_scale, state):
-        if any(nodes_of(DynamicLossScaleState, tuple(node))):
-            yield traits_of(node).misplaced_around_loss_scale
-
-
-def warn_of_ascent(argument: str, tx: optax.GradientTransformation, opt_state: OptState) -> None:
-    """Warn of an optimizer that goes uphill, since no learning rate turns its direction round.
-
-    Only transforms of optfn are judged, because a foreign one may turn a direction itself.
+    form: one of `optfn.train.forms`.
+    by: the link that gave it this form, as the user wrote it.
+    marks: the marks that links left, each with its link.
+    rate: the learning rate in it, if that is a number; else None.
     """
-    if _is_of_optfn(tx) and not _descends(opt_state):
+
+    form: str = forms.UNKNOWN
+    by: str = ""
+    marks: tuple[tuple[str, str], ...] = ()
+    rate: float | None = None
+
+    @property
+    def is_uphill(self) -> bool:
+        """Whether the update points uphill, or is the average or the master of such a update."""
+        return self.form in forms.UPHILL or "uphill" in dict(self.marks)
+
+
+Updates = dict[str, Update]  # by the path of the leaf
+
+
+def warn_of_order(
+    argument: str, tx: optax.GradientTransformation, opt_state: OptState, params: Params
+) -> None:
+    """Warn of links at the wrong position in a chain or wrapper, and of steps that go uphill.
+
+    Args:
+      argument: the name of `tx` in messages, "tx" or "outer".
+      tx: the optimizer. It has the links as the user wrote them, for messages.
+      opt_state: its state, which shows the links.
+      params: the params.
+
+    Raises:
+      ValueError: a link changes the update of an optimizer that keeps masters.
+    """
+    walk = _Walk(params)
+    form = forms.GRADIENT if scale_of(opt_state) is None else forms.SCALED
+    by = "" if form == forms.GRADIENT else "dynamic_loss_scale"
+    after = walk.through(opt_state, dict.fromkeys(walk.paths, Update(form, by)), tx)
+    for message in walk.warnings:
+        checks.warn(message)
+    uphill = [path for path, x in after.items() if x.is_uphill]
+    if uphill and not walk.warnings:
+        some = "" if len(uphill) == len(after) else f" to {tree.listed(uphill)}"
         checks.warn(
-            f"{argument}={tx!r} applies no learning rate, so its steps go uphill: end it with one, "
-            "as in chain(exchange(...), sgd(1.0)) or chain(scale_by_adam(), "
+            f"{argument}={tx!r} applies no learning rate{some}, so its steps go uphill: end it "
+            "with one, as in chain(exchange(...), sgd(1.0)) or chain(scale_by_adam(), "
             "scale_by_learning_rate(1e-3))"
         )
 
 
-def _is_of_optfn(tx: optax.GradientTransformation) -> bool:
-    """Tell whether a transformation and all links of its chain are made by factories of optfn."""
-    made_here = isinstance(tx, core.Transform) and checks.package(tx.module) == "optfn"
-    return made_here and all(map(_is_of_optfn, tx.inner))
+class _Walk:
+    """The walk of the updates of all leaves through the links of a state.
+
+    warnings: the messages so far, each once.
+    """
+
+    def __init__(self, params: Params) -> None:
+        self.paths = [path for path, x in tree.leaves_with_names(params) if tree.is_inexact(x)]
+        self.warnings: dict[str, None] = {}
+        self._is_certain = True  # that the links of the walk have leaves
+
+    def through(self, state: OptState, before: Updates, tx: Any = None, text: str = "") -> Updates:
+        """Return the updates after the transformation that keeps a state.
+
+        Args:
+          state: the state.
+          before: the updates before it.
+          tx: the transformation, where a factory of optfn shows it.
+          text: the optimizer that the state belongs to, as the user wrote it.
+        """
+        if isinstance(tx, core.Transform) and tx.call[0] != "chain" and not _is_wrapper(tx, state):
+            tx, text = None, text or _text(tx)
+        inner = tx.inner if isinstance(tx, core.Transform) else []
+        if type(state) is tuple or isinstance(state, dict):
+            links = list(state.values()) if isinstance(state, dict) else list(state)
+            known = inner if len(inner) == len(links) else [None] * len(links)
+            after = before
+            for link, link_tx in zip(links, known, strict=True):
+                after = self.through(link, after, link_tx, text)
+            return {path: _optimized(x) for path, x in after.items()}
+        if isinstance(state, optax.transforms.PartitionState):
+            return self._through_each(list(state.inner_states.values()), before, text)
+        if traits_of(state).labels:
+            return self._through_each(list(state), before, text)
+        if way := _wrapper_of(state):
+            return self._through_wrapper(*way, state, before, inner[0] if inner else None, text)
+        kind = forms.KINDS.get(_kind_of(state))
+        if kind is None:
+            return self._through_unknown(state, before)
+        return self._through_link(kind, state, before, text)
+
+    def _through_link(
+        self, kind: forms.Kind, state: OptState, before: Updates, text: str
+    ) -> Updates:
+        link = text or _name(state)
+        rate, sets_rate = _number_of_rate(state), kind is forms.KINDS["rate"]
+        after = {}
+        for path, x in before.items():
+            wrong = _problem(kind, x, bool(text)) or _rate_before_plateau(state, x)
+            if wrong:
+                self._report(wrong[0].format(link=link, by=wrong[1]), x.form)
+            gives = kind.of_unknown if x.form == forms.UNKNOWN else kind.takes.get(x.form, "")
+            marks = dict(x.marks) | dict.fromkeys(kind.marks, link)
+            if gives == forms.AVERAGED and x.is_uphill:
+                marks |= {"uphill": link}
+            by = x.by if gives == x.form else link
+            after[path] = Update(gives, by, (*marks.items(),), rate if sets_rate else x.rate)
+        return after
+
+    def _report(self, message: str, form: str) -> None:
+        if not self._is_certain:
+            return
+        if form == forms.DIFFERENCE:
+            raise ValueError(message)
+        self.warnings[message] = None
+
+    def _through_wrapper(
+        self, way: str, field: str, state: OptState, before: Updates, tx: Any, text: str
+    ) -> Updates:
+        inner, name = getattr(state, field), text or _name(state)
+        if way in forms.KINDS:  # it reads the update
+            self._through_link(forms.KINDS[way], state, before, text)
+        if way == "loss_scale":
+            before = {path: x._replace(form=forms.GRADIENT, by="") for path, x in before.items()}
+        if way == "masked":
+            return before | self._through_each([inner], before, text)
+        after = self.through(inner, before, tx, text)
+        if way == "sometimes":
+            return {path: _either(x, before[path]) for path, x in after.items()}
+        if way == "accumulate":
+            mark = ((forms.PAUSED, name),)
+            return {path: x._replace(marks=x.marks + mark) for path, x in after.items()}
+        if way == "masters":
+            named = tree.leaves_with_names(state[0])
+            with_master = {path for path, x in named if not tree.is_masked(x)}
+            return after | {
+                path: _mastered(after[path], name) for path in with_master.intersection(after)
+            }
+        return after
+
+    def _through_each(self, states: list[OptState], before: Updates, text: str) -> Updates:
+        """Return the updates after transformations of different leaves.
+
+        The arrays of a state tell its leaves. Of states without arrays of leaves it is not known
+        to which of the remaining leaves they belong.
+        """
+        after, unclaimed = dict(before), []
+        owned = [self._leaves_of(state) & set(before) for state in states]
+        rest = set(before).difference(*owned)
+        for state, paths in zip(states, owned, strict=True):
+            inner = state.inner_state if isinstance(state, optax.MaskedState) else state
+            was_certain, self._is_certain = self._is_certain, self._is_certain and bool(paths)
+            result = self.through(inner, {p: before[p] for p in paths or rest}, None, text)
+            self._is_certain = was_certain
+            if paths:
+                after |= result
+            else:
+                unclaimed.append(result)
+        for path in rest if unclaimed else ():
+            possible = [result[path] for result in unclaimed]
+            if len(states) == 1:  # a mask, outside of which updates stay as they are
+                possible.append(before[path])
+            first, *others = possible
+            after[path] = first if all(x.form == first.form for x in others) else Update()
+        return after
+
+    def _leaves_of(self, state: OptState) -> set[str]:
+        """Return the paths of the leaves of which a state has arrays."""
+        entries = entries_by_param(named_entries(state), self.paths)
+        return {path for path, _ in entries if path is not None}
+
+    def _through_unknown(self, state: OptState, before: Updates) -> Updates:
+        """Judge the states inside an unknown one by themselves; what it gives is unknown.
+
+        Only an average that it follows is reported: a link that changes nothing is rare.
+        """
+        link = type(state).__name__
+        link = "a link without a state" if link == "EmptyState" else f"the link of {link}"
+        for x in before.values():
+            if x.form == forms.AVERAGED:
+                self._report(forms.REFUSED[x.form].format(link=link, by=x.by), x.form)
+        unknown = dict.fromkeys(before, Update())
+        if is_state(state):
+            for child in state:
+                if isinstance(child, tuple | dict):
+                    self.through(child, unknown)
+        return unknown
+
+
+def _problem(kind: forms.Kind, x: Update, is_of_optimizer: bool) -> tuple[str, str] | None:
+    """Return what goes wrong if a link of a kind takes an update, and the link that it is due to.
+
+    The result is None if nothing goes wrong.
+
+    Args:
+      kind: the kind of the link.
+      x: the update.
+      is_of_optimizer: whether the link belongs to an optimizer, which has a rate of its own too.
+    """
+    if x.form == forms.UNKNOWN:
+        return None
+    if x.form not in kind.takes:
+        why = {**forms.REFUSED, **kind.why}
+        if is_of_optimizer and kind.of_unknown:
+            why |= forms.TWO_RATES
+        return why.get(x.form, forms.OTHERWISE.replace("{form}", x.form)), x.by
+    marks = dict(x.marks)
+    for mark, reason in kind.refuses.items():
+        if mark in marks:
+            return reason, marks[mark]
+    return None
+
+
+def _rate_before_plateau(state: OptState, x: Update) -> tuple[str, str] | None:
+    """Return the problem of `reduce_on_plateau` behind another rate than 1.
+
+    A schedule before it is no problem: its rate is meant to be multiplied.
+    """
+    is_plateau = isinstance(getattr(state, "rate", None), rates.PlateauLearningRateState)
+    if not is_plateau or x.form != forms.STEP or x.rate in (None, 1):
+        return None
+    return (
+        "{link} multiplies updates by its own rate, but {by} before it has already applied a "
+        f"learning rate of {x.rate:g}: give that optimizer the rate 1, as in adam(1.0)",
+        x.by,
+    )
+
+
+def _optimized(x: Update) -> Update:
+    """Return the update after a chain, marked if the chain is an optimizer with moments."""
+    if x.form != forms.STEP or forms.ADAPTED not in dict(x.marks):
+        return x
+    return x._replace(marks=(*x.marks, (forms.OPTIMIZED, x.by)))
+
+
+def _mastered(x: Update, link: str) -> Update:
+    marks = dict(x.marks) | ({"uphill": link} if x.is_uphill else {})
+    return Update(forms.DIFFERENCE, link, (*marks.items(),))
+
+
+def _either(x: Update, other: Update) -> Update:
+    return x if x.form == other.form else Update()
+
+
+def _kind_of(state: OptState) -> str:
+    return traits_of(state).link or forms.OPTAX.get(type(state), "")
+
+
+def _wrapper_of(state: OptState) -> tuple[str, str] | None:
+    """Return the way of a wrapper and the field with the state inside of it; None for a link."""
+    if traits_of(state).link in forms.WRAPPERS and "inner_state" in state._fields:
+        return traits_of(state).link, "inner_state"
+    return forms.OPTAX_WRAPPERS.get(type(state))
+
+
+def _is_wrapper(tx: core.Transform, state: OptState) -> bool:
+    """Tell whether `tx` is the call of the wrapper that keeps `state`, not of an optimizer."""
+    is_of_wrapper = type(state) is not tuple and _wrapper_of(state) is not None
+    return is_of_wrapper and state_word(type(state)).startswith(tx.call[0])
+
+
+def _text(tx: core.Transform) -> str:
+    text = repr(tx)
+    return text if "<" not in text and len(text) < 80 else f"{tx.call[0]}(…)"
+
+
+def _name(state: OptState) -> str:
+    """Return the link that keeps a state, as far as the state shows the call."""
+    rate = _number_of_rate(state)
+    word = state_word(type(state)).removesuffix("_by_number")
+    return f"{word}({'…' if rate is None else f'{rate:g}'})"
+
+
+def _number_of_rate(state: OptState) -> float | None:
+    """Return the learning rate of a link that was given as a number; None if there is none."""
+    rate = getattr(state, "rate", None)
+    if type(rate) is not rates.LearningRateState or checks.is_traced(rate.learning_rate):
+        return None
+    return float(largest(jax.tree.leaves(rate.learning_rate)[0]))
 
 
 def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
@@ -151,6 +336,26 @@ def _frozen(tx: object, params: Params) -> set[str]:
         attrs = resolve(tx.param_attrs, params)
         found |= {name for name, x in attrs.items() if not (x.trainable and x.learning_rate)}
     return found
+
+
+def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
+    """Warn of an optimizer whose attributes exempt leaves from a clip that it does not have.
+
+    A clip before it in a chain clips these leaves too.
+    """
+    if not isinstance(tx, core.Transform):
+        return
+    name, _, arguments = tx.call
+    clips = [arguments.get(k) for k in ("grad_clip", "local_grad_clip_norm")]
+    exempt = [pattern for pattern, x in (tx.param_attrs or {}).items() if not x.need_clip]
+    if exempt and clips == [None, None]:
+        checks.warn(
+            f"{name}: need_clip=False of param_attrs[{exempt[0]!r}] has no effect, because {name} "
+            f"has no clip of its own. Pass the clip to it, {name}(…, grad_clip=…), not before it "
+            "in a chain"
+        )
+    for inner in tx.inner:
+        warn_of_unclipped(inner)
 
 
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:

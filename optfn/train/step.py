@@ -9,6 +9,8 @@ composed of the same functions (composition.py):
     rounds       local steps of each worker, and an outer step on the drift   local_steps.py
 """
 
+import collections
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -34,8 +36,16 @@ from optfn.train.batches import numeric_batch
 from optfn.train.composition import composed, local_rounds, specs_of_state
 from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepArguments, taking
-from optfn.train.order import warn_of_ascent, warn_of_frozen, warn_of_lazy, warn_of_order
+from optfn.train.order import (
+    warn_of_frozen,
+    warn_of_lazy,
+    warn_of_order,
+    warn_of_unclipped,
+)
 from optfn.train.state import TrainState, copy, distinct, replicate_counters
+
+# Calls whose flags may still be unknown at the next call.
+_STEPS_AHEAD = 3
 
 
 class TrainStep:
@@ -53,6 +63,7 @@ class TrainStep:
         step = composed(options.loss_fn, self.tx, options, layout, self.local)
         self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())
         self._has_run = False
+        self._flags: collections.deque[jax.Array] = collections.deque()
 
     def __repr__(self) -> str:
         name = getattr(self.loss_fn, "__qualname__", repr(self.loss_fn))
@@ -95,12 +106,12 @@ class TrainStep:
             processes.compare_params(params)
         state = self._first_state(params, model_state)
         warn_of_frozen(self.tx, params)
-        warn_of_order(state.opt_state)
+        warn_of_unclipped(self.tx)
         if self.local is None:
-            warn_of_ascent("tx", self.tx, state.opt_state)
+            warn_of_order("tx", self.tx, state.opt_state, params)
         else:
-            warn_of_ascent("tx", self.tx, state.opt_state.inner)
-            warn_of_ascent("outer", self.local.outer, state.opt_state.outer)
+            warn_of_order("tx", self.tx, state.opt_state.inner.inner_state, params)
+            warn_of_order("outer", self.local.outer, state.opt_state.outer, params)
         if self.options.tables is None and self.options.value_and_grad is None:
             warn_of_lazy(self.tx, state.params)
         return state
@@ -179,21 +190,24 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the previous step.
-          ValueError: `state` has been donated to an earlier call; or, at the first call, the
-            batches of several processes differ in structure or shapes; or `state` has local steps
-            of another number of workers.
+          ValueError: `state` has been donated to an earlier call; or something besides the update
+            has changed a parameter that has a master; or, at the first call, the batches of several
+            processes differ in structure or shapes; or `state` has local steps of another number of
+            workers.
           TypeError: `state` is not a TrainState, or it was made by a step with another `packed`,
             `model_state` or `local_steps`; or the batch contains text, or arrays of another library
             that NumPy cannot convert without a copy.
         """
         self.check_state(state)
-        self.check(state)
+        self._check_before_call(state)
         batch = numeric_batch(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
         state, metrics = self.compiled(state, self._split(batch))
         loss = metrics["loss"]
-        self._has_run |= not checks.is_traced(loss)
+        if not checks.is_traced(loss):
+            self._has_run = True
+            self._keep_flags(state, metrics)
         if not checks.is_traced(loss) and _is_on_several_cpus(loss):
             # CPU devices share their threads. If several steps run at once, one may hold the
             # threads that an all-reduce of another waits for.
@@ -212,12 +226,29 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up.
+          ValueError: something besides the update changed a parameter that has a master.
+        """
+        if not checks.is_traced(state.step):
+            _raise_set(reports.flags(state.opt_state))
+
+    def _check_before_call(self, state: TrainState) -> None:
+        """Raise the errors of `check`, without waiting for flags that keep their value.
+
+        Such a flag is read from the metrics of earlier calls, as soon as these are ready or a few
+        calls old. To read it from the state of the last call would end the overlap of the host's
+        work with the work of the devices.
         """
         if checks.is_traced(state.step):
             return
-        for flag, error in reports.fatal(state.opt_state):
-            if np.any(flag.addressable_data(0) if isinstance(flag, jax.Array) else flag):
-                raise FloatingPointError(error)
+        is_set = False
+        while self._flags and (len(self._flags) > _STEPS_AHEAD or _is_ready(self._flags[0])):
+            is_set |= bool(np.any(_local(self._flags.popleft())))
+        found = reports.flags(state.opt_state)
+        _raise_set(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
+
+    def _keep_flags(self, state: TrainState, metrics: dict[str, Any]) -> None:
+        lasting = {x.metric for x in reports.flags(state.opt_state) if x.is_lasting}
+        self._flags.extend(metrics[name] for name in lasting if name in metrics)
 
     def check_state(self, state: object) -> None:
         """Raise the errors of a call with a state that this step does not take."""
@@ -265,6 +296,22 @@ def _check_params(params: Params) -> None:
 def _shape_of(x: Leaf) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype of an array, without its placement."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def _raise_set(flags: Iterable[reports.Flag]) -> None:
+    """Raise the error of the first flag that is not 0."""
+    for flag in flags:
+        value = _local(flag.value)
+        if np.any(value):
+            raise flag.error(int(np.max(value)))
+
+
+def _local(x: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
+
+
+def _is_ready(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or bool(x.is_ready())  # type: ignore[attr-defined]
 
 
 def _is_on_several_cpus(x: jax.Array) -> bool:

@@ -20,7 +20,7 @@ from optfn.core.types import OptState, Params, Updates
 Steps: TypeAlias = Any
 
 
-@traits(counted="mu")
+@traits(link="moments", counted="mu")
 class ScaleByAdamState(NamedTuple):
     """State of `scale_by_adam`: 8 bytes per parameter, and the step."""
 

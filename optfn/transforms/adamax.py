@@ -17,7 +17,7 @@ from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import check_moment_dtype, signed, stored, unsigned
 
 
-@traits(counted="mu")
+@traits(link="moments", counted="mu")
 class ScaleByAdamaxState(NamedTuple):
     """State of `scale_by_adamax`: 8 bytes per parameter, and the step."""
 
@@ -26,7 +26,7 @@ class ScaleByAdamaxState(NamedTuple):
     infinity_norm: Params
 
 
-@traits(spans_buffers=True, counted="mu")
+@traits(link="moments", spans_buffers=True, counted="mu")
 @encodes(signed("mu"), unsigned("infinity_norm"))
 class ScaleByInt8AdamaxState(NamedTuple):
     """State of `scale_by_adamax` in int8: 2.00 to 2.03 bytes per parameter, and the step."""

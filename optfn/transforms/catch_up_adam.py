@@ -16,7 +16,7 @@ from optfn.transforms.adam import adam_direction, adam_factors, adam_rule
 from optfn.transforms.late_steps import LateStepsState, Steps
 
 
-@traits(counted="mu")
+@traits(link="moments", counted="mu")
 class ScaleByCatchUpAdamState(NamedTuple):
     """State of `scale_by_catch_up_adam`: 8 bytes per parameter, 4 per row, the step, β₁ and β₂."""
 

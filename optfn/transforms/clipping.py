@@ -14,7 +14,7 @@ from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Updates
 
 
-@traits(reports={"factor": None})
+@traits(link="clip", reports={"factor": None})
 class ClipState(NamedTuple):
     """State of the clips by norm: the (smallest) factor of the last update, 4 bytes."""
 
@@ -31,6 +31,11 @@ def clip_factor(norm: jax.Array, max_norm: Scalar) -> jax.Array:
     """Return max_norm/max(norm, max_norm): 1 for a norm up to max_norm, 0 and ∞ included."""
     max_norm = numerics.scalar(max_norm, norm)
     return jnp.where(norm <= max_norm, 1, max_norm / jnp.maximum(norm, max_norm))
+
+
+@traits(link="clip")
+class ClipByValueState(NamedTuple):
+    """State of `clip_by_value`: empty."""
 
 
 @core.transform()
@@ -60,7 +65,9 @@ def clip_by_value(max_value: Number, min_value: Number | None = None) -> core.Ru
     # Where zero is out of bounds, the zeros of the rows that are not touched are clipped too.
     keeps_zero = isinstance(low, float) and isinstance(high, float) and low <= 0 <= high
     rows = "touched" if keeps_zero else "dense"
-    return core.stateless(lambda updates, params: leafwise.apply(clip, updates, rows=rows))
+    return core.stateless(
+        lambda updates, params: leafwise.apply(clip, updates, rows=rows), ClipByValueState()
+    )
 
 
 @core.transform(complex_leaves=True, reads_state=False)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, PyTree, Updates
 from optfn.leaves import row_sparse
 from optfn.transforms import learning_rate as rates
@@ -18,6 +19,7 @@ from optfn.transforms.in_place import in_passes
 _NOT_POSITIVE = checks.Range("<= 0 and finite", lambda x: -math.inf < x <= 0)
 
 
+@traits(link="optimizer")
 class FtrlProximalState(NamedTuple):
     """State of `ftrl_proximal`: 8 bytes per parameter, the step and the rate."""
 

@@ -95,7 +95,7 @@ def advance(learning_rate: Scalar | Schedule, state: RateState) -> tuple[jax.Arr
     return rate, type(state)(core.next_step(state.step), rate)
 
 
-@traits(passes_rows=True)
+@traits(link="rate", passes_rows=True)
 class ScaleByLearningRateState(NamedTuple):
     """State of `scale_by_learning_rate`: the step and the rate, 8 bytes."""
 

@@ -22,17 +22,19 @@ from optfn.transforms import late_steps
 from optfn.transforms.stored import check_moment_dtype, signed, stored, unsigned
 
 
+@traits(link="momentum")
 class ScaleByMomentumState(NamedTuple):
     """State of `scale_by_momentum`: 4 bytes per parameter."""
 
     velocity: Params
 
 
-@traits(retired=("velocity",))
+@traits(link="pass", retired=("velocity",))
 class WithoutMomentumState(ScaleByMomentumState):
     """State of `scale_by_momentum(0)`: a masked leaf."""
 
 
+@traits(link="momentum")
 class ScaleByNarrowMomentumState(NamedTuple):
     """State of `scale_by_momentum` in bfloat16: 2 bytes per parameter, and the step."""
 
@@ -40,7 +42,7 @@ class ScaleByNarrowMomentumState(NamedTuple):
     velocity: Params
 
 
-@traits(spans_buffers=True)
+@traits(link="momentum", spans_buffers=True)
 @encodes(signed("velocity"))
 class ScaleByInt8MomentumState(NamedTuple):
     """State of `scale_by_momentum` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
@@ -115,6 +117,7 @@ def scale_by_momentum(
     return velocity_rule(mu, nesterov, moment_dtype)
 
 
+@traits(link="moments")
 class ScaleByAdagradState(NamedTuple):
     """State of `scale_by_adagrad`: 4 bytes per parameter."""
 
@@ -149,6 +152,7 @@ def scale_by_adagrad(*, eps: Number = 1e-6, initial_accumulator_value: Number = 
     )
 
 
+@traits(link="moments")
 class ScaleByDecayedAdagradState(NamedTuple):
     """State of `scale_by_decayed_adagrad`: 4 bytes per parameter."""
 
@@ -182,6 +186,7 @@ def scale_by_decayed_adagrad(*, decay: Number = 0.95, eps: Number = 1e-6) -> cor
     return core.accumulating(leaf_rule, ScaleByDecayedAdagradState, real=("accumulator",))
 
 
+@traits(link="moments")
 class ScaleByAdadeltaState(NamedTuple):
     """State of `scale_by_adadelta`: 8 bytes per parameter."""
 
@@ -231,12 +236,14 @@ def scale_by_adadelta(*, rho: Number = 0.95, eps: Number = 1e-6) -> core.Rule:
     return core.accumulating(leaf_rule, ScaleByAdadeltaState, real=ScaleByAdadeltaState._fields)
 
 
+@traits(link="moments")
 class ScaleByRmsState(NamedTuple):
     """State of `scale_by_rms`: 4 bytes per parameter."""
 
     mean_square: Params
 
 
+@traits(link="moments")
 class ScaleByCenteredRmsState(NamedTuple):
     """State of `scale_by_rms(centered=True)`: 8 bytes per parameter."""
 
@@ -244,6 +251,7 @@ class ScaleByCenteredRmsState(NamedTuple):
     mean: Params
 
 
+@traits(link="moments")
 class ScaleByNarrowRmsState(NamedTuple):
     """State of `scale_by_rms` in bfloat16: 2 bytes per parameter, and the step."""
 
@@ -251,7 +259,7 @@ class ScaleByNarrowRmsState(NamedTuple):
     mean_square: Params
 
 
-@traits(spans_buffers=True)
+@traits(link="moments", spans_buffers=True)
 @encodes(unsigned("mean_square"))
 class ScaleByInt8RmsState(NamedTuple):
     """State of `scale_by_rms` in int8: 1.00 to 1.02 bytes per parameter, and the step."""
@@ -335,7 +343,7 @@ def scale_by_rms(
     return stored(dtype, _RMS_STATES, lambda g, r: plain_rule(g, r)[1:], direction, signed=(False,))
 
 
-@traits(counted="gradients")
+@traits(link="filter", counted="gradients")
 class ScaleByAsgdState(NamedTuple):
     """State of `scale_by_asgd`: 4·batch_num bytes per parameter, and the step."""
 
@@ -343,7 +351,7 @@ class ScaleByAsgdState(NamedTuple):
     gradients: Params
 
 
-@traits(retired=("step", "gradients"))
+@traits(link="pass", retired=("step", "gradients"))
 class WithoutGradientsState(ScaleByAsgdState):
     """State of `scale_by_asgd(1)`: masked leaves."""
 

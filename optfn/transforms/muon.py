@@ -77,7 +77,7 @@ def orthogonalized(
     return y.astype(x.dtype)
 
 
-@traits(whole_matrices="orthogonalized")
+@traits(link="moments", whole_matrices="orthogonalized")
 class ScaleByMuonState(NamedTuple):
     """State of `scale_by_muon`: that of `scale_by_momentum`, for the matrices."""
 

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from optfn import core
 from optfn.core import checks, leafwise
 from optfn.core.checks import Number, Scalar
+from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, Updates
 from optfn.transforms import learning_rate as rates
 
 
+@traits(link="plateau")
 class ReduceOnPlateauState(NamedTuple):
     """State of `reduce_on_plateau`: seven scalars, 25 bytes."""
 

@@ -15,7 +15,7 @@ from optfn.transforms.late_steps import Steps
 from optfn.transforms.stored import MOMENT_DTYPES, Arrays, signed, stored, unsigned
 
 
-@traits(spans_buffers=True, counted="mu")
+@traits(link="moments", spans_buffers=True, counted="mu")
 @encodes(signed("mu"), unsigned("nu"))
 class ScaleByInt8AdamState(NamedTuple):
     """State of `scale_by_quantized_adam("int8")`: 2.00 to 2.03 bytes per parameter."""

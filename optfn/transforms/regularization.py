@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optfn import core
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.traits import traits
 from optfn.core.tree import Pattern
 from optfn.core.types import OptState, Params, Updates
 from optfn.leaves import row_sparse, tensors
@@ -51,6 +51,27 @@ def decay_of_leaves(
     return tensors.per_leaf(of_leaf, updates)
 
 
+@traits(link="penalty")
+class L1DecayState(NamedTuple):
+    """State of `l1_decay`: empty."""
+
+
+@traits(link="penalty")
+class L2DecayState(NamedTuple):
+    """State of `l2_decay`: empty."""
+
+
+@traits(link="decay")
+class AddDecayedWeightsByNumberState(NamedTuple):
+    """State of `add_decayed_weights` with a number: empty."""
+
+
+@traits(link="pass")
+class ZeroDecayState(NamedTuple):
+    """State of a penalty or a decay whose coefficient is the number 0: empty."""
+
+
+@traits(link="decay")
 class AddDecayedWeightsState(NamedTuple):
     """State of `add_decayed_weights` with a schedule: the step, 4 bytes."""
 
@@ -60,6 +81,11 @@ class AddDecayedWeightsState(NamedTuple):
 def check_weight_decay(argument: str, weight_decay: Number | Schedule) -> Scalar | Schedule:
     """Return `weight_decay` if it is a number ≥ 0, a real 0-d array or a schedule."""
     return weight_decay if callable(weight_decay) else checks.nonnegative(argument, weight_decay)
+
+
+def is_zero(coeff: Scalar | Schedule) -> bool:
+    """Tell whether a coefficient is the Python or NumPy number 0."""
+    return checks.is_host_number(coeff) and coeff == 0
 
 
 def weight_decay_at(argument: str, coeff: Scalar | Schedule, step: jax.Array) -> Scalar:
@@ -73,22 +99,24 @@ def decaying(
     argument: str,
     coeff: Scalar | Schedule,
     update: Callable[[Updates, Params, Scalar, Mapping[str, float] | None], Updates],
-    state_type: Callable[[jax.Array], OptState],
+    states: tuple[OptState, Callable[[jax.Array], OptState]],
     exclude: Pattern | None,
 ) -> core.Rule:
     """Return a rule from (updates, params, coefficient, decay_factors) -> updates.
 
     Args:
       argument: the name of the coefficient in errors.
-      coeff: a number, for which there is no state, or a schedule.
+      coeff: a number or a schedule.
       update: the rule.
-      state_type: makes the state of a schedule from the step.
+      states: the state of a number, which is empty, and the function from the step to the state of
+        a schedule.
       exclude: a pattern of leaves, which `init` checks.
     """
+    of_number, of_schedule = states
 
     def init(params: Params) -> OptState:
         tree.matching(exclude, params, "exclude")
-        return state_type(core.first_step()) if callable(coeff) else optax.EmptyState()
+        return of_schedule(core.first_step()) if callable(coeff) else of_number
 
     def decayed(
         updates: Updates,
@@ -100,10 +128,10 @@ def decaying(
     ) -> tuple[Updates, OptState]:
         del extra
         if not callable(coeff):
-            return update(updates, params, coeff, decay_factors), optax.EmptyState()
+            return update(updates, params, coeff, decay_factors), of_number
         value = weight_decay_at(argument, coeff, state.step)
         updates = update(updates, params, value, decay_factors)
-        return updates, state_type(core.next_step(state.step))
+        return updates, of_schedule(core.next_step(state.step))
 
     return core.Rule(init, decayed, decays=True)
 
@@ -119,7 +147,7 @@ def l1_decay(coeff: Number) -> core.Rule:
 
     Source: fluid.regularizer.L1Decay.
     """
-    return _decay(l1_penalty, coeff)
+    return _decay(l1_penalty, coeff, L1DecayState())
 
 
 @core.transform(needs_params=True, complex_leaves=True)
@@ -133,16 +161,20 @@ def l2_decay(coeff: Number) -> core.Rule:
 
     Source: fluid.regularizer.L2Decay.
     """
-    return _decay(l2_penalty, coeff)
+    return _decay(l2_penalty, coeff, L2DecayState())
 
 
-def _decay(penalty: Callable[..., jax.Array], coeff: Number) -> core.Rule:
-    """Return the rule of a function (g, p, *, coeff) that adds the gradient of a penalty."""
+def _decay(penalty: Callable[..., jax.Array], coeff: Number, state: OptState) -> core.Rule:
+    """Return the rule of a function (g, p, *, coeff) that adds the gradient of a penalty.
+
+    A coefficient of 0 has another empty state, since the rule then changes nothing.
+    """
     coeff = checks.nonnegative("coeff", coeff)
     return core.stateless(
         lambda updates, params: leafwise.apply(
             penalty, row_sparse.to_dense(updates, _DENSE), params=params, coeff=coeff
-        )
+        ),
+        ZeroDecayState() if is_zero(coeff) else state,
     )
 
 
@@ -169,6 +201,7 @@ def add_decayed_weights(
     """
     wd = check_weight_decay("weight_decay", weight_decay)
     exclude = tree.check_pattern("exclude", exclude)
+    state = ZeroDecayState() if is_zero(wd) else AddDecayedWeightsByNumberState()
 
     def update(
         updates: Updates, params: Params, coeff: Scalar, factors: Mapping[str, float] | None
@@ -176,4 +209,4 @@ def add_decayed_weights(
         coeffs = decay_of_leaves(exclude, coeff, updates, factors)
         return leafwise.apply(l2_penalty, updates, params=params, rows="touched", coeff=coeffs)
 
-    return decaying("weight_decay", wd, update, AddDecayedWeightsState, exclude)
+    return decaying("weight_decay", wd, update, (state, AddDecayedWeightsState), exclude)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from optfn import core
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar, Schedule
+from optfn.core.traits import traits
 from optfn.core.tree import Pattern
 from optfn.core.types import Params, Updates
 from optfn.leaves import row_sparse, tensors
@@ -38,6 +39,11 @@ def trust_ratio(
     return jnp.where(valid, coeff * p_norm / denominator, 1)
 
 
+@traits(link="trust_ratio")
+class ScaleByTrustRatioState(NamedTuple):
+    """State of `scale_by_trust_ratio`: empty."""
+
+
 @core.transform(needs_params=True, complex_leaves=True)
 def scale_by_trust_ratio() -> core.Rule:
     """Scale the update of each tensor to the norm of its parameters: u = q·u, q = ‖p‖/‖u‖.
@@ -54,13 +60,19 @@ def scale_by_trust_ratio() -> core.Rule:
         p_norms, u_norms = tensors.tensor_norms(params), tensors.tensor_norms(updates)
         return leafwise.scale(updates, tensors.combine(trust_ratio, p_norms, u_norms))
 
-    return core.stateless(update)
+    return core.stateless(update, ScaleByTrustRatioState())
 
 
+@traits(link="trust_ratio")
 class ScaleByLarsState(NamedTuple):
     """State of `scale_by_lars` with a schedule: the step, 4 bytes."""
 
     step: jax.Array
+
+
+@traits(link="trust_ratio")
+class ScaleByLarsByNumberState(NamedTuple):
+    """State of `scale_by_lars` whose decay is a number: empty."""
 
 
 @core.transform(needs_params=True, complex_leaves=True)
@@ -105,4 +117,10 @@ def scale_by_lars(
         updates = leafwise.apply(l2_penalty, updates, params=params, coeff=wds)
         return leafwise.scale(updates, factors)
 
-    return decaying("lars_weight_decay", wd, update, ScaleByLarsState, exclude)
+    return decaying(
+        "lars_weight_decay",
+        wd,
+        update,
+        (ScaleByLarsByNumberState(), ScaleByLarsState),
+        exclude,
+    )

@@ -18,7 +18,7 @@ from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
 from optfn.transforms.in_place import when
 
 
-@traits(passes_own_gradients=True)
+@traits(link="accumulate", passes_own_gradients=True)
 class AccumulateState(NamedTuple):
     """State of `accumulate`: 4 bytes per parameter, the micro-step, and the inner state.
 

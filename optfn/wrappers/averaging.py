@@ -22,7 +22,7 @@ from optfn.leaves.updates import apply_updates
 from optfn.transforms.in_place import in_passes
 
 
-@traits(passes_rows=True, made_of_params={"average": "weight"})
+@traits(link="average", passes_rows=True, made_of_params={"average": "weight"})
 class ExponentialMovingAverageState(NamedTuple):
     """State of `exponential_moving_average`: 4 bytes per parameter, the step and the weight."""
 
@@ -32,6 +32,7 @@ class ExponentialMovingAverageState(NamedTuple):
 
 
 @traits(
+    link="average",
     passes_rows=True,
     made_of_params={"sum_1": "num_accumulates", "sum_2": None, "sum_3": "old_num_accumulates"},
 )
@@ -158,7 +159,8 @@ def model_average(
     unchanged. As in fluid, updates·rate is computed in float32.
 
     Args:
-      average_window_rate: rate, the length of the window as a fraction of all updates, ≥ 0.
+      average_window_rate: rate, the length of the window as a fraction of all updates, ≥ 0. Above
+        1, with a warning, a window ends only at `max_average_window`.
       min_average_window: the shortest window, in updates, ≥ 1 and ≤ max_average_window.
       max_average_window: the longest window, in updates, ≥ 1.
 
@@ -168,6 +170,11 @@ def model_average(
     Source: fluid's ModelAverage.
     """
     rate = checks.nonnegative("average_window_rate", average_window_rate)
+    if isinstance(rate, float) and rate > 1:
+        checks.warn(
+            f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
+            "window ends before max_average_window, so the first params stay in the average"
+        )
     shortest = checks.count("min_average_window", min_average_window)
     longest = checks.count("max_average_window", max_average_window)
     if shortest > longest:

@@ -18,6 +18,7 @@ from optfn.wrappers.nonfinite import skip_nonfinite
 
 
 @traits(
+    link="loss_scale",
     passes_own_gradients=True,
     passes_rows=True,
     reports={"scale": Report("loss_scale", is_needed=True)},

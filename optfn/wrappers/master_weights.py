@@ -1,6 +1,6 @@
 """Float32 masters of parameters of a narrower dtype, as copies or as remainders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,22 +11,40 @@ import optax
 
 from optfn import core
 from optfn.core import checks, tree
-from optfn.core.traits import traits
+from optfn.core.traits import Report, traits
 from optfn.core.types import DType, Leaf, OptState, Params, Updates
 from optfn.leaves import mismatch
 from optfn.leaves.updates import apply_updates
 from optfn.transforms import codes
+from optfn.wrappers.moved_params import first_moved, moved_error, raise_if_moved
 
 
-@traits(passes_own_gradients=True, made_of_params={"master": ""})
+@traits(
+    link="masters",
+    passes_own_gradients=True,
+    made_of_params={"master": ""},
+    reports={
+        "moved": Report(
+            "moved_param",
+            "max",
+            "max",
+            error=lambda state, number: moved_error(state.master, number),
+            is_lasting=True,
+        )
+    },
+)
 class MasterWeightsState(NamedTuple):
-    """State of `master_weights`: 4 bytes per narrow parameter, and the inner state."""
+    """State of `master_weights`: 4 bytes per narrow parameter, the inner state, and a number.
+
+    moved: 1 + the number of the leaf that was found not to be its master, rounded; 0 if none was.
+    """
 
     master: Params
     inner_state: OptState
+    moved: jax.Array
 
 
-@traits(passes_own_gradients=True, made_of_params={"remainder": None})
+@traits(link="masters", passes_own_gradients=True, made_of_params={"remainder": None})
 class MasterWeights32State(NamedTuple):
     """State of `master_weights(bits=32)`: 2 bytes per narrow parameter, and the inner state."""
 
@@ -34,7 +52,7 @@ class MasterWeights32State(NamedTuple):
     inner_state: OptState
 
 
-@traits(passes_own_gradients=True, made_of_params={"remainder": None})
+@traits(link="masters", passes_own_gradients=True, made_of_params={"remainder": None})
 class MasterWeights24State(NamedTuple):
     """State of `master_weights(bits=24)`: 1 byte per narrow parameter, step, and inner state."""
 
@@ -50,7 +68,9 @@ class MasterForm(NamedTuple):
     is_narrow: tells whether a parameter has a master.
     start: p -> the array to store for a master that equals p.
     read: (p, stored) -> the master.
-    write: (p, master[, step]) -> (u, stored), for which read(p + u, stored) is the master.
+    write: (p, master, *numbers) -> (u, stored), for which read(p + u, stored) is the master.
+    numbers: the numbers of a fresh state besides the stored arrays: `moved`, `step` or none.
+    advance: (numbers, all stored arrays, params) -> the numbers of this step.
     """
 
     state_type: type[MasterWeightsState | MasterWeights32State | MasterWeights24State]
@@ -58,6 +78,8 @@ class MasterForm(NamedTuple):
     start: Callable[[jax.Array], jax.Array]
     read: Callable[[jax.Array, jax.Array], jax.Array]
     write: Callable[..., tuple[jax.Array, jax.Array]]
+    numbers: Callable[[], tuple[jax.Array, ...]]
+    advance: Callable[[Sequence[jax.Array], Params, Params], list[jax.Array]]
 
 
 @core.named
@@ -74,9 +96,12 @@ def master_weights(
 
         bits(|M|) = bits(|p|)·2ᵏ + e,  k = bits − 16
 
-    If you edit a parameter by hand, a copy overwrites your change: after the next update the
-    parameter is the rounded master again. With a remainder your change stays, and M is the edited
-    parameter moved by e, which is at most half a unit of its last place.
+    Nothing may change a parameter besides the update. With copies, each update compares up to 1,024
+    entries of each leaf with its master: if you edited the parameter by hand, or a link behind the
+    masters changed the update, `make_train_step`, `minimize` and eager updates raise a ValueError
+    that names the leaf, and so does a jitted loop of your own on a CPU; on a TPU or GPU its updates
+    are NaN from then on. With a remainder your change stays, and M is the edited parameter moved by
+    e, which is at most half a unit of its last place.
 
     Args:
       tx: an optimizer of optfn or optax; its params are the masters.
@@ -91,8 +116,8 @@ def master_weights(
     2⁻²⁴ of its old value. Masters below 2⁻¹²⁶ lose digits if XLA flushes denormals.
 
     State: per narrow parameter 4 bytes for a copy, 2 or 1 for a remainder, and the state of `tx`;
-    with 24 bits also the step. The update of a leaf with a master has the dtype of the master.
-    Needs params.
+    for copies also the number of a moved leaf, with 24 bits the step. The update of a leaf with a
+    master has the dtype of the master. Needs params.
 
     Raises:
       ValueError: `dtype` is neither float32 nor float64, or is float64 with `bits`; or `bits` is
@@ -120,26 +145,28 @@ def master_weights(
             return form.read(p, kept), kept
 
         wide, kept = tree.map_to(2, widened, params)
-        steps = (core.first_step(),) if bits == 24 else ()
-        return form.state_type(kept, inner.init(wide), *steps)
+        return form.state_type(kept, inner.init(wide), *form.numbers())
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         core.check_params_given("master_weights", params)
         mismatch.check_state("master_weights", state, form.state_type)
-        kept, inner_state, *steps = state
+        kept, inner_state, *numbers = state
         tree.check_same_structure("master_weights", "the state", kept, "params", params)
         wide = tree.map(lambda k, p: p if tree.is_masked(k) else form.read(p, k), kept, params)
         updates, inner_state = inner.update(updates, inner_state, wide, **extra)
-        steps = [core.next_step(step) for step in steps]
+        numbers = form.advance(numbers, kept, params)
+        # A training step, which passes `value_fn`, reads the number in the state and stops.
+        if bits is None and "value_fn" not in extra:
+            raise_if_moved(kept, *numbers)
 
         def moved(place: tree.Place, k: Leaf, p: Leaf, u: Leaf, w: Leaf) -> tuple[Leaf, Leaf]:
-            return (u, k) if tree.is_masked(k) else form.write(p, w, *steps)
+            return (u, k) if tree.is_masked(k) else form.write(p, w, *numbers)
 
         after = apply_updates(wide, updates)
         updates, kept = tree.map_to(2, moved, kept, params, updates, after)
-        return updates, form.state_type(kept, inner_state, *steps)
+        return updates, form.state_type(kept, inner_state, *numbers)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -174,7 +201,11 @@ def _copies(dtype: np.dtype[Any]) -> MasterForm:
         lambda p: _is_narrower(p, dtype),
         lambda p: p.astype(dtype),
         lambda p, master: master,
-        lambda p, master: (update_to(p, master), master),
+        lambda p, master, moved: (jnp.where(moved > 0, jnp.nan, update_to(p, master)), master),
+        lambda: (jnp.zeros((), jnp.int32),),
+        lambda numbers, masters, params: [
+            jnp.where(numbers[0] > 0, numbers[0], first_moved(masters, params))
+        ],
     )
 
 
@@ -198,6 +229,8 @@ def _remainders(bits: int) -> MasterForm:
         lambda p: jnp.zeros_like(p, codes.REMAINDERS[bits]),
         codes.join_float32,
         write,
+        lambda: (core.first_step(),) if bits == 24 else (),
+        lambda numbers, kept, params: [core.next_step(step) for step in numbers],
     )
 
 

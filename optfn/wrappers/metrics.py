@@ -36,8 +36,7 @@ from optfn.workers import joined_workers
         "groups": Report(""),
         "ratios": Report("update_ratio"),
     },
-    misplaced_around_loss_scale="record_metrics is around dynamic_loss_scale, so its gradient "
-    "norms are multiplied by the scale: put record_metrics inside",
+    link="reader",
 )
 class RecordMetricsState(NamedTuple):
     """State of `record_metrics`: five float32 scalars, and the inner state.

@@ -25,13 +25,13 @@ from optfn.workers import joined_workers
             "gave_up",
             "any",
             "any",
-            error="skip_nonfinite: more than max_consecutive gradients in a row were not finite; "
-            "the last one has been applied to the parameters",
+            error=lambda state, flag: FloatingPointError(
+                "skip_nonfinite: more than max_consecutive gradients in a row were not finite; "
+                "the last one has been applied to the parameters"
+            ),
         ),
     },
-    misplaced_around_loss_scale="skip_nonfinite is around dynamic_loss_scale, so the scale never "
-    "falls when gradients overflow: leave skip_nonfinite out, since dynamic_loss_scale skips such "
-    "steps",
+    link="guard",
 )
 class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`: two counters, a flag, and the inner state."""

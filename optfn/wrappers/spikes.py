@@ -19,6 +19,7 @@ from optfn.wrappers.nonfinite import unless_skipped
 
 
 @traits(
+    link="reader",
     passes_own_gradients=True,
     passes_rows=True,
     reports={

@@ -2,6 +2,7 @@
 
 import warnings
 
+import chains
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from registry import OPTIMIZERS
 
 import optfn
 from optfn.distributed import exchange, quantize
+from optfn.train import order
 
 PARAMS = {"w": jnp.arange(1.0, 5.0)}
 
@@ -27,11 +29,11 @@ def ema():
 MISPLACED = {
     "an average before a rule": (
         lambda: optfn.chain(ema(), optfn.sgd(0.1)),
-        "an average is followed by other transforms",
+        r"exponential_moving_average\(0.9\) is an average, but sgd\(0.1\) follows",
     ),
     "in optax's chain, inside a wrapper": (
         lambda: optfn.skip_nonfinite(optax.chain(ema(), optax.sgd(0.1))),
-        "an average is followed by other transforms",
+        "is an average, but a link without a state follows",
     ),
     "a plateau after a rate of its own": (
         lambda: optfn.chain(optfn.adam(1e-3), optfn.schedules.reduce_on_plateau(1e-3)),
@@ -39,17 +41,17 @@ MISPLACED = {
     ),
     "two exchanges": (
         lambda: optfn.chain(exchange(quantize(8)), exchange(quantize(1)), optfn.sgd(0.1)),
-        "two transforms that exchange gradients",
+        r"exchange\(quantize\(8\)\) and exchange\(quantize\(1\)\) both exchange",
     ),
     "two learning rates": (
         lambda: optfn.chain(optfn.adam(1e-3), optfn.record_metrics(optfn.sgd(1.0))),
-        "learning rate in part 0 and another in part 1",
+        r"adam\(0.001\) has already applied a learning rate, and sgd\(1.0\)",
     ),
     "a clip before a scale of the loss": (
         lambda: optfn.chain(
             optfn.clip_by_global_norm(1.0), optfn.dynamic_loss_scale(optfn.sgd(0.1))
         ),
-        "not the first part of its chain",
+        r"Put it inside, as in dynamic_loss_scale\(chain\(clip_by_global_norm\(1.0\), …",
     ),
     "a guard around a scale of the loss": (
         lambda: optfn.skip_nonfinite(optfn.dynamic_loss_scale(optfn.sgd(0.1))),
@@ -57,7 +59,7 @@ MISPLACED = {
     ),
     "norms around a scale of the loss": (
         lambda: optfn.record_metrics(optfn.dynamic_loss_scale(optfn.sgd(0.1))),
-        "norms are multiplied by the scale",
+        "norms that it reads are multiplied by the scale",
     ),
     "no learning rate": (
         lambda: optfn.chain(optfn.clip_by_global_norm(1.0), optfn.scale_by_adam()),
@@ -120,6 +122,88 @@ def test_a_right_chain_gives_no_warning(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         init(RIGHT[name]())
+
+
+WRONG = chains.quietly(chains.wrong_orders)
+RIGHT_ORDERS = chains.quietly(chains.right_orders)
+BEHIND_MASTERS = chains.quietly(chains.behind_masters)
+
+
+def warnings_of(tx, params=chains.PARAMS):
+    """Return the warnings at `init` of a step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        order.warn_of_order("tx", tx, tx.init(params), params)
+    return [str(x.message) for x in caught]
+
+
+def test_the_corpora_are_large():
+    assert len(WRONG) + len(BEHIND_MASTERS) >= 167 and len(RIGHT_ORDERS) >= 154
+
+
+def test_every_wrong_order_speaks():
+    silent = [name for name, (_, tx) in WRONG.items() if not warnings_of(tx)]
+    assert not silent
+
+
+def test_no_right_order_speaks():
+    loud = {name: found for name, tx in RIGHT_ORDERS.items() if (found := warnings_of(tx))}
+    assert not loud
+    narrow = {
+        name: found
+        for name, tx in RIGHT_ORDERS.items()
+        if "masters" in name and (found := warnings_of(tx, chains.NARROW))
+    }
+    assert not narrow
+
+
+@pytest.mark.parametrize("name", chains.OPTAX_OPTIMIZERS)
+def test_no_optimizer_of_optax_is_accused(name):
+    """Alone, and in chains and wrappers."""
+    tx = getattr(optax, name)(1e-3)
+    for around in chains.AROUND.values():
+        clipped = optax.chain(optfn.clip_by_global_norm(1.0), around(tx))
+        last = optfn.chain(around(tx), chains.ema())
+        for made in (around(tx), clipped, last, optfn.accumulate(tx, 2)):
+            assert not warnings_of(made)
+
+
+def test_a_change_behind_masters_is_an_error():
+    """Of copies and of remainders alike; float32 params have no masters."""
+    for name, (_, tx) in BEHIND_MASTERS.items():
+        with pytest.raises(ValueError, match="keeps masters"):
+            order.warn_of_order("tx", tx, tx.init(chains.NARROW), chains.NARROW)
+        assert isinstance(chains.quietly(warnings_of, tx), list), name
+
+
+def is_probed(name):
+    return not any(word in name for word in ("exchange", "DGC", "dgc", "scale of", "scaled"))
+
+
+PROBES = {
+    "ascends": lambda tx: not chains.descends(tx),
+    "no rate": lambda tx: not chains.descends(tx),
+    "grows": chains.grows,
+    "lags": lambda tx: not chains.average_is_params(tx),
+}
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_the_probe_finds_the_wrong_orders_wrong(kind):
+    """What the warnings say is seen in the numbers, in eager steps of three of each kind."""
+    found = {name: tx for name, (k, tx) in WRONG.items() if k == kind and is_probed(name)}
+    for name in list(found)[:: max(1, len(found) // 6)]:
+        assert chains.quietly(PROBES[kind], found[name]), name
+
+
+def test_the_probe_finds_right_orders_right():
+    found = {name: tx for name, tx in RIGHT_ORDERS.items() if is_probed(name)}
+    for name in list(found)[::9]:
+        tx = found[name]
+        assert chains.descends(tx), name
+        assert not chains.grows(tx) or "noise" in name, name
+        if name.startswith("a partition") or name.endswith("in masters"):
+            assert name == "a partition with masters" or chains.average_is_params(tx), name
 
 
 def test_an_exchange_alone_as_the_outer_optimizer_warns():

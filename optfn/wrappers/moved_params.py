@@ -1,0 +1,102 @@
+"""The check of `master_weights` that params are their masters, rounded.
+
+If a link behind the masters changes the update, or a program sets params by hand, params and
+masters part. The next update would then pull params back to masters that never were theirs, and the
+run would train wrongly without a word.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optfn.core import checks, tree
+from optfn.core.types import Params
+from optfn.leaves import xla
+
+MOST_ENTRIES = 1024
+
+
+def sample(x: jax.Array) -> jax.Array:
+    """Return at most 1,024 entries of an array: every s-th of its first row, or all of a short one.
+
+    Where devices divide x, each takes these entries from its own shard: XLA would send whole shards
+    for entries side by side, and for a row that is not the first one.
+    """
+    if not x.ndim:
+        return x
+    stride = max(1, -(-x.shape[-1] // MOST_ENTRIES))
+    return x[(*(slice(1) for _ in x.shape[:-1]), slice(None, None, stride))]
+
+
+def is_rounded(p: jax.Array, master: jax.Array) -> jax.Array:
+    """Tell for each entry whether p is within half a unit of its last place of the master.
+
+    The half has a margin of 3 %, for loops that round the update before they add it. NaN and ∞
+    count as rounded: they are no change from outside.
+    """
+    info, wide = jnp.finfo(p.dtype), p.astype(master.dtype)
+    # XLA may flush subnormal numbers of either dtype to 0, so the unit is a normal number.
+    least = max(info.smallest_normal, float(jnp.finfo(wide.dtype).smallest_normal) / info.eps)
+    unit = float(info.eps) * jnp.maximum(jnp.abs(wide), float(least))
+    return ~(jnp.abs(master - wide) > 0.516 * unit)
+
+
+def first_moved(masters: Params, params: Params) -> jax.Array:
+    """Return 1 + the number of the first leaf with a master that is not its master rounded, or 0.
+
+    Leaves without a master are not counted.
+    """
+    pairs = tree.items(masters, params)
+    moved = [
+        jnp.any(~is_rounded(sample(p), sample(master)))
+        for _, master, p in pairs
+        if not tree.is_masked(master)
+    ]
+    if not moved:
+        return jnp.zeros((), jnp.int32)
+    flags = jnp.stack(moved)
+    return jnp.where(jnp.any(flags), 1 + jnp.argmax(flags), 0).astype(jnp.int32)
+
+
+def moved_error(masters: Params, number: int) -> ValueError:
+    """Return the error of the leaf to which `first_moved` gives this number."""
+    return _error(_names(masters), number)
+
+
+def _names(masters: Params) -> list[str]:
+    pairs = zip(tree.names(masters), tree.leaves(masters), strict=True)
+    return [tree.listed(names) for names, x in pairs if not tree.is_masked(x)]
+
+
+def _error(names: list[str], number: int) -> ValueError:
+    return ValueError(
+        f"master_weights: {names[number - 1]} is not its master, rounded, so something besides the "
+        "update changed this parameter. If a link behind the masters changes the update, "
+        "put it inside: master_weights(chain(…)), with the optimizer without multi_precision. If "
+        "you set params by hand, make a new state by init, or keep masters as remainders, "
+        "multi_precision=32, which follow your change"
+    )
+
+
+def raise_if_moved(masters: Params, number: jax.Array) -> None:
+    """Raise the error of `moved_error`, also within a jitted program that runs on a CPU.
+
+    Programs for TPUs and GPUs have no such call of the host: a TPU cannot be stopped by an error of
+    one, and a GPU would wait for the host in each step. There updates become NaN.
+    """
+    names = _names(masters)
+
+    def stop(number: Any) -> None:
+        if number:
+            raise _error(names, int(number))
+
+    def call_host(number: jax.Array) -> jax.Array:
+        lax.cond(number > 0, lambda x: jax.debug.callback(stop, x), lambda x: None, number)
+        return number
+
+    if checks.is_traced(number):
+        xla.on_cpu(call_host, lambda number: number, number)
+    else:
+        stop(number)

@@ -1,0 +1,171 @@
+"""Masters see that something besides the update changed their params, in every kind of loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optfn
+from optfn.wrappers.moved_params import is_rounded, sample
+
+PARAMS = {
+    "a": jnp.ones((16, 32), jnp.bfloat16),
+    "w": jnp.linspace(1, 4, 16 * 200).reshape(16, 200).astype(jnp.bfloat16),
+    "wide": jnp.ones(3),
+}
+RIGHT = optfn.adam(1e-2, multi_precision=True)
+# A link of optax without a state, of which `init` knows nothing.
+SCALED = optax.chain(optfn.adam(1e-2, multi_precision=True), optax.scale(0.1))
+
+
+def loss(p, x):
+    return sum(jnp.sum((leaf.astype(jnp.float32) - jnp.mean(x)) ** 2) for leaf in p.values())
+
+
+def step(tx):
+    def run(p, state):
+        updates, state = tx.update(jax.grad(loss)(p, 0.5), state, p)
+        return optax.apply_updates(p, updates), state
+
+    return run
+
+
+def eager(tx, p, state):
+    for _ in range(10):
+        p, state = step(tx)(p, state)
+
+
+def jitted(tx, p, state):
+    compiled = jax.jit(step(tx))
+    for _ in range(10):
+        p, state = compiled(p, state)
+    jax.block_until_ready(p)
+
+
+def scanned(tx, p, state):
+    run = jax.jit(lambda x: jax.lax.scan(lambda x, _: (step(tx)(*x), None), x, length=10)[0])
+    jax.block_until_ready(run((p, state)))
+
+
+def on_a_mesh_of_ones_own(tx, p, state):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    run = jax.jit(
+        jax.shard_map(
+            step(tx), mesh=mesh, in_specs=(P(), P()), out_specs=(P(), P()), check_vma=False
+        )
+    )
+    for _ in range(10):
+        p, state = run(p, state)
+    jax.block_until_ready(p)
+
+
+def trained(**options):
+    def run(tx, p, state):
+        if options:
+            options["mesh"] = Mesh(np.array(jax.devices()[:4]), ("data",))
+        train_step = optfn.make_train_step(loss, tx, donate=False, **options)
+        opt_state = train_step.init(PARAMS).opt_state if state is None else state
+        state = train_step.init(p)._replace(opt_state=opt_state)
+        for _ in range(10):
+            state, _ = train_step(state, np.full(4, 0.5, np.float32))
+
+    return run
+
+
+LOOPS = {
+    "eager": eager,
+    "jitted": jitted,
+    "scanned": scanned,
+    "on a mesh of one's own": on_a_mesh_of_ones_own,
+    "a step": trained(),
+    "a step on a mesh": trained(mesh=None),
+    "a step with divided params": trained(mesh=None, shard="params"),
+    "a step with packed params": trained(packed=True, mesh=None),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_link_of_another_library_behind_masters_ends_the_run(loop):
+    state = None if loop.startswith("a step") else SCALED.init(PARAMS)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="not its master, rounded"):
+        LOOPS[loop](SCALED, PARAMS, state)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_right_run_goes_on(loop):
+    LOOPS[loop](RIGHT, PARAMS, None if loop.startswith("a step") else RIGHT.init(PARAMS))
+
+
+@pytest.mark.parametrize("loop", ["eager", "jitted", "a step"])
+def test_params_set_by_hand_are_an_error_that_names_the_leaf(loop):
+    state = RIGHT.init(PARAMS)
+    edited = PARAMS | {"w": PARAMS["w"] * 1.1}
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="'w' is not its master"):
+        LOOPS[loop](RIGHT, edited, state)
+
+
+def test_remainders_follow_params_set_by_hand():
+    tx = optfn.sgd(0.1, multi_precision=32)
+    edited = PARAMS | {"w": PARAMS["w"] * 1.5}
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), edited)
+    np.testing.assert_array_equal(optfn.apply_updates(edited, updates)["w"], edited["w"])
+
+
+def test_updates_are_nan_after_the_step_that_found_it():
+    """For programs of a TPU or a GPU, where no error of the host stops a loop of one's own."""
+    state = RIGHT.init(PARAMS)
+    grads = jax.grad(loss)(PARAMS, 0.5)
+    found = state._replace(moved=jnp.asarray(2, jnp.int32))
+    updates, after = RIGHT.update(grads, found, PARAMS, value_fn=None)
+    assert jnp.isnan(updates["w"]).all() and jnp.isfinite(updates["wide"]).all()
+    assert after.moved == 2  # it stays
+    moved = RIGHT.update(grads, state, PARAMS | {"w": PARAMS["w"] * 2}, value_fn=None)[1].moved
+    assert moved == 2
+
+
+DTYPES = {"bfloat16": np.float32, "float16": np.float32, "float32": np.float64}
+
+
+@pytest.mark.parametrize("narrow", DTYPES)
+def test_every_rounding_is_one_and_a_far_neighbour_is_none(narrow):
+    """Of random bits, subnormal numbers too."""
+    with jax.enable_x64(True):
+        dtype, wide = jnp.dtype(narrow), DTYPES[narrow]
+        rng = np.random.default_rng(0)
+        bits = rng.integers(0, 2**16 if dtype.itemsize == 2 else 2**32, 20_000)
+        p = jnp.asarray(bits.astype(f"uint{8 * dtype.itemsize}").view(dtype))
+        p = p[jnp.isfinite(p)]
+        near = p.astype(wide)
+        up = jnp.nextafter(p, jnp.asarray(jnp.inf, dtype)).astype(wide)
+        masters = near + (up - near) * rng.uniform(0, 1, p.shape).astype(wide)
+        rounded = masters.astype(dtype)
+        assert is_rounded(rounded, masters).all()
+        is_finite = jnp.isfinite(up)
+        far = near + 2 * (up - near)
+        is_far = is_finite & jnp.isfinite(far) & (jnp.abs(near) > 2e-36)
+        is_far &= jnp.abs(near) >= float(jnp.finfo(dtype).smallest_normal)
+        assert is_far.sum() > 10_000 and not is_rounded(p, far)[is_far].any()
+        assert is_rounded(jnp.asarray(jnp.nan, dtype), jnp.asarray(1.0, wide))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3000,), (3, 5000), (2, 3, 7), (50257, 2)])
+def test_a_sample_is_small(shape):
+    x = jnp.arange(np.prod(shape, dtype=int)).reshape(shape)
+    assert sample(x).size == min(sample(x).size, 1024) and (sample(x).size > 0) == (x.size > 0)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_long_runs_of_right_optimizers_are_never_stopped(name):
+    """At rates whose steps are far below and far above a unit of the last place."""
+    for rate in (1e-5, 1e-3, 0.3):
+        for tx in (optfn.adam(rate), optfn.momentum(rate, 0.9)):
+            tx = optfn.master_weights(tx)
+            p = jax.tree.map(lambda x: (x * 1e-3).astype(name), PARAMS)
+            run = jax.jit(step(tx))
+            state = tx.init(p)
+            for _ in range(50):
+                p, state = run(p, state)
+            assert state.moved == 0
