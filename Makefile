@@ -65,6 +65,7 @@ scale: $(VENV)/.demo
 
 tables: $(VENV)/.demo
 	$(BIN)/python -m docs.tables
+	$(BIN)/python -m benchmarks.pages
 
 # What the programs of the documentation print, below each of them. PAGES="tour.md" runs these pages.
 outputs: $(VENV)/.test
