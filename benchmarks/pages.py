@@ -1,14 +1,15 @@
 """The pages of benchmarks/results/: a table for each JSON file or printed table of a benchmark.
 
     make tables     or      python -m benchmarks.pages
-    python -m benchmarks.pages --run soak muon
+    python -m benchmarks.pages --run soak "muon --seeds 5"
 
 writes the pages and the headline tables of benchmarks/README.md. A page has the question of its
 script, the command that measures, the explanation in the script's docstring, and the figures. They
 come from the files that scripts keep (`compiled.json`, `pods.json`, `studies/exchange.json`, …),
 from `results.json` for ratios, and from `printed.json`, which has the tables that other scripts
 printed, some with fewer rows or columns: `python -m benchmarks.check --publish` keeps the tables of
-the suite, and `--run` calls the commands of a page again and keeps what they print.
+the suite, and `--run` runs scripts and keeps the table of each in place of the table of the same
+command.
 
 In README.md a comment such as `<!-- results/compiled.md: v5e, matrix -->` stands above a table; its
 rows are looked up by their first cell, and filled from the columns of the same names.
@@ -277,8 +278,8 @@ def printed() -> dict[str, Page]:
     found = {}
     for name, runs in json.loads(PRINTED.read_text()).items():
         sections = [Section(f"`{x['command']}`", x["about"], x["printed"]) for x in runs]
-        folder = "" if (HERE / f"{name}.py").exists() else "studies/"
-        found[name] = Page(folder + name, PRINTED.name, "", sections)
+        script = f"{_folder(name)}{name}".replace(".", "/")
+        found[name] = Page(script, PRINTED.name, "", sections)
     return found
 
 
@@ -292,9 +293,21 @@ def keep(command: str, text: str) -> None:
     PRINTED.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
+def run(script: str) -> None:
+    """Run "soak --steps 100", a script with its options, and keep what it prints."""
+    command = f"python -m benchmarks.{_folder(script.split()[0])}{script}"
+    words = [sys.executable, *shlex.split(command)[1:]]
+    keep(command, subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def _name_of(command: str) -> str:
     """Return the name of the module in "python -m benchmarks.studies.soak --steps 100"."""
     return command.split()[2].split(".")[-1]
+
+
+def _folder(name: str) -> str:
+    """Return "studies." for a script of this folder."""
+    return "" if (HERE / f"{name}.py").exists() else "studies."
 
 
 def pages() -> dict[str, Page]:
@@ -345,13 +358,11 @@ def write() -> None:
 
 
 def main() -> None:
-    """Run the commands that are asked for, and write the pages."""
+    """Run the scripts that are asked for, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", nargs="+", metavar="PAGE", default=[], choices=[*printed()])
-    for name in parser.parse_args().run:
-        for command in (x["command"] for x in json.loads(PRINTED.read_text())[name]):
-            words = [sys.executable, *shlex.split(command)[1:]]
-            keep(command, subprocess.run(words, check=True, stdout=-1, text=True).stdout)
+    parser.add_argument("--run", nargs="+", metavar="SCRIPT", default=[])
+    for script in parser.parse_args().run:
+        run(script)
     write()
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -362,7 +363,9 @@ def test_a_table_replaces_that_of_the_same_command(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "PRINTED", tmp_path / "printed.json")
     pages.keep("python -m benchmarks.studies.soak --steps 9", "jax 1\n\n| step |\n|---|\n| 9 |\n")
     pages.keep("python -m benchmarks.studies.soak", "jax 1\n\n| step |\n|---|\n| 1 |\n")
-    pages.keep("python -m benchmarks.studies.soak", "jax 2\n\n| step |\n|---|\n| 2 |\n")
+    ran = SimpleNamespace(stdout="jax 2\n\n| step |\n|---|\n| 2 |\n")
+    monkeypatch.setattr(pages.subprocess, "run", lambda words, **_: ran)
+    pages.run("soak")
     page = pages.printed()["soak"]
     found = [(x.about, x.lines[-1]) for x in page.sections]
     assert page.script == "studies/soak" and found == [("jax 1", "| 9 |"), ("jax 2", "| 2 |")]
