@@ -129,7 +129,7 @@ def _wrapped() -> dict[str, Rule]:
 
     # model_average on a TPU takes two kernels: `%add_select_fusion.1` makes the moments, the
     # parameter and the third sum, and `%broadcast_select_fusion` reads the parameter and two sums
-    # again for the other two sums, because the third sum depends on the new parameter.
+    # again for the other two sums, because the sums depend on the new parameter.
     averages = {
         "exponential_moving_average": lambda: optfn.exponential_moving_average(0.999),
         "model_average": lambda: optfn.model_average(0.15),
