@@ -8,18 +8,21 @@ BIN = $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX ?= $(CURDIR)/.cache/bytecode
 
-.PHONY: demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled pods compilers tables outputs docs docs-serve release clean
+.PHONY: help demo demo-compression demo-recommender gallery test test-product outside nightly properties faults soak scale lint bench bench-check compiled pods compilers tables outputs docs docs-serve release clean
 
-demo: $(VENV)/.demo
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo ## train a small transformer with three optimizers, in two minutes
 	$(BIN)/python -m examples.demo
 
-demo-compression: $(VENV)/.demo
+demo-compression: $(VENV)/.demo ## train on four workers with Deep Gradient Compression
 	$(BIN)/python -m examples.compression
 
-demo-recommender: $(VENV)/.demo
+demo-recommender: $(VENV)/.demo ## train a recommender on a large embedding table
 	$(BIN)/python -m examples.recommender
 
-gallery: $(VENV)/.bench
+gallery: $(VENV)/.bench ## draw the pictures of docs/pictures, in a few minutes
 	$(BIN)/python -m examples.gallery
 
 # First what stands on the programs as XLA optimizes them, then the rest, which is compiled quickly;
@@ -29,64 +32,69 @@ gallery: $(VENV)/.bench
 PYTEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations 25 $(OPTIONS)
 
 test: TESTS ?= --ignore tests/product
-test: $(VENV)/.$(EXTRA)
+test: $(VENV)/.$(EXTRA) ## test the library; TESTS="tests/rules -k lamb" chooses tests
 	$(PYTEST) -m optimized $(TESTS) || [ $$? -eq 5 -a "$(origin TESTS)" != file ]
 	$(PYTEST) --quick-compiler $(TESTS) || [ $$? -eq 5 -a "$(origin TESTS)" != file ]
 
 # Whole programs: of the documentation, examples, benchmarks, pictures, the wheel, processes, faults.
-test-product: $(VENV)/.test
+test-product: $(VENV)/.test ## test docs, examples, benchmarks, pictures, the wheel, processes
 	$(MAKE) test TESTS=tests/product
 
 # Programs of others that take an optimizer of optax: all that tests/clients.py lists.
-outside:
+outside: ## test programs that take an optimizer of optax; 9 GB of packages
 	OPTFN_OUTSIDE=1 $(MAKE) test VENV=$(VENV)-outside EXTRA=outside TESTS=tests/outside
 
 # All values of the grids of which `make test` runs a part, 5,400 properties, all faults, a soak, steps
 # compiled for 512 devices, and programs of others.
-nightly:
+nightly: ## test whole grids, properties, faults, soak, scale, outside; over an hour
 	$(MAKE) test test-product OPTIONS=--nightly
 	$(MAKE) properties faults soak scale outside
 
 # 68 times as many cases as in the suite, other ones each time.
-properties: $(VENV)/.test
+properties: $(VENV)/.test ## test 5,400 drawn cases
 	OPTFN_PROPERTIES=nightly $(BIN)/python -m pytest -n auto \
 	  --quick-compiler tests/contract/test_properties.py
 
 # ONLY="sigterm_one disk_full" tries these; links and disks need root, and ip, tc, unshare and mount.
-faults: $(VENV)/.test
+faults: $(VENV)/.test ## try kills, links, disks and files, in 20 minutes; ONLY="disk_full" chooses
 	$(BIN)/python tests/faults.py $(if $(ONLY),--only $(ONLY))
 
-soak: $(VENV)/.demo
+soak: $(VENV)/.demo ## train 10,000 steps: memory and objects stay as they are
 	$(BIN)/python -m benchmarks.studies.soak
 
 # Steps are compiled for 512 devices, and nothing runs: fails where a cost grows with the devices.
-scale: $(VENV)/.demo
+scale: $(VENV)/.demo ## compile steps for 512 devices: no cost grows with them
 	$(BIN)/python -m benchmarks.scale
 
-tables: $(VENV)/.demo
+tables: $(VENV)/.demo ## write the rows and pages that follow from code and JSON files
 	$(BIN)/python -m docs.tables
+	$(BIN)/python -m benchmarks.pages
 
 # What the programs of the documentation print, below each of them. PAGES="tour.md" runs these pages.
-outputs: $(VENV)/.test
+outputs: $(VENV)/.test ## write what the programs of the docs print; PAGES="tour.md" chooses
 	$(BIN)/python -m docs.programs $(PAGES)
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev ## run ruff, mypy, yamllint and shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/yamllint --strict -d '{extends: default, rules: {line-length: {max: 100}}}' examples/elastic
 	$(BIN)/shellcheck examples/elastic/*.sh .ci/release
 
-bench: $(VENV)/.bench
+bench: $(VENV)/.bench ## run all benchmarks, in twenty minutes
 	$(BIN)/python -m benchmarks
+
+# The ratios of a new run against the published ones, in benchmarks/results.json.
+bench-check: $(VENV)/.bench ## run all benchmarks, and compare the ratios with the published ones
+	$(BIN)/python -m benchmarks.check
 
 # Updates as the compilers of TPUs and of a GPU make them, which need Python 3.12 and no device.
 # OPTIONS="--only adam,lamb --target v5e --tree matrix" compiles these.
-compiled: compilers
+compiled: compilers ## compile updates for TPUs and a GPU, without a device
 	$(VENV)-compiled/bin/python -m benchmarks.compiled $(OPTIONS)
 
 # Steps on many chips, likewise. OPTIONS="--model small --topology 'v5e:*' --only 'FSDP;ZeRO'"
-pods: compilers
+pods: compilers ## compile steps for 16 to 512 chips, without a device
 	$(VENV)-compiled/bin/python -m benchmarks.pods $(OPTIONS)
 
 compilers: NEWER = $(if $(filter file,$(origin PYTHON)),$(shell .ci/newer),$(PYTHON))
@@ -94,10 +102,10 @@ compilers:
 	$(MAKE) $(VENV)-compiled/.compile VENV=$(VENV)-compiled PYTHON=$(NEWER)
 
 # Strict: a warning, a link to nowhere or a page outside the navigation ends it.
-docs: $(VENV)/.docs
+docs: $(VENV)/.docs ## build the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-docs-serve: $(VENV)/.docs
+docs-serve: $(VENV)/.docs ## build the site, and show it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 $(VENV)/bin/python:
@@ -109,13 +117,9 @@ $(VENV)/.%: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[$*]"
 	@touch $@
 
-# The ratios of a new run against the published ones, in benchmarks/results.json.
-bench-check: $(VENV)/.bench
-	$(BIN)/python -m benchmarks.check
-
 # dist/ is for PyPI; dist-about/ has the list of parts (SBOM) and the site of this version.
-release: $(VENV)/.release
+release: $(VENV)/.release ## build, install and try dist/
 	VENV=$(VENV) .ci/release
 
-clean:
+clean: ## remove environments, caches and outputs
 	rm -rf $(VENV) $(VENV)-outside $(VENV)-compiled .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-out bench-out dist dist-about site

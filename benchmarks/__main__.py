@@ -3,7 +3,7 @@
     python -m benchmarks [--toy] [--only NAME …] [--out bench-out]
 
 The tables are printed as they are measured. The output folder has `report.md`, all tables with the
-device, the versions and the commit; `results.json`, the same rows for programs; and a log of each
+device, the versions and the commit; `results.json`, the same for programs; and a log of each
 script's errors. A script that cannot run on this machine is listed in both with the reason; so is
 one that fails, which makes the exit status 1. This module uses no device, since a script may need
 it.
@@ -154,11 +154,7 @@ def save(results: dict[str, Result], began: str, out: Path) -> None:
     """Write results.json and report.md."""
     about = next((r.about for r in results.values() if r.about), {})
     about = {k: about[k] for k in ABOUT if k in about} | {"began": began}
-    scripts = {}
-    for name, result in results.items():
-        kept = result._asdict()
-        del kept["text"]
-        scripts[name] = kept
+    scripts = {name: result._asdict() for name, result in results.items()}
     (out / "results.json").write_text(json.dumps({"about": about, "scripts": scripts}, indent=1))
     lines = ["# Benchmarks", "", ", ".join(f"{k} {v}" for k, v in about.items()), ""]
     lines += ["| script | seconds | rows |", "|---|---|---|"]

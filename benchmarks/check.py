@@ -4,20 +4,22 @@
 
 Runs the suite, or reads what a run of it wrote (`--results`), and compares its ratios with those in
 benchmarks/results.json. What is more than 15 % worse is printed, and the exit status is 1. With
-`--publish` the ratios of the run are written to benchmarks/results.json instead; those of scripts
-that it did not run stay.
+`--publish` the ratios of the run are written to benchmarks/results.json instead, its tables to
+benchmarks/printed.json, and the pages of benchmarks/results/ anew; those of scripts that it did not
+run stay.
 """
 
 import argparse
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure
+from benchmarks import measure, pages
 from benchmarks.__main__ import ABOUT, SUITE
 
 PUBLISHED = Path(__file__).parent / "results.json"
@@ -78,6 +80,10 @@ def main() -> None:
         about = {k: v for k, v in results["about"].items() if k in ABOUT}
         published |= {script: {"about": about, "rows": rows} for script, rows in found.items()}
         PUBLISHED.write_text(json.dumps(published, indent=1, ensure_ascii=False) + "\n")
+        for script in found:
+            ran = results["scripts"][script]
+            pages.keep(shlex.join(ran["command"]), ran["text"])
+        pages.write()
         return
     lines = list(worse({script: entry["rows"] for script, entry in published.items()}, found))
     compared = sum(map(len, found.values()))

@@ -7,12 +7,13 @@ one file, at once and in the background, and in parts, which orbax writes in the
 "Blocking" is the time until `save_checkpoint` returns, "delay" the time until a program that
 changes every array in place is done after it, which waits for the copy of the state, and "whole"
 the time until all is on the disk. Memory is the most that the process held meanwhile beyond what it
-held
-before, as a multiple of the bytes of the state on its devices. The floor is the time of writing as
-many bytes to one file, with fsync. The first save, which compiles the checksums, does not count.
+held before, as a multiple of the bytes of the state on its devices. The floor is the time of
+writing as many bytes to one file, with fsync. The first save, which compiles the checksums, does
+not count.
 
 With two processes of four devices each the numbers are those of process 0. A file has all of the
-state there, gathered while the training waits; of parts, each process writes its own.
+state there, gathered while the training waits; of parts, each process writes its own. With two
+thousand arrays the dispatch of sixteen thousand copies takes most of the blocking time.
 """
 
 import argparse

@@ -7,7 +7,8 @@ The compilers run without a device, in an environment of their own (`make compil
 they give is no time, but the program that would run: the bytes of HBM that it reads and writes, its
 temporaries, kernels and loops, and on a TPU the compiler's estimate of its cycles. The floor is the
 bytes that the rule must move: parameters, gradients and state read once, parameters and state
-written once, and again what a norm has to read before the update. Optax's rule stands beside.
+written once, and again what a norm has to read before the update; a program moves less where arrays
+stay in a TPU's fast memory. Optax's rule stands beside.
 
 Bytes, temporaries and the floor are bytes a parameter, except of tables: MB. Rows are kept in
 `benchmarks/compiled.json`; a run of some of them replaces these.
@@ -70,6 +71,12 @@ def _small(name: str, **options: Any) -> dict[str, Rule]:
         return lambda: getattr(optfn, name)(1e-3, **options, moment_dtype=dtype)
 
     norms = {"lamb": 8, "lars": 8}.get(name, 0)
+    # XLA compiles equal kernels once. The 148 float32 leaves of GPT-2 small make 9 different
+    # kernels on a v5e. In int8 they make 63, of which 30 have about 95 operations an element,
+    # because the row maximum and the update both read g; small arrays are also prefetched (`S(1)`)
+    # in ever other combinations. So int8 takes six times the compile seconds.
+    # LARS in int8 reads p and g three times, because the largest entry of a row waits for the
+    # norms: `%abs_reduce_fusion = f32[16384] fusion(%g, %p, %select_n.15, …)`.
     return {
         f"{name}, bfloat16 moments": Rule(made("bfloat16"), again=norms, most=1.05),
         f"{name}, int8 moments": Rule(made("int8"), again=norms, most=1.3),
@@ -77,6 +84,8 @@ def _small(name: str, **options: Any) -> dict[str, Rule]:
 
 
 def _masters(bits: int | None, most: float) -> Rule:
+    # A v5p writes the bits of the master, `%fusion.9 = (s32[16384,4096], …)`, and makes parameter
+    # and remainder of them in a second kernel, `%fusion.15`; a v5e and an H100 fuse the two.
     def made() -> Any:
         return optfn.master_weights(optfn.adam(1e-3), bits=bits)
 
@@ -86,6 +95,9 @@ def _masters(bits: int | None, most: float) -> Rule:
 def _rules() -> dict[str, Rule]:
     """Return what is compiled for every tree, by name."""
     again = {"lars": 8, "lamb": 12, "adam, clip by global norm": 4}
+    # accumulate: the step that is due is a loop, `%while.1`, which reads and writes the sums again:
+    # 48 bytes, and 24 in a call that is not due, so 120 in four calls. Optax computes adam in each
+    # call and selects, which is 144 bytes. On an H100 the host reads the condition of the loop.
     most = {"ftrl": 1.05}
     found = {
         name.replace(", 4 gradients", ""): Rule(
@@ -115,6 +127,9 @@ def _wrapped() -> dict[str, Rule]:
     def theirs() -> Any:
         return optax.apply_if_finite(optax.adam(1e-3), 5)
 
+    # model_average on a TPU takes two kernels: `%add_select_fusion.1` makes the moments, the
+    # parameter and the third sum, and `%broadcast_select_fusion` reads the parameter and two sums
+    # again for the other two sums, because the sums depend on the new parameter.
     averages = {
         "exponential_moving_average": lambda: optfn.exponential_moving_average(0.999),
         "model_average": lambda: optfn.model_average(0.15),
@@ -123,6 +138,13 @@ def _wrapped() -> dict[str, Rule]:
         f"{name}(adam)": Rule(lambda make=make: optfn.chain(adam(), make()), most=1.05)
         for name, make in averages.items()
     }
+    # skip_spikes: XLA writes u beside its norm instead of computing u again after the decision,
+    # `%multiply_reduce_fusion = (f32[], f32[16384,4096]) fusion(%g, %nu, …, %mu, …)`. A second
+    # call of the optimizer would double the products of muon.
+    # record_metrics on an H100: one kernel makes the new parameter and all three norms, so that XLA
+    # copies the parameter instead of writing it over the old one: `%copy.6 = f32[16384,4096]
+    # copy(%get-tuple-element.8)`. Two norms in one reduction avoid this there, and make a v5e hold
+    # a temporary instead.
     return found | {
         "skip_nonfinite(adam)": Rule(lambda: optfn.skip_nonfinite(adam()), theirs, again=4),
         "dynamic_loss_scale(adam)": Rule(lambda: optfn.dynamic_loss_scale(adam()), again=4),
@@ -136,7 +158,12 @@ def _tables() -> dict[str, Rule]:
 
 
 RULES = _rules()
-# Shapes of parameters by the name of a tree. "packed" is the tree of ResNet-50 in one buffer.
+# Shapes of parameters by the name of a tree. "packed" is the tree of ResNet-50 in one buffer, on
+# which lamb misses its floor on a v5e: `%concatenate.0 = f32[25557032]` joins the repeated ratio of
+# each tensor, and `%reshape.330 = f32[6,589824]` lays tensors out anew for their norms. A slice for
+# each tensor makes fewer bytes there, and twice the kernels on an H100.
+# If the rows of a table have 64 entries, a v5e copies the table and both moments in each step of
+# lazy adam; rows of 128 entries are updated in place.
 TREES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
     "matrix": lambda: {"w": (16384, 4096)},
     "gpt2": measure.gpt2_small,

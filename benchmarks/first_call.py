@@ -7,6 +7,9 @@ Adam on equal leaves, with optfn and with optax: seconds to trace, to lower and 
 (params, state, gradients) -> (params, state), in interleaved rounds; nothing is cached between
 them. Then the learning rate is changed, and the compiled programs are counted. With --options what
 is compared is what XLA's own options make of compiling optfn's step, in seconds of CPU.
+
+optfn traces faster because leaves of one shape share a traced rule. XLA compiles a loop for each
+leaf, and none of these options changes that.
 """
 
 import argparse

@@ -7,7 +7,8 @@ First the update of Adam alone: time compared with float32 moments, state and te
 a parameter; the floor is the time of the bytes that the rule must move, as in benchmarks.update.
 Then training of the rules in `--rules` with three seeds (none with `--seeds 0`): an MLP on
 scikit-learn's digits (held-out accuracy and loss), and the demo's transformer on text (held-out
-bits per byte).
+bits per byte). "signs" updates by the signs of a momentum, as Lion does. Rates are not tuned;
+differences from float32 are within the spread of seeds, or about it.
 """
 
 import argparse

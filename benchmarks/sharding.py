@@ -10,7 +10,9 @@ the ideal: 1/8 of the bytes of what is spread, and what `plan_memory` says is se
 
 Eight devices share the cores, so that speed is not that of eight machines. Measured are the time
 of a step, and the CPU time of all threads as a multiple of that of the step with everything whole.
-The floor is the time to read and write once what all devices hold.
+The floor is the time to read and write once what all devices hold; the time of a step includes the
+gradient of the model, which the floor does not. With everything whole each device updates all
+params, so that the machine does eight times the work.
 """
 
 import argparse

@@ -7,7 +7,7 @@ in this order, so that JAX updates both in place. The floor is the time of the b
 must move (parameters, gradients and state read once, parameters and state written once) at the
 bandwidth of an addition in place, y += a·x, measured in the same rounds. Expect parity for plain
 rules, which XLA fuses in the same way, and a gain where optax keeps temporaries: global-norm clip,
-LARS, LAMB, Adadelta.
+LARS, LAMB, Adadelta. Adam is `eps_hat=False` and LAMB has bias correction, as in optax.
 """
 
 import argparse

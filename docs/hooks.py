@@ -2,6 +2,7 @@
 
 import posixpath
 import re
+from pathlib import Path
 
 from mkdocs.structure.files import File
 
@@ -18,6 +19,8 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "tests/faults.md": "faults-tried.md",
 }
+RESULTS = sorted(Path(__file__).parents[1].glob("benchmarks/results/*.md"))
+PAGES |= {f"benchmarks/results/{page.name}": f"benchmarks/{page.name}" for page in RESULTS}
 SOURCES = {place: source for source, place in PAGES.items()}
 ROW = re.compile(r"^(\| \w+ \|)((?:\\\||[^|\n])+=(?:\\\||[^|\n])+)(\|.*)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|png))(?=[#)])")

@@ -1,4 +1,4 @@
-"""Training of JAX models: composable optimizers, a training loop, and many devices.
+"""optfn trains JAX models: optax-compatible optimizers, sharded steps, and a crash-safe loop.
 
 Every optimizer is an `(init, update)` pair of pure functions, as in optax, and a chain of
 transforms. `minimize` runs the whole training:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import measure
-
+Row = dict[str, Any]  # as in benchmarks.measure, which imports JAX
 RUNS, LINKS = (Path(__file__).parent / name for name in ("exchange.json", "links.json"))
 SLACK = 1.02  # of the loss that is waited for
 
@@ -48,7 +47,7 @@ class Scheme(NamedTuple):
 BASE_STEPS = 1600
 
 
-def schemes(runs: Sequence[measure.Row], width: int) -> list[Scheme]:
+def schemes(runs: Sequence[Row], width: int) -> list[Scheme]:
     """Return the schemes that were trained with a model of this width."""
     runs = [run for run in runs if run["width"] == width]
     dense = {
@@ -62,14 +61,14 @@ def schemes(runs: Sequence[measure.Row], width: int) -> list[Scheme]:
         )[1]
         for inner in {i for i, _, _ in dense}
     }
-    groups: dict[tuple[str, int], list[measure.Row]] = {}
+    groups: dict[tuple[str, int], list[Row]] = {}
     for run in runs:
         if run["inner"] in best and run["rate"] == best[run["inner"]]:
             groups.setdefault((run["scheme"], run["steps"]), []).append(run)
     return [_scheme(group, dense) for group in groups.values()]
 
 
-def _scheme(group: list[measure.Row], dense: dict[tuple[str, float, int], float]) -> Scheme:
+def _scheme(group: list[Row], dense: dict[tuple[str, float, int], float]) -> Scheme:
     first = group[0]
     keys = [(run["inner"], run["rate"], run["seed"]) for run in group]
     return Scheme(
@@ -133,11 +132,11 @@ def table(found: Sequence[Scheme]) -> str:
     return "\n".join(lines)
 
 
-def seconds(found: Sequence[Scheme], links: Sequence[measure.Row]) -> list[measure.Row]:
+def seconds(found: Sequence[Scheme], links: Sequence[Row]) -> list[Row]:
     """Return the seconds to dense adamw's loss and 2 %, for each scheme on each link."""
     (dense,) = (s for s in found if s.name == "adamw, dense" and s.steps == BASE_STEPS)
     loss = SLACK * float(dense.curve[-1, 1])
-    rows: list[measure.Row] = []
+    rows: list[Row] = []
     for link in links:
         for s in (s for s in found if s.name == link["scheme"]):
             took = steps_to(s.curve, loss)
@@ -149,7 +148,7 @@ def seconds(found: Sequence[Scheme], links: Sequence[measure.Row]) -> list[measu
     return [row | {"faster": base[row["mbits"]] / row["seconds"]} for row in rows]
 
 
-def seconds_table(rows: Sequence[measure.Row]) -> str:
+def seconds_table(rows: Sequence[Row]) -> str:
     """Return the table of `seconds`, a line for each scheme and link."""
     lines = [
         "| Mbit/s | scheme | steps to the loss | ms a step | s | times as fast as dense |",
@@ -202,7 +201,7 @@ def draw_bytes(found: Sequence[Scheme]) -> Any:
     return figure
 
 
-def draw_seconds(rows: Sequence[measure.Row]) -> Any:
+def draw_seconds(rows: Sequence[Row]) -> Any:
     """Draw the held-out loss of what comes to dense adamw's, a panel for each link."""
     import matplotlib.pyplot as plt
 
@@ -229,7 +228,7 @@ def _plain(panel: Any) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def read(runs: Path, links: Path, width: int) -> tuple[list[Scheme], list[measure.Row]]:
+def read(runs: Path, links: Path, width: int) -> tuple[list[Scheme], list[Row]]:
     """Return the schemes, and their seconds on links, from the files of both benchmarks."""
     found = schemes(json.loads(runs.read_text())["rows"], width)
     return found, seconds(found, json.loads(links.read_text())["rows"])

@@ -8,6 +8,7 @@ import inspect
 import operator
 import pkgutil
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,23 @@ def test_doctests():
         assert doctest.testmod(importlib.import_module(module)).failed == 0, module
 
 
+def test_one_sentence_says_what_the_project_is():
+    """In the README, the package, its metadata and the site."""
+    sentence = (optfn.__doc__ or "").splitlines()[0]
+    assert (ROOT / "README.md").read_text().splitlines()[1] == sentence
+    assert f'\ndescription = "{sentence}"\n' in (ROOT / "pyproject.toml").read_text()
+    assert f'\nsite_description: "{sentence}"\n' in (ROOT / "mkdocs.yml").read_text()
+
+
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_make_help_has_every_target():
+    listed = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True)
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    found = re.findall(r"^make ([\w-]+) +\S", listed.stdout, re.MULTILINE)
+    assert {*found, "compilers"} == set(targets.split())
 
 
 def test_readme_begins_with_a_program():

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -22,6 +23,7 @@ from benchmarks import (
     measure,
     moments,
     packed,
+    pages,
     passes,
     pipeline,
     recompute,
@@ -290,7 +292,9 @@ def test_a_ratio_that_fell_is_found(monkeypatch, tmp_path, capsys):
 
     def results(*rows):
         file = tmp_path / "bench-out.json"
-        scripts = {"update": {"rows": rows}, "broken": {"rows": []}}
+        ran = {"command": ["python", "-m", "benchmarks.update", "--only", "adam, x"]}
+        printed = {"text": "jax 1\n\n| optimizer |\n|---|\n| adam |\n"}
+        scripts = {"update": {"rows": rows, **ran, **printed}, "broken": {"rows": []}}
         file.write_text(json.dumps({"about": dict.fromkeys(ABOUT, "x"), "scripts": scripts}))
         return file
 
@@ -299,10 +303,16 @@ def test_a_ratio_that_fell_is_found(monkeypatch, tmp_path, capsys):
         check.main()
 
     monkeypatch.setattr(check, "PUBLISHED", tmp_path / "results.json")
+    monkeypatch.setattr(pages, "PRINTED", tmp_path / "printed.json")
+    monkeypatch.setattr(pages, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(pages, "README", tmp_path / "README.md")
+    pages.README.write_text("none of the tables\n")
     adam = {"optimizer": "adam", "leaves": 2, "ms": 9.5, "ratio": 1.0, "over_floor": 2.0}
     call(results(adam), "--publish")
     published = json.loads(check.PUBLISHED.read_text())
     assert published["update"]["rows"] == {"adam, 2": {"ratio": 1.0, "over_floor": 2.0}}
+    page = (tmp_path / "results" / "update.md").read_text()
+    assert "## `python -m benchmarks.update --only 'adam, x'`\n\njax 1\n\n| optimizer |" in page
     new = adam | {"optimizer": "new", "ratio": 0.1}
     for row in ({"ratio": 0.86, "over_floor": 2.3}, {"ratio": 3.0, "over_floor": 0.5, "ms": 99.0}):
         with pytest.raises(SystemExit) as stopped:
@@ -327,6 +337,38 @@ def test_published_ratios_are_of_scripts_of_the_suite():
         assert entry["about"].keys() == ABOUT
         assert all(x > 0 for row in entry["rows"].values() for x in row.values())
     assert {"adam", "lamb", "ftrl"} <= published["update"]["rows"].keys()
+
+
+def test_pages_have_the_figures_of_the_files():
+    """`make tables` writes them; no page stays whose figures are gone."""
+    texts = pages.written()
+    assert {path for path in texts if path != pages.README} == {*pages.RESULTS.glob("*.md")}
+    for path, text in texts.items():
+        assert path.read_text() == text, f"{path}: make tables"
+
+
+def test_headlines_are_rows_of_the_pages():
+    lines = ["| rule | ms | B |", "|---|---|---|", "| sgd | 1 | 2 |", "| **adam** | 3 | 4 |"]
+    section = pages.Section("v5e", "", lines)
+    found = {"update": pages.Page("update", "printed.json", "", [section])}
+    mark = "<!-- results/update.md: v5e -->\n\n"
+    text = mark + "| rule | B |\n|---|---|\n| adam | |\n\n| rule | B |\n|---|---|\n| adam | |\n"
+    expected = text.replace("| adam | |", "| adam | 4 |", 1)
+    assert pages.headlines(text, found) == expected
+    with pytest.raises(KeyError, match="lamb"):
+        pages.headlines(text.replace("adam", "lamb"), found)
+
+
+def test_a_table_replaces_that_of_the_same_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(pages, "PRINTED", tmp_path / "printed.json")
+    pages.keep("python -m benchmarks.studies.soak --steps 9", "jax 1\n\n| step |\n|---|\n| 9 |\n")
+    pages.keep("python -m benchmarks.studies.soak", "jax 1\n\n| step |\n|---|\n| 1 |\n")
+    ran = SimpleNamespace(stdout="jax 2\n\n| step |\n|---|\n| 2 |\n")
+    monkeypatch.setattr(pages.subprocess, "run", lambda words, **_: ran)
+    pages.run("soak")
+    page = pages.printed()["soak"]
+    found = [(x.about, x.lines[-1]) for x in page.sections]
+    assert page.script == "studies/soak" and found == [("jax 1", "| 9 |"), ("jax 2", "| 2 |")]
 
 
 @pytest.mark.nightly

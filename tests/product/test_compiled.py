@@ -272,7 +272,7 @@ def rows_of(topology, path, model="small", ways=tuple(BOUNDS)):
 
 
 # The programs that miss their bounds: what they have, as bytes over the floor, bytes of temporaries
-# a parameter, and loops. benchmarks/README.md says why.
+# a parameter, and loops. benchmarks/compiled.py says why.
 MISSED = {
     ("v5e", "accumulate(adam, 4)"): (1.33, 0.1, 1),
     ("v5e", "muon"): (3.41, 8.0, 0),

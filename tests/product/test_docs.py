@@ -147,9 +147,11 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", h.lower()).strip()) for h in headings}
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
-)
+FIGURES = [ROOT / "benchmarks/README.md", *sorted(ROOT.glob("benchmarks/results/*.md"))]
+LINKING = [*PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *FIGURES]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in LINK.findall(FENCE.sub("", page.read_text())):
         path = page.parent / target if target else page
