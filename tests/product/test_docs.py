@@ -1,7 +1,6 @@
 """The programs in README.md and in docs/ run, as they are printed; links and names hold."""
 
 import html
-import importlib.util
 import json
 import os
 import re
@@ -236,7 +235,18 @@ def test_link_texts_are_names_and_not_files():
         assert not [text for text in texts if text.endswith(".md")], page
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
+def test_docs_examples_and_benchmarks_need_no_path_of_pytest():
+    """Each of their modules is imported as `make` imports it: from the root, without `tests/`."""
+    folders = ("docs", "examples", "benchmarks", "benchmarks/studies")
+    files = [path for folder in folders for path in sorted((ROOT / folder).glob("*.py"))]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files]
+    names = [name for name in names if not name.endswith("__main__")]
+    program = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, "-c", program, *names]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     """mkdocs.yml is strict: links, anchors, docstrings, pages outside the navigation."""
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
