@@ -173,6 +173,8 @@ def behind_masters() -> dict[str, tuple[int | bool, optax.GradientTransformation
         for how, tx in chains(optfn.adam(1.0, multi_precision=form), link()).items():
             found[f"{what} behind masters {form}{how}"] = form, tx
     for where, around in AROUND.items():
+        if where == "guarded by optax":  # it takes no masters
+            continue
         inner = around(optfn.adam(1e-2, multi_precision=True))
         found[f"a clip behind masters {where}"] = True, optfn.chain(inner, optfn.clip_by_norm(1.0))
     bare = optfn.chain(optfn.master_weights(optfn.scale_by_adam()), optfn.sgd(1e-2))

@@ -194,7 +194,7 @@ def path(name: str, value: object) -> Path:
 
 
 def optional_module(name: str, extra: str) -> Any:
-    """Return a module of an optional package, which `optfn[extra]` installs.
+    """Return a module of an optional package, which an extra of optfn installs.
 
     Raises:
       ImportError: the package is not installed; the error names the extra.
@@ -203,5 +203,5 @@ def optional_module(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f'{package(name)} is not installed: pip install "optfn[{extra}]"'
+            f'{package(name)} is not installed: pip install ".[{extra}]" in a clone of optfn'
         ) from error

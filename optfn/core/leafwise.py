@@ -180,7 +180,9 @@ def zeros_like(
 
 def inexact(params: Params) -> Params:
     """Return a tree in which the leaves that are not floating point are masked."""
-    return tree.map(lambda x: x if tree.is_inexact(x) else optax.MaskedNode(), params)
+    return tree.map(
+        lambda x: tree.as_array(x) if tree.is_inexact(x) else optax.MaskedNode(), params
+    )
 
 
 def merge_rows(updates: Updates) -> Updates:

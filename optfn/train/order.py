@@ -159,6 +159,8 @@ class _Walk:
         if way == "masked":
             return before | self._through_each([inner], before, text)
         after = self.through(inner, before, tx, text)
+        if isinstance(state, optax.transforms.ApplyIfFiniteState):
+            self._check_dtypes(after)
         if way == "sometimes":
             return {path: _either(x, before[path]) for path, x in after.items()}
         if way == "accumulate":
@@ -171,6 +173,15 @@ class _Walk:
                 path: _mastered(after[path], name) for path in with_master.intersection(after)
             }
         return after
+
+    def _check_dtypes(self, after: Updates) -> None:
+        kept = [x.by for x in after.values() if x.form == forms.DIFFERENCE]
+        if kept and self._is_certain:
+            raise ValueError(
+                f"optax.apply_if_finite is around {kept[0]}, which keeps masters, so that updates "
+                "are float32: it takes none but those of the gradients' dtype. Use "
+                "optfn.skip_nonfinite"
+            )
 
     def _through_each(self, states: list[OptState], before: Updates, text: str) -> Updates:
         """Return the updates after transformations of different leaves.

@@ -68,14 +68,22 @@ def check_rate(learning_rate: Number | Schedule) -> Scalar | Schedule:
 
 
 def init(learning_rate: Scalar | Schedule) -> RateState:
-    """Return the initial state, which shows the rate of step 0."""
+    """Return the initial state, which shows the rate of step 0.
+
+    Raises:
+      ValueError: a schedule is negative or not finite at step 0, or an array is.
+    """
     step, dtype = core.first_step(), numerics.scalar_dtype()
     if checks.is_host_number(learning_rate):
         return LearningRateState(step, jnp.asarray(learning_rate, dtype))
     from optfn.transforms.scheduled import at_step
 
     kind = DrivenLearningRateState if callable(learning_rate) else GivenLearningRateState
-    return kind(step, at_step("learning_rate", learning_rate, step, dtype))
+    rate = at_step("learning_rate", learning_rate, step, dtype)
+    if not checks.is_traced(rate) and not 0 <= rate < jnp.inf:
+        given = "the schedule's value at step 0" if callable(learning_rate) else "the array"
+        raise ValueError(f"learning_rate: {given} must be >= 0 and finite; got {float(rate):g}")
+    return kind(step, rate)
 
 
 def init_plateau(learning_rate: Scalar) -> LearningRateState:

@@ -10,6 +10,7 @@ from optfn.core import checks
 from optfn.core.checks import Number
 from optfn.core.types import OptState, PyTree
 from optfn.state import names as state_names
+from optfn.state.per_worker import PerWorker
 from optfn.transforms.learning_rate import (
     DrivenLearningRateState,
     GivenLearningRateState,
@@ -39,14 +40,15 @@ def get_learning_rate(opt_state: OptState, path: str | None = None) -> jax.Array
 
     Returns:
       A scalar, float32, or float64 with `jax_enable_x64`. If workers have different rates, it is
-      the largest.
+      the largest. For a state that was made inside `jax.vmap` it is an array with the rate of each
+      run.
 
     Raises:
       ValueError: the state has no rate, or several different ones, which the error lists.
     """
     found = _selected_rates(opt_state, path)
     values: dict[str, jax.Array] = {
-        name: largest(jax.tree.leaves(rate.learning_rate)[0]) for name, rate in found.items()
+        name: _rate_of_workers(rate.learning_rate) for name, rate in found.items()
     }
     first, *others = values.values()
     if any(not _is_same(first, other) for other in others):
@@ -120,6 +122,12 @@ def numbers_of_rates(opt_state: OptState) -> dict[str, float]:
         for name, x in parts
         if type(x) is LearningRateState and not checks.is_traced(x)
     }
+
+
+def _rate_of_workers(rate: PyTree) -> jax.Array:
+    """Return the largest rate of the workers where each has its own, else the rate."""
+    array: jax.Array = jax.tree.leaves(rate)[0]
+    return largest(array) if isinstance(rate, PerWorker) else array
 
 
 def largest(rate: jax.Array) -> jax.Array:

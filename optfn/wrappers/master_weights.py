@@ -137,6 +137,7 @@ def master_weights(
             raise ValueError("master_weights: dtype float64 needs jax_enable_x64")
 
         def widened(place: tree.Place, p: Leaf) -> tuple[Leaf, Leaf]:
+            p = tree.as_array(p)
             if not form.is_narrow(p):
                 return p, optax.MaskedNode()
             p = jnp.asarray(p)

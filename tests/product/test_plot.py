@@ -229,6 +229,7 @@ def test_matplotlib_is_optional(tmp_path):
     )
     assert not done.returncode, done.stderr
     assert (
-        done.stdout.splitlines() == ['matplotlib is not installed: pip install "optfn[plot]"'] * 3
+        done.stdout.splitlines()
+        == ['matplotlib is not installed: pip install ".[plot]" in a clone of optfn'] * 3
     )
     assert not path.exists()

@@ -229,3 +229,32 @@ def test_a_float64_program_keeps_the_rate_in_float64_and_loads_earlier_files():
         loaded = optfn.load_state_dict(state, mapping)
         assert jax.tree.map(jnp.result_type, loaded) == jax.tree.map(jnp.result_type, state)
         assert float(optfn.get_learning_rate(loaded)) == 0.25
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_schedule_or_an_array_that_begins_below_zero_or_nan_is_an_error(rate):
+    for given in (lambda step: jnp.float32(rate), jnp.float32(rate)):
+        for make in (optfn.sgd, optfn.adam, optfn.ftrl):
+            with pytest.raises(ValueError, match=r"learning_rate: the .* must be >= 0 and finite"):
+                make(given).init(P)
+    jax.jit(lambda x: optfn.sgd(x).init(P))(jnp.float32(rate))  # its value is not known there
+
+
+def test_rates_set_inside_vmap_are_those_of_runs_alone_and_can_be_set_again():
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] ** 2 * x), optfn.adam(1.0))
+    rates = np.array([0.1, 0.01], np.float32)
+
+    def run(rate):
+        state = optfn.set_learning_rate(step.init(P), rate)
+        return jax.lax.scan(lambda state, x: step(state, x), state, jnp.arange(1.0, 5.0))[0]
+
+    states = jax.jit(jax.vmap(run))(rates)
+    np.testing.assert_array_equal(optfn.get_learning_rate(states.opt_state), rates)
+    for i, rate in enumerate(rates):
+        alone = optfn.set_learning_rate(step.init(P), float(rate))
+        for x in np.arange(1.0, 5.0, dtype=np.float32):
+            alone, _ = step(alone, x)
+        one = jax.tree.map(lambda leaf: leaf[i], states)  # noqa: B023
+        np.testing.assert_allclose(one.params["w"], alone.params["w"], rtol=1e-6)
+        again = optfn.set_learning_rate(one, 0.5)
+        assert step(again, np.float32(1))[1]["learning_rate"] == 0.5

@@ -176,6 +176,31 @@ def test_a_change_behind_masters_is_an_error():
         assert isinstance(chains.quietly(warnings_of, tx), list), name
 
 
+def test_a_guard_of_optax_around_masters_is_refused():
+    """Its branches must give updates of one dtype; optax alone raises the error of a cond."""
+    tx = optax.apply_if_finite(optfn.adam(1e-2, multi_precision=True), 5)
+    with pytest.raises(
+        ValueError, match=r"master_weights\(.*keeps masters.*Use optfn.skip_nonfinite"
+    ):
+        optfn.make_train_step(lambda p, x: jnp.sum(p["w"] ** 2), tx).init(chains.NARROW)
+    state = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] ** 2), tx).init(PARAMS)
+    assert state.step == 0  # float32 params have no masters
+
+
+def test_need_clip_without_a_clip_of_its_own_warns():
+    attrs = {"w": optfn.ParamAttr(need_clip=False)}
+    with pytest.warns(UserWarning, match=r"need_clip=False of param_attrs\['w'\] has no effect"):
+        init(optfn.chain(optfn.clip_by_global_norm(1.0), optfn.adam(1e-3, param_attrs=attrs)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        init(optfn.adam(1e-3, param_attrs=attrs, grad_clip=optfn.clip_by_global_norm(1.0)))
+
+
+def test_a_window_above_all_updates_warns():
+    with pytest.warns(UserWarning, match="average_window_rate=2 is a fraction"):
+        optfn.model_average(2.0)
+
+
 def is_probed(name):
     return not any(word in name for word in ("exchange", "DGC", "dgc", "scale of", "scaled"))
 

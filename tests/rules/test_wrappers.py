@@ -788,3 +788,30 @@ def test_a_rule_that_needs_leaves():
 
     params, tx = {"w": jnp.array([1.0, 4.0])}, scale_by_largest()
     assert tx.update(params, tx.init(params), params)[0]["w"].tolist() == [0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda: optfn.adam(0.1, multi_precision=True),
+        lambda: optfn.adam(0.1, multi_precision=32),
+        lambda: optfn.accumulate(optfn.adam(0.1), 2),
+        lambda: optfn.chain(optfn.adam(0.1), optfn.exponential_moving_average(0.9)),
+        lambda: optfn.chain(optfn.adam(0.1), optfn.model_average(0.5)),
+        lambda: optfn.skip_nonfinite(optfn.adam(0.1)),
+        lambda: optfn.record_metrics(optfn.skip_spikes(optfn.adam(0.1), 2.0)),
+        lambda: optfn.dynamic_loss_scale(optfn.adam(0.1)),
+    ],
+)
+def test_a_python_number_as_a_leaf_is_trained_as_its_array_is(wrap):
+    numbers = {"w": jnp.ones(3, jnp.bfloat16), "s": 2.0}
+    arrays = jax.tree.map(jnp.asarray, numbers)
+    found = []
+    for params in (numbers, arrays):
+        tx = wrap()
+        state, grads = tx.init(params), jax.tree.map(lambda x: 0.5 * jnp.asarray(x), numbers)
+        for _ in range(2):
+            updates, state = tx.update(grads, state, params)
+            params = optfn.apply_updates(params, updates)
+        found.append((params, state))
+    jax.tree.map(np.testing.assert_array_equal, *found)

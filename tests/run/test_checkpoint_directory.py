@@ -324,5 +324,5 @@ def test_a_checksum_takes_no_memory():
 def test_without_orbax_the_error_names_the_extra(tmp_path, monkeypatch):
     state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init(PARAMS)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    with pytest.raises(ImportError, match=r'pip install "optfn\[orbax\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[orbax\]"'):
         optfn.save_checkpoint(tmp_path, state, sharded=True)
