@@ -76,14 +76,10 @@ def init(learning_rate: Scalar | Schedule) -> RateState:
     step, dtype = core.first_step(), numerics.scalar_dtype()
     if checks.is_host_number(learning_rate):
         return LearningRateState(step, jnp.asarray(learning_rate, dtype))
-    from optfn.transforms.scheduled import at_step
+    from optfn.transforms.scheduled import first_rate
 
     kind = DrivenLearningRateState if callable(learning_rate) else GivenLearningRateState
-    rate = at_step("learning_rate", learning_rate, step, dtype)
-    if not checks.is_traced(rate) and not 0 <= rate < jnp.inf:
-        given = "the schedule's value at step 0" if callable(learning_rate) else "the array"
-        raise ValueError(f"learning_rate: {given} must be >= 0 and finite; got {float(rate):g}")
-    return kind(step, rate)
+    return kind(step, first_rate(learning_rate, step, dtype))
 
 
 def init_plateau(learning_rate: Scalar) -> LearningRateState:

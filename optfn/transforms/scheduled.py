@@ -34,3 +34,16 @@ def at_step(
         )
     # Copy it, because a step that overwrites the state must not overwrite the caller's array.
     return jnp.array(number, dtype, copy=True)
+
+
+def first_rate(rate: Scalar | Schedule, step: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
+    """Return the learning rate of a schedule or an array at the first step.
+
+    Raises:
+      ValueError: it is negative or not finite, where its value is known.
+    """
+    value = at_step("learning_rate", rate, step, dtype)
+    if not checks.is_traced(value) and not 0 <= value < jnp.inf:
+        given = "the schedule's value at step 0" if callable(rate) else "the array"
+        raise ValueError(f"learning_rate: {given} must be >= 0 and finite; got {float(value):g}")
+    return value
