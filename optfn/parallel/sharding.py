@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import Axes, AxisName, axes, check_names, joined, without
+from optfn.mesh import Axes, AxisName, are_in_order, axes, check_names, joined, without
 from optfn.parallel.layout import Layout, Replicated
 from optfn.parallel.means import SMALL_BYTES
 from optfn.parallel.owners import Codec, check_codec
@@ -269,6 +270,7 @@ def layout_of(
         )
     workers = without(data_axis, along)
     _check_workers_are_whole(specs, workers)
+    _check_order(mesh, workers, along)
     if divides and not isinstance(mesh, AbstractMesh):
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
@@ -302,6 +304,18 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
                 f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
                 f"{mesh.axis_names}"
             )
+
+
+def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
+    """Raise a ValueError if XLA would end the process, since it cannot nest these axes."""
+    others = without(mesh.axis_names, (*workers, *along))
+    aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
+    if others and aborts:
+        raise ValueError(
+            f"mesh: XLA needs the axes {(*workers,)}, along which devices are workers, before the "
+            f"axes {(*along,)}, which divide params or state, if the mesh has further axes; its "
+            f"axes are {mesh.axis_names}. Make it with the axes {(*workers, *along, *others)}"
+        )
 
 
 def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
