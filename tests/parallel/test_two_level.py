@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -93,7 +94,7 @@ def test_it_is_the_run_of_undivided_workers(name, steps, kind):
     of_loss, of_params = (1e-3, 1e-3) if name == "int8" else (1e-5, 2e-6)
     assert found == pytest.approx(loss, rel=of_loss)
     assert largest_difference(state.params, expected.params) < of_params
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 def test_the_devices_of_a_worker_divide_its_own_state():
@@ -138,7 +139,7 @@ def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kin
     assert largest_difference(state.params, expected.params) < (
         1e-3 if name == "quantize" else 2e-6
     )
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     want, got = optfn.state_dict(expected.opt_state), optfn.state_dict(state.opt_state)
     assert want.keys() == got.keys()
     for key in (k for k in want if "residual" in k):
