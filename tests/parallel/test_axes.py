@@ -306,9 +306,7 @@ def test_aux_of_each_example_is_refused_and_arrays_of_other_axes_are_means(way):
     _, metrics = step(step.init(PARAMS), X[0])
     np.testing.assert_allclose(metrics["aux"]["found"], X[0].mean(0), rtol=1e-5, atol=1e-6)
     for of_examples in (lambda p, x: x.sum(-1), lambda p, x: x.sum(-1) > 0):
-        with pytest.raises(
-            ValueError, match=r"aux at 'found': an array of shape \(\d+,\) has"
-        ):
+        with pytest.raises(ValueError, match=r"aux at 'found': an array of shape \(\d+,\) has"):
             step = made(of_examples)
             step(step.init(PARAMS), X[0])
 
