@@ -252,8 +252,9 @@ class TrainStep:
         if x.committed and here != self._devices:
             raise ValueError(
                 f"the state lies on {len(here)} devices, but the mesh of the step has "
-                f"{len(self._devices)}, and they must be the same. Begin with step.init(params), or take the state over by "
-                "optfn.load_state_dict(step.init(params), optfn.state_dict(state))"
+                f"{len(self._devices)}, and they must be the same. Begin with step.init(params), "
+                "or take the state over by optfn.load_state_dict(step.init(params), "
+                "optfn.state_dict(state))"
             )
 
     def _check_model_state(self, model_state: PyTree) -> None:
