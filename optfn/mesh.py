@@ -99,6 +99,17 @@ def mapped(
     )
 
 
+def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> bool:
+    """Tell whether the axes of an outer `shard_map` stand before those of an inner one.
+
+    From jaxlib 0.11.2 on, XLA ends the process if they do not, and the two leave an axis of the
+    mesh to the compiler.
+    """
+    places = {name: place for place, name in enumerate(mesh.axis_names)}
+    last = max((places[name] for name in outer), default=-1)
+    return all(last < places[name] for name in inner)
+
+
 def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Return an array with a sharding constraint, by a PartitionSpec."""
     # Inside a shard_map the mesh is that of the context.

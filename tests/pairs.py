@@ -304,11 +304,13 @@ def made(names, reference=False):
 @functools.cache
 def trained(names, reference=False):
     """Return params, model state, loss and aux after three calls of a step; see `made`."""
+    from compilations import compilations
+
     step, state = made(names, reference)
     rng = np.random.default_rng(3)
     for _ in range(3):
         batch = rng.integers(0, ROWS, EXAMPLES), rng.normal(size=EXAMPLES).astype(np.float32)
         state, metrics = step(state, batch)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     params = optfn.unpack(state.params) if step.options.packed else natural(state.params)
     return jax.device_get((params, state.model_state, metrics["loss"], metrics.get("aux")))

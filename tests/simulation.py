@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from compilations import compilations
 from problems import mean_square, trained, whole
 
 import optfn
@@ -76,5 +77,5 @@ def pipelined(tx, stage_fn, params, batches, mesh, spec, schedule="1f1b", patter
     state, losses = trained(step, state, batches)
     for x, before in zip(jax.tree.leaves(state), jax.tree.leaves(placed), strict=True):
         assert x.sharding.is_equivalent_to(before, x.ndim)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     return losses, state

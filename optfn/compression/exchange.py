@@ -124,8 +124,9 @@ def exchange(
 
     Put it in front of any optimizer, as in `chain(exchange(top_k(0.05)), adamw(1e-3))`, if the link
     between your workers is slow. It replaces the dense mean of the gradients. All workers get the
-    same direction, bit for bit. With `error_feedback=1` nothing is lost: sent packets and the
-    residual add up to the sum of the updates.
+    same direction, bit for bit. With `error_feedback=1` packets lose nothing: what they sent and
+    the residual add up to the sum of the updates, in float32. The direction has the dtype of the
+    updates; where that is bfloat16, the rounding of the mean is not kept.
 
     `make_train_step` with a mesh passes it the gradients of each worker. In a step that you write,
     call it where `axis_name` is bound (shard_map, pmap, vmap). With `shard_map(check_vma=True)` JAX

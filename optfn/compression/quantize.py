@@ -16,6 +16,8 @@ from optfn.core.types import PyTree
 from optfn.transforms.codes import random_bits
 
 BITS = (8, 4, 2, 1)
+# Half the distance of two values; a scale of 1.
+_BIAS = {8: 1 / 254, 4: 1 / 14, 2: 1 / 3, 1: 1.0}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,6 +32,11 @@ class Quantize(ShownAsCall):
     def format(self) -> ValueFormat:
         """The encoding of a value."""
         return scaled(self.bits, self.stochastic)
+
+    @property
+    def bias(self) -> float:  # type: ignore[override]
+        """Half the distance of two values that are next to each other, or 0 if stochastic."""
+        return 0.0 if self.stochastic else _BIAS[self.bits]
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
         """Return the step count, uint32, which seeds the random bits; () if there are none."""
@@ -86,8 +93,9 @@ def quantize(bits: int, *, chunk: int | None = 4096, stochastic: bool = False) -
 
     Args:
       bits: 8, 4, 2 or 1.
-      chunk: the number of consecutive entries that share a scale, ≥ 1; None: the whole leaf. The
-        last chunk of a leaf may be shorter.
+      chunk: the most entries that share a scale, ≥ 1; None: the whole leaf. A chunk is as many
+        whole rows of the last axis as fit, or `chunk` entries of a longer row. The last chunk may
+        be shorter.
       stochastic: whether to round at random. The random bits are a hash of the step, the entry's
         number and all bits of the leaf, so a run can be repeated bit for bit, and workers with
         equal leaves round in the same way.

@@ -27,6 +27,8 @@ class TopK(ShownAsCall):
     chunk: int | None
     values: str
 
+    bias = 1.0  # an entry that is never among the largest is never sent
+
     def init(self, shape: tuple[int, ...]) -> PyTree:
         """Return (): there is no state."""
         return ()

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
-from optfn.core.checks import shown
+from optfn.core.checks import shown, warn
 from optfn.core.types import PyTree
 from optfn.mesh import Axes
 
@@ -71,6 +71,46 @@ def check_codec(argument: str, codec: object) -> Codec:
             "or its packets are not smaller than the slices"
         )
     return codec
+
+
+# How far an entry may be wrong in the mean, relative to the largest one, without a warning.
+_MOST_BIAS = 0.01
+
+
+def check_gather(argument: str, codec: object) -> Codec:
+    """Return a compressor after checking that it can send params, of which each entry counts.
+
+    Raises:
+      TypeError: it is not a compressor.
+      ValueError: it cannot send slices of an array, or leaves out entries.
+    """
+    checked = check_codec(argument, codec)
+    num_entries = getattr(checked, "num_entries", lambda size: None)(MIN_SIZE)
+    if num_entries is not None:
+        raise ValueError(
+            f"{argument} must be a compressor that keeps every entry, such as quantize(8). "
+            f"{codec!r} sends {num_entries} of {MIN_SIZE}, and the loss would see params that are "
+            "zero elsewhere"
+        )
+    return checked
+
+
+def check_reduce(argument: str, codec: object) -> Codec:
+    """Return a compressor after checking that it can send gradients; warn if it is biased.
+
+    Raises:
+      TypeError: it is not a compressor.
+      ValueError: it cannot send slices of an array.
+    """
+    checked = check_codec(argument, codec)
+    if getattr(checked, "bias", 0.0) >= _MOST_BIAS:
+        warn(
+            f"{argument}={codec!r} is wrong in the mean, and gradients that are reduced to shards "
+            "have no error feedback: what it leaves out is lost in each step. Take one that is "
+            "exact in the mean, such as quantize(4, stochastic=True), or exchange(...), which has "
+            "error feedback"
+        )
+    return checked
 
 
 # The number of the training step, while it is traced; None outside of one.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -15,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import Axes, AxisName, axes, check_names, joined, without
+from optfn.mesh import Axes, AxisName, are_in_order, axes, check_names, joined, without
 from optfn.parallel.layout import Layout, Replicated
 from optfn.parallel.means import SMALL_BYTES
-from optfn.parallel.owners import Codec, check_codec
+from optfn.parallel.owners import Codec, check_gather, check_reduce
 from optfn.parallel.whole import axes_of_layers, check_whole
 from optfn.state.placement import num_workers
 
@@ -63,14 +64,15 @@ def sharded(
       whole: a pattern of paths of leaves in a `Stacked` that are divided along the axis of layers,
         so that each matrix is whole on one device. Rules that treat matrices whole, such as
         `muon`, then update them without sending anything.
-      gather: a compressor for the params that are gathered, such as `quantize(8)`; None sends them
-        as they are. The loss sees decoded params, the same on all devices, and each device keeps
-        its exact shard of them in `state.params`. With "state", params are then divided as well,
-        and gathered once per step.
+      gather: a compressor that keeps every entry, such as `quantize(8)`, for the params that are
+        gathered; None sends them as they are. The loss sees decoded params, the same on all
+        devices, and each device keeps its exact shard of them in `state.params`. With "state",
+        params are then divided as well, and gathered once per step.
       reduce: a compressor for the gradients that are reduced, such as `quantize(4,
         stochastic=True)`. There is no error feedback, for which each device would have to keep a
-        whole gradient, so choose a rounding whose mean is exact. Its random bits are a hash of the
-        step and the gradient, so that a gradient that comes again is rounded in another way.
+        whole gradient, so choose a rounding whose mean is exact; for `top_k` and `quantize(1)` you
+        get a warning. Its random bits are a hash of the step and the gradient, so that a gradient
+        that comes again is rounded in another way.
       gather_once: with `microbatches`, whether params are gathered, and gradients reduced, only
         once for all of them. This takes the memory of whole params and gradients.
 
@@ -84,9 +86,10 @@ def sharded(
 
     Raises:
       TypeError: `gather` or `reduce` is not a compressor.
-      ValueError: a compressor cannot send slices, such as `power_sgd`; or `whole`, `gather` or
-        `reduce` is given with PartitionSpecs, which already say how each leaf is divided; or
-        `gather` or `reduce` is given with `whole`, whose layers may be padded.
+      ValueError: a compressor cannot send slices, such as `power_sgd`; or `gather` leaves entries
+        out, as `top_k` does; or `whole`, `gather` or `reduce` is given with PartitionSpecs, which
+        already say how each leaf is divided; or `gather` or `reduce` is given with `whole`, whose
+        layers may be padded.
 
     Source of packets: ZeRO++, Wang et al. 2023, arXiv 2306.10209.
 
@@ -96,8 +99,8 @@ def sharded(
     """
     names = check_names("sharded: axis", axis, optional=True)
     codecs = {
-        name: codec and check_codec(f"sharded: {name}", codec)
-        for name, codec in (("gather", gather), ("reduce", reduce))
+        "gather": gather and check_gather("sharded: gather", gather),
+        "reduce": reduce and check_reduce("sharded: reduce", reduce),
     }
     if any(codecs.values()) and (isinstance(kind, Mapping) or whole is not None):
         raise ValueError(
@@ -269,6 +272,7 @@ def layout_of(
         )
     workers = without(data_axis, along)
     _check_workers_are_whole(specs, workers)
+    _check_order(mesh, workers, along)
     if divides and not isinstance(mesh, AbstractMesh):
         # With explicit axes, JAX would refuse an update of divided moments and whole params.
         mesh = Mesh(mesh.devices, mesh.axis_names)
@@ -302,6 +306,18 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
                 f"shard: the mesh has no axis {missing[0]!r} for {pattern!r}; its axes are "
                 f"{mesh.axis_names}"
             )
+
+
+def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
+    """Raise a ValueError if XLA would end the process, since it cannot nest these axes."""
+    others = without(mesh.axis_names, (*workers, *along))
+    aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
+    if others and aborts:
+        raise ValueError(
+            f"mesh: XLA needs the axes {(*workers,)}, along which devices are workers, before the "
+            f"axes {(*along,)}, which divide params or state, if the mesh has further axes; its "
+            f"axes are {mesh.axis_names}. Make it with the axes {(*workers, *along, *others)}"
+        )
 
 
 def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:

@@ -25,7 +25,17 @@ from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.jaxprs.equations import Equations, bindings, read
 from optfn.leaves import xla
-from optfn.mesh import Axes, joined, mapped, pmean, restricted, without
+from optfn.mesh import (
+    Axes,
+    are_in_order,
+    axes,
+    bound_axes,
+    joined,
+    mapped,
+    pmean,
+    restricted,
+    without,
+)
 from optfn.parallel.layout import Division, Layout, is_spec
 from optfn.parallel.means import mean_over_workers
 from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard, current_step
@@ -89,28 +99,38 @@ def _on_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callabl
     Otherwise the compiler joins slices along the axes that are left to it before each collective.
 
     Args:
-      spec: how the array is divided over axes that are left to the compiler.
+      spec: how the array is divided into slices, over axes that are left to the compiler.
       layout: how params are divided.
       fn: the function.
     """
     names = joined(*spec)
-    return mapped(fn, layout.mesh, names, (spec, P()), spec) if names else fn
+    if not names:
+        return fn
+    if not are_in_order(layout.mesh, bound_axes(), names):
+        names = Axes(layout.mesh.axis_names)  # fn is the same along axes that divide no slice
+    return mapped(fn, layout.mesh, names, (spec, P()), spec)
 
 
-def _left_to_compiler(spec: P, layout: Layout) -> P:
-    """Return the spec of an array over the axes that no `shard_map` binds."""
-    return restricted(spec, without(layout.mesh.axis_names, layout.data_axes))
+def _slices(spec: P, layout: Layout) -> P:
+    """Return how an array is divided into slices over the axes that no `shard_map` binds.
+
+    A dimension that data axes divide as well stays whole: gathered slice by slice along the data
+    axes, its blocks would stand in another order.
+    """
+    left = without(layout.mesh.axis_names, layout.data_axes)
+    is_mixed = [any(a in layout.data_axes for a in axes(entry)) for entry in spec]
+    return P(*(None if x else e for x, e in zip(is_mixed, restricted(spec, left), strict=True)))
 
 
 def _gather(
-    shard: jax.Array, divisions: Sequence[Division], remaining: P, layout: Layout, is_coded: bool
+    shard: jax.Array, divisions: Sequence[Division], slices: P, layout: Layout, is_coded: bool
 ) -> jax.Array:
     """Return a whole array; its gradient is the device's shard of the mean over the shard axes.
 
     Args:
       shard: this device's shard of the array.
       divisions: how the array is divided.
-      remaining: how it is divided over axes that are left to the compiler.
+      slices: how it is divided over axes that are left to the compiler; see `_slices`.
       layout: how params are divided.
       is_coded: whether the compressors of the layout, if it has some, encode what is sent.
     """
@@ -119,7 +139,7 @@ def _gather(
     step = None if forward is None and reduce is None else current_step()
 
     @jax.custom_vjp
-    @functools.partial(_on_slices, remaining, layout)
+    @functools.partial(_on_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         for dimension, names in divisions:
             if forward is None:
@@ -128,7 +148,7 @@ def _gather(
                 x = coded_gather(x, dimension, names, forward, step)
         return x
 
-    @functools.partial(_on_slices, remaining, layout)
+    @functools.partial(_on_slices, slices, layout)
     def reduced(x: jax.Array, step: jax.Array | None) -> jax.Array:
         return mean_shard(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
 
@@ -144,7 +164,7 @@ class _Shard(NamedTuple):
 
     array: jax.Array
     divisions: list[Division]
-    remaining: P
+    slices: P
     layout: Layout
 
     @property
@@ -155,18 +175,19 @@ class _Shard(NamedTuple):
 
     def whole(self) -> jax.Array:
         """Return the whole array."""
-        return _gather(self.array, self.divisions, self.remaining, self.layout, self.is_coded)
+        return _gather(self.array, self.divisions, self.slices, self.layout, self.is_coded)
 
     def divide_layers(self) -> "_Shard | None":
         """Return the same array divided within each layer, if it is divided by layers.
 
-        The result is None if no dimension of a layer is divisible by the number of shards.
+        The result is None if the number of shards divides no dimension of a layer that is whole.
         """
         (dimension, names), *remaining = self.divisions
         if dimension > 0:
             return self
         count = num_workers(self.layout.mesh, names)
         divided = {division.dimension for division in self.divisions}
+        divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
         sizes = enumerate(self.array.shape)
         fitting = [d for d, n in sizes if d not in divided and n % count == 0]
         if not fitting:
@@ -177,7 +198,7 @@ class _Shard(NamedTuple):
     def layer(self, shard: jax.Array) -> jax.Array:
         """Return a whole layer, gathered from its shards on the devices."""
         divisions = [Division(d - 1, names) for d, names in self.divisions]
-        return _gather(shard, divisions, P(*self.remaining[1:]), self.layout, self.is_coded)
+        return _gather(shard, divisions, P(*self.slices[1:]), self.layout, self.is_coded)
 
 
 # From the id of a gathered array to the shard it came from, while a loss is traced.
@@ -203,7 +224,7 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        shard = _Shard(x, divisions, _left_to_compiler(spec, layout), layout)
+        shard = _Shard(x, divisions, _slices(spec, layout), layout)
         gathered = shard.whole()
         found[id(gathered)] = shard
         return gathered
@@ -247,8 +268,8 @@ def mean_gradients(
         def shard_of(g: jax.Array, step: jax.Array | None) -> jax.Array:
             return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, step)
 
-        remaining = _left_to_compiler(gradient_spec, layout)
-        return _on_slices(remaining, layout, shard_of)(g, current_step())
+        slices = _slices(gradient_spec, layout)
+        return _on_slices(slices, layout, shard_of)(g, current_step())
 
     means = mean_over_workers(tree.map(undivided, grads, gradient_specs), layout.shard_axes)
     return tree.map(reduced, grads, means, params, specs, gradient_specs)

@@ -21,7 +21,7 @@ from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch
-from optfn.mesh import axes, joined, restricted
+from optfn.mesh import axes, joined, restricted, without
 from optfn.parallel.layout import Division, is_spec
 from optfn.parallel.shards import mean_shard
 from optfn.pipeline import buffers
@@ -120,17 +120,23 @@ class StackedStages(StagePlacement):
         if self.param_specs is None:
             return P(None, self.axis_name)
         self.check_specs(stages, 2 if self._is_folded(stages) else 1)
-        return jax.tree.map(
-            lambda spec: P(None, self.axis_name, *spec), self.param_specs, is_leaf=is_spec
-        )
+        return jax.tree.map(self._weight_spec, self.param_specs, is_leaf=is_spec)
 
     def gradient_specs(self, stages: Params) -> PyTree:
         """Return the PartitionSpec of the gradients of the inexact leaves, or a list of them."""
         if self.param_specs is None:
             return P(None, self.axis_name)
-        return [
-            P(None, self.axis_name, *spec) for spec in self._inexact_specs(stages, self.param_specs)
-        ]
+        return list(map(self._weight_spec, self._inexact_specs(stages, self.param_specs)))
+
+    def _weight_spec(self, spec: P) -> P:
+        """Return the PartitionSpec (v, p, …) of a leaf from its PartitionSpec in a stage.
+
+        The data axis is the innermost axis of a dimension: the blocks that `whole_along_data`
+        gathers are then consecutive.
+        """
+        names = (self.data_axis,)
+        entries = [(*without(e, names), *(a for a in axes(e) if a in names)) for e in spec]
+        return P(None, self.axis_name, *(entry or None for entry in entries))
 
     def whole_along_data(self, weights: Params) -> Params:
         """Return a device's weights (v, …), with those divided over the data axis gathered."""

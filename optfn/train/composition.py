@@ -25,6 +25,7 @@ from optfn.train.objective import (
     differentiated,
     gathered,
     packed_objective,
+    refusing_aux_of_examples,
     sharded_objective,
     sharded_table_objective,
     user_objective,
@@ -59,6 +60,8 @@ def composed(
     #    has its shards in it, gathers them for the loss, and computes on a slice of the batch; loss
     #    and gradients are means over these devices, and gradients lie as the layout says.
     objective = _objective(loss_fn, options, layout)
+    if options.has_aux and (layout is not None or options.microbatches > 1):
+        objective = refusing_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; new params are again those of a worker.
     step = worker_step(objective, tx, key_of, averaged, layout)

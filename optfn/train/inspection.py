@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from optfn.core import checks
+from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
 
 _COPY = re.compile(r"= (\w+)\[([\d,]*)\]\S* (?:copy|copy-start)\((.*)")
@@ -25,7 +26,8 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
 
     Raises:
       AssertionError: nothing is donated, or arrays are copied; the error lists them.
-      TypeError: `step` cannot be lowered.
+      TypeError: `step` cannot be lowered, or it is a TrainStep and `args` do not begin with a
+        TrainState.
 
     >>> import jax.numpy as jnp, optfn
     >>> step = optfn.make_train_step(lambda p, x: jnp.sum((p - x) ** 2), optfn.adam(0.1))
@@ -36,6 +38,11 @@ def assert_in_place(step: Any, *args: Any, min_size: int = 4096) -> None:
         raise TypeError(
             "step must be a TrainStep or a function from jax.jit, since it has to be lowered; "
             f"got {checks.shown(step)}"
+        )
+    if isinstance(step, TrainStep) and not isinstance(args[0] if args else None, TrainState):
+        raise TypeError(
+            "the arguments of a TrainStep are (state, batch), and the state is a TrainState such "
+            f"as step.init(params); got {', '.join(map(checks.shown, args)) or 'none'}"
         )
     compiled = function.lower(*args).compile()
     memory = compiled.memory_analysis()

@@ -27,6 +27,7 @@ from optfn.state.placement import num_workers
 from optfn.state.reports import over_round
 from optfn.train.microbatches import combined, scan_batch
 from optfn.train.state import StepFn, TrainState
+from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import with_counts_of
 from optfn.workers import Workers
 
@@ -82,25 +83,29 @@ class LocalSteps(NamedTuple):
         """
 
         def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-            # 1. The state is equal on all workers, except the leaves of the inner one in a
+            # 1. Params are whole, or divided as the layout says, before the loop and behind it: the
+            #    compiler would divide them as the drift is, and gather them twice in each step.
+            state = state._replace(params=constrain_params(state.params, self.layout))
+            # 2. The state is equal on all workers, except the leaves of the inner one in a
             #    PerWorker; `start` has these as `tx` takes them. The batch is this worker's.
             counted = state.opt_state.inner.inner_state
             varies = with_counts_of(varying(self.tx, state.params), counted)
             like = with_counts_of(jax.eval_shape(self.tx.init, state.params), counted)
             start = state._replace(opt_state=_unwrapped(counted, like))
-            # 2. `end`, the metrics, (steps,), and the drift in float32 are this worker's.
+            # 3. `end`, the metrics, (steps,), and the drift in float32 are this worker's.
             end, metrics = scan_batch(
                 lambda state, microbatch, _: local_step(state, microbatch),
                 start, batch, self.steps, "local_steps",
             )  # fmt: skip
-            drift = jax.tree.map(_drift, state.params, end.params)
+            end_params = constrain_params(end.params, self.layout)
+            drift = jax.tree.map(_drift, state.params, end_params)
             workers = Workers(self.layout.worker_axes, self.layout.group_of(state.params))
-            # 3. Metrics, params, outer state and model state are equal on all workers again.
+            # 4. Metrics, params, outer state and model state are equal on all workers again.
             metrics = _mean_of_metrics(metrics, workers)
             (params, outer, model_state), sent = self._exchange(
                 drift, state, end.model_state, workers, metrics["loss"]
             )
-            # 4. The inner state stays this worker's: one whose drift is not finite begins anew.
+            # 5. The inner state stays this worker's: one whose drift is not finite begins anew.
             fresh = with_counts_of(self.tx.init(params), counted)
             astray = ~tensors.all_finite(drift)
             opt_state = jax.tree.map(

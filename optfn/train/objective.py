@@ -124,6 +124,49 @@ def gathered(objective: Objective, seen: Seen) -> Objective:
     return _adapted(objective, seen, lambda params, grads: grads)
 
 
+def refusing_aux_of_examples(objective: Objective) -> Objective:
+    """Return an objective whose aux is averaged: an entry for each example would lose its meaning.
+
+    Raises:
+      ValueError: an array in aux grows with the batch.
+    """
+
+    def value_and_grad(
+        params: Params, model_state: PyTree, batch: Batch, *keys: Any
+    ) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(params, model_state, batch, *keys)
+        if any(map(jnp.ndim, jax.tree.leaves(values.aux))):
+            twice = values.aux
+            with contextlib.suppress(Exception):  # a loss may take batches of one size only
+                double = jax.tree.map(_shape_of_twice, batch)
+                twice = jax.eval_shape(objective.value, params, model_state, double, *keys).aux
+            _check_aux(values.aux, twice)
+        return values, grads
+
+    return Objective(objective.value, value_and_grad)
+
+
+def _shape_of_twice(x: Leaf) -> jax.ShapeDtypeStruct:
+    """Return the shape of an array of a batch with twice the examples."""
+    shape = jnp.shape(x)
+    return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if shape else (), jnp.result_type(x))
+
+
+def _check_aux(aux: PyTree, twice: PyTree) -> None:
+    """Raise a ValueError if an array of aux has another shape for twice the examples."""
+    for (path, x), (_, y) in zip(
+        tree.arrays_with_paths(aux), tree.arrays_with_paths(twice), strict=True
+    ):
+        if jnp.shape(x) != jnp.shape(y):
+            raise ValueError(
+                f"aux{f' at {path!r}' if path else ''}: an array of shape {jnp.shape(x)} has an "
+                "entry for each example of a worker's part of the batch, and on a mesh or with "
+                "microbatches it would become a mean over examples that have nothing in common. "
+                "Return a number, such as its mean over the examples; or compute it outside of "
+                "the step, with the params that a loss sees"
+            )
+
+
 def packed_objective(objective: Objective) -> Objective:
     """Return the objective as a function of packed params, with packed gradients."""
     return _adapted(

@@ -50,7 +50,9 @@ class StepOptions:
 
     Args:
       has_aux: whether `loss_fn` returns auxiliary data as well, which you find in metrics["aux"].
-        On a mesh, numbers are averaged over the workers and integers are summed.
+        On a mesh and with microbatches, floating-point numbers and arrays are averaged over workers
+        and microbatches, integers are summed, and of a boolean you get how many were true. An array
+        with an entry for each example is an error there.
       mesh: the workers that share the work, such as `optfn.distributed.data_mesh()`. The leading
         axis of the batch is split over them, and the loss is their mean. Pass batches as host
         arrays of all examples, the same in every process, or as global arrays.

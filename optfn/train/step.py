@@ -62,6 +62,7 @@ class TrainStep:
         self.local = local_rounds(options, self.tx, layout)
         step = composed(options.loss_fn, self.tx, options, layout, self.local)
         self.compiled: Any = jax.jit(step, donate_argnums=(0,) if options.donate else ())
+        self._devices = frozenset() if layout is None else frozenset(layout.mesh.devices.flat)
         self._has_run = False
         self._flags: collections.deque[jax.Array] = collections.deque()
 
@@ -190,10 +191,10 @@ class TrainStep:
 
         Raises:
           FloatingPointError: `skip_nonfinite` gave up in the previous step.
-          ValueError: `state` has been donated to an earlier call; or something besides the update
-            has changed a parameter that has a master; or, at the first call, the batches of several
-            processes differ in structure or shapes; or `state` has local steps of another number of
-            workers.
+          ValueError: `state` has been donated to an earlier call, has local steps of another number
+            of workers, or lies on other devices than those of the mesh; or something besides the
+            update has changed a parameter that has a master; or, at the first call, the batches of
+            several processes differ in structure or shapes.
           TypeError: `state` is not a TrainState, or it was made by a step with another `packed`,
             `model_state` or `local_steps`; or the batch contains text, or arrays of another library
             that NumPy cannot convert without a copy.
@@ -272,7 +273,20 @@ class TrainStep:
                 "Continue with the state that this call returned, or make the step with "
                 "donate=False"
             )
+        if is_array and self.layout is not None:
+            self._check_devices(state.step)
         check_rounds(state.opt_state, self.local, self.layout)
+
+    def _check_devices(self, x: jax.Array) -> None:
+        """Raise a ValueError if an array of the state has been placed outside of the mesh."""
+        here = x.sharding.device_set
+        if x.committed and here != self._devices:
+            raise ValueError(
+                f"the state lies on {len(here)} devices, but the mesh of the step has "
+                f"{len(self._devices)}, and they must be the same. Begin with step.init(params), "
+                "or take the state over by optfn.load_state_dict(step.init(params), "
+                "optfn.state_dict(state))"
+            )
 
     def _check_model_state(self, model_state: PyTree) -> None:
         if (model_state is not None) != self.options.model_state:

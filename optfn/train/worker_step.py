@@ -82,24 +82,24 @@ def worker_step(
         #    except a PerWorker; the devices of a worker divide them as the layout says.
         keys = () if key_of is None else (key_of(state.step),)
         arguments = (state.model_state, batch, *keys)
-        state = state._replace(params=_constrained(state.params, layout))
+        state = state._replace(params=constrain_params(state.params, layout))
         with scaling_losses(scale_of(state.opt_state)), encoding_at(state.step):
             values, grads = objective.value_and_grad(state.params, *arguments)
-        # 3. They become means over workers, except the leaves that the optimizer exchanges.
+        # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
         grads, (loss, aux), extra = means.optimizer_inputs(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
         params, grads, loss = xla.barrier((state.params, grads, loss))
-        # 4. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
+        # 3. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
         #    there is none, XLA removes this computation.
         mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
         extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
         extra["value_fn"] = value_fn(objective, workers, *arguments)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
-        # 5. Updates and metrics are equal on all workers, and the new state lies as in 1.
+        # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
         with mismatch.naming_integer_leaves(grads), encoding_at(state.step):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_updated(apply_updates(params, updates), layout)
@@ -114,7 +114,7 @@ def worker_step(
     return step
 
 
-def _constrained(params: Params, layout: Layout | None) -> Params:
+def constrain_params(params: Params, layout: Layout | None) -> Params:
     """Return params with a sharding constraint, so that the compiler leaves them as they are.
 
     Otherwise it may divide whole params for the update, and gather them for the loss.

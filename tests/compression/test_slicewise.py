@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -299,7 +300,7 @@ def test_a_training_step(packed):
         assert loss == pytest.approx(float(jnp.mean(of_workers)), rel=1e-4)
     found = optfn.unpack(state.params) if packed else state.params
     chex.assert_trees_all_close(jax.device_get(found), params, rtol=1e-3, atol=1e-4)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     _, metrics = step(state, batches(1)[0])
     slices = sum(quantize(4, chunk=32).num_bytes(shape) for shape in ((3, 64), (8, 20)))
     dense = 2 * (N - 1) / N * 4 * MODEL["b"].size
@@ -339,7 +340,7 @@ def test_two_levels(kind):
         )
         state = step.init(MODEL)
         found[route], _ = step(state, batches(1)[0])
-        assert step.compiled._cache_size() == 1
+        assert compilations(step) == 1
     ours, theirs = (optfn.state_dict(found[route].opt_state) for route in ("parts", "gather"))
     for key in theirs:
         np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import registry
+from compilations import programs
 from grids import by_entry, thinned
 
 import optfn
@@ -249,18 +250,23 @@ def test_low_precision_leaves(entry, dtype):
     narrow = {jnp.dtype(d) for d in (jnp.bfloat16, jnp.int8, jnp.uint8) if is_narrow}
     for leaf in jax.tree.leaves(state):
         assert leaf.dtype in {jnp.dtype(d) for d in (jnp.float32, jnp.int32, jnp.bool_)} | narrow
-    step = jax.jit(functools.partial(updated, entry, tx))
-    for grads in (jax.tree.map(jnp.zeros_like, params), tree_of(10, dtype), tree_of(10)):
-        updates, new = step(grads, state, params)
-        wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-        assert spec(updates) == spec(wide if entry.wide_updates else params)
-        assert spec(new) == spec(state)
-        chex.assert_tree_all_finite(updates)
-        assert not any(np.isnan(x).any() for x in jax.tree.leaves(new))
-    for _ in range(2):  # float32 gradients of narrow params compile once, whatever step it is
-        updates, state = step(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    assert step._cache_size() == 2
+
+    @jax.jit
+    def step(grads, state, params):
+        return updated(entry, tx, grads, state, params)
+
+    with programs(step) as compiled:
+        for grads in (jax.tree.map(jnp.zeros_like, params), tree_of(10, dtype), tree_of(10)):
+            updates, new = step(grads, state, params)
+            wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+            assert spec(updates) == spec(wide if entry.wide_updates else params)
+            assert spec(new) == spec(state)
+            chex.assert_tree_all_finite(updates)
+            assert not any(np.isnan(x).any() for x in jax.tree.leaves(new))
+        for _ in range(2):  # float32 gradients of narrow params compile once, whatever step it is
+            updates, state = step(grads, state, params)
+            params = optax.apply_updates(params, updates)
+    assert len(compiled) == 2
 
 
 @EVERYTHING

@@ -280,6 +280,45 @@ def test_small_integers_of_aux_are_summed_in_32_bits():
         assert jax.tree.map(int, metrics["aux"]) == want
 
 
+WAYS_OF_MEANS = {
+    "workers": lambda: {"mesh": mesh(), "data_axis": AXES},
+    "local steps": lambda: {"mesh": mesh(), "data_axis": AXES, "local_steps": 2},
+    "params": lambda: {"mesh": mesh(), "data_axis": AXES, "shard": "params"},
+    "microbatches": lambda: {"microbatches": 2},
+    "own gradient": lambda: {"mesh": mesh(), "data_axis": AXES, "value_and_grad": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OF_MEANS)
+def test_aux_of_each_example_is_refused_and_arrays_of_other_axes_are_means(way):
+    options = WAYS_OF_MEANS[way]()
+
+    def made(aux):
+        def loss(p, x):
+            return loss_fn(p, x), {"found": aux(p, x)}
+
+        own = jax.value_and_grad(loss, has_aux=True) if options.get("value_and_grad") else None
+        return optfn.make_train_step(
+            None if own else loss, optfn.sgd(0.1), has_aux=True, **options | {"value_and_grad": own}
+        )
+
+    step = made(lambda p, x: x.mean(0) + 0 * p["w"].sum())
+    _, metrics = step(step.init(PARAMS), X[0])
+    np.testing.assert_allclose(metrics["aux"]["found"], X[0].mean(0), rtol=1e-5, atol=1e-6)
+    for of_examples in (lambda p, x: x.sum(-1), lambda p, x: x.sum(-1) > 0):
+        with pytest.raises(ValueError, match=r"aux at 'found': an array of shape \(\d+,\) has"):
+            step = made(of_examples)
+            step(step.init(PARAMS), X[0])
+
+
+def test_aux_of_each_example_stays_on_one_device():
+    step = optfn.make_train_step(
+        lambda p, x: (loss_fn(p, x), x.sum(-1)), optfn.sgd(0.1), has_aux=True
+    )
+    _, metrics = step(step.init(PARAMS), X[0])
+    np.testing.assert_allclose(metrics["aux"], X[0].sum(-1), rtol=1e-5, atol=1e-6)
+
+
 def test_a_key_in_aux_is_that_of_worker_0():
     step = optfn.make_train_step(
         lambda p, x, key: (loss_fn(p, x), key), optfn.sgd(0.1), has_aux=True, rng=3, mesh=mesh(),

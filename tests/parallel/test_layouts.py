@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -142,7 +143,7 @@ def test_a_run_goes_on_in_another_layout(before, after, directory):
     state, _ = optfn.restore_checkpoint(where, step.init(PARAMS))
     assert_same_values(optfn.state_dict(state), mapping)
     state = advanced(step, state, batches(4)[2:])
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     params = optfn.unpack(state.params) if "packed" in after else natural(state.params)
     for x, y in zip(jax.tree.leaves(alone()), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(y, x, atol=2e-6)
@@ -170,7 +171,7 @@ def test_what_each_worker_keeps_goes_on_in_another_layout(before, after, kind, d
         mapping = rescale_residuals(mapping, workers)
     assert_same_values(optfn.state_dict(state), mapping)
     advanced(step, state, batches(3)[2:])
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("orbax") is None, reason="needs the extra orbax")

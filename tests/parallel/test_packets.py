@@ -1,9 +1,13 @@
 """Sharded training that sends params and gradients in packets: what is seen, kept and sent."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -174,7 +178,7 @@ def test_training_follows_the_exact_run(name):
         for batch in batches(12):
             state, metrics = step(state, batch)
             losses[way].append(float(metrics["loss"]))
-        assert step.compiled._cache_size() == 1
+        assert compilations(step) == 1
     assert losses["packets"] == pytest.approx(losses["exact"], rel=0.05)
     assert losses["packets"] != losses["exact"]
 
@@ -262,8 +266,70 @@ def test_bytes_of_sharded_layers():
             'gather and reduce need the kind "state" or "params", without whole=',
         ),
         (lambda: sharded("params", reduce=top_k(1.0)), ValueError, "its packets are not smaller"),
+        (
+            lambda: sharded("params", gather=top_k(0.05)),
+            ValueError,
+            r"gather must be a compressor that keeps every entry.* top_k\(0.05\) sends 51 of 1024",
+        ),
     ],
 )
 def test_bad_arguments(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+@pytest.mark.parametrize("codec", [top_k(0.05), quantize(1), quantize(2), quantize(4)])
+def test_a_biased_compressor_of_gradients_is_warned_of(codec):
+    """Without error feedback, what it leaves out is lost; `exchange` would keep it."""
+    with pytest.warns(
+        UserWarning, match=re.escape(f"sharded: reduce={codec!r} is wrong in the me")
+    ):
+        sharded("params", reduce=codec)
+
+
+class OneOfTwo:
+    """Sends every second entry."""
+
+    bias = 1.0
+
+    def init(self, shape):
+        return ()
+
+    def encode(self, x, state):
+        return jnp.ravel(x)[::2], state
+
+    def decode(self, packet, shape):
+        x = jnp.stack([packet, jnp.zeros_like(packet)], -1)
+        return x.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+    def num_bytes(self, shape):
+        return 4 * ((math.prod(shape) + 1) // 2)
+
+    def num_entries(self, size):
+        return (size + 1) // 2
+
+
+def test_a_compressor_of_ones_own_says_what_it_keeps():
+    with pytest.warns(UserWarning, match="is wrong in the mean"):
+        sharded("state", reduce=OneOfTwo())
+    with pytest.raises(ValueError, match="sends 512 of 1024"):
+        sharded("state", gather=OneOfTwo())
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_the_bias_of_codes_is_what_they_say(bits, stochastic):
+    """No entry is further from its mean over many encodings, and one comes as near as that."""
+    codec = quantize(bits, stochastic=stochastic, chunk=None)
+    x = jnp.linspace(-1.0, 1.0, 2001)
+    counts = jnp.arange(1000 if stochastic else 1, dtype=jnp.uint32)
+
+    def decoded(count):
+        packet, _ = codec.encode(x, count if stochastic else ())
+        return codec.decode(packet, x.shape)
+
+    error = float(jnp.abs(jnp.mean(jax.lax.map(decoded, counts), 0) - x).max())
+    noise = 0.2 if stochastic else 1e-3
+    assert error <= codec.bias + noise
+    if not stochastic:
+        assert error >= 0.5 * codec.bias

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilations import compilations
 from grids import thinned
 from hlo import collectives
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -130,7 +131,7 @@ def test_it_is_compiled_once():
     state = step.init(start())
     for batch in (BATCH, jax.tree.map(jnp.asarray, BATCH), BATCH):
         state, _ = step(state, batch)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 @pytest.mark.parametrize("bad", thinned([True, False]))
@@ -376,3 +377,22 @@ def test_bad_arguments():
     step = optfn.make_train_step(loss_fn, dgc(), mesh=data_mesh(N))
     with pytest.raises(ValueError, match=r"4 workers; leaf 'x' has shape \(6, 40\)"):
         step(step.init(start()), {"x": X[:6], "y": Y[:6]})
+
+
+@pytest.mark.parametrize("shard", [None, "state", "params"])
+@pytest.mark.parametrize(("before", "after"), [(8, 4), (4, 8)])
+def test_a_state_of_other_devices_is_refused_by_their_number(shard, before, after):
+    def made(devices):
+        tx, mesh = optfn.adam(0.1), data_mesh(devices)
+        return optfn.make_train_step(
+            lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh=mesh, shard=shard
+        )
+
+    params, x = {"w": np.ones((16, 8), np.float32)}, np.ones((16, 16), np.float32)
+    state, _ = made(before)(made(before).init(params), x)
+    step = made(after)
+    words = f"the state lies on {before} devices, but the mesh of the step has {after}.*load_state_"
+    with pytest.raises(ValueError, match=words):
+        step(state, x)
+    state = optfn.load_state_dict(step.init(params), optfn.state_dict(state))
+    assert int(step(state, x)[0].step) == 2

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import registry
+from compilations import compilations
 from grids import thinned
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -101,7 +102,7 @@ def test_the_trajectory_is_that_of_one_device(name, shard):
         moved = np.abs(np.asarray(alone.params[path]) - start).max()
         error = np.abs(np.asarray(state.params[path]) - np.asarray(alone.params[path])).max()
         assert error <= of_the_way * max(moved, 1e-3)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     for name, x in optfn.state_dict(alone.opt_state).items():
         if np.issubdtype(np.asarray(x).dtype, np.integer) and x.ndim == 0:
             assert optfn.state_dict(state.opt_state)[name] == x
@@ -338,7 +339,7 @@ def test_tensor_parallel_axes_are_left_to_the_compiler():
     assert state.params["v"].addressable_shards[0].data.shape == (6, 8)
     mu = next(x for k, x in _named(state) if k.endswith("mu/w"))
     assert mu.addressable_shards[0].data.shape == (16, 6)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 def _named(state):
@@ -354,7 +355,7 @@ def test_explicit_axes_work_as_auto_ones_do(shard):
     _, losses = run(step)
     _, expected = run(optfn.make_train_step(loss_fn, optfn.adam(0.01)))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 def test_model_state_keys_aux_and_what_optax_asks_for():

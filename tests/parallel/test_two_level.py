@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -93,7 +94,7 @@ def test_it_is_the_run_of_undivided_workers(name, steps, kind):
     of_loss, of_params = (1e-3, 1e-3) if name == "int8" else (1e-5, 2e-6)
     assert found == pytest.approx(loss, rel=of_loss)
     assert largest_difference(state.params, expected.params) < of_params
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 def test_the_devices_of_a_worker_divide_its_own_state():
@@ -138,7 +139,7 @@ def test_an_exchange_between_divided_workers_is_that_of_undivided_ones(name, kin
     assert largest_difference(state.params, expected.params) < (
         1e-3 if name == "quantize" else 2e-6
     )
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     want, got = optfn.state_dict(expected.opt_state), optfn.state_dict(state.opt_state)
     assert want.keys() == got.keys()
     for key in (k for k in want if "residual" in k):
@@ -297,3 +298,50 @@ def test_what_cannot_be_divided_is_said(tx, options, words):
     two, _ = meshes()
     with pytest.raises(ValueError, match=words):
         trained(tx(), two, calls=1, **options)
+
+
+WAYS = {
+    "workers": (None, {}),
+    "state": ("state", {}),
+    "params": ("params", {}),
+    "specs": ({"w.*": P(None, "fast")}, {}),
+    "packed state": ("state", {"packed": True}),
+    "packed params": ("params", {"packed": True}),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_local_steps_send_what_as_many_steps_send(way, steps):
+    """Along "fast" each step reduces gradients and gathers params; "slow" has one mean a round.
+
+    If only the state is divided, the params of a round are gathered once more.
+    """
+    kind, options = WAYS[way]
+    shapes = {f"w{i}": (64, 2048) for i in range(3)} | {f"o{i}": (33, 35) for i in range(4)}
+    params = {name: normal(0, *shape) for name, shape in shapes.items()}
+    count = sum(x.size for x in params.values())
+    mesh, _ = meshes()
+
+    def loss(p, x):
+        return jnp.mean(sum(jnp.sum(jnp.tanh(x[:, : len(w)] @ w), -1) for w in p.values()) ** 2)
+
+    tx = optfn.adam(1e-3, grad_clip=CLIP)
+    if kind is not None:
+        options = options | {"shard": sharded(kind, axis="fast")}
+    step = optfn.make_train_step(loss, tx, mesh=mesh, data_axis=AXES, local_steps=steps, **options)
+    program = step.lower(params, np.zeros((8 * steps, 64), np.float32)).compile()
+    found = {k: x / count for k, x in wire.bytes_by_axes(program, mesh).items()}
+
+    def ring(devices, copies):  # of all params, 4 bytes each
+        return copies * 4 * (devices - 1) / devices
+
+    if kind is None:
+        expected = {AXES: ring(SLOW * FAST, 2)}
+    else:
+        # No dimension of the small leaves is divisible by four, but a packed buffer is.
+        whole = 0 if options.get("packed") else 4 * 33 * 35 / count
+        last = (kind == "state" and steps > 1) * (1 - whole)
+        slow = ring(SLOW, 2) * ((1 - whole) / FAST + whole)
+        expected = {("fast",): ring(FAST, 2 * steps + last), ("slow",): slow}
+    assert found == pytest.approx(expected, rel=1e-3)

@@ -9,6 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -89,7 +90,7 @@ def test_it_trains_as_the_whole_model_on_each_worker(kind, local_steps, explicit
         trained(on_two_workers(adam(), local_steps=local_steps), blocks()),
         unstack,
     )
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 def test_params_and_moments_stay_on_their_stage():

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from compilations import compilations
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,7 +46,7 @@ def test_state_stays_sharded_by_stage(explicit):
     state, losses = train(step, params)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
         assert a.sharding.is_equivalent_to(b, a.ndim)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
     alone, want = train(optfn.make_train_step(whole, optimizer()), blocks())
     np.testing.assert_allclose(losses, want, rtol=1e-6)
@@ -73,7 +74,7 @@ def test_heterogeneous_stages_on_every_device():
     step = pipelined([block] * STAGES, mesh)
     params = jax.device_put(blocks(), NamedSharding(mesh, P()))
     state, losses = train(step, params)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     text = step.compiled.lower(state, batch(0)).compile().as_text()
     moves = re.findall(r"= .*(all-gather|all-to-all)\(", text)
     assert moves == ["all-gather"]  # of the gradients
@@ -115,7 +116,7 @@ def test_recompute_in_the_stages_of_a_step():
         value_and_grad=lambda params, batch: f(params, batch, rng=jax.random.key(0)),
     )
     _, losses = train(again, stack_stages(blocks()))
-    assert again.compiled._cache_size() == 2  # params on one device, then on the mesh
+    assert compilations(again) == 2  # params on one device, then on the mesh
     _, want = train(optfn.make_train_step(whole, optimizer()), blocks())
     np.testing.assert_allclose(losses, want, rtol=1e-6)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -122,7 +123,7 @@ def test_it_is_the_unsharded_step(rule, kind):
     assert natural.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_allclose(natural[name], x, rtol=1e-4, atol=1e-5)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     assert state.params["t"].addressable_shards[0].data.shape == (ROWS // N, WIDTH)
 
 
@@ -349,7 +350,7 @@ def test_explicit_axes_and_a_checked_layout():
         optfn.make_train_step(loss_fn, optfn.adam(0.01, lazy=True), tables="t"), batches("uniform")
     )
     np.testing.assert_allclose(found, losses, rtol=1e-5)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     text = optfn.summary(optfn.adam(0.01), state.params, mesh=data_mesh(N), shard="state")
     assert "placement" in text
 

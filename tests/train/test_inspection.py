@@ -109,3 +109,11 @@ def test_equal_leaves_are_traced_once():
 
     text = jax.jit(step).lower(params, tx.init(params), params).as_text()
     assert text.count("stablehlo.sqrt") <= 4  # one shared, one of its own, and the bias correction
+
+
+def test_a_train_step_is_checked_with_its_state():
+    step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] * x), optfn.sgd(0.1))
+    params, x = {"w": jnp.ones(5000)}, jnp.ones(5000)
+    for args in ((params, x), (x,), ()):
+        with pytest.raises(TypeError, match=r"\(state, batch\), and the state is a TrainS"):
+            optfn.assert_in_place(step, *args)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 import registry
+from compilations import compilations
 from grids import thinned
 from problems import trained
 
@@ -97,7 +98,7 @@ def test_a_round_is_the_references(outer, expected):
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert int(state.step) == 3 * H
     assert state.params["w"].sharding.is_fully_replicated
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 def momentum_by_a_scan():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from grids import thinned
 from jax.sharding import Mesh
 from problems import normal
@@ -78,7 +79,7 @@ def test_the_step_is_that_of_the_whole_batch(way):
     bound = 1e-3 if way == "exchange" else 1e-6  # codes of eight bits
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=bound)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
 
 
 def test_parts_have_keys_and_a_model_state_in_turn():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilations import compilations
 
 import optfn
 from optfn.run.progress import Progress
@@ -73,7 +74,7 @@ def test_one_compilation_for_python_numbers_and_weak_types():
     state = step.init(jnp.asarray(2.0))
     for _ in range(3):
         state, _ = step(state, 1.0)
-    assert step.compiled._cache_size() == 1
+    assert compilations(step) == 1
     step.init(2.0)
 
 

@@ -1,0 +1,54 @@
+"""How often XLA compiles, by the events of `jax.monitoring`.
+
+An entry of a cache of JAX is not a compilation: equal placements may have an entry each.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
+
+import jax.monitoring
+
+from optfn.train.step import TrainStep
+
+# The functions that XLA has compiled so far, by name, in order.
+_compiled: list[str] = []
+# How often each step has been compiled in its calls.
+_of_step: WeakKeyDictionary[TrainStep, int] = WeakKeyDictionary()
+
+
+def _note(event: str, duration: float, fun_name: str = "", **_: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.append(fun_name)
+
+
+@contextlib.contextmanager
+def programs(function: Callable) -> Iterator[list[str]]:
+    """Give a list to which the name of a function is added each time that it is compiled."""
+    found, before = [], len(_compiled)
+    try:
+        yield found
+    finally:
+        name = f"jit({function.__name__})"
+        found += [compiled for compiled in _compiled[before:] if compiled == name]
+
+
+def compilations(step: TrainStep) -> int:
+    """Return how often a step has been compiled by its calls."""
+    return _of_step.get(step, 0)
+
+
+def _counting(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def counted(step, *arguments):
+        with programs(step.compiled) as found:
+            result = call(step, *arguments)
+        _of_step[step] = compilations(step) + len(found)
+        return result
+
+    return counted
+
+
+jax.monitoring.register_event_duration_secs_listener(_note)
+TrainStep.__call__ = _counting(TrainStep.__call__)
