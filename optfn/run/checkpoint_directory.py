@@ -24,13 +24,14 @@ from optfn.core.tree import listed
 from optfn.core.types import Leaf, PyTree
 from optfn.parallel.fingerprint import begin_fingerprints, fingerprints
 from optfn.run.background import copied
+from optfn.run.directory_arrays import read_arrays
 from optfn.run.storage import Arrays, is_remote, sync
 from optfn.sparse.sharded_table import bare, natural
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.loading import ABOUT
 from optfn.train.packed_state import unpack_state
-from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
+from optfn.train.state_dict import VERSION, leaves_by_name, named_leaves, per_worker_names
 
 _HEADER, _CHECKSUMS = "about", "checksums"
 
@@ -79,7 +80,7 @@ class OrbaxDirectory:
         """Return a function that writes a state and arrays beside it."""
         ocp = _orbax()
         state = natural(unpack_state(state))
-        arrays = {name: x for name, x in named_leaves(state) if x.size}
+        arrays = {name: x for name, x in leaves_by_name(state).items() if x.size}
         beside = {name: x for name, x in beside.items() if x.size}
         about = {
             "version": VERSION,
@@ -120,7 +121,8 @@ class OrbaxDirectory:
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return the arrays of a directory by name, which have the checksums that were saved."""
         templates = dict(named_leaves(bare(unpack_state(template))))
-        saved = _restored(path, templates, is_read)
+        always = _HEADER, _CHECKSUMS
+        saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
         names = [name for name in about["names"] if is_read(name)]
         # Directories of earlier versions have checksums of the arrays of the state alone.
@@ -153,24 +155,3 @@ def _digests(arrays: Iterable[np.ndarray]) -> np.ndarray:
     contents = [f"{x.dtype.name}{x.shape}".encode() + x.tobytes() for x in native]
     digests = b"".join(hashlib.sha256(content).digest()[:8] for content in contents)
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
-
-
-def _restored(
-    path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
-) -> dict[str, Any]:
-    """Return saved arrays, the header and the checksums by name; they lie as their templates."""
-    ocp, place = _orbax(), path if is_remote(path) else path.absolute()
-    found = _checkpointer().metadata(place).item_metadata.tree
-
-    def like(name: str) -> Any:
-        x, shape, dtype = templates.get(name), tuple(found[name].shape), found[name].dtype
-        fits = x is not None and (x.shape, x.dtype) == (shape, dtype)
-        if fits and isinstance(x, jax.Array | jax.ShapeDtypeStruct) and x.sharding:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=x.sharding)
-        return np.zeros(shape, dtype)
-
-    always = _HEADER, _CHECKSUMS
-    wanted = {name: like(name) for name in found if name in always or is_read(name)}
-    forms = ocp.checkpoint_utils.construct_restore_args(wanted)
-    args = ocp.args.PyTreeRestore(wanted, restore_args=forms, partial_restore=True)
-    return dict(_checkpointer().restore(place, args=args))
