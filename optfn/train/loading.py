@@ -28,7 +28,7 @@ from optfn.state.placement import (
 )
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.masters import converted_masters
-from optfn.train.packed_state import is_stored, pack_state, unpack_state
+from optfn.train.packed_state import is_stored, pack_state, placeholders, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
@@ -343,9 +343,6 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     result stay packed too.
     """
 
-    def placeholder(x: Leaf) -> Leaf:  # of the same shape on the host, without memory
-        return x if tree.is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape)
-
     def fits(state: OptState) -> bool:
         named = dict(named_leaves(state))
         return all(
@@ -354,7 +351,7 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
         )
 
     template = jax.tree.map(
-        lambda node: jax.tree.map(placeholder, node) if is_stored(node) else node,
+        lambda node: placeholders(node) if is_stored(node) else node,
         opt_state, is_leaf=is_stored,
     )  # fmt: skip
     form = next((form for form in (unpack_state, unpack) if fits(form(template))), unpack_state)
