@@ -141,7 +141,8 @@ def named_entries(
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:
                 label = key_name(key) if isinstance(node, dict) else ""
-                yield from walk(child, prefix, join(labels, label))
+                within = join(prefix or labels, label) if label else prefix
+                yield from walk(child, within, join(labels, label))
         elif with_leaves:
             for path, leaf in leaves_with_paths(node):
                 if not is_masked(leaf):
