@@ -34,6 +34,31 @@ def programs(function: Callable) -> Iterator[list[str]]:
         found += [compiled for compiled in _compiled[before:] if compiled == name]
 
 
+class Count:
+    """The number of programs that XLA has compiled since the count was made."""
+
+    def __init__(self) -> None:
+        self._before = len(_compiled)
+        self._after: int | None = None
+
+    @property
+    def value(self) -> int:
+        return (len(_compiled) if self._after is None else self._after) - self._before
+
+    def end(self) -> None:
+        self._after = len(_compiled)
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[Count]:
+    """Give the count of all programs that XLA compiles within the block."""
+    count = Count()
+    try:
+        yield count
+    finally:
+        count.end()
+
+
 def compilations(step: TrainStep) -> int:
     """Return how often a step has been compiled by its calls."""
     return _of_step.get(step, 0)

@@ -7,18 +7,21 @@ and with compressors of both kinds. They write a checkpoint into DIRECTORY/ID/WO
 step, and print a hash of their replica of the parameters at the end. With "dies" as well, the last
 process leaves without a word after step 4. "sharded" trains three times: with the state, the params
 and a table spread over the processes; the last lines have the parameters of each. "two_levels"
-trains with params divided over the devices of each process, which is one worker.
+trains with params divided over the devices of each process, which is one worker. "nonfinite" trains with a
+NaN in a batch, and resumes.
 """
 
 import hashlib
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -142,6 +145,41 @@ def two_levels(devices):
     return found
 
 
+def train_nonfinite(directory):
+    """Train with a NaN in the last batch, resume, and go on without it; print what there is.
+
+    Both save in parts in one directory; with `whole` each writes files into its own.
+    """
+    rng = np.random.default_rng(0)
+    good = rng.standard_normal((4, 8, 512)).astype(np.float32)
+    bad = good.copy()
+    bad[2, 7, 0] = np.nan  # an example of the second worker
+    found = {}
+    for kind in ("parts", "whole"):
+        place = directory.parent / kind if kind == "parts" else directory / kind
+        options = {"mesh": data_mesh(), "checkpoint": place, "keep": 1, "save_every": 1}
+        options |= {"progress": False, "shard": "params" if kind == "parts" else None}
+
+        def run(batches, options=options):
+            params = {"w": np.zeros((1024, 512), np.float32)}
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                state, _ = optfn.minimize(
+                    lambda p, x: jnp.mean((x @ p["w"].T - 1.0) ** 2), optfn.sgd(0.1), params,
+                    batches, **options,
+                )  # fmt: skip
+            said = [str(x.message) for x in caught if x.category is UserWarning]
+            multihost_utils.sync_global_devices("saved")
+            names = sorted(path.name.removesuffix(".npz") for path in place.iterdir())
+            multihost_utils.sync_global_devices("listed")
+            digest = hashlib.sha256(gathered(state.params).tobytes()).hexdigest()
+            return {"names": names, "said": said, "digest": digest}
+
+        found[kind] = [run(bad), run(good)]
+        found[kind].append(run(good, options | {"checkpoint": None}))
+    return found
+
+
 def gathered(params):
     """Return arrays in one row of numbers, whole on every device."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
@@ -168,6 +206,8 @@ def main():
     if words == ["sharded"]:
         for kind in ("state", "params", "tables"):
             train_sharded(kind, directory)
+    if words == ["nonfinite"]:
+        print(json.dumps(train_nonfinite(directory)), flush=True)
     if words == ["two_levels"]:
         print(json.dumps(two_levels(jax.local_device_count())), flush=True)
     for scheme in ("dgc", "exchange"):

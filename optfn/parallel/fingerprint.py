@@ -59,6 +59,7 @@ def _bit_words(x: jax.Array) -> jax.Array:
 
 
 _fingerprints = jax.jit(lambda leaves: jnp.stack([fingerprint(x) for x in leaves]))
+_have_nonfinite = jax.jit(lambda leaves: jnp.stack([jnp.any(~jnp.isfinite(x)) for x in leaves]))
 
 
 # A program is compiled for 8 arrays of one kind, and one for a single array, since the time to
@@ -77,6 +78,24 @@ def fingerprints(leaves: Sequence[Leaf]) -> np.ndarray:
 
 def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
     """Begin to compute `fingerprints`, and return a function that waits for them."""
+    wait = _begin(_fingerprints, leaves)
+    return lambda: np.reshape(np.asarray(wait(), np.uint32), (len(leaves), 2))
+
+
+def begin_are_finite(leaves: Sequence[Leaf]) -> Callable[[], bool]:
+    """Begin to look for numbers that are not finite in floating-point arrays.
+
+    The function that is returned waits, and tells whether there is none. In a run of several
+    processes, all must call both, and all get the same answer.
+    """
+    wait = _begin(_have_nonfinite, leaves)
+    return lambda: not any(wait())
+
+
+def _begin(
+    program: Callable[[list[jax.Array]], jax.Array], leaves: Sequence[Leaf]
+) -> Callable[[], list[np.ndarray]]:
+    """Begin to compute a row of a program for each array, and return a function that waits."""
     arrays = [jnp.asarray(x) for x in leaves]
     kinds: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
@@ -88,14 +107,13 @@ def begin_fingerprints(leaves: Sequence[Leaf]) -> Callable[[], np.ndarray]:
             del kind[: len(some)]
             # Hundreds of programs that wait to communicate can block the devices of a CPU.
             jax.block_until_ready([sums for _, sums in found[-_IN_FLIGHT:][:1]])
-            found.append((some, _fingerprints([arrays[i] for i in some])))
-    count = len(arrays)
+            found.append((some, program([arrays[i] for i in some])))
 
-    def wait() -> np.ndarray:
-        result = np.zeros((count, 2), np.uint32)
-        for some, sums in found:
-            result[some] = np.asarray(sums.addressable_data(0))
-        return result
+    def wait() -> list[np.ndarray]:
+        rows: dict[int, np.ndarray] = {}
+        for some, computed in found:
+            rows |= zip(some, np.asarray(computed.addressable_data(0)), strict=True)
+        return [rows[i] for i in sorted(rows)]
 
     return wait
 

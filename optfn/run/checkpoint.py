@@ -15,23 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optfn.core import checks
+from optfn.core import checks, tree
 from optfn.core.tree import Pattern, check_pattern, is_key, listed
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.parallel import processes
 from optfn.run.background import start, wait
-from optfn.run.checkpoint_directory import OrbaxDirectory, suits
+from optfn.run.checkpoint_directory import ENTRIES, OrbaxDirectory, suits
 from optfn.run.checkpoint_file import NpzFile
 from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
-from optfn.run.storage import Backend, directory_of, is_remote
+from optfn.run.nonfinite import ends_finite
+from optfn.run.storage import NONFINITE, Backend, directory_of, is_remote
+from optfn.sparse.sharded_table import bare
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.loading import ABOUT, host_array, load_named
+from optfn.train.packed_state import placeholders, unpack_state
 from optfn.train.state import TrainState
-from optfn.train.state_dict import named_leaves
+from optfn.train.state_dict import RESERVED, check_names, named_leaves
 
 _HISTORY = "history/"
+_TRAIN = "train"  # the first word of the names of a TrainState
+# The names of the entries of a checkpoint that are not arrays of the state.
+_RESERVED = (*RESERVED, _HISTORY, NONFINITE, *ENTRIES)
 
 _Loaded: TypeAlias = tuple[PyTree, dict[str, np.ndarray], Changes]
 
@@ -41,6 +47,7 @@ def save_checkpoint(
     state: PyTree,
     history: Mapping[str, Any] | None = None,
     *,
+    step: int | None = None,
     keep: int = 2,
     sharded: bool | None = None,
     background: bool | None = None,
@@ -52,6 +59,11 @@ def save_checkpoint(
 
     A file (`sharded=False`): each process writes the whole state, with the shards that only other
     processes hold, to a local directory. Any of these directories is enough to resume from.
+
+    If params, the arrays of a field or key "params", or the last "loss" of the history are not
+    finite, the checkpoint is marked: it does not count for `keep`, the next save removes it, and
+    `restore_checkpoint` passes it over. A loss does not count where tx leaves out steps whose
+    gradients are not finite (`skip_nonfinite`).
 
     A directory (`sharded=True`, by orbax): all processes name the same directory, which they share,
     and each writes its shards. A checksum of each array, of the state and of the history, and one
@@ -65,9 +77,11 @@ def save_checkpoint(
     Args:
       directory: where to save; it is created if necessary. For checkpoints that are directories it
         may be an address such as gs://bucket/run, if etils has the package for that store.
-      state: a TrainState.
+      state: a TrainState, or any tree of arrays, PRNG keys and states, such as a dict with the
+        TrainStates of two networks. Names (`state_dict`) tell its arrays apart.
       history: arrays by name, to save beside the state.
-      keep: how many checkpoints to keep; older ones are removed.
+      step: the number in the name. None: the field or key `step` of the state.
+      keep: how many finite checkpoints to keep; older ones are removed.
       sharded: whether to write a directory. None: only if params or state are divided over devices
         (`shard`, `shard_tables`) and orbax is installed.
       background: whether to write in the background. None: only if it is a directory.
@@ -77,12 +91,11 @@ def save_checkpoint(
 
     Raises:
       OSError: the disk is full or cannot be written; nothing of the new file is left.
+      TypeError: the state has leaves that are no arrays, or no step.
+      ValueError: two arrays have the same name, or a name that cannot be saved.
     """
-    if not hasattr(state, "step") or np.shape(state.step) != ():
-        raise TypeError(
-            "save_checkpoint: state must be a TrainState, with a scalar step; "
-            f"got {checks.shown(state)}"
-        )
+    _check_tree("save_checkpoint: state", state)
+    number = _step_in(state) if step is None else checks.count("step", step, low=0)
     if not isinstance(history, Mapping | None):
         raise TypeError(
             "save_checkpoint: history must be a mapping from names to arrays; "
@@ -102,13 +115,42 @@ def save_checkpoint(
     if sharded is None:
         sharded = is_remote(directory) or suits(state)
     backend: Backend = OrbaxDirectory() if sharded else NpzFile()
-    path = directory / f"step_{int(state.step):09d}{backend.suffix}"
+    path = directory / f"step_{number:09d}{backend.suffix}"
     beside = {f"{_HISTORY}{name}": np.array(x) for name, x in (history or {}).items()}
-    write = backend.writer(path, jax.tree.map(_without_key, state), beside)
+    write = backend.writer(
+        path,
+        jax.tree.map(_without_key, state),
+        beside,
+        is_finite=ends_finite(state, history or {}),
+    )
     start(directory, write, functools.partial(remove_oldest, path, keep))
     if not (sharded if background is None else background):
         wait(directory)
     return path
+
+
+def _check_tree(who: str, state: PyTree) -> None:
+    """Raise an error unless a tree can be saved, and be restored by its names."""
+    for name, x in tree.arrays_with_paths(state):
+        if not tree.is_array(x):
+            raise TypeError(
+                f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
+                f"{name or 'at the top'} is {checks.shown(x)}"
+            )
+    names = [name for name, _ in named_leaves(bare(unpack_state(placeholders(state))))]
+    if "" in names:
+        raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
+    check_names(names, _RESERVED)
+
+
+def _step_in(state: PyTree) -> int:
+    step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
+    if not tree.is_array(step) or step.shape or not np.issubdtype(step.dtype, np.integer):
+        raise TypeError(
+            "save_checkpoint: state must be a TrainState, or have another field or key `step` that "
+            f"is a scalar integer; else pass step=, the number in the name; got {checks.shown(state)}"
+        )
+    return int(step)
 
 
 def _without_key(x: Leaf) -> Leaf:
@@ -122,7 +164,7 @@ def load_checkpoint(
     strict: bool = True,
     only: Pattern | None = None,
 ) -> tuple[PyTree, dict[str, np.ndarray]]:
-    """Return the TrainState and the history in one checkpoint, given by its path.
+    """Return the state and the history in one checkpoint, given by its path.
 
     `restore_checkpoint` finds the newest one of a directory. Arrays are placed like those of the
     template. If the number of workers has changed, per-worker arrays are converted by
@@ -130,7 +172,7 @@ def load_checkpoint(
 
     Args:
       path: a file or a directory that `save_checkpoint` wrote.
-      state: a TrainState of the same run, as a template.
+      state: a TrainState, or what else was saved, of the same run, as a template.
       strict: as in `restore_checkpoint`.
       only: as in `restore_checkpoint`.
 
@@ -139,6 +181,7 @@ def load_checkpoint(
         nothing.
     """
     wait()
+    _check_tree("load_checkpoint: state", state)
     loader = _Loader(state, checks.flag("strict", strict), check_pattern("only", only))
     return loader.told(path, loader.load(directory_of(path)))
 
@@ -175,7 +218,10 @@ class _Loader(NamedTuple):
                 self.template, mapping, strict=is_strict, shown=_public_name
             )
         except ValueError as error:
-            raise OtherRun(f"{path} is from another run: {error}{_remedy(error)}") from error
+            hint = _remedy(error)
+            if f"{_TRAIN}/step" in saved and not isinstance(self.template, TrainState):
+                hint = ". It has a TrainState; load_params loads the parameters alone"
+            raise OtherRun(f"{path} is from another run: {error}{hint}") from error
         left_out = [name for name in names if name not in chosen]
         lists = changes.carried, changes.new, [*changes.dropped, *left_out]
         return state, history, Changes(*([*map(_public_name, names)] for names in lists))
@@ -210,7 +256,7 @@ def _public_name(name: str) -> str:
     The labels of the states of an optimizer come first too, and "train" may be one of them.
     """
     word, _, inner = name.partition("/")
-    is_field = word == "train" and inner.split("/")[0] in TrainState._fields
+    is_field = word == _TRAIN and inner.split("/")[0] in TrainState._fields
     return inner if is_field else name
 
 
@@ -283,14 +329,16 @@ def restore_checkpoint(
 
     Returns None if there is no checkpoint, so that a program can begin with
     `restore_checkpoint(...) or (template, {})`. A damaged checkpoint is skipped with a warning that
-    names it, and the one before it is read. A directory may contain both kinds of checkpoints. In a
+    names it, and the one before it is read. So is one whose params or loss are not finite, unless
+    there is no finite one. A directory may contain both kinds of checkpoints. In a
     run of several processes, all must call it, and all get the newest checkpoint that any of them
     has: processes without it write a copy of its file to their directories.
 
     Args:
       directory: where `save_checkpoint` wrote.
-      template: a TrainState of the same run, such as `step.init(params)`. The result is placed like
-        it.
+      template: a TrainState of the same run, such as `step.init(params)`, or a tree like that which
+        was saved. The result is placed like it, on the same devices, and committed to them if its
+        arrays are.
       strict: whether the names in the checkpoint must be exactly those of the template, except
         those that only report on a run (`load_state_dict`). If False, missing arrays are taken from
         the template, and superfluous ones are dropped.
@@ -309,10 +357,6 @@ def restore_checkpoint(
     wait()
     place = directory_of(directory)
     loader = _Loader(template, checks.flag("strict", strict), check_pattern("only", only))
-    if not isinstance(template, TrainState):
-        raise TypeError(
-            "template must be a TrainState, such as step.init(params); got "
-            f"{checks.shown(template)}. load_params loads the parameters alone"
-        )
+    _check_tree("restore_checkpoint: template", template)
     found = newest(place, loader.load, processes.share_state(template))
     return None if found is None else loader.told(*found)

@@ -22,17 +22,20 @@ from jax.sharding import NamedSharding
 from optfn.core import checks
 from optfn.core.tree import listed
 from optfn.core.types import Leaf, PyTree
-from optfn.parallel.fingerprint import begin_fingerprints, fingerprints
+from optfn.parallel.fingerprint import begin_are_finite, begin_fingerprints, fingerprints
 from optfn.run.background import copied
-from optfn.run.storage import Arrays, is_remote, sync
+from optfn.run.directory_arrays import read_arrays
+from optfn.run.nonfinite import params_of
+from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import bare, natural
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.loading import ABOUT
 from optfn.train.packed_state import unpack_state
-from optfn.train.state_dict import VERSION, named_leaves, per_worker_names
+from optfn.train.state_dict import VERSION, leaves_by_name, named_leaves, per_worker_names
 
-_HEADER, _CHECKSUMS = "about", "checksums"
+# The names of the entries that are not arrays of the state.
+ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
 
 
 def suits(state: PyTree) -> bool:
@@ -75,11 +78,13 @@ class OrbaxDirectory:
 
     suffix = ""
 
-    def writer(self, path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
+    def writer(
+        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+    ) -> Callable[[], None]:
         """Return a function that writes a state and arrays beside it."""
         ocp = _orbax()
         state = natural(unpack_state(state))
-        arrays = {name: x for name, x in named_leaves(state) if x.size}
+        arrays = {name: x for name, x in leaves_by_name(state).items() if x.size}
         beside = {name: x for name, x in beside.items() if x.size}
         about = {
             "version": VERSION,
@@ -89,18 +94,22 @@ class OrbaxDirectory:
         }
         beside = {_HEADER: np.frombuffer(json.dumps(about).encode(), np.uint8), **beside}
         copies, checksums = copied(arrays), begin_fingerprints(list(arrays.values()))
+        params_are_finite = begin_are_finite(params_of(arrays.items()))
 
         def write() -> None:
             sums = np.concatenate([checksums(), _digests(beside.values())])
             saved = ocp.args.PyTreeSave(copies | beside | {_CHECKSUMS: sums})
+            marks = [] if params_are_finite() and is_finite else [NONFINITE]
             if is_remote(path):
-                _checkpointer().save(path, args=saved, force=True)
+                self._write_remote(path, saved, marks)
                 return
             # Orbax does not wait until the disk has its metadata, so it writes under another name.
             unsynced = path.absolute().with_suffix(".unsynced")
             _checkpointer().save(unsynced, args=saved, force=True)
             try:
                 if jax.process_index() == 0:  # the processes share the directory
+                    for mark in marks:
+                        (unsynced / mark).touch()
                     self._publish(unsynced, path)
             finally:  # no process waits in vain
                 every = set(range(jax.process_count()))
@@ -109,18 +118,40 @@ class OrbaxDirectory:
         return write
 
     def _publish(self, unsynced: Path, path: Path) -> None:
-        """Give a directory, which is written, its name `path`, once all of it is on the disk."""
+        """Give a directory, which is written, its name `path`, once all of it is on the disk.
+
+        A directory that has this name is moved aside first, where readers find it until the new one
+        has the name. A disk cannot exchange two directories at once everywhere.
+        """
         for written in (unsynced, *unsynced.rglob("*")):
             sync(written)
+        aside = path.with_name(path.name + ASIDE)
         if path.exists():
-            self.remove(path)
+            if aside.exists():
+                self.remove(aside)
+            os.replace(path, aside)
         os.replace(unsynced, path)
         sync(path.parent)
+        if aside.exists():
+            self.remove(aside)
+
+    def _write_remote(self, path: Path, saved: Any, marks: list[str]) -> None:
+        """Write a directory in an object store, where orbax removes one of this name first."""
+        aside = path.with_name(path.name + ASIDE)
+        is_saved_again = path.exists()
+        if is_saved_again:  # a store cannot move it aside
+            _checkpointer().save(aside, args=saved, force=True)
+        _checkpointer().save(path, args=saved, force=True)
+        for mark in marks if jax.process_index() == 0 else ():
+            (path / mark).write_text("")
+        if is_saved_again:
+            self.remove(aside)
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
         """Return the arrays of a directory by name, which have the checksums that were saved."""
         templates = dict(named_leaves(bare(unpack_state(template))))
-        saved = _restored(path, templates, is_read)
+        always = _HEADER, _CHECKSUMS
+        saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
         names = [name for name in about["names"] if is_read(name)]
         # Directories of earlier versions have checksums of the arrays of the state alone.
@@ -136,6 +167,10 @@ class OrbaxDirectory:
         arrays = dict.fromkeys(about["names"]) | {name: saved[name] for name in (*names, *extra)}
         empty = {name: np.zeros(x.shape, x.dtype) for name, x in templates.items() if not x.size}
         return empty | arrays | {name: np.array(about[name]) for name in ABOUT}
+
+    def is_finite(self, path: Path) -> bool:
+        """Tell whether a directory has no mark."""
+        return not (path / NONFINITE).exists()
 
     def remove(self, path: Path) -> None:
         """Remove a directory and all that is in it, once for all processes, which share it."""
@@ -153,24 +188,3 @@ def _digests(arrays: Iterable[np.ndarray]) -> np.ndarray:
     contents = [f"{x.dtype.name}{x.shape}".encode() + x.tobytes() for x in native]
     digests = b"".join(hashlib.sha256(content).digest()[:8] for content in contents)
     return np.frombuffer(digests, np.uint32).reshape(-1, 2)
-
-
-def _restored(
-    path: Path, templates: Mapping[str, Leaf], is_read: Callable[[str], bool]
-) -> dict[str, Any]:
-    """Return saved arrays, the header and the checksums by name; they lie as their templates."""
-    ocp, place = _orbax(), path if is_remote(path) else path.absolute()
-    found = _checkpointer().metadata(place).item_metadata.tree
-
-    def like(name: str) -> Any:
-        x, shape, dtype = templates.get(name), tuple(found[name].shape), found[name].dtype
-        fits = x is not None and (x.shape, x.dtype) == (shape, dtype)
-        if fits and isinstance(x, jax.Array | jax.ShapeDtypeStruct) and x.sharding:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=x.sharding)
-        return np.zeros(shape, dtype)
-
-    always = _HEADER, _CHECKSUMS
-    wanted = {name: like(name) for name in found if name in always or is_read(name)}
-    forms = ocp.checkpoint_utils.construct_restore_args(wanted)
-    args = ocp.args.PyTreeRestore(wanted, restore_args=forms, partial_restore=True)
-    return dict(_checkpointer().restore(place, args=args))

@@ -18,7 +18,8 @@ from numpy.lib import format as npy
 
 from optfn.core.types import Leaf, PyTree
 from optfn.run.background import copied
-from optfn.run.storage import Arrays, sync
+from optfn.run.nonfinite import are_finite
+from optfn.run.storage import NONFINITE, Arrays, sync
 from optfn.train.state_dict import named_arrays
 
 # A history and the headers of a small file may take this many bytes.
@@ -30,12 +31,17 @@ class NpzFile:
 
     suffix = ".npz"
 
-    def writer(self, path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
+    def writer(
+        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+    ) -> Callable[[], None]:
         """Return a function that writes a state and arrays beside it."""
         whole = copied(jax.tree.map(_gathered, state))
 
         def write() -> None:
-            arrays = {**named_arrays(jax.tree.map(np.asarray, whole)), **beside}
+            host = jax.tree.map(np.asarray, whole)
+            arrays = {**named_arrays(host), **beside}
+            if not (is_finite and are_finite(host)):
+                arrays[NONFINITE] = np.array(True)
             write_file(path, lambda file: np.savez(file, **arrays))
 
         return write
@@ -57,7 +63,19 @@ class NpzFile:
             names = [name.removesuffix(".npy") for name in file.namelist()]
             if "version" not in names:
                 raise ValueError("it lacks the version of its format")
-            return {name: _array(file, f"{name}.npy") if is_read(name) else None for name in names}
+            return {
+                name: _array(file, f"{name}.npy") if is_read(name) else None
+                for name in names
+                if name != NONFINITE
+            }
+
+    def is_finite(self, path: Path) -> bool:
+        """Tell whether a file has no mark."""
+        try:
+            with zipfile.ZipFile(path) as file:
+                return f"{NONFINITE}.npy" not in file.namelist()
+        except (OSError, zipfile.BadZipFile):  # a reader will say so
+            return True
 
     def remove(self, path: Path) -> None:
         """Remove a file."""

@@ -46,7 +46,7 @@ class Evaluator:
             checks.takes("evaluate", options.evaluate, arguments)
         name = "" if options.monitor is None else f"/{options.monitor}"
         self.key = f"evaluation{name}"
-        self.sign = 1 if options.mode == "min" else -1
+        self.sign = -1 if options.mode == "max" else 1
         self.monitored: dict[int, float] = {}
         self.best, self.best_step, self.no_better = self.worst, 0, 0
         earlier = history.earlier
@@ -91,14 +91,35 @@ class Evaluator:
         Raises:
           ValueError: there are several numbers, and `monitor` does not name one of them.
         """
+        values = self._numbers(state)
+        if self.key in values:
+            self._compare(n, values[self.key])
+        self.history.evaluations.append({"evaluation_step": n, **values})
+        return values
+
+    def was_due(self, n: int) -> bool:
+        """Tell whether an evaluation was due in the steps up to n."""
+        every = self.options.evaluate_every
+        return isinstance(every, int) and n >= every
+
+    def compare_first(self, state: TrainState) -> None:
+        """Compare the state that the run begins with; the history has evaluations of steps only."""
+        self._compare(int(state.step), self._numbers(state)[self.key], is_extra=True)
+
+    def _numbers(self, state: TrainState) -> dict[str, float]:
+        """Return the numbers of a state by their names in the history.
+
+        Raises:
+          ValueError: there are several numbers, and `monitor` does not name one of them.
+        """
         assert self.options.evaluate is not None
         model_state = () if state.model_state is None else (state.model_state,)
         result = self.options.evaluate(natural(unpack(state.params)), *model_state)
         named = _numbers_by_key("evaluate", result)
         values = {"evaluation" + (f"/{k}" if k else ""): x for k, x in named.items()}
         if self.key in values:
-            self._compare(n, values[self.key])
-        elif self._compares or self.options.monitor is not None:
+            return values
+        if self._compares or self.options.monitor is not None:
             if not isinstance(result, Mapping):
                 raise ValueError(
                     f"monitor={self.options.monitor!r} names a number of a dict; evaluate gives "
@@ -109,7 +130,6 @@ class Evaluator:
                 f"monitor must name one of the numbers that evaluate returns, {keys}; "
                 f"got {self.options.monitor!r}"
             )
-        self.history.evaluations.append({"evaluation_step": n, **values})
         return values
 
     @property
@@ -131,7 +151,7 @@ class Evaluator:
             way, opposite = ("rose", "max") if self.sign > 0 else ("fell", "min")
             checks.warn(
                 f"{self.key} {way} from each evaluation to the next, {values[0]:g} to "
-                f"{values[-1]:g} in {len(values)}, and mode={self.options.mode!r} takes the first "
+                f"{values[-1]:g} in {len(values)}, and mode={self.options.mode or 'min'!r} takes the first "
                 f"as the best: pass mode={opposite!r} if that is the right way"
             )
 

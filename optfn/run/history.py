@@ -24,6 +24,18 @@ class History:
         self.earlier: dict[str, np.ndarray] = {}
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
+        self._on_host = 0
+        self._nonfinite: tuple[int, float] | None = None
+
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether one of the losses on the host is not finite."""
+        return self._nonfinite is not None
+
+    def first_nonfinite(self) -> tuple[int, float] | None:
+        """Return the number, from 0, of the first call whose loss is not finite, and the loss."""
+        self._move_to_host()
+        return self._nonfinite
 
     def append(self, metrics: Mapping[str, Any]) -> None:
         """Add a step."""
@@ -47,7 +59,12 @@ class History:
 
     def _move_to_host(self) -> None:
         """Add the latest steps to those on the host; each is read once, since that takes long."""
-        self.earlier |= _joined(self._tables()[0], _columns_by_name(jax.device_get(self.steps)))
+        columns = _columns_by_name(jax.device_get(self.steps))
+        bad = np.flatnonzero(~np.isfinite(columns.get("loss", np.zeros(0))))
+        if len(bad) and self._nonfinite is None:
+            self._nonfinite = self._on_host + int(bad[0]), float(columns["loss"][bad[0]])
+        self._on_host += len(self.steps)
+        self.earlier |= _joined(self._tables()[0], columns)
         self.steps.clear()
 
 

@@ -36,6 +36,16 @@ class FlaxSummaryWriter(Protocol):
         """Write the buffered values to the disk."""
 
 
+class Sink(Protocol):
+    """A target of a log."""
+
+    def write(self, n: int, numbers: dict[str, float], /) -> None:
+        """Write the numbers of step n."""
+
+    def close(self) -> None:
+        """End the log."""
+
+
 # Where a run writes its metrics: the path of a file of JSON lines, or a writer for TensorBoard.
 Log: TypeAlias = str | os.PathLike[str] | SummaryWriter | FlaxSummaryWriter
 Logs: TypeAlias = Log | Sequence[Log] | None
@@ -50,13 +60,21 @@ class RunLog:
     Args:
       log: a path, a SummaryWriter of torch, tensorboardX or flax, or several; None for no log.
       done: how many steps were made before; a file keeps its lines up to that step.
+      watch: gets what is written; nothing is read from the device for it alone.
+      is_watched: whether it gets the metrics even without a log.
     """
 
-    def __init__(self, log: Logs, done: int) -> None:
+    def __init__(
+        self, log: Logs, done: int, watch: "Sink | None" = None, *, is_watched: bool = False
+    ) -> None:
         self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
         targets = list(map(_target, several))  # check all before a file is opened
-        self.sinks = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
+        self.sinks: list[Sink] = [
+            _Lines(x, done) if isinstance(x, Path) else x for x in targets
+        ]
+        if watch is not None and (self.sinks or is_watched):
+            self.sinks.append(watch)
 
     def __enter__(self) -> "RunLog":
         return self

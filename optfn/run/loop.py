@@ -14,6 +14,7 @@ from optfn.run.evaluation import Evaluator
 from optfn.run.history import numbers
 from optfn.run.interrupt import interruptible
 from optfn.run.log import RunLog
+from optfn.run.nonfinite import LossWatch
 from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
@@ -84,7 +85,8 @@ def fit(options: FitArguments) -> tuple[TrainState, dict[str, np.ndarray]]:
         cannot be iterated again for `epochs`; there is a checkpoint although `resume` is False; no
         checkpoint can be loaded; `evaluate` does not return the number that `monitor` names; or
         `patience` or `keep_best` need `monitor`, because `evaluate` returns a dict.
-      FloatingPointError: `skip_nonfinite` gave up.
+      FloatingPointError: `skip_nonfinite` gave up; or a loss is not finite, with
+        `on_nonfinite="stop"`.
       TypeError: `step` is not a TrainStep, or `state` is no state of it; an option is of a wrong
         type; or `callback` returns a state.
     """
@@ -114,8 +116,12 @@ class _Run:
         self.evaluator = Evaluator(
             options, self.history, step.local_steps, has_model_state, self._ended_epoch
         )
+        self.watch = LossWatch(
+            self.history, self.done, step.local_steps,
+            stops=options.on_nonfinite == "stop", state=state.opt_state,
+        )  # fmt: skip
         self.best = Best(self.evaluator, self.saver)
-        self.best.restore(self.state)
+        self.best.restore(self.state, is_resumed=self.saver.resumed is not None)
         steps = self.remaining.last_step()
         self.last = None if steps is None else begin + steps
         self.stopped = self.evaluator.gave_up
@@ -132,8 +138,10 @@ class _Run:
         """Take all steps; return the last state, or the best one, and the history."""
         options, per_call = self.options, self.step.local_steps
         with (
-            Progress(self.last, options.progress, self.done, per_call=per_call) as bar,
-            RunLog(options.log, self.done) as lines,
+            Progress(
+                self.last, options.progress, self.done, per_call=per_call, seen=self.watch.see
+            ) as bar,
+            RunLog(options.log, self.done, self.watch, is_watched=self.watch.stops) as lines,
             RunReport(options.report, self.history.arrays, self.step, self.state) as page,
             interruptible(self.step.mesh) as interrupt,
         ):
@@ -146,6 +154,7 @@ class _Run:
                 page()
                 self.stopped = self._callback_stops(metrics) or self.evaluator.gave_up
                 self.stopped |= interrupt.is_due(self.n // per_call)
+                self.watch.check()
                 if self.stopped:
                     break
                 if self.saver.is_due(self.n):
@@ -178,7 +187,9 @@ class _Run:
         callback = self.options.callback
         if callback is None:
             return False
-        answer = callback(self.n, self.state, numbers(metrics))
+        values = numbers(metrics)
+        self.watch.see(values["loss"])
+        answer = callback(self.n, self.state, values)
         if any(map(_is_state, jax.tree.leaves([answer], is_leaf=_is_state))):
             raise TypeError(
                 f"callback returned {checks.shown(answer)}. It cannot replace the state; return "
@@ -192,6 +203,7 @@ class _Run:
     def _end(self, lines: RunLog) -> None:
         """Check, evaluate and save the last state."""
         self.step.check(self.state)
+        self._read_losses()
         if not self.stopped:
             self.remaining.check()
         is_new = self.n > self.done
@@ -204,7 +216,13 @@ class _Run:
             self._save()
         finish_saving()
 
+    def _read_losses(self) -> None:
+        """Read the losses that a save, or the end of the run, reads in any case; check them."""
+        self.history.first_nonfinite()
+        self.watch.check()
+
     def _save(self) -> None:
+        self._read_losses()
         self.saver.save(self.state, self.history, self.remaining)
 
     def _early_end(self, by_signal: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,11 +12,11 @@ from optfn.core import checks
 from optfn.parallel import processes
 from optfn.run.checkpoint_directory import OrbaxDirectory
 from optfn.run.checkpoint_file import NpzFile, write_file
-from optfn.run.storage import Backend, directory_of
+from optfn.run.storage import ASIDE, Backend, directory_of
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"step_(\d+)(\.npz)?")
+_NAME = re.compile(rf"step_(\d+)(\.npz|{re.escape(ASIDE)})?")
 _UNFINISHED = ("step_*.unfinished", "step_*.unsynced", "step_*.orbax-checkpoint-tmp*")
 
 
@@ -30,8 +30,14 @@ def backend_of(path: Path) -> Backend:
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in `directory`, the newest last."""
+    """Return the checkpoints in `directory`, the newest last.
+
+    One that was put aside is among them only if a process was killed before the one that replaces
+    it had its name.
+    """
     found = [path for path in directory_of(directory).glob("step_*") if _NAME.fullmatch(path.name)]
+    whole = {path.name for path in found}
+    found = [path for path in found if path.suffix != ASIDE or path.stem not in whole]
     return sorted(found, key=_step_of)
 
 
@@ -42,13 +48,26 @@ def _step_of(path: Path) -> int:
 def remove_oldest(path: Path, keep: int) -> None:
     """Remove the oldest checkpoints until `keep` are left; the one just written is not removed.
 
-    It may not be the newest, if the run went back to an earlier step. Incomplete checkpoints, which
-    a process left when it was killed, are removed too.
+    It may not be the newest, if the run went back to an earlier step. What a process left when it
+    was killed, incomplete or replaced, is removed too.
+
+    A checkpoint that is not finite does not count, and only the newest one of them stays, so that
+    they remove no finite one.
     """
     earlier = [found for found in checkpoints(path.parent) if found != path]
+    finite = [found for found in earlier if is_finite(found)]
+    others = [found for found in earlier if found not in finite]
+    oldest = finite[: max(0, len(finite) + is_finite(path) - keep)]
     unfinished = [found for pattern in _UNFINISHED for found in path.parent.glob(pattern)]
-    for found in earlier[: max(0, len(earlier) + 1 - keep)] + unfinished:
+    # First: without the checkpoint that replaced it, one that was put aside is a checkpoint again.
+    replaced = [x for x in path.parent.glob(f"step_*{ASIDE}") if x not in earlier]
+    for found in replaced + unfinished + others + oldest:
         backend_of(found).remove(found)
+
+
+def is_finite(path: Path) -> bool:
+    """Tell whether a checkpoint was not marked when it was saved."""
+    return backend_of(path).is_finite(path)
 
 
 def newest(
@@ -57,7 +76,8 @@ def newest(
     """Return the path of the newest intact checkpoint in a directory, and the result of `read`.
 
     Returns None if there is no checkpoint. Each that is passed over is warned of. One that is
-    intact, but from another run, ends the search: those before it are of that run too.
+    intact, but from another run, ends the search: those before it are of that run too. One that is
+    not finite is read only if no finite one can be read.
 
     Args:
       directory: where the run saves.
@@ -68,7 +88,9 @@ def newest(
       ValueError: there are checkpoints, but none can be loaded.
     """
     found, problems = None, []
-    for path in reversed(checkpoints(directory)):
+    newest_first = checkpoints(directory)[::-1]
+    marked = [path for path in newest_first if not is_finite(path)]
+    for path in sorted(newest_first, key=marked.__contains__):
         try:
             found = path, read(path)
             break
@@ -82,7 +104,25 @@ def newest(
         raise ValueError("no checkpoint can be loaded: " + "; ".join(problems))
     for problem in problems:
         checks.warn(f"skipped: {problem}")
+    if found is not None:
+        _warn_of_marked(found[0], marked)
     return found
+
+
+def _warn_of_marked(found: Path, marked: Sequence[Path]) -> None:
+    """Warn of newer checkpoints that are not finite, or that the one that was read is not."""
+    newer = [path for path in marked if _step_of(path) > _step_of(found)]
+    if found in marked:
+        checks.warn(
+            f"{found} was loaded, but its params or its loss are not finite, and there is no "
+            "finite checkpoint"
+        )
+    elif newer:
+        checks.warn(
+            f"skipped: the params or the loss in {newer[0]} are not finite. The newest finite "
+            f"checkpoint is {found.name}, of step {_step_of(found)}, and was loaded. "
+            "load_checkpoint loads the other one"
+        )
 
 
 def _newest_of_all(

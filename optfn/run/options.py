@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +24,12 @@ Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 
 # The value of `evaluate_every` for an evaluation at the end of each epoch.
 EPOCH = "epoch"
+
+# Words in the names of numbers that are the better, the larger they are.
+_RISING = frozenset(
+    "accuracy acc auc auroc auprc f1 precision recall iou miou dice bleu rouge psnr ssim reward r2"
+    " ndcg mrr".split()
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +52,8 @@ class LoopOptions:
       monitor: if `evaluate` returns a dict, the key of the number by which evaluations are
         compared; `patience` and `keep_best` then need it.
       mode: "min" if that number should fall, such as a loss; "max" if it should rise, such as an
-        accuracy. You get a warning if in all of three or more evaluations it went the wrong way.
+        accuracy. None: "min", with a warning if `monitor` is the name of a number that should rise.
+        You get a warning as well if in all of three or more evaluations it went the wrong way.
       patience: end the run when this many evaluations in a row were no better than the best, ≥ 1.
         If you start such a run again from its checkpoint, it takes no further step. An evaluation
         of the state in which an earlier run was stopped, between two multiples of
@@ -75,8 +83,14 @@ class LoopOptions:
         another number, you get a warning.
       save_every: the number of steps between checkpoints, ≥ 1, or the time between them, such as
         `datetime.timedelta(minutes=10)`. The last step is saved as well.
-      keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed.
+      keep: how many checkpoints to keep in the directory, ≥ 1; older ones are removed. One whose
+        params or loss are not finite does not count (`save_checkpoint`).
       resume: whether the run may resume. If False, checkpoints in the directory are an error.
+      on_nonfinite: what a loss does that is NaN or infinite. "warn": you get one warning, with the
+        first such step and what helps. "stop": the run ends with a FloatingPointError, which says
+        the same, once the log is written. The loop finds such a loss when it reads losses, for the
+        bar, the log, a callback, a save, or the history. If tx leaves steps out whose gradients are
+        not finite (`skip_nonfinite`, `dynamic_loss_scale`), neither happens.
     """
 
     steps: int | None = None
@@ -85,7 +99,7 @@ class LoopOptions:
     evaluate: Callable[..., Any] | None = None
     evaluate_every: int | Literal["epoch"] | None = None
     monitor: str | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
     patience: int | None = None
     keep_best: bool = False
     callback: Callback | None = None
@@ -95,6 +109,7 @@ class LoopOptions:
     save_every: int | datetime.timedelta = 100
     keep: int = 2
     resume: bool = True
+    on_nonfinite: Literal["warn", "stop"] = "warn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +133,7 @@ class FitArguments(LoopOptions):
         elif self.save_every <= datetime.timedelta():
             raise ValueError(f"save_every must be longer than 0; got {self.save_every}")
         checks.count("keep", self.keep)
+        checks.choice("on_nonfinite", self.on_nonfinite, ("warn", "stop"))
         for name in ("steps", "epochs", "patience"):
             if getattr(self, name) is not None:
                 checks.count(name, getattr(self, name))
@@ -126,7 +142,15 @@ class FitArguments(LoopOptions):
         self._check_evaluation()
 
     def _check_evaluation(self) -> None:
-        checks.choice("mode", self.mode, ("min", "max"))
+        if self.mode is not None:
+            checks.choice("mode", self.mode, ("min", "max"))
+        words = set(re.split(r"[^a-z0-9]+", str(self.monitor).lower()))
+        if self.mode is None and words & _RISING:
+            checks.warn(
+                f"monitor={self.monitor!r} looks like a number that should rise, but without mode= "
+                'the smallest evaluation is the best: pass mode="max", or mode="min" if that is '
+                "right"
+            )
         if self.evaluate is not None and not callable(self.evaluate):
             raise TypeError(f"evaluate must be a function of params; got {self.evaluate!r}")
         if self.evaluate_every == EPOCH:

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import jax
@@ -15,7 +16,8 @@ class Progress:
     """A progress bar on a terminal, lines elsewhere, or nothing if it is turned off.
 
     Reading a loss waits for the device, so the bar reads it a few times a second at most. Lines are
-    printed for the first and the last step, and after each tenth of the steps.
+    printed for the first and the last step, and after each tenth of the steps. `seen` gets each
+    loss that was read.
     """
 
     def __init__(
@@ -25,9 +27,10 @@ class Progress:
         done: int = 0,
         file: TextIO | None = None,
         per_call: int = 1,
+        seen: Callable[[float], None] = lambda loss: None,
     ) -> None:
         self.steps, self.done, self.per_call, self.shown = steps, done, per_call, shown
-        self.file = file or sys.stderr
+        self.file, self.seen = file or sys.stderr, seen
         self.bar: Any = None
         self.every = max(1, steps // 10) if steps else 100
         self.last: tuple[int, dict[str, Any]] | None = None
@@ -67,11 +70,13 @@ class Progress:
     def _line(self) -> None:
         if self.last is not None and self.last[0] != self.printed:
             self.printed, metrics = self.last
+            self.seen(float(metrics["loss"]))
             text = words(metrics, self.per_call)
             print(f"step {self.printed} {text}", file=self.file, flush=True)
 
     def _set_postfix(self, metrics: dict[str, Any]) -> None:
         text = words(metrics, self.per_call)
+        self.seen(float(metrics["loss"]))
         now = time.monotonic()  # once the device has computed the metrics
         if self.examples and now > self.since:
             text += f" {self.examples / (now - self.since):.3g} examples/s"

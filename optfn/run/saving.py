@@ -3,6 +3,7 @@
 import datetime
 import os
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from optfn.run.options import LoopOptions
 from optfn.run.storage import directory_of
 from optfn.train.state import TrainState
 from optfn.train.step import TrainStep
+from optfn.transforms.learning_rate import GivenLearningRateState, LearningRateState, RateState
 from optfn.transforms.rates import numbers_of_rates
 
 
@@ -136,16 +138,28 @@ class _Clock:
 
 
 def _warn_of_rates(given: TrainState, found: TrainState) -> None:
-    """Warn if learning rates, given as numbers, differ from those of the resumed state."""
-    new, old = numbers_of_rates(given.opt_state), numbers_of_rates(found.opt_state)
-    for name in new.keys() & old.keys():
-        if new[name] != old[name]:
-            checks.warn(
-                f"the run resumes with the learning rate of its checkpoint, {old[name]:g}, and not "
-                f"with that of tx, {new[name]:g}. To change it, restore the checkpoint, call "
-                "optfn.set_learning_rate, and save it again"
-            )
-            return
+    """Warn if learning rates, given as numbers or arrays, differ from those of the checkpoint."""
+    for old, new in _differing_rates(LearningRateState, given, found):
+        checks.warn(
+            f"the run resumes with the learning rate of its checkpoint, {old:g}, and not with that "
+            f"of tx, {new:g}. To change it, restore the checkpoint, call optfn.set_learning_rate, "
+            "and save it again"
+        )
+        return
+    for old, new in _differing_rates(GivenLearningRateState, given, found):
+        checks.warn(
+            f"the run resumes with the learning rate of tx, {new:g}, because it is given as an "
+            f"array, and not with that of its checkpoint, {old:g}"
+        )
+        return
+
+
+def _differing_rates(
+    kind: type[RateState], given: TrainState, found: TrainState
+) -> Iterator[tuple[float, float]]:
+    """Yield the rates of a type that differ: that of the checkpoint, and that of tx."""
+    new, old = (numbers_of_rates(x.opt_state, kind) for x in (given, found))
+    yield from ((old[name], new[name]) for name in new.keys() & old.keys() if new[name] != old[name])
 
 
 class Best:
@@ -158,16 +172,23 @@ class Best:
         self.state: TrainState | None = None
         self.value = evaluator.worst
 
-    def restore(self, resumed: TrainState) -> None:
-        """Begin with the state that was kept, or with the resumed one if that is better."""
-        if not self.is_kept or not int(resumed.step):
+    def restore(self, begun: TrainState, *, is_resumed: bool) -> None:
+        """Begin with the state that was kept, or with that of the run's begin if it is better.
+
+        A state that has made steps without an evaluation is evaluated now, unless the run resumes
+        and goes on as if it had not been stopped: then no evaluation is added between those due.
+        """
+        if not self.is_kept or not int(begun.step):
             return
-        found = None if self.directory is None else restore_checkpoint(self.directory, resumed)
+        is_new = not self.evaluator.monitored
+        if is_new and (not is_resumed or self.evaluator.was_due(int(begun.step))):
+            self.evaluator.compare_first(begun)
+        found = None if self.directory is None else restore_checkpoint(self.directory, begun)
         # A state later than the last checkpoint is not in the history; the run makes it again.
         if found is not None and int(found[0].step) in self.evaluator.monitored:
             self.state = found[0]
             self.value = self.evaluator.monitored[int(self.state.step)]
-        self.consider(resumed)
+        self.consider(begun)
 
     def consider(self, state: TrainState) -> None:
         """Keep a copy of a state if its evaluation is the best."""

@@ -12,6 +12,12 @@ from optfn.core.types import PyTree
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 
+# The mark of a checkpoint whose params or loss are not finite.
+NONFINITE = "nonfinite"
+
+# The end of the name of a checkpoint that is kept while another of the same step replaces it.
+ASIDE = ".aside"
+
 
 class Backend(Protocol):
     """One form in which checkpoints are stored, each at a path that the caller chooses.
@@ -21,13 +27,16 @@ class Backend(Protocol):
 
     suffix: str
 
-    def writer(self, path: Path, state: PyTree, beside: Arrays) -> Callable[[], None]:
+    def writer(
+        self, path: Path, state: PyTree, beside: Arrays, *, is_finite: bool = True
+    ) -> Callable[[], None]:
         """Return a function that writes a checkpoint as a whole; any thread may call it.
 
         Args:
           path: where; if there is a checkpoint, it is replaced.
           state: a TrainState, its PRNG keys as data. It may be overwritten at once.
           beside: further arrays by name, of the host.
+          is_finite: whether the last loss is; if it or params are not, the checkpoint is marked.
         """
 
     def read(self, path: Path, template: PyTree, is_read: Callable[[str], bool]) -> dict[str, Any]:
@@ -45,6 +54,9 @@ class Backend(Protocol):
         Raises:
           Exception: of any kind, if an array is not as it was saved.
         """
+
+    def is_finite(self, path: Path) -> bool:
+        """Tell whether a checkpoint has no mark; nothing else of it is read."""
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, finished or not."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from optfn.core.checks import package
 from optfn.core.traits import reporting_types, traits_of
 from optfn.core.tree import inside, is_masked, is_transparent, join, key_name, leaves_with_paths
 from optfn.core.types import OptState, PyTree
@@ -74,6 +75,17 @@ def _has_states(x: object) -> bool:
     return isinstance(x, tuple | list) and any(map(_has_states, x))
 
 
+def _fields_are_labels(node: PyTree) -> bool:
+    """Tell whether the states in a NamedTuple are told apart by the names of its fields.
+
+    Those of a type that is none of a library's wrappers: a state around one other state adds no
+    word, nor do the states of optfn and optax, whose names must not depend on how they are wrapped.
+    """
+    if not hasattr(node, "_fields") or package(type(node).__module__) in ("optfn", "optax"):
+        return False
+    return sum(map(_has_states, node)) > (1 if is_state(node) else 0)
+
+
 def state_word(state_type: type) -> str:
     """Return "scale_by_adam" for ScaleByAdamState and its subclasses."""
     kind = next(c for c in state_type.__mro__ if c.__bases__ == (tuple,))
@@ -82,7 +94,7 @@ def state_word(state_type: type) -> str:
 
 
 def named_entries(
-    state: OptState, stop: Callable[[Any], bool] = lambda x: False
+    state: OptState, stop: Callable[[Any], bool] = lambda x: False, *, with_leaves: bool = True
 ) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of an optimizer's state with their names, in the order of jax.tree.leaves.
 
@@ -90,12 +102,13 @@ def named_entries(
     field; and the path in a tree like the parameters, as in "scale_by_adam/mu/layers/0/w".
     It does not tell positions in a chain or wrappers, so names do not change when a transform is
     put before or around another. A second transform of the same type has a number,
-    "scale_by_momentum_2". The labels of a dict of states (`optax.partition`) come first, as in
-    "fast/scale_by_adam/mu/w".
+    "scale_by_momentum_2". Labels come first, as in "fast/scale_by_adam/mu/w": the keys of a dict of
+    states (`optax.partition`), and the fields of a NamedTuple of several states.
 
     Args:
       state: the state of an optimizer, however wrapped.
       stop: selects states that are yielded as they are, not leaf by leaf.
+      with_leaves: whether leaves are yielded; if not, only states that `stop` selects are.
 
     A type may declare that its fields are labels, as the keys of a dict are (`labels`), or the
     words for its fields (`words`); it adds no word then, because that of the state around it is
@@ -113,20 +126,24 @@ def named_entries(
             if stop(node):
                 yield name, node
                 return
+            are_labels = _fields_are_labels(node)
             for field, child in zip(words or node._fields, node, strict=True):
-                of_field = name if _has_states(child) else join(name, field)
-                yield from walk(child, of_field, labels)
+                if not _has_states(child):
+                    yield from walk(child, join(name, field), labels)
+                else:
+                    yield from walk(child, name, join(labels, field if are_labels else ""))
         elif is_transparent(node):
             yield from walk(inside(node), prefix, labels)
-        elif traits_of(node).labels:
+        elif traits_of(node).labels or _fields_are_labels(node):
             for label, child in node._asdict().items():
                 yield from walk(child, join(labels, label), join(labels, label))
         elif _has_states(node):
             children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
             for (key,), child in children:
                 label = key_name(key) if isinstance(node, dict) else ""
-                yield from walk(child, prefix, join(labels, label))
-        else:
+                within = join(prefix or labels, label) if label else prefix
+                yield from walk(child, within, join(labels, label))
+        elif with_leaves:
             for path, leaf in leaves_with_paths(node):
                 if not is_masked(leaf):
                     yield join(prefix, path), leaf
@@ -141,7 +158,9 @@ def whole_matrices(state: OptState, names: Collection[str]) -> dict[str, str]:
       state: the state of an optimizer, however wrapped.
       names: the paths of the leaves.
     """
-    parts = named_entries(state, stop=lambda x: bool(traits_of(x).whole_matrices))
+    parts = named_entries(
+        state, stop=lambda x: bool(traits_of(x).whole_matrices), with_leaves=False
+    )
     return {
         owner: word
         for _, part in parts
@@ -169,7 +188,7 @@ def retired_fields(state: OptState) -> list[str]:
     Args:
       state: the state of an optimizer, however wrapped.
     """
-    parts = named_entries(state, stop=lambda x: bool(traits_of(x).retired))
+    parts = named_entries(state, stop=lambda x: bool(traits_of(x).retired), with_leaves=False)
     return [join(name, field) for name, part in parts for field in traits_of(part).retired]
 
 

@@ -5,7 +5,7 @@ can continue with a changed chain, changed frozen parameters or a changed model,
 the two have in common.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from optfn.state.placement import (
 )
 from optfn.train.changes import Changes, Misfit, misfits
 from optfn.train.masters import converted_masters
-from optfn.train.packed_state import is_stored, pack_state, unpack_state
+from optfn.train.packed_state import is_stored, pack_state, placeholders, unpack_state
 from optfn.train.state_dict import VERSION, bits_of, is_foreign, named_leaves, per_worker_names
 from optfn.transforms import late_steps
 from optfn.transforms.late_steps import LateStepsState, Steps, counts_steps
@@ -112,13 +112,15 @@ def _loaded(
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
     plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
     per_worker = set(per_worker_names(plain))
-    template_names = [name for name, _ in named_leaves(plain)]
+    named = list(named_leaves(plain))
+    template_names = [name for name, _ in named]
     # 2. The masters in `mapping` have the form of those in `plain`.
-    mapping = converted_masters(plain, dict(named_leaves(plain)), mapping)
+    mapping = converted_masters(plain, dict(named), mapping)
     # 3. Both states have a step count for each leaf whose moments begin late, and for no more.
     late = _late_leaves(plain, template_names, mapping)
-    opt_state, plain = _replace_late_leaves(opt_state, late), _replace_late_leaves(plain, late)
-    named = list(named_leaves(plain))
+    if late:
+        opt_state, plain = (_replace_late_leaves(x, late) for x in (opt_state, plain))
+        named = list(named_leaves(plain))
     changes = _changes(template_names, [name for name, _ in named], mapping)
     refused, wrong = _refused(plain, changes, shown) if strict else [], []
     # 4. The arrays of `mapping`, and those made of its params, have the dtype and the sharding of
@@ -175,6 +177,11 @@ def _resized(value: Leaf, leaf: Leaf, size: int, is_local: bool) -> Leaf:
     return padded_to_multiple(np.asarray(value), size, leaf.shape[-1])
 
 
+def _nodes(state: OptState, chosen: Callable[[Any], bool]) -> Iterator[tuple[str, Any]]:
+    """Yield the chosen nodes of a state with their names; see `named_entries`."""
+    return state_names.named_entries(state, stop=chosen, with_leaves=False)
+
+
 def _changes(template: Iterable[str], state: Sequence[str], mapping: Mapping[str, Any]) -> Changes:
     """Return how the names of a mapping differ from those of a template and of the loaded state."""
     known = {*state, *ABOUT}
@@ -203,8 +210,8 @@ def _late_leaves(
       moments began.
     """
     late: dict[str, dict[str, np.ndarray]] = {}
-    for name, node in state_names.named_entries(state, stop=counts_steps):
-        if not counts_steps(node) or f"{name}/step" not in mapping:
+    for name, node in _nodes(state, counts_steps):
+        if f"{name}/step" not in mapping:
             continue
         field = tree.join(name, traits_of(node).counted)
         paths = names_within(names, field)
@@ -212,7 +219,8 @@ def _late_leaves(
         fresh = [path for path in paths if tree.join(field, path) not in mapping]
         found = dict.fromkeys(saved, np.zeros(()))  # the mapping has the values
         found |= _counts_before(node.step, mapping[f"{name}/step"], sorted({*fresh} - saved))
-        late[name] = {path: found[path] for path in paths if path in found}
+        if found or isinstance(node.step, LateStepsState):
+            late[name] = {path: found[path] for path in paths if path in found}
     return late
 
 
@@ -252,9 +260,9 @@ def host_array(x: Leaf) -> np.ndarray:
 
 
 def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Return a state with step counts for exactly the leaves of `_late_leaves`."""
-    entries = state_names.named_entries(state, stop=counts_steps)
-    found = {id(node): late[name] for name, node in entries if counts_steps(node) and name in late}
+    """Return a state with step counts for the leaves of `_late_leaves`, where it names the state."""
+    nodes = _nodes(state, counts_steps)
+    found = {id(node): late[name] for name, node in nodes if name in late}
 
     def put(node: PyTree) -> PyTree:
         begun = found.get(id(node))
@@ -286,7 +294,7 @@ def _begun_at_params(
     fields = [
         (tree.join(name, field), weight and tree.join(name, weight))
         for has_weights in (False, True)
-        for name, entry in state_names.named_entries(state, stop=partial(_begins, has_weights))
+        for name, entry in _nodes(state, partial(_begins, has_weights))
         for field, weight in traits_of(entry).made_of_params.items()
         if weight is not None
     ]
@@ -335,9 +343,6 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
     result stay packed too.
     """
 
-    def placeholder(x: Leaf) -> Leaf:  # of the same shape on the host, without memory
-        return x if tree.is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape)
-
     def fits(state: OptState) -> bool:
         named = dict(named_leaves(state))
         return all(
@@ -346,7 +351,7 @@ def _unpacked_for(mapping: Mapping[str, Any], opt_state: OptState) -> OptState:
         )
 
     template = jax.tree.map(
-        lambda node: jax.tree.map(placeholder, node) if is_stored(node) else node,
+        lambda node: placeholders(node) if is_stored(node) else node,
         opt_state, is_leaf=is_stored,
     )  # fmt: skip
     form = next((form for form in (unpack_state, unpack) if fits(form(template))), unpack_state)
@@ -374,7 +379,8 @@ def _fitted(value: Leaf, leaf: Leaf) -> tuple[Leaf, str]:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf)), problem
     sharding, dtype = getattr(leaf, "sharding", None), np.dtype(leaf.dtype)
     if isinstance(value, jax.Array):
-        lies_there = value.sharding == sharding and value.dtype == dtype
+        is_placed = getattr(value, "committed", True) == getattr(leaf, "committed", True)
+        lies_there = is_placed and value.sharding == sharding and value.dtype == dtype
         if lies_there or not value.is_fully_addressable:
             fits = value.shape == leaf.shape and value.dtype == dtype
             got = f"is {value.dtype}{value.shape}, not {leaf.dtype}{leaf.shape}"

@@ -55,9 +55,9 @@ def converted_masters(
     """
     new: dict[str, Leaf] = {}
     used: set[str] = set()
-    for name, entry in state_names.named_entries(state, stop=lambda x: type(x) in _FORMS):
-        if type(entry) not in _FORMS:
-            continue
+    for name, entry in state_names.named_entries(
+        state, stop=lambda x: type(x) in _FORMS, with_leaves=False
+    ):
         form = _FORMS[type(entry)]
         *labels, last = name.split("/")
         for old in _FORMS.values():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
+import numpy as np
 
 from optfn.core import tree
 from optfn.core.traits import traits_of
@@ -32,6 +33,15 @@ from optfn.state.placement import workers_of
 def is_stored(x: object) -> bool:
     """Tell whether the arrays of `x` have another form than the leaves of the tree."""
     return is_packed(x) or is_padded(x)
+
+
+def placeholders(state: OptState) -> OptState:
+    """Return arrays of the same shapes on the host, which take no memory; keys as they are."""
+
+    def placeholder(x: Leaf) -> Leaf:
+        return x if tree.is_key(x) else np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+    return jax.tree.map(placeholder, state)
 
 
 def unpack_state(state: OptState) -> OptState:

@@ -7,7 +7,7 @@ in "scale_by_adam/mu/layers/0/w" (`optfn.state.names.named_entries`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,8 @@ from optfn.wrappers.averaging import is_average, read_average
 
 # The version of the format of `state_dict`; it increases when names or meanings change.
 VERSION = 1
+# Names that are not those of arrays, but of what state_dict gives beside them.
+RESERVED = ("version", PER_WORKER_KEY)
 
 
 def named_leaves(opt_state: OptState) -> Iterator[tuple[str, Any]]:
@@ -58,7 +60,8 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 
     Raises:
       TypeError: you passed an optimizer instead of its state.
-      ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have.
+      ValueError: two arrays have the same name, as the leaves of {"a/b": x, "a": {"b": y}} have; a
+        name has a NUL character, or is "version" or "per_worker".
     """
     if isinstance(opt_state, optax.GradientTransformation):
         raise TypeError(
@@ -71,23 +74,56 @@ def state_dict(opt_state: OptState) -> dict[str, Any]:
 def named_arrays(host: OptState) -> dict[str, Any]:
     """Return `state_dict` of a state whose arrays are already on the host, without copying them."""
     host = natural(unpack_state(jax.tree.map(_foreign_bits, host)))
-    _check_distinct(name for name, _ in named_leaves(host))
     per_worker = per_worker_names(host)
     listed = {PER_WORKER_KEY: np.array(per_worker)} if per_worker else {}
-    return {"version": np.asarray(VERSION), **listed, **dict(named_leaves(host))}
+    return {"version": np.asarray(VERSION), **listed, **leaves_by_name(host)}
 
 
 def per_worker_names(opt_state: OptState) -> list[str]:
     """Return the names of the per-worker arrays in a state."""
-    return sorted(name for name, flag in named_leaves(is_per_worker(opt_state)) if flag)
+    flags = is_per_worker(opt_state)
+    if not any(jax.tree.leaves(flags)):  # without the names of a state that has none
+        return []
+    return sorted(name for name, flag in named_leaves(flags) if flag)
 
 
-def _check_distinct(names: Iterable[str]) -> None:
+def leaves_by_name(opt_state: OptState) -> dict[str, Any]:
+    """Return the arrays of a state by name, for saving.
+
+    Raises:
+      ValueError: the names do not tell the arrays apart, or not every file keeps them.
+    """
+    named = list(named_leaves(opt_state))
+    check_names([name for name, _ in named])
+    return dict(named)
+
+
+def check_names(names: Sequence[str], reserved: Collection[str] = RESERVED) -> None:
+    """Raise a ValueError unless arrays with these names can be saved, in any form.
+
+    Args:
+      names: the names of arrays.
+      reserved: the names of other entries beside them; one that ends with "/" stands for all names
+        that begin with it.
+    """
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise ValueError(
             f"state_dict: several arrays have the name {tree.listed(repeated)}, because names join "
             'the keys of a tree by "/". Rename one of their parameters'
+        )
+    cut = [name for name in names if "\0" in name]
+    if cut:
+        raise ValueError(
+            f"state_dict: the names {tree.listed(cut)} have a NUL character, at which zip files "
+            "cut a name. Rename the parameters"
+        )
+    folders = tuple(word for word in reserved if word.endswith("/"))
+    taken = [name for name in names if name in reserved or name.startswith(folders)]
+    if taken:
+        raise ValueError(
+            f"state_dict: the names {tree.listed(taken)} are those of other entries of a saved "
+            "state. Put the arrays into a dict with another key"
         )
 
 

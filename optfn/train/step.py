@@ -96,8 +96,8 @@ class TrainStep:
           model_state: the initial one, a tree of arrays, for a step with `model_state=True`.
 
         Raises:
-          TypeError: all params are integers, which are not trained; or params are a flax or equinox
-            model with more than parameters in it, such as batch statistics. The error has the line
+          TypeError: params are a TrainState; all are integers, which are not trained; or params are
+            a flax or equinox model with more than parameters in it, such as batch statistics. The error has the line
             that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
         """
@@ -297,6 +297,12 @@ class TrainStep:
 
 
 def _check_params(params: Params) -> None:
+    if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=_is_state)):
+        raise TypeError(
+            "TrainStep.init: params must be the parameters alone; got a TrainState, which init "
+            "returns. Pass state.params to begin anew; to go on from a state, pass it to the step "
+            "or to fit(step, state, batches)"
+        )
     check_split("TrainStep.init", params)
     mismatch.check_params("TrainStep.init", params, "")
     leaves = jax.tree.leaves(params)
@@ -305,6 +311,10 @@ def _check_params(params: Params) -> None:
             "TrainStep.init: params must contain a floating-point array, since integers are not "
             f"trained; got {checks.shown(params)}"
         )
+
+
+def _is_state(x: object) -> bool:
+    return isinstance(x, TrainState)
 
 
 def _shape_of(x: Leaf) -> jax.ShapeDtypeStruct:

@@ -110,17 +110,23 @@ def _selected_rates(opt_state: OptState, path: str | None) -> dict[str, RateStat
     return chosen
 
 
-def numbers_of_rates(opt_state: OptState) -> dict[str, float]:
+def numbers_of_rates(
+    opt_state: OptState, kind: type[RateState] = LearningRateState
+) -> dict[str, float]:
     """Return the learning rates of a state that were given as numbers, by name.
 
     Rates that a schedule, an array or `reduce_on_plateau` determines are left out. If workers have
     different rates, it is the largest of this process.
+
+    Args:
+      opt_state: the state of an optimizer, however wrapped.
+      kind: the type of the rates; `GivenLearningRateState` is that of rates given as arrays.
     """
     parts = state_names.named_entries(opt_state, stop=is_rate)
     return {
         name: float(np.max(jax.tree.leaves(x.learning_rate)[0].addressable_data(0)))
         for name, x in parts
-        if type(x) is LearningRateState and not checks.is_traced(x)
+        if type(x) is kind and not checks.is_traced(x)
     }
 
 

@@ -124,3 +124,19 @@ def test_two_levels_are_those_of_one_process(devices, tmp_path):
         before, nan, after = found["hashes"][2:]
         assert before == nan != after
         assert np.isfinite(found["losses"][4])
+
+
+def test_processes_go_on_from_the_newest_finite_checkpoint(tmp_path):
+    """The NaN is in an example of one of them; divided params of 2 MiB, or files of each."""
+    results = launch(tmp_path, 2, 0, "nonfinite")
+    for code, out, error in results:
+        assert code == 0, out + error
+    first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
+    for kind in ("parts", "whole"):
+        for found in (first[kind], second[kind]):
+            bad, resumed, whole = found
+            assert bad["names"] == ["step_000000002", "step_000000004"]
+            assert len(bad["said"]) == 1 and "the loss of step 3 is nan" in bad["said"][0]
+            assert len(resumed["said"]) == 1 and "of step 2, and was loaded" in resumed["said"][0]
+            assert resumed["names"] == ["step_000000004"]
+            assert resumed["digest"] == whole["digest"] and not whole["said"]

@@ -161,7 +161,7 @@ def test_a_directory_without_a_checkpoint_has_no_params(tmp_path):
 def test_params_are_no_template_of_a_run(tmp_path):
     saved = trained(optfn.adam(0.1), tmp_path)
     for template in (saved.params, saved.opt_state):
-        with pytest.raises(TypeError, match=r"template must be a TrainState.*load_params"):
+        with pytest.raises(ValueError, match=r"It has a TrainState; load_params loads the param"):
             optfn.restore_checkpoint(tmp_path, template)
 
 

@@ -1,0 +1,91 @@
+"""Numbers that are not finite: the first such loss of a run, and states that must not be kept."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from optfn.core import checks, tree
+from optfn.core.types import Leaf, OptState
+from optfn.run.history import History
+from optfn.state.names import nested
+from optfn.train.state_dict import named_leaves
+
+# The counters of wrappers that leave a step out if its gradient is not finite; optax's is the last.
+_COUNTERS = {"skipped", "total_notfinite"}
+
+
+def has_guard(opt_state: OptState) -> bool:
+    """Tell whether the optimizer leaves steps out if gradients are not finite."""
+    return any(nested(lambda x: bool(_COUNTERS.intersection(getattr(x, "_fields", ()))), opt_state))
+
+
+def params_of(named: Iterable[tuple[str, Leaf]]) -> list[Leaf]:
+    """Return the floating-point arrays of a field or key "params", given by name."""
+    return [x for name, x in named if "params" in name.split("/") and tree.is_inexact(x)]
+
+
+def are_finite(state: OptState) -> bool:
+    """Tell whether the params in a state, arrays of the host, are finite."""
+    return all(bool(np.all(np.isfinite(x))) for x in params_of(named_leaves(state)))
+
+
+def ends_finite(state: OptState, history: Mapping[str, Any]) -> bool:
+    """Tell whether the last loss of a history is finite, or was that of a step left out."""
+    losses = np.asarray(history.get("loss", ()))
+    return not losses.size or bool(np.isfinite(losses.flat[-1])) or has_guard(state)
+
+
+class LossWatch:
+    """Finds the first loss of a run that is not finite, when the loop reads losses anyway.
+
+    A run whose optimizer leaves such steps out is not watched.
+
+    Args:
+      history: the history of the run.
+      done: the steps made before.
+      per_call: the number of steps of a call.
+      stops: whether such a loss ends the run.
+      state: the state that the run starts from.
+    """
+
+    def __init__(
+        self, history: History, done: int, per_call: int, *, stops: bool, state: OptState
+    ) -> None:
+        self.history, self.done, self.per_call, self.stops = history, done, per_call, stops
+        self.is_over = has_guard(state)
+        self.is_seen = False
+
+    def see(self, loss: float) -> None:
+        """Take note of a loss that something has read."""
+        self.is_seen |= not math.isfinite(loss)
+
+    def write(self, n: int, numbers: Mapping[str, float]) -> None:
+        """See the loss of step n, as a target of a log."""
+        self.see(numbers["loss"])
+
+    def close(self) -> None:
+        """Do nothing, as a target of a log."""
+
+    def check(self) -> None:
+        """Warn once, or raise, if a loss that was read is not finite.
+
+        Raises:
+          FloatingPointError: so it is, and such a loss ends the run.
+        """
+        if self.is_over or not (self.is_seen or self.history.has_nonfinite):
+            return
+        self.is_over = True
+        row = self.history.first_nonfinite()
+        if row is None:
+            return
+        n, value = self.done + (row[0] + 1) * self.per_call, row[1]
+        words = (
+            f"the loss of step {n} is {value}. What helps: optfn.skip_nonfinite(tx) leaves out "
+            "steps whose gradients are not finite; a clip (grad_clip=) or a lower learning rate "
+            "makes steps smaller; JAX_DEBUG_NANS=1 shows the operation that makes the first NaN"
+        )
+        if self.stops:
+            raise FloatingPointError(f"{words}. The run ends, because on_nonfinite='stop'")
+        checks.warn(words)
