@@ -19,6 +19,7 @@ from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
 from optfn.train.options import StepOptions, taking
+from optfn.train.order import warn_of_schedules
 from optfn.train.state import TrainState
 from optfn.train.step import make_train_step
 
@@ -124,6 +125,8 @@ class _Run:
         self.best.restore(self.state, is_resumed=self.saver.resumed is not None)
         steps = self.remaining.last_step()
         self.last = None if steps is None else begin + steps
+        if self.last is not None:
+            warn_of_schedules(step.tx, self.last)
         self.stopped = self.evaluator.gave_up
 
     def _ended_epoch(self, n: int) -> bool:

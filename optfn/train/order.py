@@ -369,6 +369,35 @@ def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
         warn_of_unclipped(inner)
 
 
+def warn_of_schedules(tx: optax.GradientTransformation, steps: int) -> None:
+    """Warn of a schedule that is negative or not finite at a step of the run.
+
+    A warm-down that goes on below zero turns the direction round. It is looked for at nine steps,
+    the first and the last among them, in optimizers of optfn.
+
+    Args:
+      tx: the optimizer.
+      steps: the number of steps of the run.
+    """
+    if not isinstance(tx, core.Transform) or steps < 1:
+        return
+    name, positional, arguments = tx.call
+    schedule = arguments.get("learning_rate", positional[0] if positional else None)
+    if callable(schedule):
+        for step in dict.fromkeys(int(k * (steps - 1) / 8) for k in range(9)):
+            value = float(schedule(np.int32(step)))
+            if not 0 <= value < np.inf:
+                checks.warn(
+                    f"the schedule of {name} is {value:g} at step {step} of {steps}: a rate below "
+                    "zero goes uphill. Let it end at 0, as the schedules of optfn.schedules do"
+                )
+                break
+    if name == "accumulate":
+        steps //= arguments.get("every", positional[-1])
+    for inner in tx.inner:
+        warn_of_schedules(inner, steps)
+
+
 def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
     """Warn of an optimizer with `lazy` if all gradients are dense and a leaf may be a table.
 

@@ -240,6 +240,25 @@ def test_a_schedule_or_an_array_that_begins_below_zero_or_nan_is_an_error(rate):
     jax.jit(lambda x: optfn.sgd(x).init(P))(jnp.float32(rate))  # its value is not known there
 
 
+def test_a_warm_down_below_zero_within_the_run_warns():
+    """Where the number of steps is known; the same schedule is right for a shorter run."""
+
+    def minimize(tx, steps):
+        batches = (np.ones(2, np.float32) for _ in range(steps))
+        return optfn.minimize(
+            lambda p, x: jnp.sum(p["w"] * x) ** 2, tx, P, batches, steps=steps, progress=False
+        )
+
+    def falling(step):
+        return 1e-3 * (1 - step / 10)
+
+    for tx in (optfn.sgd(falling), optfn.chain(optfn.clip_by_norm(1.0), optfn.adam(falling))):
+        with pytest.warns(UserWarning, match=r"schedule of (sgd|adam) is -\S+ at step 1\d of 20"):
+            minimize(tx, 20)
+        minimize(tx, 10)
+    minimize(optfn.accumulate(optfn.sgd(falling), 2), 20)
+
+
 def test_rates_set_inside_vmap_are_those_of_runs_alone_and_can_be_set_again():
     step = optfn.make_train_step(lambda p, x: jnp.sum(p["w"] ** 2 * x), optfn.adam(1.0))
     rates = np.array([0.1, 0.01], np.float32)
