@@ -1,5 +1,6 @@
 """The costs of each way of sharding a model: bytes on a device, and bytes sent per step."""
 
+import contextlib
 import math
 from collections.abc import Callable, Collection
 from typing import NamedTuple, cast
@@ -13,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.jaxprs.equations import Equations
+from optfn.leaves import mismatch
 from optfn.leaves.modules import check_split
 from optfn.leaves.packed import pack
 from optfn.mesh import Axes, AxisName, joined, restricted, without
@@ -33,7 +36,8 @@ class MemoryPlan(NamedTuple):
 
     params: bytes of the parameters.
     state: bytes of the optimizer's state.
-    gradients: bytes of the gradient that each worker computes, before it is reduced.
+    gradients: bytes of the gradient that each worker computes, before it is reduced. The gradient
+      of a leaf that the update does not read, such as a frozen one, is neither computed nor sent.
     sent: bytes that each device sends in a call (a step, or a round of local steps), in a ring. It
       counts means, rows of tables, and the packets of a transform that exchanges gradients itself:
       those of its last phase if it says how many bytes they have (`optfn.parallel.traffic`), else
@@ -126,7 +130,7 @@ def plan_memory(
     if local_steps > 1:
         inner, outer = map(optax.with_extra_args_support, (tx, outer or sgd(1.0)))
         init = LocalSteps(local_steps, inner, outer, layout).init
-    state = jax.eval_shape(layout.stored_init(init), params)
+    read, state = _read_gradients(tx, params), jax.eval_shape(layout.stored_init(init), params)
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
     stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
     exchanged = exchanged_axes(_without_unknown(state), params)
@@ -145,9 +149,9 @@ def plan_memory(
             sent += looked_up.sent(whole, p.shape[0], workers)
             continue
         num_stacked = 0 if once or value_and_grad else stacked[place.number]
-        leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps)
+        leaf = _Leaf(layout, spec, grad_spec, p.shape, num_stacked, local_steps, str(place) in read)
         sent += leaf.sent(whole, 1 if once else microbatches, workers)
-        gradients += whole
+        gradients += whole * leaf.is_read
     return MemoryPlan(
         _bytes_on_device(params, specs, mesh),
         _bytes_on_device(state, layout.state_specs(state, params), mesh),
@@ -155,6 +159,30 @@ def plan_memory(
         round(sent),
         _gathered_in_update(state, params, grad_specs),
     )
+
+
+def _read_gradients(tx: optax.GradientTransformation, params: Params) -> Collection[str]:
+    """Return the paths of the leaves whose gradient an update reads; all if it is not known."""
+    named = [(str(place), p) for place, p in tree.items(params) if tree.is_inexact(p)]
+    extended = optax.with_extra_args_support(tx)
+
+    def update(arrays: list[jax.Array], state: OptState, params: Params) -> PyTree:
+        remaining = iter(arrays)
+
+        def gradient(p: Leaf) -> Leaf:
+            return next(remaining) if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
+
+        grads, loss = jax.tree.map(gradient, params), jnp.zeros(())
+        extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
+        return extended.update(grads, state, params, **extra)
+
+    arrays = [p for _, p in named]
+    with contextlib.suppress(Exception):  # outside of a mesh, an exchange cannot be traced
+        program = Equations(update, arrays, jax.eval_shape(tx.init, params), params)
+        needed = program.dependencies(program.outputs)
+        inputs = zip(named, program.inputs, strict=False)
+        return [path for (path, _), variable in inputs if variable in needed]
+    return [path for path, _ in named]
 
 
 def _without_unknown(state: OptState) -> OptState:
@@ -248,6 +276,7 @@ class _Leaf(NamedTuple):
     shape: its shape.
     stacked: how many of its axes count layers, which are gathered one at a time.
     steps: the number of steps in a call.
+    is_read: whether the update reads its gradient, which is else not reduced.
     """
 
     layout: Layout
@@ -256,6 +285,7 @@ class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     stacked: int
     steps: int
+    is_read: bool
 
     def sent(self, whole: float, passes: int, workers: int) -> float:
         """Return the bytes that a device sends in a call.
@@ -266,8 +296,10 @@ class _Leaf(NamedTuple):
           workers: over how many workers the gradient is averaged, once in a call.
         """
         n, steps, size = self.layout.num_shards, self.steps, math.prod(self.shape)
+        workers = workers if self.is_read or steps > 1 else 1  # the drift of a round is averaged
         if not self.layout.divisions(self.grad_spec):
-            return float(steps * all_reduce_bytes(whole, n) + all_reduce_bytes(whole, workers))
+            reduced = steps * all_reduce_bytes(whole, n) if self.is_read else 0.0
+            return float(reduced + all_reduce_bytes(whole, workers))
         once = (n - 1) / n * whole
         padded_shape = self.layout.padded_shape(self.shape, self.grad_spec)
         padded = once * math.prod(padded_shape) / max(1, size)
@@ -277,13 +309,14 @@ class _Leaf(NamedTuple):
             coded_bytes(codec, size, n, once if is_divided else padded, layers)
             for codec in (self.layout.gather, self.layout.reduce)
         )
+        reduce = reduce if self.is_read else 0.0
         if not is_divided:
             # Params are gathered in each step of a round, and once more after it.
             sent = steps * reduce + (steps + (steps > 1)) * gather
         else:
             sent = passes * reduce + self._gathers(passes) * gather
             # Gradient and params are sent to the devices with their layers, and the update back.
-            if self.spec != self.grad_spec:
+            if self.spec != self.grad_spec and self.is_read:
                 sent += 3 * padded / n
             sent *= steps
         return float(sent + all_reduce_bytes(whole / n, workers))

@@ -9,15 +9,16 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from grids import thinned
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pairs import ALTERNATIVES, EXAMPLES, FEATURES, PARAMS, impossible, made
 
 import optfn
 from benchmarks import wire
-from optfn.distributed import data_mesh, plan_memory
+from optfn.distributed import data_mesh, plan_memory, sharded
 
 # Pairs that the plan does not tell, and why.
 LEFT_OUT = {
@@ -70,6 +71,53 @@ def test_the_plan_is_that_of_the_compiled_step(pair):
     )  # fmt: skip
     assert plan.params + plan.state == pytest.approx(sum(x.nbytes for x in held), rel=0.05)
     assert plan.sent == pytest.approx(sent, rel=0.02)
+
+
+LORA = {"w": (512, 1024), "a": (512, 8), "b": (8, 1024)}
+FROZEN = {"w": optfn.ParamAttr(trainable=False)}
+CLIP = optfn.clip_by_global_norm(1.0)
+TRAINED_IN_PART = {
+    "frozen": lambda: optfn.adam(1e-2, param_attrs=FROZEN, grad_clip=CLIP),
+    "partition": lambda: optax.partition(
+        {"trained": optfn.adam(1e-2), "frozen": optax.set_to_zero()},
+        {"w": "frozen", "a": "trained", "b": "trained"},
+    ),
+    # These read every gradient.
+    "guard": lambda: optfn.skip_nonfinite(optfn.adam(1e-2, param_attrs=FROZEN)),
+    "all": lambda: optfn.adam(1e-2),
+}
+SHARDS = {
+    None: {},
+    "state": {"shard": "state"},
+    "params": {"shard": "params"},
+    "two levels": {"shard": sharded("state", axis="fast"), "data_axis": ("slow", "fast")},
+    "microbatches": {"shard": "params", "microbatches": 2},
+    "local steps": {"local_steps": 2},
+}
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("rule", TRAINED_IN_PART)
+def test_the_plan_counts_no_gradient_that_the_update_does_not_read(rule, shard):
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in LORA.items()}
+    tx, options, mesh = TRAINED_IN_PART[rule](), SHARDS[shard], data_mesh(8)
+    if "data_axis" in options:
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("slow", "fast"))
+
+    def loss(p, x):
+        return jnp.mean(jnp.tanh(x @ p["w"] + x @ p["a"] @ p["b"]) ** 2)
+
+    step = optfn.make_train_step(loss, tx, mesh=mesh, **options)
+    program = step.lower(params, jax.ShapeDtypeStruct((32, 512), jnp.float32)).compile()
+    plan = plan_memory(tx, params, mesh, **options)
+    sent = sum(wire.bytes_by_axes(program, mesh).values())
+    if shard == "microbatches":  # the CPU's compiler gathers params once, before the loop
+        whole = sum(4 * int(np.prod(shape)) for shape in LORA.values())
+        sent += 7 / 8 * whole
+    assert plan.sent == pytest.approx(sent, rel=0.02)
+    reads_all = rule in ("guard", "all")
+    small = 4 * 8 * (512 + 1024)
+    assert plan.gradients == small + reads_all * 4 * 512 * 1024
 
 
 def test_a_summary_has_the_placement_of_tables():
