@@ -18,8 +18,8 @@ from optfn.run.nonfinite import LossWatch
 from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver
+from optfn.train.ineffective import warn_of_schedules
 from optfn.train.options import StepOptions, taking
-from optfn.train.order import warn_of_schedules
 from optfn.train.state import TrainState
 from optfn.train.step import make_train_step
 

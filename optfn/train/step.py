@@ -34,14 +34,10 @@ from optfn.sparse.tables import Owners
 from optfn.state import reports
 from optfn.train.batches import numeric_batch
 from optfn.train.composition import composed, local_rounds, specs_of_state
+from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
 from optfn.train.local_steps import check_rounds
 from optfn.train.options import StepArguments, taking
-from optfn.train.order import (
-    warn_of_frozen,
-    warn_of_lazy,
-    warn_of_order,
-    warn_of_unclipped,
-)
+from optfn.train.order import warn_of_order
 from optfn.train.state import TrainState, copy, distinct, replicate_counters
 
 # Calls whose flags may still be unknown at the next call.

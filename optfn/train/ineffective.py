@@ -1,0 +1,110 @@
+"""Warnings of arguments of an optimizer that have no effect in a step, or another than intended."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import optax
+
+from optfn import core
+from optfn.core import checks, tree
+from optfn.core.types import Params
+from optfn.wrappers.attributes import resolve
+
+
+def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
+    """Warn of an optimizer that freezes all leaves of `params`, or of params without leaves.
+
+    Attributes are found in optimizers of optfn, inside wrappers and chains of optfn too.
+    """
+    frozen = _frozen(tx, params)
+    if not frozen and any(map(tree.is_inexact, jax.tree.leaves(params))):
+        return
+    if all(name in frozen for name, x in tree.leaves_with_names(params) if tree.is_inexact(x)):
+        why = f"{tx!r} freezes all of them" if frozen else "params have no leaves"
+        checks.warn(f"no parameter is trained, because {why}: steps will change nothing")
+
+
+def _frozen(tx: object, params: Params) -> set[str]:
+    """Return the names of the leaves of `params` that never change."""
+    if not isinstance(tx, core.Transform):
+        return set()
+    _, positional, named = tx.call  # of a chain or wrapper; `others` of muon trains only some
+    found = set().union(*(_frozen(part, params) for part in (*positional, named.get("tx"))))
+    if tx.param_attrs:
+        attrs = resolve(tx.param_attrs, params)
+        found |= {name for name, x in attrs.items() if not (x.trainable and x.learning_rate)}
+    return found
+
+
+def warn_of_unclipped(tx: optax.GradientTransformation) -> None:
+    """Warn of an optimizer whose attributes exempt leaves from a clip that it does not have.
+
+    A clip before it in a chain clips these leaves too.
+    """
+    if not isinstance(tx, core.Transform):
+        return
+    name, _, arguments = tx.call
+    clips = [arguments.get(k) for k in ("grad_clip", "local_grad_clip_norm")]
+    exempt = [pattern for pattern, x in (tx.param_attrs or {}).items() if not x.need_clip]
+    if exempt and clips == [None, None]:
+        checks.warn(
+            f"{name}: need_clip=False of param_attrs[{exempt[0]!r}] has no effect, because {name} "
+            f"has no clip of its own. Pass the clip to it, {name}(…, grad_clip=…), not before it "
+            "in a chain"
+        )
+    for inner in tx.inner:
+        warn_of_unclipped(inner)
+
+
+def warn_of_schedules(tx: optax.GradientTransformation, steps: int) -> None:
+    """Warn of a schedule that is negative or not finite at a step of the run.
+
+    A warm-down that goes on below zero turns the direction round. It is looked for at nine steps,
+    the first and the last among them, in optimizers of optfn.
+
+    Args:
+      tx: the optimizer.
+      steps: the number of steps of the run.
+    """
+    if not isinstance(tx, core.Transform) or steps < 1:
+        return
+    name, positional, arguments = tx.call
+    schedule = arguments.get("learning_rate", positional[0] if positional else None)
+    if callable(schedule):
+        for step in dict.fromkeys(int(k * (steps - 1) / 8) for k in range(9)):
+            value = float(schedule(np.int32(step)))
+            if not 0 <= value < np.inf:
+                checks.warn(
+                    f"the schedule of {name} is {value:g} at step {step} of {steps}: a rate below "
+                    "zero goes uphill. Let it end at 0, as the schedules of optfn.schedules do"
+                )
+                break
+    if name == "accumulate":
+        steps //= arguments.get("every", positional[-1])
+    for inner in tx.inner:
+        warn_of_schedules(inner, steps)
+
+
+def warn_of_lazy(tx: optax.GradientTransformation, params: Params) -> None:
+    """Warn of an optimizer with `lazy` if all gradients are dense and a leaf may be a table.
+
+    `lazy` counts only if the call of the optimizer names it, not if it is the default.
+    """
+    if not any(np.ndim(x) > 1 for x in jax.tree.leaves(params)):
+        return
+    for name, lazy in dict.fromkeys(_lazy_calls(tx)):
+        checks.warn(
+            f"{name}(lazy={lazy!r}) has no effect without tables=, since all gradients of loss_fn "
+            "are then dense. Name the embeddings, as in make_train_step(…, tables='embed/.*')"
+        )
+
+
+def _lazy_calls(tx: optax.GradientTransformation) -> Iterator[tuple[str, bool | str]]:
+    if not isinstance(tx, core.Transform):
+        return
+    name, _, arguments = tx.call
+    if arguments.get("lazy"):
+        yield name, arguments["lazy"]
+    for link in tx.inner:
+        yield from _lazy_calls(link)
