@@ -39,10 +39,10 @@ class FlaxSummaryWriter(Protocol):
 class Sink(Protocol):
     """A target of a log."""
 
-    def write(self, n: int, numbers: dict[str, float], /) -> None:
+    def write(self, n: int, numbers: dict[str, float]) -> object:
         """Write the numbers of step n."""
 
-    def close(self) -> None:
+    def close(self) -> object:
         """End the log."""
 
 
@@ -70,9 +70,7 @@ class RunLog:
         self.waiting: deque[tuple[int, dict[str, Any]]] = deque()
         several = log if isinstance(log, list | tuple) else () if log is None else (log,)
         targets = list(map(_target, several))  # check all before a file is opened
-        self.sinks: list[Sink] = [
-            _Lines(x, done) if isinstance(x, Path) else x for x in targets
-        ]
+        self.sinks: list[Sink] = [_Lines(x, done) if isinstance(x, Path) else x for x in targets]
         if watch is not None and (self.sinks or is_watched):
             self.sinks.append(watch)
 

@@ -159,7 +159,9 @@ def _differing_rates(
 ) -> Iterator[tuple[float, float]]:
     """Yield the rates of a type that differ: that of the checkpoint, and that of tx."""
     new, old = (numbers_of_rates(x.opt_state, kind) for x in (given, found))
-    yield from ((old[name], new[name]) for name in new.keys() & old.keys() if new[name] != old[name])
+    yield from (
+        (old[name], new[name]) for name in new.keys() & old.keys() if new[name] != old[name]
+    )
 
 
 class Best:

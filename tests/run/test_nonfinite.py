@@ -63,12 +63,17 @@ def test_one_warning_names_the_first_step_and_what_helps(how, value, tmp_path, c
     assert f"the loss of step {BAD} is {history['loss'][BAD - 1]}." in words
     for help in ("skip_nonfinite", "grad_clip", "lower learning rate", "JAX_DEBUG_NANS"):
         assert help in words
-    assert np.isfinite(history["loss"][: BAD - 1]).all() and not np.isfinite(history["loss"][BAD:]).any()
+    assert (
+        np.isfinite(history["loss"][: BAD - 1]).all()
+        and not np.isfinite(history["loss"][BAD:]).any()
+    )
 
 
 def test_the_step_is_right_with_local_steps_and_after_a_restart(tmp_path):
     mesh = {"mesh": optfn.distributed.data_mesh(8), "local_steps": 2}
-    _, (words,) = warnings_of(lambda: run([x.reshape(2, 4, 8).repeat(2, 1).reshape(16, 8) for x in batches()], **mesh))
+    _, (words,) = warnings_of(
+        lambda: run([x.reshape(2, 4, 8).repeat(2, 1).reshape(16, 8) for x in batches()], **mesh)
+    )
     assert f"the loss of step {2 * BAD} is nan" in words
     run(batches()[:4], tmp_path)
     _, (words,) = warnings_of(lambda: run(batches(), tmp_path))
@@ -102,15 +107,15 @@ def test_keep_does_not_count_what_is_not_finite_and_the_run_goes_on_from_what_is
     names = [f"step_{n:09d}{suffix}" for n in (BAD - 2, BAD - 1, 13)]
     assert sorted(x.name for x in tmp_path.iterdir()) == names
     # The same batches, now without the NaN.
-    words = rf"skipped: .*step_0*13.* are not finite. The newest finite .* step {BAD - 1}, and was lo"
+    words = (
+        rf"skipped: .*step_0*13.* are not finite. The newest finite .* step {BAD - 1}, and was lo"
+    )
     with pytest.warns(UserWarning, match=words):
         state, history = run(batches(13, bad=0), tmp_path, sharded=sharded, save_every=1)
     want, whole = run(batches(13, bad=0), sharded=sharded)
     np.testing.assert_array_equal(state.params["w"], want.params["w"])
     np.testing.assert_array_equal(history["loss"], whole["loss"])
-    assert sorted(x.name for x in tmp_path.iterdir()) == [
-        f"step_{n:09d}{suffix}" for n in (12, 13)
-    ]
+    assert sorted(x.name for x in tmp_path.iterdir()) == [f"step_{n:09d}{suffix}" for n in (12, 13)]
 
 
 @FORMS
@@ -142,7 +147,9 @@ def test_where_no_checkpoint_is_finite_the_newest_is_loaded_with_a_warning(shard
     state = optfn.make_train_step(loss_fn, optfn.sgd(0.1)).init({"w": np.ones(2)})
     optfn.save_checkpoint(tmp_path, state, {"loss": np.array([1.0, np.nan])}, sharded=sharded)
     wait()
-    with pytest.warns(UserWarning, match="or its loss are not finite, and there is no finite check"):
+    with pytest.warns(
+        UserWarning, match="or its loss are not finite, and there is no finite check"
+    ):
         found, _ = optfn.restore_checkpoint(tmp_path, state)
     np.testing.assert_array_equal(found.params["w"], np.ones(2))
     optfn.save_checkpoint(tmp_path, state, {"loss": np.array([np.nan, 1.0])}, sharded=sharded)
