@@ -7,8 +7,8 @@ and with compressors of both kinds. They write a checkpoint into DIRECTORY/ID/WO
 step, and print a hash of their replica of the parameters at the end. With "dies" as well, the last
 process leaves without a word after step 4. "sharded" trains three times: with the state, the params
 and a table spread over the processes; the last lines have the parameters of each. "two_levels"
-trains with params divided over the devices of each process, which is one worker. "nonfinite" trains with a
-NaN in a batch, and resumes.
+trains with params divided over the devices of each process, which is one worker. "nonfinite" trains
+with a NaN in a batch, and resumes.
 """
 
 import hashlib
@@ -160,7 +160,7 @@ def train_nonfinite(directory):
         options = {"mesh": data_mesh(), "checkpoint": place, "keep": 1, "save_every": 1}
         options |= {"progress": False, "shard": "params" if kind == "parts" else None}
 
-        def run(batches, options=options):
+        def run(batches, options=options, place=place):
             params = {"w": np.zeros((1024, 512), np.float32)}
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

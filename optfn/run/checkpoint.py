@@ -148,7 +148,8 @@ def _step_in(state: PyTree) -> int:
     if not tree.is_array(step) or step.shape or not np.issubdtype(step.dtype, np.integer):
         raise TypeError(
             "save_checkpoint: state must be a TrainState, or have another field or key `step` that "
-            f"is a scalar integer; else pass step=, the number in the name; got {checks.shown(state)}"
+            "is a scalar integer; else pass step=, the number in the name; "
+            f"got {checks.shown(state)}"
         )
     return int(step)
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from optfn.core import checks
 from optfn.core.tree import listed
-from optfn.core.types import Leaf, PyTree
+from optfn.core.types import PyTree
 from optfn.parallel.fingerprint import begin_are_finite, begin_fingerprints, fingerprints
 from optfn.run.background import copied
 from optfn.run.directory_arrays import read_arrays

@@ -93,7 +93,7 @@ def _bytes(store: Any) -> int:
 def _begin(store: Any, template: Leaf) -> _Finish:
     """Begin to read an array; return a function that waits for it."""
     shape, dtype = tuple(store.shape), store.dtype.numpy_dtype
-    sharding = getattr(template, "sharding", None)
+    sharding: Any = getattr(template, "sharding", None)
     fits = sharding is not None and (template.shape, template.dtype) == (shape, dtype)
     if not fits or _bytes(store) < _SMALL or not getattr(template, "committed", True):
         whole = store.read()
@@ -107,7 +107,7 @@ def _begin(store: Any, template: Leaf) -> _Finish:
 
     def finish() -> Leaf:
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: np.asarray(pieces[region(index)].result())
+            shape, sharding, lambda index: np.asarray(pieces[region(index or ())].result())
         )
 
     return finish

@@ -151,8 +151,8 @@ class Evaluator:
             way, opposite = ("rose", "max") if self.sign > 0 else ("fell", "min")
             checks.warn(
                 f"{self.key} {way} from each evaluation to the next, {values[0]:g} to "
-                f"{values[-1]:g} in {len(values)}, and mode={self.options.mode or 'min'!r} takes the first "
-                f"as the best: pass mode={opposite!r} if that is the right way"
+                f"{values[-1]:g} in {len(values)}, and mode={self.options.mode or 'min'!r} takes "
+                f"the first as the best: pass mode={opposite!r} if that is the right way"
             )
 
 

@@ -39,10 +39,10 @@ class FlaxSummaryWriter(Protocol):
 class Sink(Protocol):
     """A target of a log."""
 
-    def write(self, n: int, numbers: dict[str, float], /) -> None:
+    def write(self, n: int, numbers: dict[str, float]) -> object:
         """Write the numbers of step n."""
 
-    def close(self) -> None:
+    def close(self) -> object:
         """End the log."""
 
 

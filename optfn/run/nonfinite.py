@@ -63,7 +63,7 @@ class LossWatch:
 
     def write(self, n: int, numbers: Mapping[str, float]) -> None:
         """See the loss of step n, as a target of a log."""
-        self.see(numbers["loss"])
+        self.see(numbers.get("loss", 0.0))
 
     def close(self) -> None:
         """Do nothing, as a target of a log."""

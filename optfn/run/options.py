@@ -26,10 +26,10 @@ Callback: TypeAlias = Callable[[int, TrainState, dict[str, Any]], Bool | None]
 EPOCH = "epoch"
 
 # Words in the names of numbers that are the better, the larger they are.
-_RISING = frozenset(
-    "accuracy acc auc auroc auprc f1 precision recall iou miou dice bleu rouge psnr ssim reward r2"
-    " ndcg mrr".split()
-)
+_RISING = {
+    *("accuracy", "acc", "auc", "auroc", "auprc", "f1", "precision", "recall", "iou", "miou"),
+    *("dice", "bleu", "rouge", "psnr", "ssim", "reward", "r2", "ndcg", "mrr"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

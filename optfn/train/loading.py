@@ -260,7 +260,7 @@ def host_array(x: Leaf) -> np.ndarray:
 
 
 def _replace_late_leaves(state: OptState, late: Mapping[str, Mapping[str, np.ndarray]]) -> OptState:
-    """Return a state with step counts for the leaves of `_late_leaves`, where it names the state."""
+    """Return a state with step counts for the leaves of `_late_leaves`, in the states there."""
     nodes = _nodes(state, counts_steps)
     found = {id(node): late[name] for name, node in nodes if name in late}
 

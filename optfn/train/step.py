@@ -93,8 +93,8 @@ class TrainStep:
 
         Raises:
           TypeError: params are a TrainState; all are integers, which are not trained; or params are
-            a flax or equinox model with more than parameters in it, such as batch statistics. The error has the line
-            that splits it.
+            a flax or equinox model with more than parameters in it, such as batch statistics. The
+            error has the line that splits it.
           ValueError: params, or the versions of optfn or JAX, differ between processes.
         """
         _check_params(params)

@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+import warnings
 
 import chex
 import jax
@@ -332,3 +334,50 @@ def test_an_empty_batch_counts_nothing():
     expected = np.mean(EXAMPLES.astype(np.float64) @ TARGET)
     assert evaluate(TARGET) == pytest.approx(expected, rel=1e-4)
     chex.assert_type(evaluate(TARGET), float)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "is_said"),
+    [
+        *((name, True) for name in ("accuracy", "val_accuracy", "AUC", "f1-macro", "top5/acc")),
+        *((name, False) for name in ("loss", "accumulated", "perplexity")),
+    ],
+)
+def test_a_number_that_should_rise_needs_a_mode(monitor, is_said):
+    """One tie hides from the other warning that all evaluations went the wrong way."""
+
+    def go(**options):
+        values = iter([0.5, 0.7, 0.7, 0.9])
+        evaluate = lambda w: {monitor: next(values)}  # noqa: E731
+        options |= {"evaluate_every": 1, "monitor": monitor, "keep_best": True}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, _ = run(evaluate=evaluate, steps=4, **options)
+        return int(state.step), [str(entry.message) for entry in caught]
+
+    words = f'monitor={monitor!r} looks like a number that should rise.*pass mode="max"'
+    step, said = go()
+    assert step == 1 and len(said) == is_said and all(re.match(words, x) for x in said)
+    assert go(mode="max") == (4, [])
+    assert go(mode="min") == (1, [])
+
+
+def test_keep_best_in_the_second_call_knows_the_state_that_it_begins_with():
+    begin, _ = run(X[:4])
+    want = np.array(begin.params)
+    options = {"evaluate_every": 1, "keep_best": True}
+    state, history = run(X[4:6], begin, evaluate=scripted([1.0, 3.0, 2.0]), **options)
+    assert int(state.step) == 4 and history["evaluation_step"].tolist() == [5, 6]
+    np.testing.assert_array_equal(state.params, want)
+    begin, _ = run(X[:4])
+    state, _ = run(X[4:6], begin, evaluate=scripted([1.0, 2.0, 0.5]), patience=2, **options)
+    assert int(state.step) == 6
+
+
+def test_keep_best_after_a_run_that_evaluated_nothing_compares_the_state_that_it_resumes_from(
+    tmp_path,
+):
+    run(steps=4, checkpoint=tmp_path)
+    options = {"evaluate_every": 1, "keep_best": True, "checkpoint": tmp_path}
+    state, history = run(evaluate=scripted([1.0, 3.0, 2.0]), steps=6, **options)
+    assert int(state.step) == 4 and history["evaluation_step"].tolist() == [5, 6]

@@ -83,6 +83,19 @@ def test_the_way_that_the_warning_names_changes_the_rate(tmp_path):
     np.testing.assert_allclose(history["learning_rate"], [0.01] * 4 + [1e-4] * 6)
 
 
+def test_another_rate_given_as_an_array_is_that_of_the_run_and_is_said_once(tmp_path):
+    fast, slow = (
+        optfn.make_train_step(square_error, optfn.adam(jnp.array(x))) for x in (1e-2, 1e-4)
+    )
+    run(tmp_path, X[:4], fast)
+    words = "with the learning rate of tx, 0.0001, because it is given as an array, and not.* 0.01$"
+    with pytest.warns(UserWarning, match=words) as caught:
+        _, history = run(tmp_path, X, slow)
+    assert [entry.filename for entry in caught] == [__file__]
+    np.testing.assert_allclose(history["learning_rate"], [0.01] * 4 + [1e-4] * 6)
+    run(tmp_path, X, slow)
+
+
 def test_a_rate_that_a_schedule_drives_may_differ(tmp_path):
     step = optfn.make_train_step(square_error, optfn.adam(lambda t: 0.01 / (1 + t)))
     run(tmp_path, X[:4], step)
