@@ -113,7 +113,8 @@ def deep_gradient_compression(
       axis_name: the mesh axis, or a tuple of axes, over which workers exchange.
       reduce_axis_name: an axis, or several, over which g is first averaged densely, such as that of
         the devices of a host if `axis_name` is that of the hosts.
-      min_size: leaves with fewer elements are not compressed; ≥ 1.
+      min_size: leaves with fewer elements are not compressed; ≥ 1. If this leaves no leaf,
+        `TrainStep.init` warns.
       momentum_masking: whether u becomes 0 where v was sent (momentum factor masking). The denser
         the exchange, the more momentum this removes: with sparsity 0 the rule is plain SGD. Pass
         False if the final sparsity is below about 0.98; see `dgc_momentum`.
@@ -208,6 +209,11 @@ class DgcTraffic:
     packets: tuple[int, ...]
     large: int
     small: int
+
+    @property
+    def compresses_nothing(self) -> bool:
+        """Whether no leaf is compressed."""
+        return self.small > 0 and not self.large
 
     def bytes_sent(self, exchange: jax.Array, num_workers: jax.Array) -> jax.Array:
         """Return the bytes that a worker sends: packets, unless whole leaves take fewer bytes."""

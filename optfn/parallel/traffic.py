@@ -11,7 +11,8 @@ its state. This is an object that can be hashed:
             return (num_workers - 1) * self.packet
 
 Here `exchange` is the number of the exchange, an array, which the `step` of the state counts, and
-`num_workers` is a Python number.
+`num_workers` is a Python number. If the object has the property `compresses_nothing`, and it is
+true, `TrainStep.init` warns.
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 
 from optfn import mesh
 from optfn.core import tree
+from optfn.core.checks import warn
 from optfn.core.types import LeafKind, OptState, Updates
 from optfn.mesh import Axes
 from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
@@ -78,6 +80,15 @@ def packets_sent(state: OptState, mesh: Mesh) -> float:
     late, marks = jnp.int32(2**30), [x.exchanged for x in _exchanging(state)]
     known = [x for x in marks if x.traffic != ()]
     return sum(float(x.traffic.bytes_sent(late, num_workers(mesh, x.axes))) for x in known)
+
+
+def warn_of_uncompressed(state: OptState) -> None:
+    """Warn of a transform that compresses no leaf, because all are smaller than its `min_size`."""
+    if any(getattr(x.traffic, "compresses_nothing", False) for x in nodes_of(Exchanged, state)):
+        warn(
+            "tx: gradients are sent as they are, although it has deep gradient compression: every "
+            "leaf has fewer elements than its min_size. Pass a smaller min_size, or leave it out"
+        )
 
 
 def _exchanging(state: OptState) -> list[Any]:

@@ -29,6 +29,7 @@ from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
 from optfn.parallel.layout import Layout
 from optfn.parallel.sharding import layout_of
+from optfn.parallel.traffic import warn_of_uncompressed
 from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
 from optfn.sparse.tables import Owners
 from optfn.state import reports
@@ -85,7 +86,8 @@ class TrainStep:
 
         You get a warning if a transform is at the wrong position in a chain, such as an average
         that is not last, if no learning rate or two of them make steps that go uphill, if an
-        optimizer has `lazy` although no gradient is row-sparse, or if no parameter is trained.
+        optimizer has `lazy` although no gradient is row-sparse, if no parameter is trained, or if
+        deep gradient compression compresses no leaf.
 
         Args:
           params: the parameters to train.
@@ -104,6 +106,7 @@ class TrainStep:
         state = self._first_state(params, model_state)
         warn_of_frozen(self.tx, params)
         warn_of_unclipped(self.tx)
+        warn_of_uncompressed(state.opt_state)
         if self.local is None:
             warn_of_order("tx", self.tx, state.opt_state, params)
         else:
@@ -269,9 +272,9 @@ class TrainStep:
                 "Continue with the state that this call returned, or make the step with "
                 "donate=False"
             )
+        check_rounds(state.opt_state, self.local, self.layout)
         if is_array and self.layout is not None:
             self._check_devices(state.step)
-        check_rounds(state.opt_state, self.local, self.layout)
 
     def _check_devices(self, x: jax.Array) -> None:
         """Raise a ValueError if an array of the state has been placed outside of the mesh."""

@@ -1,10 +1,20 @@
 """How many bytes a worker sends: the metric, its way into the history, and what is shown of it."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optfn
-from optfn.distributed import data_mesh, exchange, power_sgd, quantize, top_k
+from optfn.distributed import (
+    data_mesh,
+    deep_gradient_compression,
+    exchange,
+    power_sgd,
+    quantize,
+    top_k,
+)
 from optfn.run.progress import size
 
 PARAMS = {"head": np.zeros((64, 32), np.float32), "bias": np.zeros(100, np.float32)}
@@ -80,3 +90,23 @@ def test_sizes():
     assert [size(x) for x in (0.0, 17.0, 999.4, 1234.0, 5.678e6, 3e9, 4.5e12)] == [
         *("0 B", "17 B", "999 B", "1.23 kB", "5.68 MB", "3 GB", "4.5e+03 GB")
     ]
+
+
+def test_a_compression_of_no_leaf_is_warned_of_once():
+    """Also where it stands inside of others; not if one leaf is compressed."""
+    options = {"rampup_begin_step": 0, "min_size": HEAD + 1}
+    for tx in (
+        optfn.dgc_momentum(0.1, 0.9, **options),
+        optfn.skip_nonfinite(optfn.dgc_momentum(0.1, 0.9, **options)),
+        optfn.chain(deep_gradient_compression(0.9, **options), optfn.sgd(0.1)),
+    ):
+        step = optfn.make_train_step(loss_fn, tx, mesh=data_mesh(4))
+        with pytest.warns(
+            UserWarning, match="every leaf has fewer elements than its min_s"
+        ) as found:
+            step.init(PARAMS)
+        assert len([x for x in found if "min_size" in str(x.message)]) == 1
+    tx = optfn.dgc_momentum(0.1, 0.9, rampup_begin_step=0, min_size=HEAD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optfn.make_train_step(loss_fn, tx, mesh=data_mesh(4)).init(PARAMS)
