@@ -81,7 +81,7 @@ def warn_of_schedules(tx: optax.GradientTransformation, steps: int) -> None:
                 )
                 break
     if name == "accumulate":
-        steps //= arguments.get("every", positional[-1])
+        steps //= arguments["every"] if "every" in arguments else positional[1]
     for inner in tx.inner:
         warn_of_schedules(inner, steps)
 
