@@ -199,7 +199,7 @@ class TrainStep:
             that NumPy cannot convert without a copy.
         """
         self.check_state(state)
-        self._check_before_call(state)
+        flags = self._checked_flags(state)
         batch = numeric_batch(batch)
         if processes.share(self.mesh) and not self._has_run and not checks.is_traced(state.step):
             processes.compare_batch(batch)
@@ -207,7 +207,7 @@ class TrainStep:
         loss = metrics["loss"]
         if not checks.is_traced(loss):
             self._has_run = True
-            self._keep_flags(state, metrics)
+            self._flags.extend(metrics[name] for name in flags if name in metrics)
         if not checks.is_traced(loss) and _is_on_several_cpus(loss):
             # CPU devices share their threads. If several steps run at once, one may hold the
             # threads that an all-reduce of another waits for.
@@ -231,24 +231,24 @@ class TrainStep:
         if not checks.is_traced(state.step):
             _raise_set(reports.flags(state.opt_state))
 
-    def _check_before_call(self, state: TrainState) -> None:
+    def _checked_flags(self, state: TrainState) -> set[str]:
         """Raise the errors of `check`, without waiting for flags that keep their value.
 
         Such a flag is read from the metrics of earlier calls, as soon as these are ready or a few
         calls old. To read it from the state of the last call would end the overlap of the host's
         work with the work of the devices.
+
+        Returns:
+          The metrics of these flags.
         """
         if checks.is_traced(state.step):
-            return
+            return set()
         is_set = False
         while self._flags and (len(self._flags) > _STEPS_AHEAD or _is_ready(self._flags[0])):
             is_set |= bool(np.any(_local(self._flags.popleft())))
         found = reports.flags(state.opt_state)
         _raise_set(x for x in found if is_set or not x.is_lasting or _is_ready(x.value))
-
-    def _keep_flags(self, state: TrainState, metrics: dict[str, Any]) -> None:
-        lasting = {x.metric for x in reports.flags(state.opt_state) if x.is_lasting}
-        self._flags.extend(metrics[name] for name in lasting if name in metrics)
+        return {x.metric for x in found if x.is_lasting}
 
     def check_state(self, state: object) -> None:
         """Raise the errors of a call with a state that this step does not take."""
