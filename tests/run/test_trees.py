@@ -1,5 +1,6 @@
 """Any tree of arrays and states is saved and restored, by names that tell its arrays apart."""
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,10 @@ import optfn
 from optfn.run.background import wait
 from optfn.train.state import TrainState
 
-FORMS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+WITH_ORBAX = pytest.mark.skipif(find_spec("orbax") is None, reason="needs orbax-checkpoint")
+FORMS = pytest.mark.parametrize(
+    "sharded", [False, pytest.param(True, marks=WITH_ORBAX)], ids=["file", "directory"]
+)
 W = {"w": np.arange(6, dtype=np.float32)}
 
 
@@ -177,6 +181,7 @@ def test_the_result_is_committed_where_the_template_is(place, sharded, tmp_path)
     assert count.value > 0
 
 
+@WITH_ORBAX
 def test_large_arrays_of_a_directory_lie_as_their_templates(tmp_path):
     """They are read in shards; small ones, and those of another shape, as a whole."""
     mesh = optfn.distributed.data_mesh(8)
