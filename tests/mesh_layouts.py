@@ -9,6 +9,7 @@ trains each of these layouts and prints a line before and after it. A compiler m
 import dataclasses
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -257,7 +258,9 @@ def outcomes(cases: list[tuple[str, int]]) -> dict[str, str]:
     while remaining:
         program = [sys.executable, str(Path(__file__)), *remaining]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = os.environ | {"PYTHONPATH": path}
+        # An example that another test has imported sets four devices; `machine` sets eight.
+        flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+        environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
         run = subprocess.run(program, env=environment, capture_output=True, text=True)
         lines = [line.split("\t") for line in run.stdout.splitlines() if "\t" in line]
         started = [layout for _, layout, *ended in lines if not ended]
