@@ -56,6 +56,7 @@ from optfn.train.state_dict import averaged_params, state_dict, summary
 from optfn.train.step import TrainStep, make_train_step
 from optfn.transforms.adam import scale_by_adam
 from optfn.transforms.adamax import scale_by_adamax
+from optfn.transforms.asgd import scale_by_asgd
 from optfn.transforms.catch_up_adam import scale_by_catch_up_adam
 from optfn.transforms.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from optfn.transforms.ftrl import ftrl_proximal
@@ -64,7 +65,6 @@ from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.transforms.moment import (
     scale_by_adadelta,
     scale_by_adagrad,
-    scale_by_asgd,
     scale_by_decayed_adagrad,
     scale_by_momentum,
     scale_by_rms,

@@ -10,8 +10,9 @@ from optfn import core
 from optfn.core.checks import Number, Schedule
 from optfn.core.tree import Pattern
 from optfn.optimizers.assembly import dense_rows, optimizer
+from optfn.transforms.asgd import scale_by_asgd
 from optfn.transforms.learning_rate import scale_by_learning_rate
-from optfn.transforms.moment import scale_by_asgd, scale_by_momentum
+from optfn.transforms.moment import scale_by_momentum
 from optfn.transforms.regularization import add_decayed_weights
 from optfn.transforms.scaling import scale_by_lars
 from optfn.wrappers.attributes import ParamAttrs

@@ -112,8 +112,8 @@ class _Walk:
             return self._through_each(list(state.inner_states.values()), before, text)
         if traits_of(state).labels:
             return self._through_each(list(state), before, text)
-        if way := _wrapper_of(state):
-            return self._through_wrapper(*way, state, before, inner[0] if inner else None, text)
+        if wrapper := _wrapper_of(state):
+            return self._through_wrapper(wrapper, state, before, inner[0] if inner else None, text)
         kind = forms.KINDS.get(_kind_of(state))
         if kind is None:
             return self._through_unknown(state, before)
@@ -145,8 +145,9 @@ class _Walk:
         self.warnings[message] = None
 
     def _through_wrapper(
-        self, way: str, field: str, state: OptState, before: Updates, tx: Any, text: str
+        self, wrapper: tuple[str, str], state: OptState, before: Updates, tx: Any, text: str
     ) -> Updates:
+        way, field = wrapper
         inner, name = getattr(state, field), text or _name(state)
         if way in forms.KINDS:  # it reads the update
             self._through_link(forms.KINDS[way], state, before, text)

@@ -140,6 +140,14 @@ def _first(s1: jax.Array, s2: jax.Array, s3: jax.Array, **moves: jax.Array) -> A
     return jnp.where(moves["full"] | moves["close"], 0, s1), s2, s3
 
 
+def _warn_above_one(rate: Scalar) -> None:
+    if isinstance(rate, float) and rate > 1:
+        checks.warn(
+            f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
+            "window ends before max_average_window, so the first params stay in the average"
+        )
+
+
 @core.named
 def model_average(
     average_window_rate: Number,
@@ -170,11 +178,7 @@ def model_average(
     Source: fluid's ModelAverage.
     """
     rate = checks.nonnegative("average_window_rate", average_window_rate)
-    if isinstance(rate, float) and rate > 1:
-        checks.warn(
-            f"model_average: average_window_rate={rate:g} is a fraction of all updates; above 1 no "
-            "window ends before max_average_window, so the first params stay in the average"
-        )
+    _warn_above_one(rate)
     shortest = checks.count("min_average_window", min_average_window)
     longest = checks.count("max_average_window", max_average_window)
     if shortest > longest:
