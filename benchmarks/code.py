@@ -4,7 +4,7 @@
   two dense leaves; functions count once, with the lines of their bodies;
 * how often its update walks a tree: calls of `jax.tree` and of `jax.tree_util` that optfn makes;
 * what it can reach by name, through the imports at the top of modules: an import inside a function
-  is a door, which only those open who need what is behind it;
+  is an import that only its users reach;
 * what its module imports.
 
 `tests/contract/test_first_use.py` holds these figures.

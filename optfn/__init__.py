@@ -18,7 +18,7 @@ True
 
 The package, from the ground up:
 
-* `optfn.core` is the ground floor: the protocol of a transformation, and the application of a rule
+* `optfn.core` is the core: the protocol of a transformation, and the application of a rule
   to the leaves of a tree. `optfn.leaves` has further kinds of leaves (row-sparse, packed, stacked).
   `optfn.mesh` has the axes of a mesh and means over them.
 * `optfn.state` names the entries of an optimizer's state, and declares which are per-worker.

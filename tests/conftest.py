@@ -12,7 +12,7 @@ def plain_expressions(monkeypatch):
     """Compile on a CPU what all other platforms compile."""
     from optfn.leaves import xla
 
-    monkeypatch.setattr(xla, "BEHIND_THE_DOOR", ())
+    monkeypatch.setattr(xla, "CPU_PLATFORMS", ())
 
 
 @pytest.fixture(params=["of a CPU", "plain"])

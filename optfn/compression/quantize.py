@@ -51,7 +51,7 @@ class Quantize(ShownAsCall):
             sums = chunks.map(lambda x, chunks: chunks.sum(_words_of(x)), x)
             seed = random_bits((), state + jnp.sum(sums, dtype=jnp.uint32))
             noise, state = random_bits(x.shape, seed), state + 1
-        codes = self.format.encode(x, chunks.spread(scales), noise)
+        codes = self.format.encode(x, chunks.broadcast(scales), noise)
         return jnp.concatenate([_words_of(scales), planes.pack_codes(codes, self.bits)]), state
 
     def decode(self, packet: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -59,7 +59,7 @@ class Quantize(ShownAsCall):
         chunks = RowChunks(shape, self.chunk)
         scales = lax.bitcast_convert_type(packet[: chunks.flat.count], jnp.float32)
         codes = planes.unpack_codes(packet[chunks.flat.count :], shape, self.bits)
-        return self.format.decode(codes, chunks.spread(scales))
+        return self.format.decode(codes, chunks.broadcast(scales))
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the packet for a leaf of this shape."""

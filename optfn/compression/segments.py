@@ -73,7 +73,7 @@ class Chunks:
         whole = fn(x[:start].reshape(-1, self.length), *(y[:-1] for y in per_chunk))
         return jnp.concatenate([whole, of_last])
 
-    def spread(self, per_chunk: jax.Array) -> jax.Array:
+    def broadcast(self, per_chunk: jax.Array) -> jax.Array:
         """Repeat a number per chunk for each of its elements, (size,)."""
         rows = jnp.broadcast_to(per_chunk[:, None], (self.count, self.length))
         return rows.reshape(-1)[: self.size]
@@ -146,12 +146,12 @@ class RowChunks:
         of_rows = jnp.pad(of_rows, (0, -of_rows.size % self.rows))
         return of_axis(of_rows.reshape(-1, self.rows), axis=1)
 
-    def spread(self, per_chunk: jax.Array) -> jax.Array:
+    def broadcast(self, per_chunk: jax.Array) -> jax.Array:
         """Repeat a number per chunk for each of its elements, in a shape that broadcasts."""
         if not self.rows:
-            return self.flat.spread(per_chunk).reshape(self.shape)
+            return self.flat.broadcast(per_chunk).reshape(self.shape)
         rows = math.prod(self.shape[:-1])
-        return Chunks(rows, self.rows).spread(per_chunk).reshape(*self.shape[:-1], 1)
+        return Chunks(rows, self.rows).broadcast(per_chunk).reshape(*self.shape[:-1], 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ class Segments:
         """
         counts = np.split(k, self.first_segment[1:])
         numbers = xla.split(jnp.asarray(per_segment), self.num_per_array)
-        spread = map(lambda k, x: Chunks(int(k.sum()), int(k[0])).spread(x), counts, numbers)
+        spread = map(lambda k, x: Chunks(int(k.sum()), int(k[0])).broadcast(x), counts, numbers)
         return jnp.concatenate(list(spread))
 
     def split(self, entries: jax.Array, k: np.ndarray) -> list[jax.Array]:

@@ -128,11 +128,11 @@ def _two_bit_scales(x: jax.Array, chunks: RowChunks, counts: np.ndarray) -> jax.
     """
     largest = chunks.max(jnp.abs(x))
     # Measured in units of the largest entry, no sum overflows.
-    x = quotient(jnp.abs(x), chunks.spread(jnp.where(largest > 0, largest, 1.0)))
+    x = quotient(jnp.abs(x), chunks.broadcast(jnp.where(largest > 0, largest, 1.0)))
     total = chunks.sum(x)
 
     def improved(_: int, s: jax.Array) -> jax.Array:
-        is_large = _is_large(x, chunks.spread(s))
+        is_large = _is_large(x, chunks.broadcast(s))
         of_large = chunks.sum(jnp.where(is_large, x, 0.0))
         number = chunks.sum(is_large.astype(jnp.float32))
         return quotient(3 * (2 * of_large + total), 8 * number + counts)

@@ -110,7 +110,7 @@ def _mismatch() -> Any:
 def _apply_to_leaf(
     rule: partial[Any], rows: str, g: Leaf, accumulators: Any, p: Any, scalars: dict[str, Any]
 ) -> tuple[Any, ...]:
-    scalars = {k: _spread(v, g.shape) for k, v in scalars.items()}
+    scalars = {k: _broadcast(v, g.shape) for k, v in scalars.items()}
     if isinstance(g, OneLeaf):
         result = g.apply(rule, rows, accumulators, p, scalars)
     else:
@@ -140,9 +140,9 @@ def scalar_at(scalar: Any, i: int) -> Any:
     return scalar.values[i] if isinstance(scalar, PerLeaf) else scalar
 
 
-def _spread(scalar: Any, shape: tuple[int, ...]) -> Any:
+def _broadcast(scalar: Any, shape: tuple[int, ...]) -> Any:
     is_scalar = tree.is_array(scalar) or isinstance(scalar, int | float)
-    return scalar if is_scalar else scalar.spread(shape)
+    return scalar if is_scalar else scalar.broadcast(shape)
 
 
 def scale(updates: Updates, factor: Scalar | PerLeaf) -> Updates:

@@ -1,10 +1,10 @@
-"""The protocol: a transformation of gradients is a rule behind an edge.
+"""The protocol: a transformation of gradients is a rule inside a boundary.
 
 A transformation is an `optax.GradientTransformationExtraArgs`, a pair (init, update). A `Rule` is
 such a pair that may assume checked inputs: gradients match params leaf by leaf, in float32 or
-wider; everything else is masked. The edge around the rule checks and casts gradients, and gives
-updates the dtypes of the params. The rules of an optimizer have no edge between them, so a gradient
-passes one edge per optimizer; in a `chain` of your own, each link keeps its edge:
+wider; everything else is masked. The boundary around the rule checks and casts gradients, and
+gives updates the dtypes of the params. The rules of an optimizer have no boundary between them, so
+a gradient passes one boundary per optimizer; in a `chain` of your own, each link keeps its own:
 
     @transform(complex_leaves=True)
     def scale(factor):
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optfn.core import checks, edge, leafwise
+from optfn.core import boundary, checks, leafwise
 from optfn.core.checks import T
 from optfn.core.types import OptState, Params, Updates
 
@@ -58,12 +58,12 @@ rule = Rule  # the name by which docs/own-transform.md makes one
 
 
 class Transform(optax.GradientTransformationExtraArgs):
-    """A gradient transformation that knows the call that made it, and the rule behind its edge.
+    """A gradient transformation that knows the call that made it, and the rule inside its boundary.
 
     JAX and equinox flatten a transformation that is passed as an argument, and rebuild it. If it is
     rebuilt from the same two functions, it is the same object.
 
-    rule: the rule behind the edge; None for a wrapper of other transformations.
+    rule: the rule inside the boundary; None for a wrapper of other transformations.
     param_attrs: the attributes that an optimizer gives to leaves, by pattern.
     call: the factory's name, its positional and its keyword arguments; `repr` shows it.
     module: the module of the factory.
@@ -145,7 +145,7 @@ class Factory(Protocol[P]):
 def transform(
     *, needs_params: bool = False, complex_leaves: bool = False, reads_state: bool = True
 ) -> Callable[[Callable[P, Rule]], Factory[P]]:
-    """Decorate a factory of rules so that it returns gradient transformations, with an edge each.
+    """Decorate a factory of rules so that it returns transformations, each with a boundary.
 
     Args:
       needs_params: whether the rule reads params, so that an update without them is an error.
@@ -166,7 +166,7 @@ def transform(
         @functools.wraps(factory)
         def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
             call = (name, args, kwargs)
-            return behind_edge(name, rule(*args, **kwargs), call=call, module=factory.__module__)
+            return with_boundary(name, rule(*args, **kwargs), call=call, module=factory.__module__)
 
         factory_of_both = cast("Factory[P]", make)
         factory_of_both.rule = rule
@@ -179,7 +179,7 @@ def transform(
 def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Apply gradient transformations one after the other, like `optax.chain`, but with a repr.
 
-    Each link has its edge; inside an optimizer, its rules are behind the edge of the optimizer.
+    Each link has its boundary; the rules of an optimizer have one boundary together.
 
     Args:
       *links: transformations of optfn or optax, at least one.
@@ -191,8 +191,8 @@ def chain(*links: optax.GradientTransformation) -> optax.GradientTransformationE
     if not links:
         raise ValueError("chain needs at least one gradient transformation")
     links = tuple(check_transform(f"chain: part {i}", link) for i, link in enumerate(links))
-    with_edges = chained([Rule(*link) for link in links])
-    return Transform(*with_edges[:2], rule=chained(list(map(rule_of, links))))
+    with_boundaries = chained([Rule(*link) for link in links])
+    return Transform(*with_boundaries[:2], rule=chained(list(map(rule_of, links))))
 
 
 def chained(links: Sequence[Rule]) -> Rule:
@@ -231,7 +231,7 @@ def check_params_given(name: str, params: Params | None) -> None:
 
 
 def rule_of(tx: optax.GradientTransformation | Rule) -> Rule:
-    """Return the rule of `tx` without the edge around it, or the pair itself if it has no edge."""
+    """Return the rule of `tx` without its boundary, or the pair itself if it has none."""
     if isinstance(tx, Rule):
         return tx
     known = tx.rule if isinstance(tx, Transform) else None
@@ -243,7 +243,7 @@ def links_of(made: list[Rule] | optax.GradientTransformation) -> Sequence[Rule]:
     return made if isinstance(made, list) else rule_of(made).links or [rule_of(made)]
 
 
-def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
+def with_boundary(name: str, rule: Rule, **fields: Any) -> Transform:
     """Return the gradient transformation of a rule.
 
     Leaves that are not floating point are masked from the rule: they have no state, and their
@@ -261,7 +261,7 @@ def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
     """
 
     def init(params: Params) -> OptState:
-        return rule.init(edge.masked(name, rule.real_only, params))
+        return rule.init(boundary.mask_untrained(name, rule.real_only, params))
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
@@ -270,7 +270,7 @@ def behind_edge(name: str, rule: Rule, **fields: Any) -> Transform:
             check_params_given(name, params)
         if _kinds(state) != expected_kinds():
             _check_kinds(name, rule, state)
-        grads, wide, leave = edge.entered(name, rule.real_only, updates, params)
+        grads, wide, leave = boundary.enter(name, rule.real_only, updates, params)
         new, state = rule.update(grads, state, wide, **extra)
         return leave(new), state
 

@@ -39,7 +39,7 @@ class PerTensor:
         runs = layout.runs
         return PerTensor(layout, [jnp.concatenate([by_leaf[i] for i in r.leaves]) for r in runs])
 
-    def spread(self, shape: tuple[int, ...]) -> jax.Array:
+    def broadcast(self, shape: tuple[int, ...]) -> jax.Array:
         """Return an array of `shape` with the scalar of its tensor at each element."""
         layout, values = self.layout, list(self.values)
         in_units, in_tensors = (

@@ -1,4 +1,4 @@
-"""Expressions written for XLA, each with the reason: a door to programs for CPUs, and hints.
+"""Expressions written for XLA, each with the reason: expressions for CPUs, and hints.
 
 XLA on CPU makes a pass over memory for each array that a program writes, and keeps in memory what
 two of them read. The compilers of TPUs and GPUs make one kernel of several results and reductions,
@@ -24,8 +24,8 @@ from optfn.leaves.groups import map_groups, varying_axes
 
 T = TypeVar("T")
 
-# The platforms that are behind the door; none where a test runs the plain expressions on a CPU.
-BEHIND_THE_DOOR = ("cpu",)
+# Platforms that get the expression for CPUs. Tests set () to run the plain expression on a CPU.
+CPU_PLATFORMS = ("cpu",)
 
 
 def on_cpu(cpu: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) -> Any:
@@ -34,7 +34,7 @@ def on_cpu(cpu: Callable[..., Any], plain: Callable[..., Any], *arguments: Any) 
     Both are traced, so a jaxpr has a cond of both; lowered for one platform, nothing of the other
     is left. They give trees of the same shapes and dtypes.
     """
-    branches = dict.fromkeys(BEHIND_THE_DOOR, cpu)
+    branches = dict.fromkeys(CPU_PLATFORMS, cpu)
     return lax.platform_dependent(*arguments, default=plain, **branches)
 
 

@@ -33,8 +33,8 @@ def optimizer(
     """Decorate a factory of the rules of a chain: apply the arguments that all optimizers share.
 
     The factory has them in its signature, and its body does not use them: this decorator reads them
-    from the call. All rules are then one chain behind one edge (`core.behind_edge`): it computes in
-    float32 or wider, and its update is rounded once, to the dtype of the parameter.
+    from the call. All rules are then one chain inside one boundary (`core.with_boundary`): it
+    computes in float32 or wider, and rounds its update once, to the dtype of the parameter.
     """
     signature, name = inspect.signature(factory), factory.__name__
     if missing := [argument for argument in COMMON if argument not in signature.parameters]:
@@ -51,7 +51,7 @@ def optimizer(
         penalty = _optional("regularization", penalty, "optfn.l2_decay")
         if attrs is None and masters is False:
             rules = [core.rule_of(tx) for tx in (clip, penalty) if tx is not None]
-            return core.behind_edge(name, core.chained([*rules, *links]), **fields)
+            return core.with_boundary(name, core.chained([*rules, *links]), **fields)
         from optfn.optimizers.options import apply_options
 
         made = apply_options(name, links, clip, penalty, attrs, masters)

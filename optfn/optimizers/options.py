@@ -23,7 +23,7 @@ def apply_options(
     def built(
         before: Sequence[optax.GradientTransformation],
     ) -> optax.GradientTransformationExtraArgs:
-        return masters(core.behind_edge(name, core.chained([*map(core.rule_of, before), *links])))
+        return masters(core.with_boundary(name, core.chained([*map(core.rule_of, before), *links])))
 
     if param_attrs is None:
         return built([tx for tx in (clip, penalty) if tx is not None])

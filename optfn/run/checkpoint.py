@@ -25,7 +25,7 @@ from optfn.run.checkpoint_file import NpzFile
 from optfn.run.newest import OtherRun, backend_of, newest, remove_oldest
 from optfn.run.nonfinite import ends_finite
 from optfn.run.storage import NONFINITE, Backend, directory_of, is_remote
-from optfn.sparse.sharded_table import bare
+from optfn.sparse.sharded_table import unwrap_tables
 from optfn.state.per_worker import has_own_state
 from optfn.state.placement import PER_WORKER_KEY, count_names, rescale_residuals
 from optfn.train.changes import Changes, Misfit, misfits
@@ -137,7 +137,7 @@ def _check_tree(who: str, state: PyTree) -> None:
                 f"{who} must be a TrainState, or a tree of arrays and states; its leaf "
                 f"{name or 'at the top'} is {checks.shown(x)}"
             )
-    names = [name for name, _ in named_leaves(bare(unpack_state(placeholders(state))))]
+    names = [name for name, _ in named_leaves(unwrap_tables(unpack_state(placeholders(state))))]
     if "" in names:
         raise ValueError(f"{who} must give its arrays names: put an array alone into a dict")
     check_names(names, _RESERVED)

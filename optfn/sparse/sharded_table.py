@@ -102,7 +102,7 @@ def is_sharded_table(x: object) -> TypeGuard[ShardedTable]:
     return isinstance(x, ShardedTable)
 
 
-def spread(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
+def divide_tables(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
     """Return params in which tables are ShardedTables, instead of arrays in natural order.
 
     Args:
@@ -120,15 +120,15 @@ def spread(params: PyTree, are_tables: PyTree, owners: Owners) -> PyTree:
     return jax.tree.map(leaf, are_tables, params, is_leaf=tree.is_masked)
 
 
-def bare(values: PyTree) -> PyTree:
+def unwrap_tables(values: PyTree) -> PyTree:
     """Return a tree with each ShardedTable replaced by its stored array."""
     return jax.tree.map(
         lambda x: x.stored if is_sharded_table(x) else x, values, is_leaf=is_sharded_table
     )
 
 
-def dressed(like: PyTree, values: PyTree) -> PyTree:
-    """Return a bare tree with ShardedTables like those of `like`: the inverse of `bare`."""
+def wrap_tables_like(like: PyTree, values: PyTree) -> PyTree:
+    """Return a tree with ShardedTables like those of `like`: the inverse of `unwrap_tables`."""
     return jax.tree.map(
         lambda x, value: x.of(value) if is_sharded_table(x) else value,
         like, values, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x),
@@ -168,7 +168,7 @@ def stored_as(like: PyTree, values: PyTree) -> PyTree:
 
 
 def check_tables(params: PyTree, are_tables: PyTree) -> None:
-    """Raise a TypeError unless each table of params is a ShardedTable, as `spread` makes it."""
+    """Raise a TypeError unless each table of params is a ShardedTable; see `divide_tables`."""
 
     values = jax.tree.leaves(params, is_leaf=lambda x: is_sharded_table(x) or tree.is_leaf(x))
     for (place, is_table), x in zip(tree.items(are_tables), values, strict=True):

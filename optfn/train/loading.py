@@ -17,7 +17,7 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import Leaf, OptState, PyTree
 from optfn.leaves.packed import unpack
-from optfn.sparse.sharded_table import bare, stored_as
+from optfn.sparse.sharded_table import stored_as, unwrap_tables
 from optfn.state import names as state_names
 from optfn.state.names import names_within
 from optfn.state.placement import (
@@ -110,7 +110,11 @@ def _loaded(
     # 1. `plain` is the template with the arrays that `state_dict` names: an array for each leaf
     #    instead of buffers of several leaves, and none padded.
     is_converted = any(map(is_stored, jax.tree.leaves(opt_state, is_leaf=is_stored)))
-    plain = _unpacked_for(mapping, bare(opt_state)) if is_converted else bare(opt_state)
+    plain = (
+        _unpacked_for(mapping, unwrap_tables(opt_state))
+        if is_converted
+        else unwrap_tables(opt_state)
+    )
     per_worker = set(per_worker_names(plain))
     named = list(named_leaves(plain))
     template_names = [name for name, _ in named]
@@ -140,7 +144,7 @@ def _loaded(
     loaded = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     # 5. Buffers are packed and padded again, and lie on the devices of the template's.
     if is_converted:
-        like = bare(opt_state)
+        like = unwrap_tables(opt_state)
         loaded = _placed_like(like, pack_state(like, loaded))
     return stored_as(opt_state, loaded), changes
 

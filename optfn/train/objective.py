@@ -23,7 +23,7 @@ from optfn.parallel.layout import Layout
 from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.parallel.owners import current_step, encoding_at
 from optfn.parallel.shards import mean_gradients, whole
-from optfn.sparse.sharded_table import bare, dressed
+from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.sparse.tables import Owners
 from optfn.train.loss_form import Form, Values
 from optfn.train.loss_scale import check_unscaled, current_factor, scaled_loss, scaling_losses
@@ -178,7 +178,9 @@ def packed_objective(objective: Objective) -> Objective:
 
 def sharded_table_objective(objective: Objective) -> Objective:
     """Return the objective as a function of params with ShardedTables, and gradients to match."""
-    return _adapted(objective, lambda params: contextlib.nullcontext(bare(params)), dressed)
+    return _adapted(
+        objective, lambda params: contextlib.nullcontext(unwrap_tables(params)), wrap_tables_like
+    )
 
 
 def _adapted(

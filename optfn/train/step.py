@@ -30,7 +30,13 @@ from optfn.parallel import processes
 from optfn.parallel.layout import Layout
 from optfn.parallel.sharding import layout_of
 from optfn.parallel.traffic import warn_of_uncompressed
-from optfn.sparse.sharded_table import bare, check_rows, check_tables, natural, spread
+from optfn.sparse.sharded_table import (
+    check_rows,
+    check_tables,
+    divide_tables,
+    natural,
+    unwrap_tables,
+)
 from optfn.sparse.tables import Owners
 from optfn.state import reports
 from optfn.train.batches import numeric_batch
@@ -128,7 +134,7 @@ class TrainStep:
         params = self.layout.put(natural(params))
         if self.layout.tables is not None:
             owners = Owners(self.layout.mesh, self.layout.shard_axes)
-            params = spread(params, self.layout.is_table(params), owners)
+            params = divide_tables(params, self.layout.is_table(params), owners)
         opt_state = self.layout.init((self.local or self.tx).init, params)
         check_rows(opt_state)
         step, model_state = self.layout.replicate((jnp.zeros((), jnp.int32), model_state))
@@ -264,7 +270,7 @@ class TrainStep:
             )
         self._check_model_state(state.model_state)
         if self.layout is not None and self.layout.tables is not None:
-            check_tables(state.params, self.layout.is_table(bare(state.params)))
+            check_tables(state.params, self.layout.is_table(unwrap_tables(state.params)))
         is_array = isinstance(state.step, jax.Array) and not checks.is_traced(state.step)
         if is_array and state.step.is_deleted():
             raise ValueError(

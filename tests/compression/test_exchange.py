@@ -249,7 +249,7 @@ def test_the_rows_of_chunks(expressions):
     assert (chunks.count, chunks.last_length) == (3, 2)
     rows = chunks.map(lambda rows: rows, jnp.arange(10), fill=-1)
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, -1, -1]]
-    assert chunks.spread(jnp.arange(3)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert chunks.broadcast(jnp.arange(3)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
     assert [chunks_of(10, chunk) for chunk in (None, 4096, 4)] == [
         *(Chunks(10, 10), Chunks(10, 10), Chunks(10, 4))
     ]

@@ -17,7 +17,7 @@ from grids import by_entry, thinned
 import optfn
 
 EVERYTHING = pytest.mark.parametrize("entry", registry.ALL.values(), ids=registry.ALL)
-# What the edge in front of each rule does, for three rules and everything that wraps another.
+# What the boundary around each rule does, for three rules and everything that wraps another.
 AT_THE_EDGE = {"adagrad", "lamb", "adamw_int8", *registry.WRAPPERS, *registry.EXCHANGES}
 BY_EDGE = [
     pytest.param(entry, id=name, marks=() if name in AT_THE_EDGE else pytest.mark.nightly)

@@ -1,6 +1,6 @@
 """How much a reader follows from `adam(1e-3, grad_clip=...)` on; see `benchmarks/code.py`.
 
-Each ability stands behind a door, an import inside a function that only its users reach. One that
+Each ability is an import inside a function that only its users reach. One that
 is admitted on the way of every optimizer shows here.
 """
 
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import code
 
-FLOOR = Path(code.PACKAGE / "core")
+CORE = Path(code.PACKAGE / "core")
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def test_the_module_of_adam_imports_little():
     assert sum(len(modules[name].code) for name in loaded) <= 1150
 
 
-def test_the_ground_floor_is_small_and_closed():
-    """Beside doors it imports itself alone."""
-    floor = {name: m for name, m in code.modules().items() if m.path.is_relative_to(FLOOR)}
-    assert len(floor) <= 10 and sum(len(m.code) for m in floor.values()) <= 900
-    for name, module in floor.items():
+def test_the_core_is_small_and_closed():
+    """Beside imports inside functions it imports itself alone."""
+    core = {name: m for name, m in code.modules().items() if m.path.is_relative_to(CORE)}
+    assert len(core) <= 10 and sum(len(m.code) for m in core.values()) <= 900
+    for name, module in core.items():
         for base, found in module.imports.values():
-            assert base in floor or f"{base}.{found}" in floor, (name, base, found)
+            assert base in core or f"{base}.{found}" in core, (name, base, found)
 
 
 def test_the_counters_see_what_they_count(tmp_path):

@@ -69,7 +69,7 @@ def test_small_moments_are_those_of_a_cpu(name, monkeypatch):
     tx, p, g = RULES[name](), normal(0), normal(1)
     found = []
     for behind in (("cpu",), ()):
-        monkeypatch.setattr(xla, "BEHIND_THE_DOOR", behind)
+        monkeypatch.setattr(xla, "CPU_PLATFORMS", behind)
         state = jax.jit(tx.update)(g, tx.init(p), p)[1]
         found.append([np.asarray(x, np.float32) for x in jax.tree.leaves(state)])
     for ours, theirs in zip(*found, strict=True):

@@ -37,9 +37,9 @@ LAYERS = (
     "compression", "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip
 
-# Doors of the ground floor, opened by a failure or a leaf that is no plain array: `imports_of` sees
-# them too, and test_first_use.py that they are inside functions.
-DOORS = {("core", "leaves")}
+# Imports inside functions of the core, reached by a failure or a leaf that is no plain array:
+# `imports_of` sees them too, and test_first_use.py that they are inside functions.
+LAZY = {("core", "leaves")}
 
 
 def imports_of(module: str) -> set[str]:
@@ -74,7 +74,7 @@ def test_imports_go_one_way():
     for module in modules():
         below = LAYERS[: LAYERS.index(room(module)) + 1]
         up = {other for other in imports_of(module) if room(other) not in below}
-        above = {other for other in up if (room(module), room(other)) not in DOORS}
+        above = {other for other in up if (room(module), room(other)) not in LAZY}
         assert not above, f"{module} imports {above}"
 
 
@@ -209,3 +209,15 @@ def test_readme_is_short_and_has_the_two_commands():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
     assert [block.split() for block in blocks("sh")] == [["make", "demo", "make", "test"]]
+
+
+# Images that the field does not use.
+IMAGES = r"behind_edge|ground floor|behind (a|the) door|dressed|the edge (of|around) (a|the) rule"
+
+
+def test_the_code_uses_the_words_of_the_glossary():
+    glossary = (ROOT / "CONTRIBUTING.md").read_text().partition("## Words")[2].partition("\n## ")[0]
+    words = [line.split("|")[1].strip() for line in glossary.splitlines() if line.startswith("| ")]
+    assert len(words) == len(set(words)) > 30
+    for path in sorted((ROOT / "optfn").rglob("*.py")):
+        assert not re.search(IMAGES, path.read_text()), path

@@ -293,7 +293,7 @@ def test_scaled_indices_are_refused():
     "factory", [optfn.sgd, optfn.adam, lambda rate, **k: optfn.lars(rate, 0.9, **k)]
 )
 def test_indices_that_a_clip_of_optax_scales_are_refused(factory):
-    """Inside an optimizer no edge stands between the clip and the rule."""
+    """Inside an optimizer no boundary stands between the clip and the rule."""
     rows = sparse.Rows(jnp.array([0, 2]), jnp.ones((2, WIDTH)), ROWS)
     tx, params = factory(0.1, grad_clip=optax.scale(0.5)), {"table": jnp.ones((ROWS, WIDTH))}
     with pytest.raises(TypeError, match="'table' has indices of dtype float32; they must be int32"):

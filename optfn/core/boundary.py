@@ -1,6 +1,6 @@
-"""The edge of a rule: one walk over gradients and params on the way in, one over updates out.
+"""The boundary of a rule: one walk over gradients and params on the way in, one over updates out.
 
-Behind it all trees have `MaskedNode` in the same places: leaves that are not trained. To JAX that
+Inside it all trees have `MaskedNode` in the same places: leaves that are not trained. To JAX that
 is an empty subtree, so `jax.tree.map` leaves them out.
 """
 
@@ -15,8 +15,8 @@ from optfn.core.types import DType, Leaf, OneLeaf, Params, Updates
 MASKED = optax.MaskedNode()
 
 
-def masked(name: str, real_only: str, params: Params) -> Params:
-    """Return `params` as arrays, masked where they are not trained; see `entered`."""
+def mask_untrained(name: str, real_only: str, params: Params) -> Params:
+    """Return `params` as arrays, masked where they are not trained; see `enter`."""
     leaves, structure = tree.flatten(params)
     leaves = list(map(tree.as_array, leaves))
     dtypes = list(map(partial(_wide, real_only), leaves, leaves))
@@ -25,7 +25,7 @@ def masked(name: str, real_only: str, params: Params) -> Params:
     return structure.unflatten(p if d else MASKED for p, d in zip(leaves, dtypes, strict=True))
 
 
-def entered(
+def enter(
     name: str, real_only: str, updates: Updates, params: Params | None
 ) -> tuple[Updates, Params | None, Callable[[Updates], Updates]]:
     """Return gradients and params in float32 or wider, masked where they are not trained.
@@ -55,11 +55,11 @@ def entered(
         _check(name, real_only, updates, params)
 
     def leave(new: Updates) -> Updates:
-        narrow = partial(_narrowed, name, new)
+        narrow = partial(_narrow, name, new)
         return structure.unflatten(map(narrow, structure.flatten_up_to(new), grads, like))
 
-    entering = structure.unflatten(map(_widened, grads, dtypes))
-    wide = None if params is None else structure.unflatten(map(_widened, like, dtypes))
+    entering = structure.unflatten(map(_widen, grads, dtypes))
+    wide = None if params is None else structure.unflatten(map(_widen, like, dtypes))
     return entering, wide, leave
 
 
@@ -77,11 +77,11 @@ def _wide(real_only: str, g: Leaf, p: Leaf) -> DType | None:
     return of_p if is_fit else None
 
 
-def _widened(x: Leaf, dtype: DType | None) -> Leaf:
+def _widen(x: Leaf, dtype: DType | None) -> Leaf:
     return numerics.cast(x, dtype) if dtype else MASKED
 
 
-def _narrowed(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
+def _narrow(name: str, new: Updates, u: Leaf, g: Leaf, p: Leaf) -> Leaf:
     fits = tree.is_array(u) and u.shape == g.shape
     return numerics.cast(u, p.dtype) if fits else _untrained_update(name, new, u, g, p)
 
