@@ -41,7 +41,7 @@ class Update(NamedTuple):
 
     @property
     def is_uphill(self) -> bool:
-        """Whether the update points uphill, or is the average or the master of such a update."""
+        """Whether the update points uphill, or is the average or the master of such an update."""
         return self.form in forms.UPHILL or "uphill" in dict(self.marks)
 
 

@@ -139,7 +139,6 @@ def master_weights(
             p = tree.as_array(p)
             if not form.is_narrow(p):
                 return p, optax.MaskedNode()
-            p = jnp.asarray(p)
             _check_dtype(place, p, bits)
             kept = form.start(p)
             return form.read(p, kept), kept
