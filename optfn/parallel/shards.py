@@ -38,7 +38,7 @@ from optfn.mesh import (
 )
 from optfn.parallel.layout import Division, Layout, is_spec
 from optfn.parallel.means import mean_over_workers
-from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard, current_step
+from optfn.parallel.owners import MIN_SIZE, Codec, coded_gather, coded_mean_shard
 from optfn.state.padded import pad
 from optfn.state.placement import num_workers
 
@@ -123,7 +123,11 @@ def _slices(spec: P, layout: Layout) -> P:
 
 
 def _gather(
-    shard: jax.Array, divisions: Sequence[Division], slices: P, layout: Layout, is_coded: bool
+    shard: jax.Array,
+    divisions: Sequence[Division],
+    slices: P,
+    layout: Layout,
+    step: jax.Array | None,
 ) -> jax.Array:
     """Return a whole array; its gradient is the device's shard of the mean over the shard axes.
 
@@ -132,11 +136,10 @@ def _gather(
       divisions: how the array is divided.
       slices: how it is divided over axes that are left to the compiler; see `_slices`.
       layout: how params are divided.
-      is_coded: whether the compressors of the layout, if it has some, encode what is sent.
+      step: the number of the training step, for the packets that the compressors of the layout
+        make; None if the array is sent as it is.
     """
-
-    forward, reduce = (layout.gather, layout.reduce) if is_coded else (None, None)
-    step = None if forward is None and reduce is None else current_step()
+    forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
 
     @jax.custom_vjp
     @functools.partial(_on_slices, slices, layout)
@@ -160,22 +163,29 @@ def _gather(
 
 
 class _Shard(NamedTuple):
-    """The shard of an array that a device keeps, and how the whole array is gathered."""
+    """The shard of an array that a device keeps, and how the whole array is gathered.
+
+    step: the number of the training step, for packets.
+    """
 
     array: jax.Array
     divisions: list[Division]
     slices: P
     layout: Layout
+    step: jax.Array
 
     @property
-    def is_coded(self) -> bool:
-        """Whether the array is large enough for the compressors of the layout."""
+    def packet_step(self) -> jax.Array | None:
+        """The step, or None if the array is sent as it is: without compressors, and if small."""
+        if self.layout.gather is None and self.layout.reduce is None:
+            return None
         names = joined(*(names for _, names in self.divisions))
-        return self.array.size * num_workers(self.layout.mesh, names) >= MIN_SIZE
+        size = self.array.size * num_workers(self.layout.mesh, names)
+        return self.step if size >= MIN_SIZE else None
 
     def whole(self) -> jax.Array:
         """Return the whole array."""
-        return _gather(self.array, self.divisions, self.slices, self.layout, self.is_coded)
+        return _gather(self.array, self.divisions, self.slices, self.layout, self.packet_step)
 
     def divide_layers(self) -> "_Shard | None":
         """Return the same array divided within each layer, if it is divided by layers.
@@ -198,7 +208,7 @@ class _Shard(NamedTuple):
     def layer(self, shard: jax.Array) -> jax.Array:
         """Return a whole layer, gathered from its shards on the devices."""
         divisions = [Division(d - 1, names) for d, names in self.divisions]
-        return _gather(shard, divisions, P(*self.slices[1:]), self.layout, self.is_coded)
+        return _gather(shard, divisions, P(*self.slices[1:]), self.layout, self.packet_step)
 
 
 # From the id of a gathered array to the shard it came from, while a loss is traced.
@@ -206,7 +216,9 @@ _known: ContextVar[Mapping[int, _Shard]] = ContextVar("known", default=MappingPr
 
 
 @contextlib.contextmanager
-def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iterator[Params]:
+def whole(
+    params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
+) -> Iterator[Params]:
     """Gather whole params from a device's shards, while a loss is traced in this context.
 
     `scan_layers` finds the shards of its stacked params, and gathers them layer by layer. Tables
@@ -217,6 +229,7 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
       specs: the PartitionSpecs of whole params.
       tables: which leaves are tables.
       layout: how params are divided.
+      step: the number of the training step, for packets.
     """
     found: dict[int, _Shard] = {}
 
@@ -224,7 +237,7 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        shard = _Shard(x, divisions, _slices(spec, layout), layout)
+        shard = _Shard(x, divisions, _slices(spec, layout), layout, step)
         gathered = shard.whole()
         found[id(gathered)] = shard
         return gathered
@@ -238,7 +251,12 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
 
 
 def mean_gradients(
-    grads: Updates, params: Params, specs: PyTree, gradient_specs: PyTree, layout: Layout
+    grads: Updates,
+    params: Params,
+    specs: PyTree,
+    gradient_specs: PyTree,
+    layout: Layout,
+    step: jax.Array,
 ) -> Updates:
     """Return a device's shard of the mean gradient over the shard axes.
 
@@ -249,6 +267,7 @@ def mean_gradients(
       specs: the PartitionSpecs of whole params.
       gradient_specs: the PartitionSpecs of whole gradients.
       layout: how params are divided.
+      step: the number of the training step, for packets.
     """
 
     def undivided(g: Leaf, spec: P) -> Leaf:
@@ -265,11 +284,11 @@ def mean_gradients(
         codec = layout.reduce if g.size >= MIN_SIZE else None
         divisions = layout.divisions(gradient_spec)
 
-        def shard_of(g: jax.Array, step: jax.Array | None) -> jax.Array:
+        def shard_of(g: jax.Array, step: jax.Array) -> jax.Array:
             return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, step)
 
         slices = _slices(gradient_spec, layout)
-        return _on_slices(slices, layout, shard_of)(g, current_step())
+        return _on_slices(slices, layout, shard_of)(g, step)
 
     means = mean_over_workers(tree.map(undivided, grads, gradient_specs), layout.shard_axes)
     return tree.map(reduced, grads, means, params, specs, gradient_specs)
