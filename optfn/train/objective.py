@@ -94,8 +94,8 @@ def differentiate(
     """
 
     def value_at_whole_params(inputs: Inputs) -> Values:
-        returned = loss_fn(inputs.params, *form.arguments(inputs))
-        return form.values("loss_fn", returned, inputs.model_state)
+        returned = loss_fn(inputs.params, *form.list_arguments(inputs))
+        return form.check_result("loss_fn", returned, inputs.model_state)
 
     def value(inputs: Inputs) -> Values:
         if gather is None:
@@ -137,14 +137,14 @@ def wrap_value_and_grad(
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
         check_unscaled("value_and_grad", inputs.loss_factor)
-        result = function(inputs.params, *form.arguments(inputs))
+        result = function(inputs.params, *form.list_arguments(inputs))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
                 f"value_and_grad must return a pair, ({form.result}, gradients); got a value of "
                 f"type {type(result).__name__}"
             )
         returned, grads = result
-        values = form.values("the value of value_and_grad", returned, inputs.model_state)
+        values = form.check_result("the value of value_and_grad", returned, inputs.model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
         if gather is not None:
@@ -216,7 +216,7 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
             with contextlib.suppress(Exception):  # a loss may take batches of one size only
                 double = inputs._replace(batch=jax.tree.map(_shape_of_twice, inputs.batch))
                 twice = jax.eval_shape(objective.value, double).aux
-            _check_aux(values.aux, twice)
+            _check_aux_shapes(values.aux, twice)
         return values, grads
 
     return Objective(objective.value, value_and_grad)
@@ -228,7 +228,7 @@ def _shape_of_twice(x: Leaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if shape else (), jnp.result_type(x))
 
 
-def _check_aux(aux: PyTree, twice: PyTree) -> None:
+def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
     """Raise a ValueError if an array of aux has another shape for twice the examples."""
     for (path, x), (_, y) in zip(
         tree.arrays_with_paths(aux), tree.arrays_with_paths(twice), strict=True
@@ -297,10 +297,10 @@ def _gather_of(params: Params, layout: Layout) -> Gather:
 
 
 def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -> PyTree:
-    """Return the PartitionSpecs of gradients as devices compute them; None for integer leaves.
+    """Return the PartitionSpecs with which gradients leave the devices; None for integer leaves.
 
-    Gradients of divided params arrive with the PartitionSpecs of the params, all others with those
-    of the gradients.
+    The gradient of a divided param is divided like the param, because gathering it has already
+    reduced the gradient. All other gradients are reduced as the layout divides gradients.
     """
 
     def spec_of(p: Leaf, spec: P, gradient_spec: P) -> P | None:
@@ -344,7 +344,9 @@ def _run_on_devices(
     return meshes.mapped(function, layout.mesh, names, (specs,), out_specs)(inputs)
 
 
-def value_fn(objective: Objective, workers: Workers, inputs: Inputs) -> Callable[..., jax.Array]:
+def make_value_fn(
+    objective: Objective, workers: Workers, inputs: Inputs
+) -> Callable[..., jax.Array]:
     """Return params -> loss on the batch of a step, which line searches call.
 
     Args:
