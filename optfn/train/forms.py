@@ -188,8 +188,10 @@ def _find_optax_kinds() -> dict[type, str]:
     found: dict[type, str] = {}
     for kind, words in names.items():
         for word in words.split():
-            types = [getattr(place, f"{word}State", None) for place in places]
-            found |= {state_type: kind for state_type in types if isinstance(state_type, type)}
+            for place in places:
+                state_type = getattr(place, f"{word}State", None)
+                if isinstance(state_type, type):
+                    found[state_type] = kind
     return found
 
 

@@ -32,7 +32,9 @@ def _find_frozen(tx: object, params: Params) -> set[str]:
     # The links of a chain are its positional arguments, and a wrapper's optimizer is `tx`. `others`
     # of muon is neither: it trains only some leaves, so what it freezes says nothing of the rest.
     _, positional, named = tx.call
-    found = set().union(*(_find_frozen(part, params) for part in (*positional, named.get("tx"))))
+    found: set[str] = set()
+    for part in (*positional, named.get("tx")):
+        found |= _find_frozen(part, params)
     if tx.param_attrs:
         attrs = resolve(tx.param_attrs, params)
         found |= {name for name, x in attrs.items() if not (x.trainable and x.learning_rate)}

@@ -149,7 +149,7 @@ class LocalSteps(NamedTuple):
 
 
 def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout | None) -> None:
-    """Raise unless a state was made for local steps, if there are some, and for as many workers.
+    """Raise unless a state fits the local steps of a step, None if it has none, and its workers.
 
     We compare the number of workers only if its value is ready, so that no call waits for a step
     that is still running: the state that such a step returns has the right number anyway.
@@ -193,7 +193,7 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
     """
 
     def update(params: Params, state: OptState) -> OptState:
-        grads = jax.tree.map(_trace_gradient, params)
+        grads = jax.tree.map(_make_gradient, params)
         loss = sum((jnp.sum(p).real for p in jax.tree.leaves(params) if tree.is_inexact(p)), 0.0)
         loss = jnp.asarray(loss, jnp.float32)
         extra = {"value": loss, "grad": grads, "value_fn": lambda p: loss}
@@ -210,7 +210,7 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
         varies = found
 
 
-def _trace_gradient(p: Leaf) -> Leaf:
+def _make_gradient(p: Leaf) -> Leaf:
     """Return an array that depends on p, to stand for its gradient; float0 for an integer leaf."""
     return 1.0 * p if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
 

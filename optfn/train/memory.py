@@ -122,7 +122,7 @@ def plan_memory(
     tx = core.check_transform("plan_memory: tx", tx)
     check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
-    num_workers(mesh, data_axis)  # the mesh has these axes
+    num_workers(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divides = shard is not None or shard_tables
     layout = layout_of(shard, mesh, data_axis, tables if divides else None)
@@ -143,7 +143,8 @@ def plan_memory(
             continue
         undivided = restricted(grad_spec, without(joined(*grad_spec), layout.data_axes))
         whole = _count_bytes(p, undivided, mesh)
-        done = Axes() if str(place) in as_rows else exchanged[place.number]  # rows go to all
+        # `packets_sent` has counted the workers of an exchange; rows go to all workers.
+        done = Axes() if str(place) in as_rows else exchanged[place.number]
         workers = num_workers(mesh, without(layout.worker_axes, done))
         if str(place) in rows:
             sent += looked_up.count_sent(whole, p.shape[0], workers)

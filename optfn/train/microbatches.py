@@ -104,6 +104,7 @@ def split_objective(objective: Objective, count: int) -> Objective:
 
         batch = inputs.batch
         first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
+        # The structure and dtypes of the sums are known only from the gradients of a microbatch.
         _, like = jax.eval_shape(objective.value_and_grad, inputs._replace(batch=first))
         start = inputs.model_state, tree.map(_make_total, like)
         carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")

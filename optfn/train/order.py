@@ -154,7 +154,7 @@ class _Walk:
     def _follow_wrapper(
         self, wrapper: tuple[str, str], state: OptState, before: Updates, tx: Any, text: str
     ) -> Updates:
-        """Return the updates after a wrapper: a pair, its effect and the field of its inner state."""
+        """Return the updates after a wrapper, the pair of its effect and the field of its state."""
         way, field = wrapper
         inner, name = getattr(state, field), text or _show_link(state)
         if way in forms.KINDS:  # the wrapper reads the update, so it must take its form

@@ -33,7 +33,7 @@ StepFn: TypeAlias = Callable[[TrainState, Batch], tuple[TrainState, dict[str, An
 
 
 def check_params(params: Params) -> None:
-    """Raise a TypeError unless params are a tree of arrays, and one of them can be trained."""
+    """Raise a TypeError unless params are arrays, and one can be trained; an empty tree passes."""
     if any(isinstance(x, TrainState) for x in jax.tree.leaves(params, is_leaf=_is_state)):
         raise TypeError(
             "TrainStep.init: params must be the parameters alone; got a TrainState, which init "
