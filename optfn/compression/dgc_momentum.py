@@ -12,7 +12,7 @@ from optfn.mesh import AxisName
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.wrappers.attributes import (
     ParamAttrs,
-    attributed,
+    apply_to_trained,
     check_param_attrs,
     refuse_decay_factors,
     regularizing,
@@ -108,7 +108,7 @@ def dgc_momentum(
         scale_by_learning_rate(learning_rate),
     )
     tx = core.with_boundary("dgc_momentum", core.rule_of(chain))
-    return attributed("dgc_momentum", tx, attrs)
+    return apply_to_trained("dgc_momentum", tx, attrs)
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:

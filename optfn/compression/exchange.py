@@ -43,7 +43,7 @@ from optfn.parallel.means import mean_of_all
 from optfn.parallel.owners import check_codec
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged, per_worker
 from optfn.workers import ONE_WORKER, Group, Workers
-from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
+from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
 
 @traits(link="exchange", passes_rows=True)
@@ -212,7 +212,7 @@ def _freezing(
         pattern: ParamAttr(trainable=attr.trainable and attr.learning_rate > 0)
         for pattern, attr in attrs.items()
     }
-    masking = attributed("exchange", tx, trained)
+    masking = apply_to_trained("exchange", tx, trained)
 
     def init(params: Params) -> Any:
         state = masking.init(params)
