@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.collectives.means import sum_dtype
+from optfn.collectives.packets import encoding_microbatch
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
 from optfn.leaves import mismatch
-from optfn.parallel.means import sum_dtype
-from optfn.parallel.owners import encoding_microbatch
 from optfn.train.loss_form import Values
 from optfn.train.objective import Objective
 
