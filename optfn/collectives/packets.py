@@ -10,9 +10,7 @@ counts encodings, so it is set to the number of the training step: a compressor 
 random by it rounds the same array in another way in each step.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -122,31 +120,6 @@ def check_reduce(argument: str, codec: object) -> Compressor:
     return checked
 
 
-# The number of the training step, while it is traced; None outside of one.
-_step: ContextVar[jax.Array | None] = ContextVar("step", default=None)
-
-
-@contextlib.contextmanager
-def encoding_at(step: jax.Array | None) -> Iterator[None]:
-    """Let packets in this context be those of a step, int32."""
-    token = _step.set(step)
-    try:
-        yield
-    finally:
-        _step.reset(token)
-
-
-def encoding_microbatch(number: jax.Array, count: int) -> contextlib.AbstractContextManager[None]:
-    """Let packets in a context be those of a microbatch, the `number`-th of `count` in a step."""
-    step = _step.get()
-    return encoding_at(None if step is None else step * count + number)
-
-
-def current_step() -> jax.Array | None:
-    """Return the step of the enclosing `encoding_at`; None outside of one."""
-    return _step.get()
-
-
 def _state_at(codec: Compressor, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
     """Return the first state of a compressor, with the step added to its integers."""
     state = codec.init(shape)
@@ -213,7 +186,7 @@ def coded_mean_shard(
       dimension: the dimension that is divided.
       names: the axes over which the mean is taken, and over which it is divided.
       codec: the compressor that makes the packets.
-      step: the number of the training step; None outside of one.
+      step: the number of the training step; None stands for 0.
     """
     size = x.shape[dimension] // axis_size(names)
     slices = jnp.moveaxis(

@@ -28,22 +28,29 @@ from optfn.state.placement import num_workers
 
 
 class _Shard(NamedTuple):
-    """The shard of an array that a device keeps, and how the whole array is gathered."""
+    """The shard of an array that a device keeps, and how the whole array is gathered.
+
+    step: the number of the training step, for packets.
+    """
 
     array: jax.Array
     divisions: list[Division]
     slices: P
     layout: Layout
+    step: jax.Array
 
     @property
-    def is_coded(self) -> bool:
-        """Whether the array is large enough for the compressors of the layout."""
+    def packet_step(self) -> jax.Array | None:
+        """The step, or None if the array is sent as it is: without compressors, and if small."""
+        if self.layout.gather is None and self.layout.reduce is None:
+            return None
         names = joined(*(names for _, names in self.divisions))
-        return self.array.size * num_workers(self.layout.mesh, names) >= MIN_SIZE
+        size = self.array.size * num_workers(self.layout.mesh, names)
+        return self.step if size >= MIN_SIZE else None
 
     def whole(self) -> jax.Array:
         """Return the whole array."""
-        return gather_shard(self.array, self.divisions, self.slices, self.layout, self.is_coded)
+        return gather_shard(self.array, self.divisions, self.slices, self.layout, self.packet_step)
 
     def divide_layers(self) -> "_Shard | None":
         """Return the same array divided within each layer, if it is divided by layers.
@@ -66,7 +73,7 @@ class _Shard(NamedTuple):
     def layer(self, shard: jax.Array) -> jax.Array:
         """Return a whole layer, gathered from its shards on the devices."""
         divisions = [Division(d - 1, names) for d, names in self.divisions]
-        return gather_shard(shard, divisions, P(*self.slices[1:]), self.layout, self.is_coded)
+        return gather_shard(shard, divisions, P(*self.slices[1:]), self.layout, self.packet_step)
 
 
 # From the id of a gathered array to the shard it came from, while a loss is traced.
@@ -74,7 +81,9 @@ _known: ContextVar[Mapping[int, _Shard]] = ContextVar("known", default=MappingPr
 
 
 @contextlib.contextmanager
-def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iterator[Params]:
+def whole(
+    params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
+) -> Iterator[Params]:
     """Gather whole params from a device's shards, while a loss is traced in this context.
 
     `scan_layers` finds the shards of its stacked params, and gathers them layer by layer. Tables
@@ -85,6 +94,7 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
       specs: the PartitionSpecs of whole params.
       tables: which leaves are tables.
       layout: how params are divided.
+      step: the number of the training step, for packets.
     """
     found: dict[int, _Shard] = {}
 
@@ -92,7 +102,7 @@ def whole(params: Params, specs: PyTree, tables: PyTree, layout: Layout) -> Iter
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        shard = _Shard(x, divisions, slices_of(spec, layout), layout)
+        shard = _Shard(x, divisions, slices_of(spec, layout), layout, step)
         gathered = shard.whole()
         found[id(gathered)] = shard
         return gathered

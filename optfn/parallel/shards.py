@@ -23,7 +23,7 @@ from optfn.collectives.axes import (
 )
 from optfn.collectives.means import mean_over_workers, mean_shard
 from optfn.collectives.mesh import are_in_order, mapped
-from optfn.collectives.packets import MIN_SIZE, coded_gather, current_step
+from optfn.collectives.packets import MIN_SIZE, coded_gather
 from optfn.collectives.torus import gather_along
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
@@ -60,7 +60,11 @@ def slices_of(spec: P, layout: Layout) -> P:
 
 
 def gather_shard(
-    shard: jax.Array, divisions: Sequence[Division], slices: P, layout: Layout, is_coded: bool
+    shard: jax.Array,
+    divisions: Sequence[Division],
+    slices: P,
+    layout: Layout,
+    step: jax.Array | None,
 ) -> jax.Array:
     """Return a whole array; its gradient is the device's shard of the mean over the shard axes.
 
@@ -69,11 +73,10 @@ def gather_shard(
       divisions: how the array is divided.
       slices: how it is divided over axes that are left to the compiler; see `slices_of`.
       layout: how params are divided.
-      is_coded: whether the compressors of the layout, if it has some, encode what is sent.
+      step: the number of the training step, for the packets that the compressors of the layout
+        make; None if the array is sent as it is.
     """
-
-    forward, reduce = (layout.gather, layout.reduce) if is_coded else (None, None)
-    step = None if forward is None and reduce is None else current_step()
+    forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
 
     @jax.custom_vjp
     @functools.partial(_on_slices, slices, layout)
@@ -97,7 +100,12 @@ def gather_shard(
 
 
 def mean_gradients(
-    grads: Updates, params: Params, specs: PyTree, gradient_specs: PyTree, layout: Layout
+    grads: Updates,
+    params: Params,
+    specs: PyTree,
+    gradient_specs: PyTree,
+    layout: Layout,
+    step: jax.Array,
 ) -> Updates:
     """Return a device's shard of the mean gradient over the shard axes.
 
@@ -108,6 +116,7 @@ def mean_gradients(
       specs: the PartitionSpecs of whole params.
       gradient_specs: the PartitionSpecs of whole gradients.
       layout: how params are divided.
+      step: the number of the training step, for packets.
     """
 
     def undivided(g: Leaf, spec: P) -> Leaf:
@@ -124,11 +133,11 @@ def mean_gradients(
         codec = layout.reduce if g.size >= MIN_SIZE else None
         divisions = layout.divisions(gradient_spec)
 
-        def shard_of(g: jax.Array, step: jax.Array | None) -> jax.Array:
+        def shard_of(g: jax.Array, step: jax.Array) -> jax.Array:
             return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, step)
 
         slices = slices_of(gradient_spec, layout)
-        return _on_slices(slices, layout, shard_of)(g, current_step())
+        return _on_slices(slices, layout, shard_of)(g, step)
 
     means = mean_over_workers(tree.map(undivided, grads, gradient_specs), layout.shard_axes)
     return tree.map(reduced, grads, means, params, specs, gradient_specs)

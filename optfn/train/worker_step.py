@@ -21,7 +21,6 @@ from optfn.collectives.axes import Axes, is_spec, restricted
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_of_all, mean_or_first
 from optfn.collectives.mesh import constrained
-from optfn.collectives.packets import encoding_at
 from optfn.core import checks, tree
 from optfn.core.types import Batch, OptState, Params, PyTree
 from optfn.leaves import mismatch, row_sparse, xla
@@ -33,8 +32,8 @@ from optfn.parallel.shards import gather_updated
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import nested, reported
+from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, value_fn
-from optfn.train.scaled_loss import scaling_losses
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
 from optfn.wrappers.loss_scale import scale_of
@@ -83,11 +82,11 @@ def worker_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         # 1. The batch and the key are this worker's. Params and state are equal on all workers,
         #    except a PerWorker; the devices of a worker divide them as the layout says.
-        keys = () if key_of is None else (key_of(state.step),)
-        arguments = (state.model_state, batch, *keys)
         state = state._replace(params=constrain_params(state.params, layout))
-        with scaling_losses(scale_of(state.opt_state)), encoding_at(state.step):
-            values, grads = objective.value_and_grad(state.params, *arguments)
+        key = None if key_of is None else key_of(state.step)
+        inputs = Inputs(state.params, state.model_state, batch, key, state.step, None)
+        scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
+        values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
         grads, (loss, aux), extra = optimizer_inputs(
@@ -99,11 +98,11 @@ def worker_step(
         #    there is none, XLA removes this computation.
         mean = mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
         extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
-        extra["value_fn"] = value_fn(objective, workers, *arguments)
+        extra["value_fn"] = value_fn(objective, workers, inputs)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
-        with mismatch.naming_integer_leaves(grads), encoding_at(state.step):
+        with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_updated(apply_updates(params, updates), layout)
         model_state = mean_or_first(values.model_state, axes)
