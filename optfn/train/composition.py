@@ -1,6 +1,5 @@
 """The composition of a training step from its options: objective, update, rounds, placement."""
 
-import contextlib
 from typing import Any
 
 import jax
@@ -9,26 +8,26 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
+from optfn.collectives.axes import Axes
 from optfn.core.types import Batch, LossFn
-from optfn.mesh import Axes
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
-from optfn.parallel.layout import Layout
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Sharded
 from optfn.sparse.tables import Owners
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_form import Form
 from optfn.train.microbatches import split_objective
 from optfn.train.objective import (
+    Gather,
     Objective,
-    Seen,
-    differentiated,
-    gathered,
-    packed_objective,
-    refusing_aux_of_examples,
-    sharded_objective,
-    sharded_table_objective,
-    user_objective,
+    differentiate,
+    gather_once,
+    pack_objective,
+    refuse_aux_of_examples,
+    shard_objective,
+    wrap_tables_of_objective,
+    wrap_value_and_grad,
 )
 from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
@@ -59,9 +58,9 @@ def composed(
     # 1. The objective takes params and the batch of one worker. If devices divide the params, each
     #    has its shards in it, gathers them for the loss, and computes on a slice of the batch; loss
     #    and gradients are means over these devices, and gradients lie as the layout says.
-    objective = _objective(loss_fn, options, layout)
+    objective = make_objective(loss_fn, options, layout)
     if options.has_aux and (layout is not None or options.microbatches > 1):
-        objective = refusing_aux_of_examples(objective)
+        objective = refuse_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
     #    except in a round, where each worker trains apart; new params are again those of a worker.
     step = worker_step(objective, tx, key_of, averaged, layout)
@@ -99,33 +98,38 @@ def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
     )
 
 
-def _objective(loss_fn: LossFn | None, options: StepArguments, layout: Layout | None) -> Objective:
+def make_objective(
+    loss_fn: LossFn | None, options: StepArguments, layout: Layout | None
+) -> Objective:
     """Return the objective of one device, or of all devices that divide params."""
     form = Form(options.model_state, options.has_aux)
+    gathers_once = isinstance(options.shard, Sharded) and options.shard.gathers_once
     owners = None
     if layout is not None and layout.tables is not None:
         owners = Owners(layout.mesh, layout.shard_axes)
 
-    def make(seen: Seen = contextlib.nullcontext) -> Objective:
-        once = isinstance(options.shard, Sharded) and options.shard.gathers_once
-        if not (once or options.packed):
-            return split_objective(basic(seen), options.microbatches)
-        whole = split_objective(basic(), options.microbatches)
-        return gathered(packed_objective(whole) if options.packed else whole, seen)
-
-    def basic(seen: Seen = contextlib.nullcontext) -> Objective:
+    def in_microbatches(gather: Gather | None) -> Objective:
         if options.value_and_grad is not None:
-            return user_objective(options.value_and_grad, form, seen)
-        assert loss_fn is not None
-        tables, recompute = options.tables, options.recompute
-        return differentiated(
-            loss_fn, form, seen, tables=tables, owners=owners, recompute=recompute
-        )
+            objective = wrap_value_and_grad(options.value_and_grad, form, gather)
+        else:
+            assert loss_fn is not None
+            tables, recompute = options.tables, options.recompute
+            objective = differentiate(
+                loss_fn, form, gather, tables=tables, owners=owners, recompute=recompute
+            )
+        return split_objective(objective, options.microbatches)
+
+    def on_device(gather: Gather | None) -> Objective:
+        if options.packed:  # a shard of a buffer has parts of leaves, so the loss cannot gather it
+            return gather_once(pack_objective(in_microbatches(None)), gather)
+        if gathers_once:
+            return gather_once(in_microbatches(None), gather)
+        return in_microbatches(gather)
 
     if layout is None or not layout.shard_axes:
-        return make()
-    objective = sharded_objective(make, layout)
-    return objective if owners is None else sharded_table_objective(objective)
+        return on_device(None)
+    objective = shard_objective(on_device, layout)
+    return objective if owners is None else wrap_tables_of_objective(objective)
 
 
 def local_rounds(

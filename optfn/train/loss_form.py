@@ -1,4 +1,4 @@
-"""The arguments and results of a loss function, with the checks of its results."""
+"""What a loss is computed from and what it returns, with the checks of its results."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -9,7 +9,30 @@ import numpy as np
 
 from optfn.core import tree
 from optfn.core.checks import shown
-from optfn.core.types import PyTree
+from optfn.core.types import Batch, Params, PyTree
+
+
+class Inputs(NamedTuple):
+    """The arrays from which a step computes its loss and gradients.
+
+    `shard_map` takes arrays as arguments only, so the step and the loss factor are here as well,
+    and one tree of PartitionSpecs divides them all.
+
+    params: the params as they are stored: a tree, packed, or the shards of a device.
+    model_state: the arrays that the model has besides params; None without `model_state=True`.
+    batch: the examples.
+    key: the random key of the loss; None if the loss takes no key.
+    step: the number of the training step, int32; each microbatch has a number of its own. It
+      numbers packets, so that a compressor rounds each of them at random in another way.
+    loss_factor: the factor by which the step scales gradients, for `dynamic_loss_scale`; else None.
+    """
+
+    params: Params
+    model_state: PyTree
+    batch: Batch
+    key: jax.Array | None
+    step: jax.Array
+    loss_factor: jax.Array | None
 
 
 class Values(NamedTuple):
@@ -27,10 +50,15 @@ class Form:
     has_model_state: bool
     has_aux: bool
 
-    def arguments(self, model_state: PyTree, *rest: Any) -> tuple[Any, ...]:
-        """Return the arguments that follow the params in a call."""
-        # Make a new tree for each call, because equinox marks a State as used up.
-        return (jax.tree.map(lambda x: x, model_state), *rest) if self.has_model_state else rest
+    def arguments(self, inputs: Inputs) -> list[Any]:
+        """Return the arguments that follow the params in a call: model state, batch, and key."""
+        arguments = [inputs.batch]
+        if self.has_model_state:
+            # Make a new tree for each call, because equinox marks a State as used up.
+            arguments.insert(0, jax.tree.map(lambda x: x, inputs.model_state))
+        if inputs.key is not None:
+            arguments.append(inputs.key)
+        return arguments
 
     @property
     def result(self) -> str:

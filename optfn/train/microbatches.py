@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.collectives.means import sum_dtype
 from optfn.core import leafwise, numerics, tree
-from optfn.core.types import Batch, Leaf, LeafKind, Params, PyTree, Updates
+from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
 from optfn.leaves import mismatch
-from optfn.parallel.means import sum_dtype
-from optfn.parallel.owners import encoding_microbatch
-from optfn.train.loss_form import Values
+from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
 Carry = TypeVar("Carry")
@@ -63,33 +62,36 @@ def split_objective(objective: Objective, count: int) -> Objective:
     if count == 1:
         return objective
 
-    def keys_of(keys: tuple[jax.Array, ...], number: jax.Array) -> list[jax.Array]:
-        return [jax.random.fold_in(key, number) for key in keys]
+    def inputs_of(
+        inputs: Inputs, model_state: PyTree, microbatch: Batch, number: jax.Array
+    ) -> Inputs:
+        key = None if inputs.key is None else jax.random.fold_in(inputs.key, number)
+        return inputs._replace(
+            model_state=model_state, batch=microbatch, key=key, step=inputs.step * count + number
+        )
 
-    def value(params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array) -> Values:
+    def value(inputs: Inputs) -> Values:
         def body(state: PyTree, microbatch: Batch, number: jax.Array) -> tuple[PyTree, PyTree]:
-            with encoding_microbatch(number, count):
-                values = objective.value(params, state, microbatch, *keys_of(keys, number))
+            values = objective.value(inputs_of(inputs, state, microbatch, number))
             return values.model_state, (values.loss, values.aux)
 
-        state, (loss, aux) = scan_batch(body, model_state, batch, count, "microbatches")
+        state, (loss, aux) = scan_batch(
+            body, inputs.model_state, inputs.batch, count, "microbatches"
+        )
         return Values(jnp.mean(loss), state, combined(aux))
 
-    def value_and_grad(
-        params: Params, model_state: PyTree, batch: Batch, *keys: jax.Array
-    ) -> tuple[Values, Updates]:
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
         def body(carry: Any, microbatch: Batch, number: jax.Array) -> tuple[Any, PyTree]:
             state, totals = carry
-            arguments = state, microbatch, *keys_of(keys, number)
-            with encoding_microbatch(number, count):
-                values, grads = objective.value_and_grad(params, *arguments)
+            values, grads = objective.value_and_grad(inputs_of(inputs, state, microbatch, number))
             rows = tree.map(lambda g: g if isinstance(g, LeafKind) else None, grads)
             totals = tree.map(_add_gradient, totals, grads)
             return (values.model_state, totals), (values.loss, values.aux, rows)
 
+        batch = inputs.batch
         first = jax.tree.map(lambda x: x[: x.shape[0] // count] if jnp.ndim(x) else x, batch)
-        _, like = jax.eval_shape(objective.value_and_grad, params, model_state, first, *keys)
-        start = model_state, tree.map(_zeros, like)
+        _, like = jax.eval_shape(objective.value_and_grad, inputs._replace(batch=first))
+        start = inputs.model_state, tree.map(_zeros, like)
         carry, (loss, aux, rows) = scan_batch(body, start, batch, count, "microbatches")
         state, totals = carry
         grads = tree.map(partial(_mean_over_microbatches, count), like, totals, rows)

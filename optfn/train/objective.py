@@ -1,54 +1,82 @@
-"""The loss of a training step and its gradients, for all forms of loss functions."""
+"""The loss of a training step and its gradients, for all forms of loss functions.
+
+An objective is made from inside to outside (`composition.make_objective`):
+
+    loss_fn        whole params, the batch of one device
+    gather         a device's shards of params -> the whole params that the loss sees
+    differentiate  gradients with respect to the params before this line
+    split          the batch of one device -> microbatches            microbatches.py
+    shard          whole arrays, divided over devices -> shards
+"""
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
+from optfn.collectives import mesh as meshes
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.core import tree
 from optfn.core.tree import Pattern
-from optfn.core.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
+from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.leaves import mismatch, row_sparse
 from optfn.leaves.packed import pack_like, unpack
 from optfn.parallel.data_parallel import batch_spec
-from optfn.parallel.layout import Layout
-from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
-from optfn.parallel.owners import current_step, encoding_at
-from optfn.parallel.shards import mean_gradients, whole
+from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.scans import whole
+from optfn.parallel.shards import mean_gradients
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.sparse.tables import Owners
-from optfn.train.loss_form import Form, Values
-from optfn.train.loss_scale import check_unscaled, current_factor, scaled_loss, scaling_losses
-from optfn.workers import Workers
+from optfn.train.loss_form import Form, Inputs, Values
+from optfn.train.scaled_loss import check_unscaled, scale_gradient
+
+T = TypeVar("T")
 
 
 class Objective(NamedTuple):
-    """The objective of a step: two functions of (params, model_state, batch, *keys).
+    """The loss of a step and its gradients.
 
     value: returns the Values.
-    value_and_grad: returns the Values and the gradients.
+    value_and_grad: returns the Values, and the gradients with respect to `inputs.params`.
     """
 
-    value: Callable[..., Values]
-    value_and_grad: Callable[..., tuple[Values, Updates]]
+    value: Callable[[Inputs], Values]
+    value_and_grad: Callable[[Inputs], tuple[Values, Updates]]
 
 
-# A context manager from stored params to those that a function sees while it is traced.
-Seen: TypeAlias = Callable[[Params], contextlib.AbstractContextManager[Params]]
+class Gather(NamedTuple):
+    """The way from the shards of params that a device stores to the params that its loss sees.
+
+    specs: the PartitionSpecs of the whole params.
+    tables: which leaves are tables; a table stays divided, because a loss only looks rows up.
+    layout: how params are divided.
+    """
+
+    specs: PyTree
+    tables: PyTree
+    layout: Layout
+
+    def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
+        """Return fn(inputs) with whole params in the place of the shards in `inputs`.
+
+        The derivative of a gathered param is this device's shard of the mean gradient.
+        """
+        with whole(inputs.params, self.specs, self.tables, self.layout, inputs.step) as params:
+            return fn(inputs._replace(params=params))
 
 
-def differentiated(
+def differentiate(
     loss_fn: LossFn,
     form: Form,
-    seen: Seen = contextlib.nullcontext,
+    gather: Gather | None = None,
     *,
     tables: Pattern | None = None,
     owners: Owners | None = None,
@@ -59,87 +87,136 @@ def differentiated(
     Args:
       loss_fn: (params, batch) -> loss, or another form.
       form: its arguments and results besides params, batch and loss.
-      seen: a context manager from the stored params to those that the loss sees; gradients are
-        with respect to the stored ones.
+      gather: how the params of the loss are gathered from a device's shards, if params are
+        divided; gradients are with respect to the shards.
       tables: leaves that are only looked up; see `sparse.value_and_grad`.
       owners: the workers that keep the rows of tables, if these are sharded.
       recompute: names of values that are kept for the backward pass.
     """
 
-    def value(params: Params, model_state: PyTree, *batch_and_keys: Any) -> Values:
-        with seen(params) as whole_params:
-            returned = loss_fn(whole_params, *form.arguments(model_state, *batch_and_keys))
-        return form.values("loss_fn", returned, model_state)
+    def value_at_whole_params(inputs: Inputs) -> Values:
+        returned = loss_fn(inputs.params, *form.arguments(inputs))
+        return form.values("loss_fn", returned, inputs.model_state)
 
-    def loss_and_rest(*arguments: Any) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
-        loss, *rest = value(*arguments)
-        return scaled_loss(loss), tuple(rest)
+    def value(inputs: Inputs) -> Values:
+        if gather is None:
+            return value_at_whole_params(inputs)
+        return gather.call(value_at_whole_params, inputs)
+
+    def scaled_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+        loss, *rest = value(inputs._replace(params=params))
+        return scale_gradient(loss, inputs.loss_factor), tuple(rest)
 
     transform = None
     if recompute is not None:
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
-        transformed = sparse.value_and_grad(
-            loss_and_rest, tables, has_aux=True, transform=transform, owners=owners
+        differentiated = sparse.value_and_grad(
+            scaled_loss, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
-        function = loss_and_rest if transform is None else transform(loss_and_rest)
-        transformed = jax.value_and_grad(function, has_aux=True, allow_int=True)
+        function = scaled_loss if transform is None else transform(scaled_loss)
+        differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
-    def value_and_grad(*arguments: Any) -> tuple[Values, Updates]:
-        (loss, rest), grads = transformed(*arguments)
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        (loss, rest), grads = differentiated(inputs.params, inputs)
         return Values(loss, *rest), grads
 
     # loss_fn alone would look up ids in a worker's rows as if they were the whole table.
     if owners is not None:
-        return Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
+        return Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
     return Objective(value, value_and_grad)
 
 
-def user_objective(function: Callable[..., Any], form: Form, seen: Seen) -> Objective:
-    """Return the objective of a user's function (params, batch) -> (loss, gradients)."""
+def wrap_value_and_grad(
+    function: Callable[..., Any], form: Form, gather: Gather | None
+) -> Objective:
+    """Return the objective of a user's function (params, batch) -> (loss, gradients).
 
-    def value_and_grad(params: Params, model_state: PyTree, batch: Batch) -> tuple[Values, Updates]:
-        check_unscaled("value_and_grad")
-        result = function(params, *form.arguments(model_state, batch))
+    The function gets whole params, and the objective returns its gradients of these as they are.
+    """
+
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        check_unscaled("value_and_grad", inputs.loss_factor)
+        result = function(inputs.params, *form.arguments(inputs))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
                 f"value_and_grad must return a pair, ({form.result}, gradients); got a value of "
                 f"type {type(result).__name__}"
             )
         returned, grads = result
-        values = form.values("the value of value_and_grad", returned, model_state)
+        values = form.values("the value of value_and_grad", returned, inputs.model_state)
         mismatch.check_params("value_and_grad", grads, "", "gradient")
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
-        if seen is not contextlib.nullcontext:
-            mismatch.check_gradients("value_and_grad", grads, params)
+        if gather is not None:
+            mismatch.check_gradients("value_and_grad", grads, inputs.params)
         return values, jax.tree.map(tree.as_array, grads)
 
-    objective = Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
-    return gathered(objective, seen)
+    objective = Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
+    return gather_once(objective, gather)
 
 
-def gathered(objective: Objective, seen: Seen) -> Objective:
-    """Return the objective of stored params, differentiated with respect to the gathered ones."""
-    return _adapted(objective, seen, lambda params, grads: grads)
+def gather_once(objective: Objective, gather: Gather | None) -> Objective:
+    """Return an objective that gathers params before all else; without `gather`, the objective.
+
+    Its gradients are with respect to the gathered params, so they have not been reduced.
+    """
+    if gather is None:
+        return objective
+    return Objective(
+        functools.partial(gather.call, objective.value),
+        functools.partial(gather.call, objective.value_and_grad),
+    )
 
 
-def refusing_aux_of_examples(objective: Objective) -> Objective:
+def pack_objective(objective: Objective) -> Objective:
+    """Return the objective as a function of packed params, with packed gradients."""
+    return _convert_params(objective, unpack, lambda packed, grads: pack_like(packed.layout, grads))
+
+
+def wrap_tables_of_objective(objective: Objective) -> Objective:
+    """Return the objective as a function of params with ShardedTables, and gradients to match."""
+    return _convert_params(objective, unwrap_tables, wrap_tables_like)
+
+
+def _convert_params(
+    objective: Objective,
+    convert: Callable[[Params], Params],
+    convert_back: Callable[[Params, Updates], Updates],
+) -> Objective:
+    """Return the objective as a function of params in another form, with gradients in that form.
+
+    Args:
+      objective: the objective.
+      convert: params in that form -> the params that `objective` takes.
+      convert_back: (params in that form, gradients of `objective`) -> gradients in that form.
+    """
+
+    def value(inputs: Inputs) -> Values:
+        return objective.value(inputs._replace(params=convert(inputs.params)))
+
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        converted = inputs._replace(params=convert(inputs.params))
+        values, grads = objective.value_and_grad(converted)
+        return values, convert_back(inputs.params, grads)
+
+    return Objective(value, value_and_grad)
+
+
+def refuse_aux_of_examples(objective: Objective) -> Objective:
     """Return an objective whose aux is averaged: an entry for each example would lose its meaning.
 
     Raises:
       ValueError: an array in aux grows with the batch.
     """
 
-    def value_and_grad(
-        params: Params, model_state: PyTree, batch: Batch, *keys: Any
-    ) -> tuple[Values, Updates]:
-        values, grads = objective.value_and_grad(params, model_state, batch, *keys)
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        values, grads = objective.value_and_grad(inputs)
         if any(map(jnp.ndim, jax.tree.leaves(values.aux))):
             twice = values.aux
             with contextlib.suppress(Exception):  # a loss may take batches of one size only
-                double = jax.tree.map(_shape_of_twice, batch)
-                twice = jax.eval_shape(objective.value, params, model_state, double, *keys).aux
+                double = inputs._replace(batch=jax.tree.map(_shape_of_twice, inputs.batch))
+                twice = jax.eval_shape(objective.value, double).aux
             _check_aux(values.aux, twice)
         return values, grads
 
@@ -167,102 +244,42 @@ def _check_aux(aux: PyTree, twice: PyTree) -> None:
             )
 
 
-def packed_objective(objective: Objective) -> Objective:
-    """Return the objective as a function of packed params, with packed gradients."""
-    return _adapted(
-        objective,
-        lambda params: contextlib.nullcontext(unpack(params)),
-        lambda packed, grads: pack_like(packed.layout, grads),
-    )
-
-
-def sharded_table_objective(objective: Objective) -> Objective:
-    """Return the objective as a function of params with ShardedTables, and gradients to match."""
-    return _adapted(
-        objective, lambda params: contextlib.nullcontext(unwrap_tables(params)), wrap_tables_like
-    )
-
-
-def _adapted(
-    objective: Objective, seen: Seen, stored: Callable[[Params, Updates], Updates]
-) -> Objective:
-    """Return the objective as a function of params in another form, with gradients in that form.
-
-    Args:
-      objective: the objective.
-      seen: a context manager from params in that form to those that the objective takes.
-      stored: (params, gradients of `objective`) -> the gradients in that form.
-    """
-
-    def value(params: Params, *arguments: Any) -> Values:
-        with seen(params) as converted:
-            return objective.value(converted, *arguments)
-
-    def value_and_grad(params: Params, *arguments: Any) -> tuple[Values, Updates]:
-        with seen(params) as converted:
-            values, grads = objective.value_and_grad(converted, *arguments)
-        return values, stored(params, grads)
-
-    return Objective(value, value_and_grad)
-
-
-def sharded_objective(make: Callable[[Seen], Objective], layout: Layout) -> Objective:
+def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) -> Objective:
     """Return the objective of all devices that divide params: a function of whole sharded arrays.
 
     Loss and gradients are means over these devices. Each device gathers the params that its
     loss needs, and gets its shards of the gradients.
 
     Args:
-      make: returns the objective of one device.
+      on_device: returns the objective of one device.
       layout: how params are divided.
     """
-    objective = _ShardedObjective(make, layout)
-    return Objective(objective.value, objective.value_and_grad)
 
+    def value(inputs: Inputs) -> Values:
+        gather = _gather_of(inputs.params, layout)
 
-class _ShardedObjective(NamedTuple):
-    """The objective of the devices that divide params; see `sharded_objective`."""
+        def run(inputs: Inputs) -> Values:
+            return _mean_values(on_device(gather).value(_fold_device(inputs, layout)), layout)
 
-    make: Callable[[Seen], Objective]
-    layout: Layout
+        return _run_on_devices(run, inputs, gather, P())
 
-    def value(self, params: Params, *rest: Any) -> Values:
-        """Return the mean of the values over the devices."""
-        specs = self.layout.param_specs(params)
-        objective = self._device_objective(params, specs)
+    def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
+        gather = _gather_of(inputs.params, layout)
+        specs = layout.gradient_specs(inputs.params)
+        arriving = _specs_of_arriving(inputs.params, gather, specs)
 
-        def run(shards: Params, model_state: PyTree, batch: Batch, *keys: Any) -> Values:
-            return self._mean(objective.value(shards, model_state, batch, *self._local_keys(keys)))
-
-        return self._run(run, specs, P(), params, *rest)
-
-    def value_and_grad(self, params: Params, *rest: Any) -> tuple[Values, Updates]:
-        """Return the mean values, and the mean gradients, divided as the layout says."""
-        layout = self.layout
-        specs, of_gradients = layout.param_specs(params), layout.gradient_specs(params)
-        objective = self._device_objective(params, specs)
-        # Gradients of divided params arrive with the PartitionSpecs of the params.
-        arriving = jax.tree.map(
-            lambda p, spec, of_gradient: (
-                None if not tree.is_inexact(p) else spec if layout.divisions(spec) else of_gradient
-            ),
-            params, specs, of_gradients,
-        )  # fmt: skip
-
-        def run(
-            shards: Params, model_state: PyTree, batch: Batch, *keys: Any
-        ) -> tuple[Values, Updates]:
-            local_keys = self._local_keys(keys)
-            values, grads = objective.value_and_grad(shards, model_state, batch, *local_keys)
-            grads = mean_gradients(grads, shards, specs, arriving, layout)
+        def run(inputs: Inputs) -> tuple[Values, Updates]:
+            values, grads = on_device(gather).value_and_grad(_fold_device(inputs, layout))
+            params, step = inputs.params, inputs.step
+            grads = mean_gradients(grads, params, gather.specs, arriving, layout, step)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
-            return self._mean(values), grads
+            return _mean_values(values, layout), grads
 
-        out_specs = P(), self.layout.bound_specs(arriving)
-        values, grads = self._run(run, specs, out_specs, params, *rest)
+        out_specs = P(), layout.bound_specs(arriving)
+        values, grads = _run_on_devices(run, inputs, gather, out_specs)
 
-        def laid_out(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
+        def place(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
             if arrived is None:
                 return mismatch.no_gradient(jnp.shape(p))
             if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
@@ -270,57 +287,80 @@ class _ShardedObjective(NamedTuple):
             g = lax.slice(g, [0] * p.ndim, p.shape)  # without padding
             return meshes.constrained(g, layout.mesh, spec)
 
-        return values, jax.tree.map(laid_out, params, grads, arriving, of_gradients)
+        return values, jax.tree.map(place, inputs.params, grads, arriving, specs)
 
-    def _device_objective(self, params: Params, specs: PyTree) -> Objective:
-        """Return the objective of one device, which sees whole params."""
-        tables = self.layout.is_table(params)
-        return self.make(lambda shards: whole(shards, specs, tables, self.layout))
-
-    def _mean(self, values: Values) -> Values:
-        names = self.layout.shard_axes
-        loss, aux = mean_over_workers((values.loss, values.aux), names)
-        return Values(loss, mean_or_first(values.model_state, names), aux)
-
-    def _local_keys(self, keys: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return keys that are different on each device."""
-        return [jax.random.fold_in(key, lax.axis_index(self.layout.shard_axes)) for key in keys]
-
-    def _run(
-        self, function: Callable[..., Any], specs: PyTree, out_specs: PyTree, *arguments: Any
-    ) -> Any:
-        """Return `function` of the arguments on each device; `specs` are those of params."""
-        params, model_state, batch, *keys = arguments
-        names = self.layout.shard_axes
-        split = jax.tree.map(lambda x: batch_spec(x, names), batch)
-        in_specs = (P(), P(), self.layout.bound_specs(specs), P(), split, *[P()] * len(keys))
-
-        def run(factor: jax.Array | None, step: jax.Array | None, *arguments: Any) -> Any:
-            # Inside shard_map, arrays must be arguments.
-            with scaling_losses(factor), encoding_at(step):
-                return function(*arguments)
-
-        mapped = meshes.mapped(run, self.layout.mesh, names, in_specs, out_specs)
-        return mapped(current_factor(), current_step(), params, model_state, batch, *keys)
+    return Objective(value, value_and_grad)
 
 
-def value_fn(
-    objective: Objective, workers: Workers, *arguments: Any
-) -> Callable[[Params], jax.Array]:
+def _gather_of(params: Params, layout: Layout) -> Gather:
+    """Return how devices gather these params."""
+    return Gather(layout.param_specs(params), layout.is_table(params), layout)
+
+
+def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -> PyTree:
+    """Return the PartitionSpecs of gradients as devices compute them; None for integer leaves.
+
+    Gradients of divided params arrive with the PartitionSpecs of the params, all others with those
+    of the gradients.
+    """
+
+    def spec_of(p: Leaf, spec: P, gradient_spec: P) -> P | None:
+        if not tree.is_inexact(p):
+            return None
+        return spec if gather.layout.divisions(spec) else gradient_spec
+
+    return jax.tree.map(spec_of, params, gather.specs, gradient_specs)
+
+
+def _fold_device(inputs: Inputs, layout: Layout) -> Inputs:
+    """Fold the number of the device into the key, if there is one, so that keys differ."""
+    if inputs.key is None:
+        return inputs
+    device = lax.axis_index(layout.shard_axes)
+    return inputs._replace(key=jax.random.fold_in(inputs.key, device))
+
+
+def _mean_values(values: Values, layout: Layout) -> Values:
+    """Return means over the devices; integers of the model state are those of the first device."""
+    names = layout.shard_axes
+    loss, aux = mean_over_workers((values.loss, values.aux), names)
+    return Values(loss, mean_or_first(values.model_state, names), aux)
+
+
+def _run_on_devices(
+    function: Callable[[Inputs], Any], inputs: Inputs, gather: Gather, out_specs: PyTree
+) -> Any:
+    """Run a function on each device, with its shards of params and its examples of the batch."""
+    layout = gather.layout
+    names = layout.shard_axes
+    replicated: Any = P()
+    specs = Inputs(
+        params=layout.bound_specs(gather.specs),
+        model_state=replicated,
+        batch=jax.tree.map(lambda x: batch_spec(x, names), inputs.batch),
+        key=replicated,
+        step=replicated,
+        loss_factor=replicated,
+    )
+    return meshes.mapped(function, layout.mesh, names, (specs,), out_specs)(inputs)
+
+
+def value_fn(objective: Objective, workers: Workers, inputs: Inputs) -> Callable[..., jax.Array]:
     """Return params -> loss on the batch of a step, which line searches call.
 
     Args:
       objective: the objective of the step.
       workers: the workers over which loss and gradients are averaged.
-      *arguments: model state, batch and keys of the step.
+      inputs: those of the step, without a loss factor.
     """
 
     @jax.custom_vjp
     def loss(params: Params) -> jax.Array:
-        return mean_over_workers(objective.value(params, *arguments).loss, workers.axes)
+        at_params = inputs._replace(params=params)
+        return mean_over_workers(objective.value(at_params).loss, workers.axes)
 
     def forward(params: Params) -> tuple[jax.Array, Updates]:
-        values, grads = objective.value_and_grad(params, *arguments)
+        values, grads = objective.value_and_grad(inputs._replace(params=params))
         grads, mean = mean_of_all(grads, values.loss, workers)
         return mean, grads
 

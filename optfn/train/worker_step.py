@@ -17,23 +17,25 @@ import optax
 from jax import lax
 
 from optfn import core
+from optfn.collectives.axes import Axes, is_spec, restricted
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_of_all, mean_or_first
+from optfn.collectives.mesh import constrained
 from optfn.core import checks, tree
 from optfn.core.types import Batch, OptState, Params, PyTree
 from optfn.leaves import mismatch, row_sparse, xla
 from optfn.leaves.updates import apply_updates
-from optfn.mesh import Axes, constrained, restricted
-from optfn.parallel import means, traffic
-from optfn.parallel.layout import Layout, is_spec
-from optfn.parallel.owners import encoding_at
+from optfn.parallel import traffic
+from optfn.parallel.data_parallel import optimizer_inputs
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_updated
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
 from optfn.state.reports import nested, reported
-from optfn.train.loss_scale import scaling_losses
+from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
-from optfn.workers import Workers
 from optfn.wrappers.loss_scale import scale_of
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
@@ -80,30 +82,30 @@ def worker_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         # 1. The batch and the key are this worker's. Params and state are equal on all workers,
         #    except a PerWorker; the devices of a worker divide them as the layout says.
-        keys = () if key_of is None else (key_of(state.step),)
-        arguments = (state.model_state, batch, *keys)
         state = state._replace(params=constrain_params(state.params, layout))
-        with scaling_losses(scale_of(state.opt_state)), encoding_at(state.step):
-            values, grads = objective.value_and_grad(state.params, *arguments)
+        key = None if key_of is None else key_of(state.step)
+        inputs = Inputs(state.params, state.model_state, batch, key, state.step, None)
+        scaled = inputs._replace(loss_factor=scale_of(state.opt_state))
+        values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
-        grads, (loss, aux), extra = means.optimizer_inputs(
+        grads, (loss, aux), extra = optimizer_inputs(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
         params, grads, loss = xla.barrier((state.params, grads, loss))
         # 3. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
         #    there is none, XLA removes this computation.
-        mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
+        mean = mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
         extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
-        extra["value_fn"] = value_fn(objective, workers, *arguments)
+        extra["value_fn"] = value_fn(objective, workers, inputs)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
-        with mismatch.naming_integer_leaves(grads), encoding_at(state.step):
+        with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_updated(apply_updates(params, updates), layout)
-        model_state = means.mean_or_first(values.model_state, axes)
+        model_state = mean_or_first(values.model_state, axes)
         model_state = _kept_where_skipped(model_state, state, opt_state)
         metrics = {"loss": loss} | ({} if aux is None else {"aux": aux}) | _metrics_of(opt_state)
         if exchanges_itself:

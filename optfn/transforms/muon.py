@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from optfn import core
+from optfn.collectives.mesh import apply_to_whole_matrices
 from optfn.core import checks, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
@@ -16,7 +17,6 @@ from optfn.core.tree import Pattern
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import row_sparse, tensors
 from optfn.leaves.selection import restrict
-from optfn.mesh import apply_to_whole_matrices
 from optfn.transforms.moment import velocity_rule
 
 # (a, b, c) of one step of the iteration.

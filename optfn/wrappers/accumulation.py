@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
+from optfn.collectives.axes import joined
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import mismatch
-from optfn.mesh import joined
 from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
 from optfn.transforms.in_place import when
 

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
+from optfn.collectives.axes import AxisName, check_names
+from optfn.collectives.devices import joined_workers
 from optfn.core import checks, leafwise, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import mismatch
 from optfn.leaves.selection import Selection
-from optfn.mesh import AxisName, check_names
 from optfn.state import names as state_names
 from optfn.state.per_worker import nodes_of
 from optfn.state.reports import nested, reported
 from optfn.transforms import rates
 from optfn.transforms.clipping import ClipState
-from optfn.workers import joined_workers
 
 
 @traits(

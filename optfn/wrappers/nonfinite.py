@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
+from optfn.collectives.axes import AxisName, check_names
+from optfn.collectives.devices import joined_workers
 from optfn.core import checks, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.leaves import mismatch, tensors
-from optfn.mesh import AxisName, check_names
-from optfn.workers import joined_workers
 
 
 @traits(

@@ -8,13 +8,13 @@ import numpy as np
 import optax
 
 from optfn import core
+from optfn.collectives.axes import AxisName, check_names
+from optfn.collectives.devices import joined_workers
 from optfn.core import checks, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.leaves import mismatch
-from optfn.mesh import AxisName, check_names
-from optfn.workers import joined_workers
 from optfn.wrappers.nonfinite import unless_skipped
 
 
