@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optfn.collectives.axes import vary
 from optfn.leaves import xla
 from optfn.leaves.groups import varying_axes
-from optfn.mesh import vary
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ import optax
 
 from optfn.core import boundary, checks, leafwise
 from optfn.core.checks import T
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 
 P = ParamSpec("P")
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -201,9 +201,7 @@ def chained(links: Sequence[Rule]) -> Rule:
     def init(params: Params) -> OptState:
         return tuple(link.init(params) for link in links)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if type(state) is not tuple or len(state) != len(links):
             _check_length(state, len(links))
         new = []
@@ -263,9 +261,7 @@ def with_boundary(name: str, rule: Rule, **fields: Any) -> Transform:
     def init(params: Params) -> OptState:
         return rule.init(boundary.mask_untrained(name, rule.real_only, params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if rule.needs_params:
             check_params_given(name, params)
         if _kinds(state) != expected_kinds():
@@ -308,10 +304,7 @@ _EMPTY = optax.EmptyState()
 def stateless(update: Callable[[Updates, Params], Updates], state: OptState = _EMPTY) -> Rule:
     """Return a rule from (updates, params) -> updates; its state, without arrays, is `state`."""
 
-    def update_rule(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del extra
+    def update_rule(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         return update(updates, params), state
 
     return Rule(lambda params: state, update_rule)
@@ -340,10 +333,7 @@ def accumulating(
             *(leafwise.zeros_like(params, fill=fill, real=k in real) for k in state_type._fields)
         )
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         updates, *accumulators = leafwise.apply(leaf_rule, updates, *state, rows=rows)
         return updates, state_type(*accumulators)
 

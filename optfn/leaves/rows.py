@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.collectives import gather_along
+from optfn.collectives.torus import gather_along
 from optfn.core import checks
 from optfn.core.tree import is_array
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars

@@ -29,16 +29,6 @@ class PerTensor:
     layout: BufferLayout
     values: Sequence[jax.Array]
 
-    def only(self, layout: BufferLayout) -> "PerTensor":
-        """Restrict the scalars to the leaves of `layout`."""
-        by_leaf = {
-            leaf: values[i * run.tensors_per_leaf : (i + 1) * run.tensors_per_leaf]
-            for run, values in zip(self.layout.runs, self.values, strict=True)
-            for i, leaf in enumerate(run.leaves)
-        }
-        runs = layout.runs
-        return PerTensor(layout, [jnp.concatenate([by_leaf[i] for i in r.leaves]) for r in runs])
-
     def broadcast(self, shape: tuple[int, ...]) -> jax.Array:
         """Return an array of `shape` with the scalar of its tensor at each element."""
         layout, values = self.layout, list(self.values)

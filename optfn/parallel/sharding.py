@@ -14,12 +14,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
+from optfn.collectives.axes import Axes, AxisName, axes, check_names, joined, without
+from optfn.collectives.means import SMALL_BYTES
+from optfn.collectives.mesh import are_in_order
+from optfn.collectives.packets import Compressor, check_gather, check_reduce
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import Axes, AxisName, are_in_order, axes, check_names, joined, without
-from optfn.parallel.layout import Layout, Replicated
-from optfn.parallel.means import SMALL_BYTES
-from optfn.parallel.owners import Codec, check_gather, check_reduce
+from optfn.parallel.mesh_layout import Layout, Replicated
 from optfn.parallel.whole import axes_of_layers, check_whole
 from optfn.state.placement import num_workers
 
@@ -32,8 +33,8 @@ class Sharded:
     axis: Axes | None = None
     whole: tree.Pattern | None = None
     gather_once: bool = False
-    gather: Codec | None = None
-    reduce: Codec | None = None
+    gather: Compressor | None = None
+    reduce: Compressor | None = None
 
     @property
     def gathers_once(self) -> bool:
@@ -46,8 +47,8 @@ def sharded(
     *,
     axis: AxisName = None,
     whole: tree.Pattern | None = None,
-    gather: Codec | None = None,
-    reduce: Codec | None = None,
+    gather: Compressor | None = None,
+    reduce: Compressor | None = None,
     gather_once: bool = False,
 ) -> Sharded:
     """Return a way of dividing params and state over devices, as `shard` of `make_train_step`.

@@ -15,15 +15,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
-from optfn.collectives import gather_along
+from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Division, axes, is_spec, joined, restricted, without
+from optfn.collectives.means import mean_shard
+from optfn.collectives.torus import gather_along
 from optfn.core import tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
 from optfn.leaves import mismatch
-from optfn.mesh import axes, joined, restricted, without
-from optfn.parallel.layout import Division, is_spec
-from optfn.parallel.shards import mean_shard
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves

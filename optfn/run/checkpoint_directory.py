@@ -25,7 +25,7 @@ from optfn.core.types import PyTree
 from optfn.parallel.fingerprint import begin_are_finite, begin_fingerprints, fingerprints
 from optfn.run.background import copied
 from optfn.run.directory_arrays import read_arrays
-from optfn.run.nonfinite import params_of
+from optfn.run.finiteness import params_of
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import natural, unwrap_tables
 from optfn.state.per_worker import Divided, PerWorker

@@ -16,7 +16,7 @@ from optfn.run.history import History
 from optfn.run.options import EPOCH, LoopOptions
 from optfn.run.progress import num_examples
 from optfn.sparse.sharded_table import natural
-from optfn.train.batches import convert_batch
+from optfn.train.numeric_batch import convert_batch
 from optfn.train.state import TrainState
 
 

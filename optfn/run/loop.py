@@ -11,10 +11,10 @@ from optfn.plot.run_report import RunReport
 from optfn.run.background import wait as finish_saving
 from optfn.run.batches import Remaining
 from optfn.run.evaluation import Evaluator
+from optfn.run.finiteness import LossWatch
 from optfn.run.history import numbers
 from optfn.run.interrupt import interruptible
 from optfn.run.log import RunLog
-from optfn.run.nonfinite import LossWatch
 from optfn.run.options import FitArguments, LoopOptions, MinimizeArguments
 from optfn.run.progress import Progress
 from optfn.run.saving import Best, Saver

@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from optfn.collectives.axes import Axes, AxisName, axes, joined
 from optfn.core import tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import OptState, Params, PyTree
-from optfn.mesh import Axes, AxisName, axes, joined
 from optfn.state.names import children
 from optfn.state.static import static, with_static
 

@@ -19,11 +19,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn import mesh as meshes
+from optfn.collectives import axes as meshes
+from optfn.collectives.axes import AxisName
 from optfn.core import checks
 from optfn.core.tree import is_array, is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import AxisName
 from optfn.state.encoded import Encoded, encoded_fields, encoded_names, has_codes
 from optfn.state.names import names_within
 from optfn.state.per_worker import (

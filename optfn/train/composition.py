@@ -8,11 +8,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
+from optfn.collectives.axes import Axes
 from optfn.core.types import Batch, LossFn
-from optfn.mesh import Axes
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
-from optfn.parallel.layout import Layout
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Sharded
 from optfn.sparse.tables import Owners
 from optfn.train.local_steps import LocalSteps

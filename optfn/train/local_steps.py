@@ -15,14 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_or_first, mean_over_workers
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
 from optfn.jaxprs.dependence import depends
 from optfn.leaves import mismatch, tensors
 from optfn.leaves.updates import apply_updates
-from optfn.parallel import means, traffic
-from optfn.parallel.layout import Layout
+from optfn.parallel import traffic
+from optfn.parallel.data_parallel import optimizer_inputs
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_updated
 from optfn.state import reports
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
@@ -32,7 +35,6 @@ from optfn.train.microbatches import combine_microbatches, scan_batch
 from optfn.train.state import StepFn, TrainState
 from optfn.train.worker_step import constrain_params
 from optfn.transforms.late_steps import with_counts_of
-from optfn.workers import Workers
 
 
 @traits(words=("num_workers", "inner_state"))
@@ -140,10 +142,10 @@ class LocalSteps(NamedTuple):
         """
         before = state.params, state.opt_state.outer, state.model_state
         finite = ~workers.any(~tensors.all_finite(pseudo_gradient))
-        grads, _, extra = means.optimizer_inputs(pseudo_gradient, before[1], workers)
+        grads, _, extra = optimizer_inputs(pseudo_gradient, before[1], workers)
         updates, outer = self.outer.update(grads, before[1], state.params, value=loss, **extra)
         params = gather_updated(apply_updates(state.params, updates), self.layout)
-        after = params, outer, means.mean_or_first(model_state, workers.axes)
+        after = params, outer, mean_or_first(model_state, workers.axes)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         return after, traffic.traffic_metrics(pseudo_gradient, before[1], after[1], workers.axes)
 
@@ -272,7 +274,7 @@ def _mean_of_metrics(metrics: dict[str, Any], workers: Workers) -> dict[str, Any
     wrappers report combine as each of them says (`Report.rounds`).
     """
     values = combine_microbatches({k: metrics[k] for k in ("loss", "aux") if k in metrics})
-    reduced = means.mean_over_workers(values, workers.axes)
+    reduced = mean_over_workers(values, workers.axes)
     if "learning_rate" in metrics:
         # Workers differ in the rate only if a guard has skipped a step of some of them.
         reduced["learning_rate"] = workers.max(metrics["learning_rate"][-1])

@@ -12,16 +12,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
+from optfn.collectives.axes import Axes, AxisName, is_spec, joined, restricted, without
+from optfn.collectives.packets import coded_bytes
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.jaxprs.equations import Equations
 from optfn.leaves import mismatch
 from optfn.leaves.modules import check_split
 from optfn.leaves.packed import pack
-from optfn.mesh import Axes, AxisName, joined, restricted, without
 from optfn.optimizers.sgd import sgd
-from optfn.parallel.layout import Layout, is_spec
-from optfn.parallel.owners import coded_bytes
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, packets_sent
 from optfn.sparse.tables import bytes_of_round, num_arrived

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optfn.collectives.means import sum_dtype
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
 from optfn.leaves import mismatch
-from optfn.parallel.means import sum_dtype
 from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 

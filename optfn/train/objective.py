@@ -19,23 +19,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
+from optfn.collectives import mesh as meshes
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.core import tree
 from optfn.core.tree import Pattern
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
 from optfn.leaves import mismatch, row_sparse
 from optfn.leaves.packed import pack_like, unpack
 from optfn.parallel.data_parallel import batch_spec
-from optfn.parallel.layout import Layout
-from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
-from optfn.parallel.shards import mean_gradients, whole
+from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.scans import whole
+from optfn.parallel.shards import mean_gradients
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.sparse.tables import Owners
 from optfn.train.loss_form import Form, Inputs, Values
-from optfn.train.loss_scale import check_unscaled, scale_gradient
-from optfn.workers import Workers
+from optfn.train.scaled_loss import check_unscaled, scale_gradient
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ import optax
 from jax.sharding import Mesh
 
 from optfn import core
-from optfn import mesh as meshes
+from optfn.collectives import axes as meshes
+from optfn.collectives.axes import AxisName
 from optfn.core import checks
 from optfn.core.tree import Pattern
 from optfn.core.types import LossFn, Updates
-from optfn.mesh import AxisName
 from optfn.parallel.sharding import Kind, Sharded
 from optfn.state.placement import num_workers
 

@@ -17,11 +17,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from optfn import core
+from optfn.collectives.axes import AxisName
 from optfn.core import checks, tree
 from optfn.core.types import DType, Leaf, OptState, Params, PyTree
 from optfn.leaves.modules import check_split
 from optfn.leaves.packed import unpack
-from optfn.mesh import AxisName
 from optfn.parallel.sharding import Kind, layout_of
 from optfn.sparse.sharded_table import natural
 from optfn.state import names as state_names

@@ -3,10 +3,10 @@
 `make_train_step` compiles it once, and it updates params and state in place. All options are
 composed of the same functions (composition.py):
 
-    layout       how params, state and batch are divided over a mesh          parallel/layout.py
-    objective    loss and gradients; means over devices that divide params    objective.py
-    update       means over the worker axes, or an exchange; the optimizer    worker_step.py
-    rounds       local steps of each worker, and an outer step after them     local_steps.py
+    layout       how params, state and batch are divided over a mesh         parallel/mesh_layout.py
+    objective    loss and gradients; means over devices that divide params   objective.py
+    update       means over the worker axes, or an exchange; the optimizer   worker_step.py
+    rounds       local steps of each worker, and an outer step after them    local_steps.py
 """
 
 import collections
@@ -25,7 +25,7 @@ from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel import processes
-from optfn.parallel.layout import Layout
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import layout_of
 from optfn.parallel.traffic import warn_of_uncompressed
 from optfn.sparse.sharded_table import (
@@ -37,10 +37,10 @@ from optfn.sparse.sharded_table import (
 )
 from optfn.sparse.tables import Owners
 from optfn.state import reports
-from optfn.train.batches import convert_batch
 from optfn.train.composition import compose_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
 from optfn.train.local_steps import check_rounds
+from optfn.train.numeric_batch import convert_batch
 from optfn.train.options import StepArguments, accept_fields
 from optfn.train.order import warn_of_order
 from optfn.train.state import TrainState, check_params, copy, copy_repeated, replicate_counters

@@ -16,13 +16,17 @@ import optax
 from jax import lax
 
 from optfn import core
+from optfn.collectives.axes import Axes, is_spec, restricted
+from optfn.collectives.devices import Workers
+from optfn.collectives.means import mean_of_all, mean_or_first
+from optfn.collectives.mesh import constrained
 from optfn.core import checks, tree
 from optfn.core.types import Batch, OptState, Params, PyTree
 from optfn.leaves import mismatch, row_sparse, xla
 from optfn.leaves.updates import apply_updates
-from optfn.mesh import Axes, constrained, restricted
-from optfn.parallel import means, traffic
-from optfn.parallel.layout import Layout, is_spec
+from optfn.parallel import traffic
+from optfn.parallel.data_parallel import optimizer_inputs
+from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_updated
 from optfn.state.names import is_state
 from optfn.state.per_worker import may_give_rows
@@ -31,7 +35,6 @@ from optfn.train.loss_form import Inputs
 from optfn.train.objective import Objective, make_value_fn
 from optfn.train.state import StepFn, TrainState
 from optfn.transforms.rates import get_learning_rate
-from optfn.workers import Workers
 from optfn.wrappers.loss_scale import scale_of
 
 _ApplyIfFinite = optax.transforms.ApplyIfFiniteState
@@ -95,7 +98,7 @@ def make_worker_step(
         values, grads = objective.value_and_grad(scaled)
         # 2. Gradients become means over workers, except the leaves that the optimizer exchanges.
         workers = Workers(axes, layout.group_of(state.params) if layout and axes else None)
-        grads, (loss, aux), extra = means.optimizer_inputs(
+        grads, (loss, aux), extra = optimizer_inputs(
             grads, state.opt_state, workers, (values.loss, values.aux)
         )
         exchanges_itself = bool(extra)
@@ -104,7 +107,7 @@ def make_worker_step(
         params, grads, loss = xla.barrier((state.params, grads, loss))
         # 3. `mean` is equal on all workers in all leaves. Line searches of optax take it, as dense
         #    arrays. If the optimizer reads no "grad", XLA removes this computation.
-        mean = means.mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
+        mean = mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
         extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
         extra["value_fn"] = make_value_fn(objective, workers, inputs)
         if may_give_rows(state.opt_state):
@@ -113,7 +116,7 @@ def make_worker_step(
         with mismatch.naming_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_updated(apply_updates(params, updates), layout)
-        model_state = means.mean_or_first(values.model_state, axes)
+        model_state = mean_or_first(values.model_state, axes)
         model_state = _keep_where_skipped(model_state, state, opt_state)
         metrics = (
             {"loss": loss} | ({} if aux is None else {"aux": aux}) | _collect_metrics(opt_state)

@@ -11,7 +11,7 @@ from optfn import core
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.tree import Pattern
-from optfn.core.types import OptState, Params, PyTree, Updates
+from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import row_sparse, tensors
 from optfn.transforms import late_steps
 from optfn.transforms.adam import ScaleByAdamState, adam_factors, adam_moments, init_moments
@@ -88,12 +88,11 @@ def scale_by_lamb(
     def update(
         updates: Updates,
         state: OptState,
-        params: Params | None = None,
+        params: Params = None,
         *,
         decay_factors: Mapping[str, float] | None = None,
-        **extra: Any,
-    ) -> tuple[Updates, OptState]:
-        del extra
+        **_: Any,
+    ) -> Stepped:
         step, updates = late_steps.advanced(state.step), row_sparse.to_dense(updates)
         decay = weight_decay_at("weight_decay", wd, late_steps.shared(state.step))
         scalars: dict[str, Any] = {

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from optfn import core
+from optfn.collectives.mesh import apply_to_whole_matrices
 from optfn.core import checks, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.tree import Pattern
-from optfn.core.types import DType, OptState, Params, PyTree, Updates
+from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import row_sparse, tensors
-from optfn.leaves.selection import Selection
-from optfn.mesh import apply_to_whole_matrices
+from optfn.leaves.selection import restrict
 from optfn.transforms.moment import velocity_rule
 
 # (a, b, c) of one step of the iteration.
@@ -109,11 +109,6 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
     return chosen
 
 
-def select_matrices(matrices: Pattern | None, values: PyTree) -> Selection:
-    """Return the selection of the leaves that `matrices` selects, see `matrix_paths`."""
-    return Selection(matrix_paths(matrices, values).__contains__, values)
-
-
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
     """Return the coefficients of each step: of a name, one triple five times, or as given."""
     if isinstance(coefficients, str):
@@ -200,17 +195,10 @@ def scale_by_muon(
         scaled = factor(*x.shape[-2:]) * apply_to_whole_matrices(direction, matrices)
         return scaled.reshape(x.shape)
 
-    def init(params: Params) -> ScaleByMuonState:
-        return ScaleByMuonState(velocity.init(select_matrices(matrices, params).keep(params)))
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+        updates, state = velocity.update(row_sparse.to_dense(updates), state)
+        return tensors.map_tensors(orthogonalize, updates), state
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        selection = select_matrices(matrices, updates)
-        chosen = row_sparse.to_dense(selection.keep(updates))
-        chosen, after = velocity.update(chosen, state.momentum)
-        chosen = tensors.map_tensors(orthogonalize, chosen)
-        return selection.fill(chosen, updates), ScaleByMuonState(after)
-
-    return core.Rule(init, update, real_only=velocity.real_only)
+    return restrict(
+        velocity._replace(update=update), partial(matrix_paths, matrices), ScaleByMuonState
+    )

@@ -11,7 +11,7 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.traits import traits
 from optfn.core.tree import Pattern
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.leaves import row_sparse, tensors
 from optfn.transforms.scheduled import at_step
 
@@ -121,12 +121,11 @@ def decaying(
     def decayed(
         updates: Updates,
         state: OptState,
-        params: Params | None = None,
+        params: Params = None,
         *,
         decay_factors: Mapping[str, float] | None = None,
-        **extra: Any,
-    ) -> tuple[Updates, OptState]:
-        del extra
+        **_: Any,
+    ) -> Stepped:
         if not callable(coeff):
             return update(updates, params, coeff, decay_factors), of_number
         value = weight_decay_at(argument, coeff, state.step)

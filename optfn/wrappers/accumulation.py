@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
+from optfn.collectives.axes import joined
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import mismatch
-from optfn.mesh import joined
 from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
 from optfn.transforms.in_place import when
 
@@ -66,9 +66,7 @@ def accumulate(
         inner_state = inner.init(params)
         return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         mismatch.check_state("accumulate", state, AccumulateState)
         mismatch.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:

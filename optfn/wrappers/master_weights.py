@@ -12,7 +12,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.traits import Report, traits
-from optfn.core.types import DType, Leaf, OptState, Params, Updates
+from optfn.core.types import DType, Leaf, OptState, Params, Stepped, Updates
 from optfn.leaves import mismatch
 from optfn.leaves.updates import apply_updates
 from optfn.transforms import codes
@@ -146,9 +146,7 @@ def master_weights(
         wide, kept = tree.map_to(2, widened, params)
         return form.state_type(kept, inner.init(wide), *form.numbers())
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         core.check_params_given("master_weights", params)
         mismatch.check_state("master_weights", state, form.state_type)
         kept, inner_state, *numbers = state

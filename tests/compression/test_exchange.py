@@ -199,7 +199,7 @@ def test_the_formulas_of_the_bytes():
     assert power_sgd(4).num_bytes((100, 20, 3)) == 100 * 4 * 3 * 23
 
 
-@pytest.mark.nightly  # test_selection.py has smaller ones
+@pytest.mark.nightly  # test_k_largest.py has smaller ones
 def test_the_selection_at_large_sizes():
     """With blocks of several entries, candidates, and the fallback where there are too many."""
     x = normal(40_000, 0)

@@ -31,7 +31,7 @@ def test_an_update_walks_few_trees(first_use):
 
 def test_a_first_use_reaches_little_more_by_name():
     reached = code.reached()
-    assert reached.lines <= 655 and reached.definitions <= 125 and reached.files <= 13, reached
+    assert reached.lines <= 655 and reached.definitions <= 127 and reached.files <= 13, reached
 
 
 def test_the_module_of_adam_imports_little():

@@ -12,11 +12,12 @@ from grids import thinned
 from jax.sharding import PartitionSpec as P
 
 import optfn
+from optfn.collectives.axes import axes
+from optfn.collectives.gathers import all_gather
 from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.core import tree
 from optfn.core.traits import traits
 from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs, top_k
-from optfn.mesh import all_gather, axes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 

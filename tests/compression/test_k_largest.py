@@ -8,8 +8,8 @@ from grids import thinned
 from reference_compression import largest
 
 from optfn.compression import bits
+from optfn.compression.k_largest import SampleSearch
 from optfn.compression.segments import Segments
-from optfn.compression.selection import SampleSearch
 from optfn.distributed import select_top_k
 from optfn.leaves import xla
 

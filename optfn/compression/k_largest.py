@@ -33,12 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optfn.collectives.axes import vary
 from optfn.compression import bits
 from optfn.compression.segments import Chunks, Segments
 from optfn.core import checks
 from optfn.leaves import xla
 from optfn.leaves.groups import varying_axes
-from optfn.mesh import vary
 
 
 class Counts(NamedTuple):

@@ -13,36 +13,24 @@ all remaining axes, and divide this gradient and state among them.
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn import mesh as meshes
+from optfn.collectives import mesh as meshes
+from optfn.collectives.axes import Axes, Division, axes, is_spec, joined, restricted, without
+from optfn.collectives.devices import Group
+from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
-from optfn.mesh import Axes, axes, joined, restricted, without
 from optfn.parallel.data_parallel import placed_copy, replicate
-from optfn.parallel.owners import Codec
 from optfn.state import names as state_names
 from optfn.state.padded import Padded, cut, map_padded, padded
 from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
 from optfn.state.placement import num_workers, on_workers_of, specs_of
-from optfn.workers import Group
-
-
-def is_spec(x: object) -> TypeGuard[P]:
-    """Tell whether `x` is a PartitionSpec."""
-    return isinstance(x, P)
-
-
-class Division(NamedTuple):
-    """A dimension of an array, and the mesh axes over which it is divided."""
-
-    dimension: int
-    axes: Axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -61,8 +49,8 @@ class Layout:
     worker_axes: Axes
     shard_axes: Axes
     tables: tree.Pattern | None = None
-    gather: Codec | None = dataclasses.field(default=None, kw_only=True)
-    reduce: Codec | None = dataclasses.field(default=None, kw_only=True)
+    gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
+    reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params, tables aside; here they are whole."""

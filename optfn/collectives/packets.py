@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, axis_size
+from optfn.collectives.gathers import all_to_all_in_one, gather_in_one
 from optfn.core.checks import shown, warn
 from optfn.core.types import PyTree
-from optfn.mesh import Axes
 
 # A function from arrays to their packets and the next states.
 Encode = Callable[[PyTree], tuple[PyTree, Any]]
@@ -32,8 +32,17 @@ MIN_SIZE = 1024
 
 
 @runtime_checkable
-class Codec(Protocol):
-    """The methods of a compressor; see `optfn.compression.compressors`."""
+class Compressor(Protocol):
+    """The methods that turn a leaf of one worker into a packet, and back.
+
+    A packet is a tree of arrays, whose shapes are the same in each step. The state is a tree of
+    arrays as well, or () if there is none. It must be the same on all workers, except for arrays in
+    a `PerWorker`. Where no state is kept between steps, as in `sharded`, `encode` gets the first
+    one, with the number of the step added to its integers: so let an integer count encodings.
+
+    A compressor may also have the methods of `optfn.compression.compressors.BaseCompressor`;
+    defaults replace missing ones.
+    """
 
     def init(self, shape: tuple[int, ...]) -> PyTree:
         """Return the first state for a leaf."""
@@ -48,14 +57,14 @@ class Codec(Protocol):
         """Return the bytes of the packet for a leaf of this shape."""
 
 
-def check_codec(argument: str, codec: object) -> Codec:
+def check_codec(argument: str, codec: object) -> Compressor:
     """Return a compressor after checking that it can send slices of an array.
 
     Raises:
       TypeError: it is not a compressor.
       ValueError: it needs the whole array, or its packets are not smaller than the slices.
     """
-    if not isinstance(codec, Codec) or isinstance(codec, type):
+    if not isinstance(codec, Compressor) or isinstance(codec, type):
         raise TypeError(
             f"{argument} must be a compressor such as quantize(8), with the methods init, encode, "
             f"decode and num_bytes; got {shown(codec)}"
@@ -75,7 +84,7 @@ def check_codec(argument: str, codec: object) -> Codec:
 _MOST_BIAS = 0.01
 
 
-def check_gather(argument: str, codec: object) -> Codec:
+def check_gather(argument: str, codec: object) -> Compressor:
     """Return a compressor after checking that it can send params, of which each entry counts.
 
     Raises:
@@ -93,7 +102,7 @@ def check_gather(argument: str, codec: object) -> Codec:
     return checked
 
 
-def check_reduce(argument: str, codec: object) -> Codec:
+def check_reduce(argument: str, codec: object) -> Compressor:
     """Return a compressor after checking that it can send gradients; warn if it is biased.
 
     Raises:
@@ -111,7 +120,7 @@ def check_reduce(argument: str, codec: object) -> Codec:
     return checked
 
 
-def _state_at(codec: Codec, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
+def _state_at(codec: Compressor, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
     """Return the first state of a compressor, with the step added to its integers."""
     state = codec.init(shape)
     if step is None:
@@ -138,7 +147,7 @@ def mean_at_owners(
       names: the mesh axes of the workers.
     """
     packets, states = encode(slices)
-    received, workers = mesh.all_to_all_in_one(packets, names), mesh.axis_size(names)
+    received, workers = all_to_all_in_one(packets, names), axis_size(names)
 
     def decode_slice(worker: jax.Array | int) -> PyTree:
         return decode(jax.tree.map(lambda x: x[worker], received))
@@ -164,11 +173,11 @@ def all_from_owners(
       names: the mesh axes of the workers.
     """
     packets, states = encode(owned)
-    return jax.vmap(decode)(mesh.gather_in_one(packets, names)), packets, states
+    return jax.vmap(decode)(gather_in_one(packets, names)), packets, states
 
 
 def coded_mean_shard(
-    x: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
+    x: jax.Array, dimension: int, names: Axes, codec: Compressor, step: jax.Array | None
 ) -> jax.Array:
     """Return a device's shard, along one dimension, of the mean of an array, sent as packets.
 
@@ -179,7 +188,7 @@ def coded_mean_shard(
       codec: the compressor that makes the packets.
       step: the number of the training step; None stands for 0.
     """
-    size = x.shape[dimension] // mesh.axis_size(names)
+    size = x.shape[dimension] // axis_size(names)
     slices = jnp.moveaxis(
         x.reshape(*x.shape[:dimension], -1, size, *x.shape[dimension + 1 :]), dimension, 0
     )
@@ -194,7 +203,7 @@ def coded_mean_shard(
 
 
 def coded_gather(
-    shard: jax.Array, dimension: int, names: Axes, codec: Codec, step: jax.Array | None
+    shard: jax.Array, dimension: int, names: Axes, codec: Compressor, step: jax.Array | None
 ) -> jax.Array:
     """Return a whole array, decoded from packets of its shards along one dimension.
 
@@ -211,11 +220,13 @@ def coded_gather(
     return jnp.astype(whole, shard.dtype)
 
 
-def _decoding(codec: Codec, shape: tuple[int, ...]) -> Decode:
+def _decoding(codec: Compressor, shape: tuple[int, ...]) -> Decode:
     return lambda packet: codec.decode(packet, shape).reshape(shape)
 
 
-def coded_bytes(codec: Codec | None, size: int, shards: int, exact: float, times: int = 1) -> float:
+def coded_bytes(
+    codec: Compressor | None, size: int, shards: int, exact: float, times: int = 1
+) -> float:
     """Return the bytes that a device sends to gather an array, or to reduce it to shards.
 
     Args:

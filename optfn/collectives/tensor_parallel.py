@@ -17,9 +17,8 @@ from typing import TypeAlias
 import jax
 from jax import lax
 
-from optfn import mesh
+from optfn.collectives.axes import Axes, AxisName, check_axis, check_names, checked_axes, vary
 from optfn.core.types import PyTree
-from optfn.mesh import Axes, AxisName
 
 # (x, axes) -> x
 Function: TypeAlias = Callable[[PyTree, Axes], PyTree]
@@ -39,10 +38,10 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: f.
     """
-    names = mesh.check_names("axis_name", axis_name)
-    mesh.check_axis("copy_to", names)
-    if mesh.checked_axes(names):
-        return jax.tree.map(lambda leaf: mesh.vary(leaf, names), x)
+    names = check_names("axis_name", axis_name)
+    check_axis("copy_to", names)
+    if checked_axes(names):
+        return jax.tree.map(lambda leaf: vary(leaf, names), x)
     return _copy_to(names, x)
 
 
@@ -64,9 +63,9 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: g.
     """
-    names = mesh.check_names("axis_name", axis_name)
-    mesh.check_axis("sum_over", names)
-    if mesh.checked_axes(names):
+    names = check_names("axis_name", axis_name)
+    check_axis("sum_over", names)
+    if checked_axes(names):
         return lax.psum(x, names)
     return _sum_over(names, x)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optfn.compression.gathering import Gathered
+from optfn.collectives.gathers import Gathered
 
 
 def mean_of(*buckets):

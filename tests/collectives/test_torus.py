@@ -17,8 +17,10 @@ from problems import normal
 
 import optfn
 from benchmarks import wire
-from optfn import collectives
-from optfn import mesh as meshes
+from optfn.collectives import torus
+from optfn.collectives.axes import Axes
+from optfn.collectives.gathers import all_gather
+from optfn.collectives.mesh import mapped
 from optfn.distributed import exchange, quantize, scan_layers, sharded
 
 
@@ -27,10 +29,10 @@ def in_phases(monkeypatch):
     """Let the devices of a mesh be a box along each axis of four or eight."""
     sizes = {8: (2, 2, 2), 4: (2, 2)}
     box = lambda devices, axis: sizes.get(devices.shape[axis], ())  # noqa: E731
-    collectives._phases_along.cache_clear()
-    monkeypatch.setattr(collectives, "box", box)
+    torus._phases_along.cache_clear()
+    monkeypatch.setattr(torus, "box", box)
     yield
-    collectives._phases_along.cache_clear()
+    torus._phases_along.cache_clear()
 
 
 def chips(x, y, z, cores=1):
@@ -58,14 +60,14 @@ def chips(x, y, z, cores=1):
     ],
 )
 def test_the_box_of_a_line_of_devices(devices, expected):
-    assert collectives.box(devices, 0) == expected
+    assert torus.box(devices, 0) == expected
 
 
 def test_the_boxes_of_several_axes():
     devices = chips(4, 4, 4).reshape(4, 16)
-    assert [collectives.box(devices, axis) for axis in (0, 1)] == [(4,), (4, 4)]
+    assert [torus.box(devices, axis) for axis in (0, 1)] == [(4,), (4, 4)]
     devices[1, 0], devices[2, 0] = devices[2, 0], devices[1, 0]  # lines that are no boxes
-    assert [collectives.box(devices, axis) for axis in (0, 1)] == [(4,), ()]
+    assert [torus.box(devices, axis) for axis in (0, 1)] == [(4,), ()]
 
 
 @pytest.mark.parametrize("small", [0, 1 << 24])
@@ -77,22 +79,22 @@ def test_phases_give_what_one_collective_gives(
     in_phases, monkeypatch, shape, explicit, gathers, small
 ):
     """A scatter has three phases, of one dimension each; one of a large gather may have two."""
-    monkeypatch.setattr(collectives, "_SMALL_GATHER", small)
+    monkeypatch.setattr(torus, "_SMALL_GATHER", small)
     names = ("a", "b", "c")[: len(shape)]
     kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(shape)
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names, axis_types=kinds)
     x = np.random.default_rng(0).normal(size=(8, 3, 16)).astype(np.float32)
 
     def run(x):
-        scattered = collectives.sum_scatter(x[0], names, 1)
-        gathered = meshes.all_gather(x[0], meshes.Axes(names))
-        counts = [sum(len(collectives.phases(a, most)) for a in names) for most in (1, 2)]
-        back = collectives.gather_along(scattered, names, 1)
+        scattered = torus.sum_scatter(x[0], names, 1)
+        gathered = all_gather(x[0], Axes(names))
+        counts = [sum(len(torus.phases(a, most)) for a in names) for most in (1, 2)]
+        back = torus.gather_along(scattered, names, 1)
         return scattered, gathered[None], back[None], jnp.array([counts])
 
     specs = P(None, names), P(names), P(names), P(names)
     placed = jax.device_put(x, NamedSharding(mesh, P(names)))
-    scattered, gathered, back, counts = meshes.mapped(run, mesh, names, P(names), specs)(placed)
+    scattered, gathered, back, counts = mapped(run, mesh, names, P(names), specs)(placed)
     np.testing.assert_allclose(scattered, x.sum(0), rtol=1e-5, atol=1e-5)
     for rows, whole in zip(gathered, back, strict=True):
         np.testing.assert_array_equal(rows, x)
@@ -101,8 +103,8 @@ def test_phases_give_what_one_collective_gives(
 
 
 def test_where_no_step_is_traced_an_axis_is_one_phase(in_phases):
-    assert collectives.phases("a", 1) == [("a", None)]
-    out = jax.pmap(lambda x: meshes.all_gather(x, meshes.Axes(("i",))), "i")(jnp.arange(8.0))
+    assert torus.phases("a", 1) == [("a", None)]
+    out = jax.pmap(lambda x: all_gather(x, Axes(("i",))), "i")(jnp.arange(8.0))
     np.testing.assert_array_equal(out, np.tile(np.arange(8.0), (8, 1)))
 
 
@@ -113,11 +115,11 @@ def test_the_outer_axes_are_sent_what_the_inner_ones_have_divided(shape):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
 
     def run(x):
-        scattered = collectives.sum_scatter(x[0], names, 1)
-        return collectives.gather_along(2 * scattered, names, 1)[None]
+        scattered = torus.sum_scatter(x[0], names, 1)
+        return torus.gather_along(2 * scattered, names, 1)[None]
 
     x = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32, sharding=NamedSharding(mesh, P(names)))
-    program = jax.jit(meshes.mapped(run, mesh, names, P(names), P(names))).lower(x).compile()
+    program = jax.jit(mapped(run, mesh, names, P(names), P(names))).lower(x).compile()
     expected, size = {}, 4 * 64 * 4
     for name, n in zip(reversed(names), reversed(shape), strict=True):
         expected[name,] = 2 * size * (n - 1) / n

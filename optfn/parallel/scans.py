@@ -1,0 +1,190 @@
+"""Params that a loss gathers: all at once, or the layers of a scan one after the other.
+
+The place for whatever finds the layers of a loss: today `scan_layers`, which a loss calls.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from optfn.collectives.axes import Division, is_spec, joined
+from optfn.collectives.packets import MIN_SIZE
+from optfn.core import tree
+from optfn.core.checks import shown
+from optfn.core.types import Leaf, Params, PyTree
+from optfn.jaxprs.equations import Equations, bindings, read
+from optfn.parallel.mesh_layout import Layout
+from optfn.parallel.shards import gather_shard, slices_of
+from optfn.state.placement import num_workers
+
+
+class _Shard(NamedTuple):
+    """The shard of an array that a device keeps, and how the whole array is gathered.
+
+    step: the number of the training step, for packets.
+    """
+
+    array: jax.Array
+    divisions: list[Division]
+    slices: P
+    layout: Layout
+    step: jax.Array
+
+    @property
+    def packet_step(self) -> jax.Array | None:
+        """The step, or None if the array is sent as it is: without compressors, and if small."""
+        if self.layout.gather is None and self.layout.reduce is None:
+            return None
+        names = joined(*(names for _, names in self.divisions))
+        size = self.array.size * num_workers(self.layout.mesh, names)
+        return self.step if size >= MIN_SIZE else None
+
+    def whole(self) -> jax.Array:
+        """Return the whole array."""
+        return gather_shard(self.array, self.divisions, self.slices, self.layout, self.packet_step)
+
+    def divide_layers(self) -> "_Shard | None":
+        """Return the same array divided within each layer, if it is divided by layers.
+
+        The result is None if the number of shards divides no dimension of a layer that is whole.
+        """
+        (dimension, names), *remaining = self.divisions
+        if dimension > 0:
+            return self
+        count = num_workers(self.layout.mesh, names)
+        divided = {division.dimension for division in self.divisions}
+        divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
+        sizes = enumerate(self.array.shape)
+        fitting = [d for d, n in sizes if d not in divided and n % count == 0]
+        if not fitting:
+            return None
+        array = lax.all_to_all(self.array, names, fitting[0], 0, tiled=True)
+        return self._replace(array=array, divisions=[Division(fitting[0], names), *remaining])
+
+    def layer(self, shard: jax.Array) -> jax.Array:
+        """Return a whole layer, gathered from its shards on the devices."""
+        divisions = [Division(d - 1, names) for d, names in self.divisions]
+        return gather_shard(shard, divisions, P(*self.slices[1:]), self.layout, self.packet_step)
+
+
+# From the id of a gathered array to the shard it came from, while a loss is traced.
+_known: ContextVar[Mapping[int, _Shard]] = ContextVar("known", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def whole(
+    params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
+) -> Iterator[Params]:
+    """Gather whole params from a device's shards, while a loss is traced in this context.
+
+    `scan_layers` finds the shards of its stacked params, and gathers them layer by layer. Tables
+    are only looked up, so they remain divided.
+
+    Args:
+      params: the shards that a device keeps.
+      specs: the PartitionSpecs of whole params.
+      tables: which leaves are tables.
+      layout: how params are divided.
+      step: the number of the training step, for packets.
+    """
+    found: dict[int, _Shard] = {}
+
+    def gathered(spec: P, is_table: bool, x: Leaf) -> Leaf:
+        divisions = layout.divisions(spec)
+        if not divisions or is_table:
+            return x
+        shard = _Shard(x, divisions, slices_of(spec, layout), layout, step)
+        gathered = shard.whole()
+        found[id(gathered)] = shard
+        return gathered
+
+    whole_params = jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
+    token = _known.set(found)
+    try:
+        yield whole_params
+    finally:
+        _known.reset(token)
+
+
+def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
+    """Apply the layers of stacked params one after the other: x = fn(layer, x) for each.
+
+    Use it in the loss for `make_train_step(..., shard="params")`, so that a device never holds all
+    layers at once: the layers are gathered one at a time, in the forward pass and again in the
+    backward pass. A device then keeps its shard of all layers, one whole layer, and x after each
+    layer; activations inside a layer are recomputed in the backward pass, so that a
+    `jax.checkpoint` around fn changes nothing. Otherwise this is `jax.lax.scan`.
+
+    Args:
+      fn: a function (params of one layer, x) -> x.
+      stacked: params with the layers along the leading axis of each leaf. Pass leaves of the
+        params as the loss gets them: a leaf that you cast first is gathered whole.
+      x: the input of the first layer, a tree of arrays.
+
+    Returns:
+      The output of the last layer, a tree like x.
+
+    Raises:
+      TypeError: `fn` is not a function, or `stacked` is a list of layers that are not stacked.
+      ValueError: leaves of `stacked` differ in the number of layers, their leading axis.
+    """
+    if not callable(fn):
+        raise TypeError(f"scan_layers: fn must be a function (layer, x) -> x; got {shown(fn)}")
+    if isinstance(stacked, list):
+        raise TypeError(
+            f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
+            "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
+        )
+    leaves, structure = jax.tree.flatten(_unmarked(stacked))
+    found = [x and x.divide_layers() for x in map(_known.get().get, map(id, leaves))]
+    shards = [leaf if x is None else x.array for leaf, x in zip(leaves, found, strict=True)]
+    if len({np.shape(x)[:1] for x in shards}) > 1:
+        shapes = ", ".join(str(np.shape(x)) for x in shards)
+        raise ValueError(
+            "scan_layers: the leading axis of each leaf of stacked must be that of the layers; got "
+            f"shapes {shapes}"
+        )
+
+    def body(x: PyTree, shards: list[jax.Array]) -> tuple[PyTree, None]:
+        pairs = zip(shards, found, strict=True)
+        layer = [shard if known is None else known.layer(shard) for shard, known in pairs]
+        return apply(jax.tree.unflatten(structure, layer), x), None
+
+    apply = fn
+    if any(x is not None for x in found):
+        apply = functools.partial(_recomputed_once, fn)
+        body = jax.checkpoint(body, prevent_cse=False)
+    return lax.scan(body, x, shards)[0]
+
+
+def _recomputed_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
+    """Return fn(layer, x), without a `jax.checkpoint` around fn, whose layer is recomputed anyway.
+
+    It would keep the arguments of fn together: all gathers would end before the first product.
+    """
+    program = Equations(fn, layer, x)
+    if [equation.primitive.name for equation in program.equations] != ["remat2"]:
+        return fn(layer, x)
+    (equation,) = program.equations
+    inside = jex.jaxpr_as_fun(jex.ClosedJaxpr(equation.params["jaxpr"], ()))
+    given = bindings(program.inputs, jax.tree.leaves((layer, x)))
+    values = program.run([equation], given, {id(equation): inside})
+    return jax.tree.unflatten(program.structure, read(values, program.outputs))
+
+
+def _unmarked(stacked: PyTree) -> PyTree:
+    """Return a tree with each `Stacked` replaced by its contents."""
+
+    def unmarked(x: PyTree) -> PyTree:
+        return _unmarked(tree.inside(x)) if tree.is_transparent(x) else x
+
+    return jax.tree.map(unmarked, stacked, is_leaf=tree.is_transparent)
