@@ -11,10 +11,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn import collectives
+from optfn.compilers import xla
+from optfn.compilers.groups import map_groups, varying_axes
 from optfn.core import checks
 from optfn.core.types import PyTree
-from optfn.leaves import xla
-from optfn.leaves.groups import map_groups, varying_axes
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optfn.leaves import xla
-from optfn.leaves.groups import varying_axes
+from optfn.compilers import xla
+from optfn.compilers.groups import varying_axes
 from optfn.mesh import vary
 
 

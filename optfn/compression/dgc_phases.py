@@ -26,8 +26,8 @@ from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.core import numerics
 from optfn.core.checks import Number
 from optfn.core.types import Leaf
-from optfn.leaves.rows import Rows
 from optfn.mesh import Axes
+from optfn.sparse.rows import Rows
 from optfn.transforms.moment import momentum_rule
 from optfn.workers import Group
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
+from optfn.compilers.groups import map_groups, varying_axes
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.core.types import PyTree
-from optfn.leaves.groups import map_groups, varying_axes
-from optfn.leaves.rows import Rows
 from optfn.mesh import Axes
+from optfn.sparse.rows import Rows
 
 # (totals, packet, scale) -> totals + scale times the decoded packet.
 Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from optfn import mesh
+from optfn.compilers.groups import varying_axes
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
 from optfn.core import checks
 from optfn.core.types import PyTree
-from optfn.leaves.groups import varying_axes
 from optfn.mesh import Axes
 
 # With the default precision of accelerators, the product that is sent would differ from the one

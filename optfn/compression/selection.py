@@ -33,11 +33,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optfn.compilers import xla
+from optfn.compilers.groups import varying_axes
 from optfn.compression import bits
 from optfn.compression.segments import Chunks, Segments
 from optfn.core import checks
-from optfn.leaves import xla
-from optfn.leaves.groups import varying_axes
 from optfn.mesh import vary
 
 

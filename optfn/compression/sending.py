@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn import mesh
+from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import mean_by_all_gather
@@ -16,7 +17,6 @@ from optfn.compression.slicewise import slicewise_mean
 from optfn.core import tree
 from optfn.core.checks import Number
 from optfn.core.types import Leaf, LeafKind
-from optfn.leaves.groups import map_groups
 from optfn.mesh import Axes
 from optfn.transforms.in_place import when
 

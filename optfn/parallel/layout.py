@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 from optfn import mesh as meshes
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
 from optfn.mesh import Axes, axes, joined, restricted, without
 from optfn.parallel.data_parallel import placed_copy, replicate
 from optfn.parallel.owners import Codec
@@ -60,7 +62,7 @@ class Layout:
     mesh: Mesh
     worker_axes: Axes
     shard_axes: Axes
-    tables: tree.Pattern | None = None
+    tables: Pattern | None = None
     gather: Codec | None = dataclasses.field(default=None, kw_only=True)
     reduce: Codec | None = dataclasses.field(default=None, kw_only=True)
 
@@ -102,7 +104,7 @@ class Layout:
 
     def is_table(self, params: Params) -> PyTree:
         """Tell for each leaf of params whether its rows are divided."""
-        paths = tree.matching(self.tables, params, "tables")
+        paths = patterns.match_names(self.tables, params, "tables")
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
         )
@@ -111,7 +113,7 @@ class Layout:
         """Return `specs`, with the leaves that are tables replaced by the specs of tables."""
         if self.tables is None:
             return specs
-        paths = tree.matching(self.tables, params, "tables")
+        paths = patterns.match_names(self.tables, params, "tables")
         return self._replace_specs(P(self.shard_axes), paths, specs, params, "tables")
 
     def _replace_specs(

@@ -20,11 +20,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import collectives
+from optfn.compilers import xla
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.jaxprs.equations import Equations, bindings, read
-from optfn.leaves import xla
 from optfn.mesh import (
     Axes,
     are_in_order,

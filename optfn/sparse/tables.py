@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import mesh as meshes
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
-from optfn.leaves.rows import Rows
 from optfn.mesh import Axes
+from optfn.sparse.rows import Rows
 from optfn.state.placement import num_workers
 
 

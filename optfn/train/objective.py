@@ -13,11 +13,10 @@ from jax.sharding import PartitionSpec as P
 from optfn import mesh as meshes
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
-from optfn.core import tree
-from optfn.core.tree import Pattern
+from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, LossFn, Params, PyTree, Updates
-from optfn.leaves import mismatch, row_sparse
 from optfn.leaves.packed import pack_like, unpack
+from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.layout import Layout
 from optfn.parallel.means import mean_of_all, mean_or_first, mean_over_workers
@@ -109,10 +108,10 @@ def user_objective(function: Callable[..., Any], form: Form, seen: Seen) -> Obje
             )
         returned, grads = result
         values = form.values("the value of value_and_grad", returned, model_state)
-        mismatch.check_params("value_and_grad", grads, "", "gradient")
+        errors.check_params("value_and_grad", grads, "", "gradient")
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
         if seen is not contextlib.nullcontext:
-            mismatch.check_gradients("value_and_grad", grads, params)
+            errors.check_gradients("value_and_grad", grads, params)
         return values, jax.tree.map(tree.as_array, grads)
 
     objective = Objective(lambda *arguments: value_and_grad(*arguments)[0], value_and_grad)
@@ -264,7 +263,7 @@ class _ShardedObjective(NamedTuple):
 
         def laid_out(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
             if arrived is None:
-                return mismatch.no_gradient(jnp.shape(p))
+                return numerics.float0_zeros(jnp.shape(p))
             if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
                 return g
             g = lax.slice(g, [0] * p.ndim, p.shape)  # without padding
@@ -327,10 +326,10 @@ def value_fn(
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
         def scaled(g: Leaf) -> Leaf:
             if not tree.is_inexact(g):
-                return mismatch.no_gradient(jnp.shape(g))
+                return numerics.float0_zeros(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
-        return (tree.map_arrays(scaled, row_sparse.to_dense(grads)),)
+        return (tree.map_arrays(scaled, leafwise.densify_rows(grads)),)
 
     loss.defvjp(forward, backward)
 

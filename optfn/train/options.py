@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from optfn import core
 from optfn import mesh as meshes
 from optfn.core import checks
-from optfn.core.tree import Pattern
 from optfn.core.types import LossFn, Updates
+from optfn.leaves.patterns import Pattern
 from optfn.mesh import AxisName
 from optfn.parallel.sharding import Kind, Sharded
 from optfn.state.placement import num_workers
