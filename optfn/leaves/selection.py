@@ -7,9 +7,9 @@ from typing import Any
 import optax
 
 from optfn import core
-from optfn.core import tree
+from optfn.core import errors, tree
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import mismatch, packed
+from optfn.leaves import packed
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
 
@@ -97,4 +97,4 @@ def restrict(
 
 def _check_real(rule: core.Rule, values: PyTree, kind: str) -> None:
     if rule.real_only:
-        mismatch.check_params(rule.real_only, values, rule.real_only, kind)
+        errors.check_params(rule.real_only, values, rule.real_only, kind)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import optax
 
 from optfn import core
-from optfn.core import tree
 from optfn.core.checks import Number, Schedule
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
+from optfn.leaves import contents, patterns
+from optfn.leaves.patterns import Pattern
 from optfn.leaves.selection import restrict
 from optfn.optimizers.adam import scale_by_adam_in
 from optfn.optimizers.assembly import dense_rows, optimizer
@@ -85,7 +85,7 @@ def muon(
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
     2502.16982.
     """
-    pattern = tree.check_pattern("matrices", matrices)
+    pattern = patterns.check_pattern("matrices", matrices)
     direction = scale_by_muon.rule(
         momentum,
         nesterov=nesterov,
@@ -121,7 +121,7 @@ def _matrices_and_others(
     """Chain `links`, for the leaves that `matrices` selects, with `others`, for the rest."""
 
     def other_paths(values: PyTree) -> frozenset[str]:
-        names = itertools.chain(*tree.names(values))
+        names = itertools.chain(*contents.leaf_names(values))
         return frozenset(names) - matrix_paths(matrices, values)
 
     chain = core.chained(

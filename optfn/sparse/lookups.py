@@ -10,10 +10,11 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from optfn.core import tree
-from optfn.core.tree import Pattern
 from optfn.core.types import Leaf, Params
 from optfn.jaxprs.equations import Atom, Environment, Equation, Equations, read, type_of, variables
-from optfn.leaves.rows import Rows
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
+from optfn.sparse.rows import Rows
 from optfn.sparse.tables import Owners
 
 
@@ -117,7 +118,7 @@ class LossOfTables:
         pattern: Pattern,
         owners: Owners | None,
     ) -> None:
-        paths = tree.matching(pattern, params, "tables")
+        paths = patterns.match_names(pattern, params, "tables")
 
         def enter(place: tree.Place, x: Leaf) -> Leaf:
             path = str(place)

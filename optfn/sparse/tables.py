@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
-from optfn.leaves.rows import Rows
+from optfn.sparse.rows import Rows
 from optfn.state.placement import num_workers
 
 

@@ -20,9 +20,9 @@ from optfn.collectives.means import mean_or_first, mean_over_workers
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.core.updates import apply_updates
 from optfn.jaxprs.dependence import depends
-from optfn.leaves import mismatch, tensors
-from optfn.leaves.updates import apply_updates
+from optfn.leaves import tensors
 from optfn.parallel import traffic
 from optfn.parallel.data_parallel import optimizer_inputs
 from optfn.parallel.mesh_layout import Layout
@@ -214,7 +214,7 @@ def find_varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> P
 
 def _make_gradient(p: Leaf) -> Leaf:
     """Return an array that depends on p, to stand for its gradient; float0 for an integer leaf."""
-    return 1.0 * p if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
+    return 1.0 * p if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
 
 def _check_inner(
@@ -262,7 +262,7 @@ def _unwrap_varying(wrapped: OptState, like: OptState) -> OptState:
 def _subtract(start: Leaf, end: Leaf) -> Leaf:
     """Return start − end in float32 or wider; for an integer leaf, that there is no gradient."""
     if not tree.is_inexact(start):
-        return mismatch.no_gradient(start.shape)
+        return numerics.float0_zeros(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 

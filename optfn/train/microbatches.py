@@ -14,7 +14,6 @@ from jax import lax
 from optfn.collectives.means import sum_dtype
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
-from optfn.leaves import mismatch
 from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
@@ -140,7 +139,7 @@ def _divide_total(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Leaf:
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):
         return rows.joined().map(lambda x: x / count)
-    return g if tree.is_masked(g) else mismatch.no_gradient(jnp.shape(g))
+    return g if tree.is_masked(g) else numerics.float0_zeros(jnp.shape(g))
 
 
 def combine_microbatches(values: PyTree) -> PyTree:

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optfn.core import checks, tree
+from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree
-from optfn.leaves import mismatch
-from optfn.leaves.modules import check_split
+from optfn.interop.modules import check_split
 
 
 class TrainState(NamedTuple):
@@ -41,7 +40,7 @@ def check_params(params: Params) -> None:
             "or to fit(step, state, batches)"
         )
     check_split("TrainStep.init", params)
-    mismatch.check_params("TrainStep.init", params, "")
+    errors.check_params("TrainStep.init", params, "")
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
         raise TypeError(

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from optfn import core
 from optfn.collectives.mesh import apply_to_whole_matrices
-from optfn.core import checks, numerics, tree
+from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
 from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import row_sparse, tensors
+from optfn.leaves import contents, patterns, tensors
+from optfn.leaves.patterns import Pattern
 from optfn.leaves.selection import restrict
 from optfn.transforms.moment import velocity_rule
 
@@ -91,11 +91,11 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
         stacked ones.
     """
-    masked = {name for name, leaf in tree.leaves_with_names(values) if tree.is_masked(leaf)}
-    runs = {name: run for name, run in tree.runs(values).items() if name not in masked}
+    masked = {name for name, leaf in contents.leaves_with_names(values) if tree.is_masked(leaf)}
+    runs = {name: run for name, run in contents.runs_by_name(values).items() if name not in masked}
     if matrices is None:
         return frozenset(k for k, run in runs.items() if len(run.shape) - run.stacked == 2)
-    chosen = tree.matching(matrices, values, "matrices")
+    chosen = patterns.match_names(matrices, values, "matrices")
     for path in sorted(chosen & runs.keys()):
         run = runs[path]
         axes = len(run.shape) - run.stacked
@@ -178,7 +178,7 @@ def scale_by_muon(
     the coefficients of "jordan"); Ahn et al. 2025, arXiv 2504.05295 ("dion", as in optax).
     """
     mu = checks.number("momentum", momentum, checks.UNIT)
-    matrices = tree.check_pattern("matrices", matrices)
+    matrices = patterns.check_pattern("matrices", matrices)
     factor = check_scale(scale)
     direction = partial(
         orthogonalized,
@@ -196,7 +196,7 @@ def scale_by_muon(
         return scaled.reshape(x.shape)
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        updates, state = velocity.update(row_sparse.to_dense(updates), state)
+        updates, state = velocity.update(leafwise.densify_rows(updates), state)
         return tensors.map_tensors(orthogonalize, updates), state
 
     return restrict(

@@ -11,8 +11,9 @@ import optax
 
 from optfn import core
 from optfn.core import checks, tree
+from optfn.core.boundary import frozen_update
 from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import frozen
+from optfn.leaves import contents, patterns
 from optfn.leaves.packed import mark_stacked
 from optfn.leaves.selection import restrict
 
@@ -99,7 +100,7 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     for pattern, attr in param_attrs.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"param_attrs: a pattern must be a regular expression; got {pattern!r}")
-        tree.check_pattern("param_attrs", pattern)
+        patterns.check_pattern("param_attrs", pattern)
         if not isinstance(attr, ParamAttr):
             raise TypeError(f"param_attrs[{pattern!r}] must be a ParamAttr; got {attr!r}")
     return dict(param_attrs)
@@ -111,8 +112,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
-    attrs = dict.fromkeys(itertools.chain(*tree.names(params)), DEFAULT)
-    for names, attr in tree.first_matches(param_attrs, params, "param_attrs"):
+    attrs = dict.fromkeys(itertools.chain(*contents.leaf_names(params)), DEFAULT)
+    for names, attr in patterns.first_matches(param_attrs, params, "param_attrs"):
         attrs |= dict.fromkeys(names, attr)
     return attrs
 
@@ -190,11 +191,11 @@ def _freeze_untrained(param_attrs: ParamAttrs, updates: Updates, params: Params)
 
     A buffer of a Packed that has an untrained leaf is replaced as a whole.
     """
-    attrs, names = resolve(param_attrs, updates), tree.names(updates)
+    attrs, names = resolve(param_attrs, updates), contents.leaf_names(updates)
 
     def freeze(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
         is_trained = all(attrs[name].trainable for name in names[place.number])
-        return g if is_trained else frozen.frozen_update(g, g if p is None else p)
+        return g if is_trained else frozen_update(g, g if p is None else p)
 
     return tree.map_named(freeze, updates, updates if params is None else params)
 
@@ -208,7 +209,7 @@ def _mark_stacked_leaves(
         attrs = resolve(param_attrs, values)
         if not any(attr.stacked for attr in attrs.values()):
             return values
-        for path, run in tree.runs(values).items():
+        for path, run in contents.runs_by_name(values).items():
             _check_stacked(path, run.shape, attrs[path])
         # The layout of a Packed still has the paths of leaves that are not selected.
         return mark_stacked(values, lambda path: attrs.get(path, DEFAULT).stacked)

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.compilers import xla
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, Stepped, Updates
-from optfn.leaves import mismatch, xla
-from optfn.leaves.updates import apply_updates
+from optfn.core.updates import apply_updates
 from optfn.transforms.in_place import in_passes
 
 
@@ -100,7 +100,7 @@ def exponential_moving_average(
         return p, numerics.scalar(d, p) * e + numerics.scalar(complement, p) * p
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        mismatch.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
+        errors.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
@@ -188,7 +188,7 @@ def model_average(
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        mismatch.check_state("model_average", state, ModelAverageState)
+        errors.check_state("model_average", state, ModelAverageState)
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
         acc = state.num_accumulates + 1

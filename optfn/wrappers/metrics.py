@@ -12,10 +12,10 @@ import optax
 from optfn import core
 from optfn.collectives.axes import AxisName, check_names
 from optfn.collectives.devices import joined_workers
-from optfn.core import checks, leafwise, tree
+from optfn.core import checks, errors, leafwise
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, PyTree, Stepped, Updates
-from optfn.leaves import mismatch
+from optfn.leaves.patterns import check_pattern, match_names
 from optfn.leaves.selection import Selection
 from optfn.state import names as state_names
 from optfn.state.per_worker import nodes_of
@@ -100,13 +100,13 @@ def record_metrics(
         inner_state = inner.init(params)
         norms = [jnp.zeros((), jnp.float32) for _ in MEASURED]
         for pattern in patterns:
-            tree.matching(pattern, params, "per")
+            match_names(pattern, params, "per")
         groups = {name: {p: jnp.zeros((), jnp.float32) for p in patterns} for name in MEASURED}
         return _recorded(norms, inner_state, groups if patterns else ())
 
     def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         core.check_params_given("record_metrics", params)
-        mismatch.check_state("record_metrics", state, RecordMetricsState)
+        errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = joined_workers("record_metrics", axis_name, extra)
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
@@ -116,7 +116,7 @@ def record_metrics(
 
         groups: dict[str, dict[str, jax.Array]] = {name: {} for name in MEASURED}
         for pattern in patterns:
-            chosen = Selection(tree.matching(pattern, params, "per"))
+            chosen = Selection(match_names(pattern, params, "per"))
             for name, norm in zip(MEASURED, norms([chosen.keep(x) for x in trees]), strict=True):
                 groups[name][pattern] = norm
         return updated, _recorded(norms(trees), inner_state, groups if patterns else ())
@@ -132,7 +132,7 @@ def _patterns(per: str | Sequence[str] | None) -> list[str]:
             f"got {checks.shown(per)}"
         )
     for pattern in patterns:
-        tree.check_pattern("record_metrics: per", pattern)
+        check_pattern("record_metrics: per", pattern)
     return list(dict.fromkeys(patterns))
 
 
