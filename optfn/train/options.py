@@ -194,13 +194,6 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
         num_workers(mesh, data_axis)
 
 
-# Arguments of the last version, and how to write without them.
-RETIRED = {
-    "update_in_backward": "to save the memory of gradients, use microbatches= or shard=",
-    "compare_replicas_every": "call optfn.distributed.compare_replicas(state, mesh) in a callback",
-}
-
-
 def accept_fields(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
     """Decorate a function of one dataclass, so that callers pass the fields as its arguments.
 
@@ -213,8 +206,6 @@ def accept_fields(record: Callable[P, Record]) -> Callable[[Callable[[Record], R
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for gone in RETIRED.keys() & kwargs.keys():
-                raise TypeError(f"{name}: {gone}= is gone: {RETIRED[gone]}")
             # The error of the dataclass itself would name `__init__` instead of the function.
             try:
                 signature.bind(*args, **kwargs)
