@@ -62,14 +62,14 @@ def compose_step(
     if options.has_aux and (layout is not None or options.microbatches > 1):
         objective = refuse_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
-    #    except in a round, where each worker trains apart; new params are again those of a worker.
+    #    except in a round, where each worker trains apart; it returns the worker's new state.
     step = make_worker_step(objective, tx, key_of, averaged, layout)
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
         step = local.round(step)
-    # 4. Here the batch is that of all workers, split along its leading axis. Params are equal on
-    #    all workers, and per-worker arrays are joined along their first axis.
+    # 4. From here on the batch has the examples of all workers along its leading axis. Params are
+    #    equal on all workers, and per-worker arrays are joined along their first axis.
     if layout is not None and workers:
         step = parallel.step_of_all_workers(step, layout.mesh, workers)
     # 5. The state comes and goes as it is stored between steps: divided and padded.

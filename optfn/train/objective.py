@@ -105,7 +105,7 @@ def differentiate(
             return value_at_whole_params(inputs)
         return gather.call(value_at_whole_params, inputs)
 
-    def scaled_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+    def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         loss, *rest = value(inputs._replace(params=params))
         return scale_gradient(loss, inputs.loss_factor), tuple(rest)
 
@@ -114,10 +114,10 @@ def differentiate(
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
         differentiated = sparse.value_and_grad(
-            scaled_loss, tables, has_aux=True, transform=transform, owners=owners
+            scale_loss, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
-        function = scaled_loss if transform is None else transform(scaled_loss)
+        function = scale_loss if transform is None else transform(scale_loss)
         differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
