@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, Division, axes, is_spec, joined, restricted, without
-from optfn.collectives.devices import Group
+from optfn.collectives.devices import Devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -234,20 +234,17 @@ class Layout:
 
         return map_padded(without_padding, state)
 
-    def group_of(self, params: Params) -> Group | None:
+    def group_of(self, params: Params) -> Devices | None:
         """Return the devices of a worker, which divide gradients; None if it is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.gradient_specs(params))
-        return Group(
-            self.mesh,
-            self.inner_axes,
-            {
-                str(k): restricted(spec, self.inner_axes)
-                for k, x, spec in specs
-                if not tree.is_masked(x)
-            },
-        )
+        by_path = [
+            (str(place), restricted(spec, self.inner_axes))
+            for place, x, spec in specs
+            if not tree.is_masked(x)
+        ]
+        return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def bound_specs(self, specs: PyTree) -> PyTree:
         """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
@@ -340,8 +337,8 @@ class Layout:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
-            rows = group.rows
-            state = map_divided(lambda node: node._replace(value=rows(node.value)), state)
+            flatten = group.flatten_shards
+            state = map_divided(lambda node: node._replace(value=flatten(node.value)), state)
             return self._map_state(shaped, lambda x, over: x, state, params)
 
         return reshaped if self.worker_axes and self.divides else init
