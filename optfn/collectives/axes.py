@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from optfn.leaves.groups import varying_axes
+from optfn.compilers.groups import varying_axes
 
 # The name of a mesh axis, several names, or None for no axis.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]

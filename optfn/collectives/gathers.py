@@ -9,9 +9,9 @@ from jax import lax
 
 from optfn.collectives import torus
 from optfn.collectives.axes import Axes, axis_size, checked_axes, vary
+from optfn.compilers import xla
+from optfn.compilers.groups import varying_axes
 from optfn.core.types import PyTree
-from optfn.leaves import xla
-from optfn.leaves.groups import varying_axes
 
 # (totals, packet, scale) -> totals + scale times the decoded packet.
 Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]

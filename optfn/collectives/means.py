@@ -13,10 +13,10 @@ from optfn.collectives import torus
 from optfn.collectives.axes import Axes, Division, axis_size, joined, vary, without
 from optfn.collectives.devices import Workers
 from optfn.collectives.packets import Compressor, coded_mean_shard
+from optfn.compilers import xla
+from optfn.compilers.groups import map_groups, varying_axes
 from optfn.core import tree
 from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
-from optfn.leaves import xla
-from optfn.leaves.groups import map_groups, varying_axes
 
 
 def pmean(x: jax.Array, names: Axes) -> jax.Array:

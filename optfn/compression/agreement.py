@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn.collectives.axes import Axes, check_axis, checked_axes, vary
+from optfn.compilers.groups import varying_axes
+from optfn.compilers.xla import any_nonfinite
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Leaf, Updates
-from optfn.leaves.groups import varying_axes
-from optfn.leaves.xla import any_nonfinite
 
 
 def is_compressible(p: jax.Array, min_size: int) -> bool:

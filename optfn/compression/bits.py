@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from optfn.collectives.axes import vary
-from optfn.leaves import xla
-from optfn.leaves.groups import varying_axes
+from optfn.compilers import xla
+from optfn.compilers.groups import varying_axes
 
 
 def num_words(widths: Sequence[int], counts: Sequence[int]) -> int:

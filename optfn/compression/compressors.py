@@ -29,10 +29,11 @@ import jax
 
 from optfn.collectives.axes import Axes
 from optfn.collectives.packets import Compressor
-from optfn.core import checks, tree
+from optfn.core import checks
 from optfn.core.printing import call_text
 from optfn.core.types import Params, PyTree
-from optfn.leaves.rows import Rows
+from optfn.leaves import contents, patterns
+from optfn.sparse.rows import Rows
 
 P = ParamSpec("P")
 
@@ -153,7 +154,7 @@ def check_choice(choice: object) -> Mapping[Any, BaseCompressor | None]:
     for pattern, compressor in choice.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"compressor: a pattern must be a regular expression; got {pattern!r}")
-        tree.check_pattern("compressor", pattern)
+        patterns.check_pattern("compressor", pattern)
         is_dense = compressor is None
         checked[pattern] = None if is_dense else _compressor(f"compressor[{pattern!r}]", compressor)
     return checked
@@ -179,6 +180,6 @@ def chosen(
       ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
     found: dict[str, BaseCompressor | None] = {}
-    for names, compressor in tree.first_matches(choice, params, "compressor"):
+    for names, compressor in patterns.first_matches(choice, params, "compressor"):
         found |= dict.fromkeys(names, compressor)
-    return [found.get(name) for (name,) in tree.names(params)]
+    return [found.get(name) for (name,) in contents.leaf_names(params)]

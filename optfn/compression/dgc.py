@@ -33,7 +33,6 @@ from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.leaves import row_sparse
 from optfn.parallel.traffic import all_reduce_bytes
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, per_worker
 from optfn.transforms.clipping import clip_factor
@@ -251,7 +250,7 @@ def _accumulate_and_send(
 ) -> tuple[Updates, DeepGradientCompressionState]:
     del extra
     options = dataclasses.replace(options, group=workers.group)
-    updates = row_sparse.to_dense(updates)  # row-sparse gradients are treated like dense ones
+    updates = leafwise.densify_rows(updates)  # row-sparse gradients are treated like dense ones
     run = partial(_accumulate_and_send_shards, options, row_updates and workers.group is None)
     return update_on_shards(run, updates, state, params, workers.group)
 

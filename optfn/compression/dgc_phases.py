@@ -28,7 +28,7 @@ from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.core import numerics
 from optfn.core.checks import Number
 from optfn.core.types import Leaf
-from optfn.leaves.rows import Rows
+from optfn.sparse.rows import Rows
 from optfn.transforms.moment import momentum_rule
 
 # The encoding of a value for each `wire`.

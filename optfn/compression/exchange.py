@@ -35,13 +35,13 @@ from optfn.compression.compressors import (
 from optfn.compression.gathering import empty_rows
 from optfn.compression.on_shards import update_on_shards
 from optfn.compression.sending import Sending, exchanged_densely
-from optfn.core import checks, leafwise, tree
+from optfn.core import checks, errors, leafwise, tree
 from optfn.core.checks import Number
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, Params, PyTree, Updates
-from optfn.leaves import mismatch, packed
+from optfn.leaves import packed
 from optfn.leaves.nodes import is_packed
-from optfn.leaves.rows import Rows
+from optfn.sparse.rows import Rows
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged, per_worker
 from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
 
@@ -237,7 +237,7 @@ def _plain_mean(
     **extra: Any,
 ) -> tuple[Updates, ExchangeDenseState]:
     del params, extra
-    mismatch.check_state("exchange", state, ExchangeDenseState)
+    errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
     return mean_of_all(updates, (), workers._replace(axes=options.axis_name))[0], state
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from optfn.collectives.axes import Axes, axis_size
 from optfn.collectives.gathers import Gathered
+from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.core.types import PyTree
-from optfn.leaves.groups import map_groups
-from optfn.leaves.rows import Rows
+from optfn.sparse.rows import Rows
 
 
 def mean_by_all_gather(

@@ -34,11 +34,11 @@ import numpy as np
 from jax import lax
 
 from optfn.collectives.axes import vary
+from optfn.compilers import xla
+from optfn.compilers.groups import varying_axes
 from optfn.compression import bits
 from optfn.compression.segments import Chunks, Segments
 from optfn.core import checks
-from optfn.leaves import xla
-from optfn.leaves.groups import varying_axes
 
 
 class Counts(NamedTuple):

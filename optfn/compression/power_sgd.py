@@ -12,10 +12,10 @@ from jax import lax
 
 from optfn.collectives.axes import Axes, vary
 from optfn.collectives.means import mean_in_one
+from optfn.compilers.groups import varying_axes
 from optfn.compression.compressors import LeafInExchange, ShownAsCall, showing_call
 from optfn.core import checks
 from optfn.core.types import PyTree
-from optfn.leaves.groups import varying_axes
 
 # With the default precision of accelerators, the product that is sent would differ from the one
 # that is subtracted from the residual.

@@ -10,6 +10,7 @@ from jax import lax
 
 from optfn.collectives.axes import Axes, checked_axes, vary
 from optfn.collectives.means import mean_in_one
+from optfn.compilers.groups import map_groups
 from optfn.compression.compressors import BaseCompressor, LeafInExchange
 from optfn.compression.feedback import add_feedback
 from optfn.compression.gathering import mean_by_all_gather
@@ -17,7 +18,6 @@ from optfn.compression.slicewise import slicewise_mean
 from optfn.core import tree
 from optfn.core.checks import Number
 from optfn.core.types import Leaf, LeafKind
-from optfn.leaves.groups import map_groups
 from optfn.transforms.in_place import when
 
 

@@ -22,14 +22,7 @@ Arrays: TypeAlias = Sequence[jax.Array]
 Scalars: TypeAlias = Mapping[str, Any]  # the hyper-parameters of a rule by name
 
 
-class OneLeaf:
-    """A node to JAX that is one leaf to optfn: a `LeafKind`."""
-
-    values: Any
-    apply: Any
-
-
-class LeafKind(OneLeaf, abc.ABC):
+class LeafKind(abc.ABC):
     """A leaf that is not a dense array, such as `Rows`, and defines how rules apply to it.
 
     It is a pytree node whose numbers are `values`, and represents an array of `shape`.

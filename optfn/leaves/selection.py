@@ -7,12 +7,12 @@ import optax
 
 from optfn.core import tree
 from optfn.core.leafwise import PerLeaf
-from optfn.core.tree import Pattern
 from optfn.core.types import PyTree
-from optfn.leaves import packed
+from optfn.leaves import packed, patterns
 from optfn.leaves.layout import only
 from optfn.leaves.nodes import Packed, is_packed
 from optfn.leaves.packed import map_nodes
+from optfn.leaves.patterns import Pattern
 from optfn.leaves.tensors import PerTensor
 
 
@@ -23,7 +23,7 @@ class Selection:
     """
 
     def __init__(self, pattern: Pattern | None, params: PyTree, argument: str = "pattern") -> None:
-        self.paths = tree.matching(pattern, params, argument)
+        self.paths = patterns.match_names(pattern, params, argument)
 
     def keep(self, values: PyTree) -> PyTree:
         """Mask the leaves that are not selected; a Packed holds the selected leaves alone."""

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import optax
 
 from optfn import core
-from optfn.core import tree
 from optfn.core.checks import Number, Schedule
 from optfn.core.leafwise import PerLeaf
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
 from optfn.core.types import OptState, Params, PyTree, Updates
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
 from optfn.leaves.selection import Selection
 from optfn.optimizers.adam import scale_by_adam_in
 from optfn.optimizers.assembly import dense_rows, optimizer
@@ -84,7 +84,7 @@ def muon(
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
     2502.16982.
     """
-    pattern = tree.check_pattern("matrices", matrices)
+    pattern = patterns.check_pattern("matrices", matrices)
     direction = scale_by_muon.rule(
         momentum,
         nesterov=nesterov,

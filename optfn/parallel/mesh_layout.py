@@ -26,6 +26,8 @@ from optfn.collectives.devices import Devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import placed_copy, replicate
 from optfn.state import names as state_names
 from optfn.state.padded import Padded, cut, map_padded, padded
@@ -48,7 +50,7 @@ class Layout:
     mesh: Mesh
     worker_axes: Axes
     shard_axes: Axes
-    tables: tree.Pattern | None = None
+    tables: Pattern | None = None
     gather: Compressor | None = dataclasses.field(default=None, kw_only=True)
     reduce: Compressor | None = dataclasses.field(default=None, kw_only=True)
 
@@ -90,7 +92,7 @@ class Layout:
 
     def is_table(self, params: Params) -> PyTree:
         """Tell for each leaf of params whether its rows are divided."""
-        paths = tree.matching(self.tables, params, "tables")
+        paths = patterns.match_names(self.tables, params, "tables")
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
         )
@@ -99,7 +101,7 @@ class Layout:
         """Return `specs`, with the leaves that are tables replaced by the specs of tables."""
         if self.tables is None:
             return specs
-        paths = tree.matching(self.tables, params, "tables")
+        paths = patterns.match_names(self.tables, params, "tables")
         return self._replace_specs(P(self.shard_axes), paths, specs, params, "tables")
 
     def _replace_specs(

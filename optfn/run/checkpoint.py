@@ -16,8 +16,9 @@ import numpy as np
 import optax
 
 from optfn.core import checks, tree
-from optfn.core.tree import Pattern, check_pattern, is_key, listed
+from optfn.core.tree import is_key, listed
 from optfn.core.types import Leaf, Params, PyTree
+from optfn.leaves.patterns import Pattern, check_pattern
 from optfn.parallel import processes
 from optfn.run.background import start, wait
 from optfn.run.checkpoint_directory import ENTRIES, OrbaxDirectory, suits

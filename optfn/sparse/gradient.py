@@ -12,12 +12,12 @@ import jax
 
 from optfn import core
 from optfn.collectives.devices import Devices
-from optfn.core import checks, tree
+from optfn.core import checks, leafwise
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
 from optfn.core.types import Params, Updates
 from optfn.jaxprs.equations import Environment, bindings
-from optfn.leaves import row_sparse
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
 from optfn.sparse.lookups import LossOfTables
 from optfn.sparse.tables import send_gradients
 
@@ -34,7 +34,7 @@ def densify() -> core.Rule:
     Each row-sparse leaf becomes an array of the size of the table. No state. Real and complex
     leaves.
     """
-    return core.stateless(lambda updates, params: row_sparse.to_dense(updates), DensifyState())
+    return core.stateless(lambda updates, params: leafwise.densify_rows(updates), DensifyState())
 
 
 def value_and_grad(
@@ -83,7 +83,7 @@ def value_and_grad(
     """
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (params, *args); got {checks.shown(loss_fn)}")
-    pattern = tree.check_pattern("tables", tables)
+    pattern = patterns.check_pattern("tables", tables)
     if pattern is None:
         raise TypeError("tables must be a pattern of the paths of leaves; got None")
 

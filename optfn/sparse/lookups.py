@@ -11,10 +11,11 @@ from jax.lax import GatherScatterMode
 
 from optfn.collectives.devices import Devices
 from optfn.core import tree
-from optfn.core.tree import Pattern
 from optfn.core.types import Leaf, Params
 from optfn.jaxprs.equations import Atom, Environment, Equation, Equations, read, type_of, variables
-from optfn.leaves.rows import Rows
+from optfn.leaves import patterns
+from optfn.leaves.patterns import Pattern
+from optfn.sparse.rows import Rows
 from optfn.sparse.tables import lookup_rows, num_rows_of
 
 
@@ -118,7 +119,7 @@ class LossOfTables:
         pattern: Pattern,
         owners: Devices | None,
     ) -> None:
-        paths = tree.matching(pattern, params, "tables")
+        paths = patterns.match_names(pattern, params, "tables")
 
         def enter(place: tree.Place, x: Leaf) -> Leaf:
             path = str(place)

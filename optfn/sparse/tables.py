@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives.axes import Axes
 from optfn.collectives.devices import Devices
 from optfn.core.types import Arrays, Leaf, LeafKind, Scalars
-from optfn.leaves.rows import Rows
+from optfn.sparse.rows import Rows
 
 
 def num_rows_of(owners: Devices, shard: Leaf) -> int:

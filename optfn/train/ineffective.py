@@ -9,6 +9,7 @@ import optax
 from optfn import core
 from optfn.core import checks, tree
 from optfn.core.types import Params
+from optfn.leaves import contents
 from optfn.wrappers.attributes import resolve
 
 
@@ -20,7 +21,7 @@ def warn_of_frozen(tx: optax.GradientTransformation, params: Params) -> None:
     frozen = _frozen(tx, params)
     if not frozen and any(map(tree.is_inexact, jax.tree.leaves(params))):
         return
-    if all(name in frozen for name, x in tree.leaves_with_names(params) if tree.is_inexact(x)):
+    if all(name in frozen for name, x in contents.leaves_with_names(params) if tree.is_inexact(x)):
         why = f"{tx!r} freezes all of them" if frozen else "params have no leaves"
         checks.warn(f"no parameter is trained, because {why}: steps will change nothing")
 

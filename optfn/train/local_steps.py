@@ -17,9 +17,9 @@ from optfn.collectives.means import mean_or_first, mean_over_workers
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
+from optfn.core.updates import apply_updates
 from optfn.jaxprs.dependence import depends
-from optfn.leaves import mismatch, tensors
-from optfn.leaves.updates import apply_updates
+from optfn.leaves import tensors
 from optfn.parallel import traffic
 from optfn.parallel.data_parallel import optimizer_inputs
 from optfn.parallel.mesh_layout import Layout
@@ -196,7 +196,7 @@ def varying(tx: optax.GradientTransformationExtraArgs, params: Params) -> PyTree
 
 
 def _like_gradient(p: Leaf) -> Leaf:
-    return 1.0 * p if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
+    return 1.0 * p if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
 
 def _check_inner(
@@ -240,7 +240,7 @@ def _unwrapped(laid_out: OptState, like: OptState) -> OptState:
 def _drift(start: Leaf, end: Leaf) -> Leaf:
     """Return start − end in float32 or wider; integer leaves do not drift."""
     if not tree.is_inexact(start):
-        return mismatch.no_gradient(start.shape)
+        return numerics.float0_zeros(start.shape)
     wide = numerics.accumulator_dtype(start.dtype)
     return leafwise.cast(start, wide) - leafwise.cast(end, wide)
 

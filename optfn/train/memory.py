@@ -14,12 +14,13 @@ from jax.sharding import PartitionSpec as P
 from optfn import core
 from optfn.collectives.axes import Axes, AxisName, is_spec, joined, restricted, without
 from optfn.collectives.packets import coded_bytes
-from optfn.core import tree
+from optfn.core import numerics, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
+from optfn.interop.modules import check_split
 from optfn.jaxprs.equations import Equations
-from optfn.leaves import mismatch
-from optfn.leaves.modules import check_split
+from optfn.leaves import contents, patterns
 from optfn.leaves.packed import pack
+from optfn.leaves.patterns import Pattern
 from optfn.optimizers.sgd import sgd
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, Sharded, layout_of
@@ -62,7 +63,7 @@ def plan_memory(
     *,
     shard: Kind | None = None,
     data_axis: AxisName = "data",
-    tables: tree.Pattern | None = None,
+    tables: Pattern | None = None,
     shard_tables: bool = False,
     lookups: int | None = None,
     microbatches: int = 1,
@@ -132,7 +133,7 @@ def plan_memory(
         init = LocalSteps(local_steps, inner, outer, layout).init
     read, state = _read_gradients(tx, params), jax.eval_shape(layout.stored_init(init), params)
     specs, grad_specs = layout.param_specs(params), layout.gradient_specs(params)
-    stacked, rows = tree.stacked_axes(params), tree.matching(tables, params, "tables")
+    stacked, rows = contents.stacked_axes(params), patterns.match_names(tables, params, "tables")
     exchanged = exchanged_axes(_without_unknown(state), params)
     once = packed or (isinstance(shard, Sharded) and shard.gathers_once)
     as_rows = rows if lookups and local_steps == 1 else frozenset[str]()
@@ -170,7 +171,7 @@ def _read_gradients(tx: optax.GradientTransformation, params: Params) -> Collect
         remaining = iter(arrays)
 
         def gradient(p: Leaf) -> Leaf:
-            return next(remaining) if tree.is_inexact(p) else mismatch.no_gradient(p.shape)
+            return next(remaining) if tree.is_inexact(p) else numerics.float0_zeros(p.shape)
 
         grads, loss = jax.tree.map(gradient, params), jnp.zeros(())
         extra = {"value": loss, "grad": grads, "value_fn": lambda params: loss}
@@ -257,7 +258,7 @@ def _shard_state(
 
 def _gathered_in_update(state: OptState, params: Params, grad_specs: PyTree) -> tuple[str, ...]:
     """Return the paths of divided matrices that a rule treats whole."""
-    stacked = tree.stacked_axes(params)
+    stacked = contents.stacked_axes(params)
     divided = {
         str(place)
         for place, _, spec in tree.items(params, grad_specs)

@@ -11,7 +11,6 @@ from jax import lax
 from optfn.collectives.means import sum_dtype
 from optfn.core import leafwise, numerics, tree
 from optfn.core.types import Batch, Leaf, LeafKind, PyTree, Updates
-from optfn.leaves import mismatch
 from optfn.train.loss_form import Inputs, Values
 from optfn.train.objective import Objective
 
@@ -116,7 +115,7 @@ def _mean_over_microbatches(count: int, g: Leaf, total: Leaf, rows: Leaf) -> Lea
         return leafwise.cast(total / count, g.dtype)
     if isinstance(rows, LeafKind):
         return rows.joined().map(lambda x: x / count)
-    return g if tree.is_masked(g) else mismatch.no_gradient(jnp.shape(g))
+    return g if tree.is_masked(g) else numerics.float0_zeros(jnp.shape(g))
 
 
 def combined(values: PyTree) -> PyTree:

@@ -24,11 +24,10 @@ from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
 from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_of_all, mean_or_first, mean_over_workers
-from optfn.core import tree
-from optfn.core.tree import Pattern
+from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
-from optfn.leaves import mismatch, row_sparse
 from optfn.leaves.packed import pack_like, unpack
+from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import whole
@@ -145,10 +144,10 @@ def wrap_value_and_grad(
             )
         returned, grads = result
         values = form.values("the value of value_and_grad", returned, inputs.model_state)
-        mismatch.check_params("value_and_grad", grads, "", "gradient")
+        errors.check_params("value_and_grad", grads, "", "gradient")
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
         if gather is not None:
-            mismatch.check_gradients("value_and_grad", grads, inputs.params)
+            errors.check_gradients("value_and_grad", grads, inputs.params)
         return values, jax.tree.map(tree.as_array, grads)
 
     objective = Objective(lambda inputs: value_and_grad(inputs)[0], value_and_grad)
@@ -280,7 +279,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
         def place(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
             if arrived is None:
-                return mismatch.no_gradient(jnp.shape(p))
+                return numerics.float0_zeros(jnp.shape(p))
             if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
                 return g
             g = lax.slice(g, [0] * p.ndim, p.shape)  # without padding
@@ -366,10 +365,10 @@ def value_fn(objective: Objective, workers: Workers, inputs: Inputs) -> Callable
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
         def scaled(g: Leaf) -> Leaf:
             if not tree.is_inexact(g):
-                return mismatch.no_gradient(jnp.shape(g))
+                return numerics.float0_zeros(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
-        return (tree.map_arrays(scaled, row_sparse.to_dense(grads)),)
+        return (tree.map_arrays(scaled, leafwise.densify_rows(grads)),)
 
     loss.defvjp(forward, backward)
 

@@ -14,8 +14,8 @@ from optfn import core
 from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
 from optfn.core import checks
-from optfn.core.tree import Pattern
 from optfn.core.types import LossFn, Updates
+from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, Sharded
 from optfn.state.placement import num_workers
 

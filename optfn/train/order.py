@@ -18,6 +18,7 @@ from optfn import core
 from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
+from optfn.leaves import contents
 from optfn.state.names import entries_by_param, is_state, named_entries, state_word
 from optfn.train import forms
 from optfn.transforms import learning_rate as rates
@@ -85,7 +86,7 @@ class _Walk:
     """
 
     def __init__(self, params: Params) -> None:
-        self.paths = [path for path, x in tree.leaves_with_names(params) if tree.is_inexact(x)]
+        self.paths = [path for path, x in contents.leaves_with_names(params) if tree.is_inexact(x)]
         self.warnings: dict[str, None] = {}
         self._is_certain = True  # that the links of the walk have leaves
 
@@ -164,7 +165,7 @@ class _Walk:
             mark = ((forms.PAUSED, name),)
             return {path: x._replace(marks=x.marks + mark) for path, x in after.items()}
         if way == "masters":
-            named = tree.leaves_with_names(state[0])
+            named = contents.leaves_with_names(state[0])
             with_master = {path for path, x in named if not tree.is_masked(x)}
             return after | {
                 path: _mastered(after[path], name) for path in with_master.intersection(after)

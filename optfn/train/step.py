@@ -20,10 +20,9 @@ import optax
 from jax.sharding import Mesh
 
 from optfn.collectives.devices import Devices
-from optfn.core import checks, tree
+from optfn.core import checks, errors, tree
 from optfn.core.types import Batch, Leaf, Params, PyTree
-from optfn.leaves import mismatch
-from optfn.leaves.modules import check_split
+from optfn.interop.modules import check_split
 from optfn.leaves.nodes import is_packed
 from optfn.leaves.packed import pack
 from optfn.parallel import data_parallel as parallel
@@ -309,7 +308,7 @@ def _check_params(params: Params) -> None:
             "or to fit(step, state, batches)"
         )
     check_split("TrainStep.init", params)
-    mismatch.check_params("TrainStep.init", params, "")
+    errors.check_params("TrainStep.init", params, "")
     leaves = jax.tree.leaves(params)
     if leaves and not any(map(tree.is_inexact, leaves)):
         raise TypeError(

@@ -21,10 +21,10 @@ from optfn.collectives.axes import Axes, is_spec, restricted
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_of_all, mean_or_first
 from optfn.collectives.mesh import constrained
-from optfn.core import checks, tree
+from optfn.compilers import xla
+from optfn.core import checks, errors, leafwise, tree
 from optfn.core.types import Batch, OptState, Params, PyTree
-from optfn.leaves import mismatch, row_sparse, xla
-from optfn.leaves.updates import apply_updates
+from optfn.core.updates import apply_updates
 from optfn.parallel import traffic
 from optfn.parallel.data_parallel import optimizer_inputs
 from optfn.parallel.mesh_layout import Layout
@@ -97,12 +97,12 @@ def worker_step(
         # 3. `mean` is equal on all workers in all leaves. Line searches take it, without rows; if
         #    there is none, XLA removes this computation.
         mean = mean_of_all(grads, (), workers)[0] if exchanges_itself else grads
-        extra |= {"value": loss, "grad": row_sparse.to_dense(mean)}
+        extra |= {"value": loss, "grad": leafwise.densify_rows(mean)}
         extra["value_fn"] = value_fn(objective, workers, inputs)
         if may_give_rows(state.opt_state):
             extra["row_updates"] = True
         # 4. Updates and metrics are equal on all workers; the new state has the sharding of step 1.
-        with mismatch.naming_integer_leaves(grads):
+        with errors.name_integer_leaves(grads):
             updates, opt_state = tx.update(grads, state.opt_state, params, **extra)
         params = gather_updated(apply_updates(params, updates), layout)
         model_state = mean_or_first(values.model_state, axes)

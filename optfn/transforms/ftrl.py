@@ -12,7 +12,6 @@ from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar, Schedule
 from optfn.core.traits import traits
 from optfn.core.types import OptState, Params, PyTree, Updates
-from optfn.leaves import row_sparse
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.in_place import in_passes
 
@@ -158,7 +157,7 @@ def ftrl_proximal(
         del extra
         rate, rate_state = rates.advance(lr, state.rate)
         # Once for the three passes.
-        updates = leafwise.merge_rows(updates) if lazy else row_sparse.to_dense(updates)
+        updates = leafwise.merge_rows(updates) if lazy else leafwise.densify_rows(updates)
 
         at: dict[str, Any] = {"rate": rate, "factor": rate_factors}
         passes = partial(_next_linear, lr_power=lr_power, **at), partial(_accumulated, **at)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from optfn import core
 from optfn.collectives.mesh import apply_to_whole_matrices
-from optfn.core import checks, numerics, tree
+from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.tree import Pattern
 from optfn.core.types import DType, OptState, Params, PyTree, Updates
-from optfn.leaves import row_sparse, tensors
+from optfn.leaves import contents, patterns, tensors
+from optfn.leaves.patterns import Pattern
 from optfn.leaves.selection import Selection
 from optfn.transforms.moment import velocity_rule
 
@@ -91,11 +91,11 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
       ValueError: a leaf that the pattern selects has another number of axes than two beside the
         stacked ones.
     """
-    masked = {name for name, leaf in tree.leaves_with_names(values) if tree.is_masked(leaf)}
-    runs = {name: run for name, run in tree.runs(values).items() if name not in masked}
+    masked = {name for name, leaf in contents.leaves_with_names(values) if tree.is_masked(leaf)}
+    runs = {name: run for name, run in contents.runs_by_name(values).items() if name not in masked}
     if matrices is None:
         return frozenset(k for k, run in runs.items() if len(run.shape) - run.stacked == 2)
-    chosen = tree.matching(matrices, values, "matrices")
+    chosen = patterns.match_names(matrices, values, "matrices")
     for path in sorted(chosen & runs.keys()):
         run = runs[path]
         axes = len(run.shape) - run.stacked
@@ -183,7 +183,7 @@ def scale_by_muon(
     the coefficients of "jordan"); Ahn et al. 2025, arXiv 2504.05295 ("dion", as in optax).
     """
     mu = checks.number("momentum", momentum, checks.UNIT)
-    matrices = tree.check_pattern("matrices", matrices)
+    matrices = patterns.check_pattern("matrices", matrices)
     factor = check_scale(scale)
     direction = partial(
         orthogonalized,
@@ -208,7 +208,7 @@ def scale_by_muon(
     ) -> tuple[Updates, OptState]:
         del params, extra
         selection = select_matrices(matrices, updates)
-        chosen = row_sparse.to_dense(selection.keep(updates))
+        chosen = leafwise.densify_rows(selection.keep(updates))
         chosen, after = velocity.update(chosen, state.momentum)
         chosen = tensors.map_tensors(orthogonalize, chosen)
         return selection.fill(chosen, updates), ScaleByMuonState(after)

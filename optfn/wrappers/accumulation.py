@@ -10,10 +10,9 @@ import optax
 
 from optfn import core
 from optfn.collectives.axes import joined
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.leaves import mismatch
 from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
 from optfn.transforms.in_place import when
 
@@ -69,10 +68,10 @@ def accumulate(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        mismatch.check_state("accumulate", state, AccumulateState)
-        mismatch.check_shapes("accumulate", updates, "the state", state.total)
+        errors.check_state("accumulate", state, AccumulateState)
+        errors.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:
-            mismatch.check_shapes("accumulate", updates, "params", params)
+            errors.check_shapes("accumulate", updates, "params", params)
         due = state.micro_step + 1 == every
         add = partial(_added, state.micro_step == 0)
         totals = tree.map(add, state.total, state.own_total.value, updates)

@@ -10,9 +10,9 @@ from typing import Any
 import optax
 
 from optfn import core
-from optfn.core import checks, tree
+from optfn.core import boundary, checks, errors, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
-from optfn.leaves import frozen, mismatch, tensors
+from optfn.leaves import contents, patterns, tensors
 from optfn.leaves.packed import mark_stacked
 from optfn.leaves.selection import Selection
 
@@ -99,7 +99,7 @@ def check_param_attrs(param_attrs: object) -> ParamAttrs:
     for pattern, attr in param_attrs.items():
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"param_attrs: a pattern must be a regular expression; got {pattern!r}")
-        tree.check_pattern("param_attrs", pattern)
+        patterns.check_pattern("param_attrs", pattern)
         if not isinstance(attr, ParamAttr):
             raise TypeError(f"param_attrs[{pattern!r}] must be a ParamAttr; got {attr!r}")
     return dict(param_attrs)
@@ -111,8 +111,8 @@ def resolve(param_attrs: ParamAttrs, params: Params) -> dict[str, ParamAttr]:
     Raises:
       ValueError: a pattern matches none of the paths, or comes after a wider one.
     """
-    attrs = dict.fromkeys(itertools.chain(*tree.names(params)), DEFAULT)
-    for names, attr in tree.first_matches(param_attrs, params, "param_attrs"):
+    attrs = dict.fromkeys(itertools.chain(*contents.leaf_names(params)), DEFAULT)
+    for names, attr in patterns.first_matches(param_attrs, params, "param_attrs"):
         attrs |= dict.fromkeys(names, attr)
     return attrs
 
@@ -146,7 +146,7 @@ def limit_to(
 
     def init(params: Params) -> optax.MaskedState:
         selected = selection(params).keep(params)
-        mismatch.check_params(rule.real_only, selected, rule.real_only)
+        errors.check_params(rule.real_only, selected, rule.real_only)
         return optax.MaskedState(rule.init(selected))
 
     def update(
@@ -155,7 +155,7 @@ def limit_to(
         chosen = selection(updates)
         selected_params = None if params is None else chosen.keep(params)
         selected = chosen.keep(updates)
-        mismatch.check_params(rule.real_only, selected, rule.real_only, "gradient")
+        errors.check_params(rule.real_only, selected, rule.real_only, "gradient")
         selected, inner = rule.update(selected, state.inner_state, selected_params, **extra)
         return chosen.fill(selected, updates), optax.MaskedState(inner)
 
@@ -196,11 +196,11 @@ def attributed(
             extra["decay_factors"] = {path: attr.weight_decay for path, attr in attrs.items()}
         trained_params = None if params is None else _trained(params, attrs)
         updated, state = tx.update(trained, state, trained_params, **extra)
-        names = tree.names(updates)
+        names = contents.leaf_names(updates)
 
         def freeze(place: tree.Place, g: Leaf, p: Leaf) -> Leaf:
             is_trained = all(attrs[name].trainable for name in names[place.number])
-            return g if is_trained else frozen.frozen_update(g, g if p is None else p)
+            return g if is_trained else boundary.frozen_update(g, g if p is None else p)
 
         still = tree.map_named(freeze, updates, updates if params is None else params)
         return _trainable(updates, attrs).fill(updated, still), state
@@ -215,7 +215,7 @@ def _trainable(values: PyTree, attrs: dict[str, ParamAttr]) -> Selection:
 def _trained(values: PyTree, attrs: dict[str, ParamAttr]) -> PyTree:
     """Return a tree like params with frozen leaves masked and stacked leaves in a `Stacked`."""
     if any(attr.stacked and attr.trainable for attr in attrs.values()):
-        for path, run in tree.runs(values).items():
+        for path, run in contents.runs_by_name(values).items():
             _check_stacked(path, run.shape, attrs[path])
         # A leaf that is not trained may have no gradient, so it must not be marked.
         values = mark_stacked(values, lambda path: attrs[path].stacked * attrs[path].trainable)

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.compilers import xla
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
 from optfn.core.types import Leaf, OptState, Params, Updates
-from optfn.leaves import mismatch, xla
-from optfn.leaves.updates import apply_updates
+from optfn.core.updates import apply_updates
 from optfn.transforms.in_place import in_passes
 
 
@@ -103,7 +103,7 @@ def exponential_moving_average(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
-        mismatch.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
+        errors.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
         if thres_steps:
@@ -194,7 +194,7 @@ def model_average(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         del extra
-        mismatch.check_state("model_average", state, ModelAverageState)
+        errors.check_state("model_average", state, ModelAverageState)
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)
         acc = state.num_accumulates + 1

@@ -8,11 +8,10 @@ import optax
 
 from optfn import core
 from optfn.collectives.axes import AxisName
-from optfn.core import checks, leafwise, numerics, tree
+from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
-from optfn.leaves import mismatch
 from optfn.state.per_worker import nodes_of
 from optfn.wrappers.nonfinite import skip_nonfinite
 
@@ -83,7 +82,7 @@ def dynamic_loss_scale(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        mismatch.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
+        errors.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
         if "grad" in extra:
             extra["grad"] = _unscaled(extra["grad"], state.scale)
         unscaled = _unscaled(updates, state.scale)

@@ -12,10 +12,10 @@ import optax
 from optfn import core
 from optfn.collectives.axes import AxisName, check_names
 from optfn.collectives.devices import joined_workers
-from optfn.core import checks, leafwise, tree
+from optfn.core import checks, errors, leafwise
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, PyTree, Updates
-from optfn.leaves import mismatch
+from optfn.leaves.patterns import check_pattern
 from optfn.leaves.selection import Selection
 from optfn.state import names as state_names
 from optfn.state.per_worker import nodes_of
@@ -107,7 +107,7 @@ def record_metrics(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         core.check_params_given("record_metrics", params)
-        mismatch.check_state("record_metrics", state, RecordMetricsState)
+        errors.check_state("record_metrics", state, RecordMetricsState)
         updated, inner_state = inner.update(updates, state.inner_state, params, **extra)
         among = joined_workers("record_metrics", axis_name, extra)
         trees = [leafwise.inexact(x) for x in (updates, updated, params)]
@@ -133,7 +133,7 @@ def _patterns(per: str | Sequence[str] | None) -> list[str]:
             f"got {checks.shown(per)}"
         )
     for pattern in patterns:
-        tree.check_pattern("record_metrics: per", pattern)
+        check_pattern("record_metrics: per", pattern)
     return list(dict.fromkeys(patterns))
 
 

@@ -9,10 +9,10 @@ import optax
 from optfn import core
 from optfn.collectives.axes import AxisName, check_names
 from optfn.collectives.devices import joined_workers
-from optfn.core import checks, tree
+from optfn.core import checks, errors, tree
 from optfn.core.traits import Report, traits
 from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
-from optfn.leaves import mismatch, tensors
+from optfn.leaves import tensors
 
 
 @traits(
@@ -92,7 +92,7 @@ def skip_nonfinite(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        mismatch.check_state("skip_nonfinite", state, SkipNonfiniteState)
+        errors.check_state("skip_nonfinite", state, SkipNonfiniteState)
         workers = joined_workers("skip_nonfinite", axis_name, extra)
         bad = workers.any(~tensors.all_finite(updates))
         consecutive = jnp.where(bad, core.next_step(state.consecutive), 0)

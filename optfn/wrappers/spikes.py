@@ -10,11 +10,10 @@ import optax
 from optfn import core
 from optfn.collectives.axes import AxisName, check_names
 from optfn.collectives.devices import joined_workers
-from optfn.core import checks, leafwise
+from optfn.core import checks, errors, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
 from optfn.core.types import OptState, Params, Updates
-from optfn.leaves import mismatch
 from optfn.wrappers.nonfinite import unless_skipped
 
 
@@ -92,7 +91,7 @@ def skip_spikes(
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        mismatch.check_state("skip_spikes", state, SkipSpikesState)
+        errors.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates)))
         workers = joined_workers("skip_spikes", axis_name, extra)

@@ -32,15 +32,13 @@ def modules() -> list[str]:
 
 # From the ground up: a module or folder imports those before it only.
 LAYERS = (
-    "_version", "core", "leaves", "collectives", "workers", "state", "transforms",
-    "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse", "parallel",
-    "compression", "pipeline", "train", "distributed", "plot", "run",
+    "_version", "core", "compilers", "collectives", "workers", "leaves", "interop",
+    "state", "transforms", "wrappers", "optimizers", "schedules", "jaxprs", "autodiff", "sparse",
+    "parallel", "compression", "pipeline", "train", "distributed", "plot", "run",
 )  # fmt: skip
 
-# Imports inside functions of the core, reached by a failure or a leaf that is no plain array:
-# `imports_of` sees them too, and test_first_use.py that they are inside functions.
-# Rows of a gradient are gathered over workers.
-LAZY = {("core", "leaves"), ("leaves", "collectives")}
+# `core.check_transform` wraps transformations of other libraries, and imports that in the function.
+LAZY = {("core", "interop")}
 
 
 def imports_of(module: str) -> set[str]:

@@ -18,6 +18,7 @@ from optfn.compression.dgc import DeepGradientCompressionState
 from optfn.core import tree
 from optfn.core.traits import traits
 from optfn.distributed import data_mesh, init_state, rescale_residuals, state_specs, top_k
+from optfn.leaves import contents
 from optfn.state.per_worker import Exchanged, PerWorker, exchanged, may_give_rows
 from optfn.transforms.learning_rate import ScaleByLearningRateState
 
@@ -306,7 +307,7 @@ def test_a_transparent_node_adds_no_word():
     assert tree.paths({"a": PerWorker({"w": 0, "v": None}), "b": 1}) == ["a/v", "a/w", "b"]
     assert tree.paths(PerWorker(3)) == [""]
     packed = optfn.pack({"w": np.ones(3), "v": np.ones(2)})
-    assert [sorted(n) for n in tree.names({"a": PerWorker(packed)})] == [["a/v", "a/w"]]
+    assert [sorted(n) for n in contents.leaf_names({"a": PerWorker(packed)})] == [["a/v", "a/w"]]
 
 
 @traits(passes_rows=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optfn.core import checks, tree
+from optfn.core import checks, numerics, tree
 from optfn.core.types import Leaf, LeafKind, OptState, Params, PyTree, Updates
 
 
@@ -49,7 +49,7 @@ def _may_be_untrained(x: Leaf, kind: str) -> bool:
     if tree.is_masked(x) or tree.is_float0(x) or isinstance(x, bool | int):
         return True
     is_integer = tree.is_array(x) and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == jnp.bool_)
-    return is_integer and (kind != "gradient" or is_known_zero(x))
+    return is_integer and (kind != "gradient" or numerics.is_known_zero(x))
 
 
 def _hint(x: object) -> str:
@@ -68,7 +68,7 @@ def check_gradients(name: str, updates: Updates, params: Params) -> None:
     for place, g, p in tree.items(updates, params):
         if isinstance(g, LeafKind):
             g.check(f"{name}: the gradient of {place!r}")
-        fits = tree.is_masked(g) or tree.is_float0(g) or is_known_zero(g)
+        fits = tree.is_masked(g) or tree.is_float0(g) or numerics.is_known_zero(g)
         if tree.is_inexact(p):
             fits = tree.is_inexact(g) and jnp.iscomplexobj(g) <= jnp.iscomplexobj(p)
         if fits and (not tree.is_inexact(p) or g.shape == jnp.shape(p)):
@@ -91,7 +91,7 @@ def _came(g: Leaf) -> str:
 
 
 @contextlib.contextmanager
-def naming_integer_leaves(updates: Updates) -> Iterator[None]:
+def name_integer_leaves(updates: Updates) -> Iterator[None]:
     """Name the integer leaves in the error of an update that computes with float0 gradients.
 
     Transformations of optfn freeze such leaves; those of optax may not.
@@ -224,10 +224,10 @@ def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None
     for place, g, p in tree.items(updates, like):
         if not (tree.is_inexact(g) and tree.is_inexact(p)):
             continue
-        if shape_of(g) != shape_of(p):
+        if tree.shape_of(g) != tree.shape_of(p):
             raise ValueError(
-                f"{name}: the gradient of {place!r} has shape {shape_of(g)}; "
-                f"in {source} it is {shape_of(p)}"
+                f"{name}: the gradient of {place!r} has shape {tree.shape_of(g)}; "
+                f"in {source} it is {tree.shape_of(p)}"
                 + (": made for other params" if "state" in source else "")
             )
         if jnp.iscomplexobj(g) and not jnp.iscomplexobj(p):
@@ -235,22 +235,3 @@ def check_shapes(name: str, updates: Updates, source: str, like: PyTree) -> None
                 f"{name}: the gradient of {place!r} is complex; "
                 f"in {source} the dtype is {jnp.result_type(p)}"
             )
-
-
-def shape_of(x: Leaf) -> tuple[int, ...]:
-    """Return the shape of an array, a number or Rows."""
-    return x.shape if isinstance(x, LeafKind) else jnp.shape(x)
-
-
-def no_gradient(shape: tuple[int, ...]) -> np.ndarray:
-    """Return the gradient of integers of this shape as JAX gives it, a float0."""
-    return np.zeros(shape, jax.dtypes.float0)
-
-
-def is_known_zero(x: Leaf) -> bool:
-    """Tell whether `x` is a NumPy array of integer zeros, as from `numerics.integer_zeros`."""
-    return (
-        isinstance(x, np.ndarray)
-        and (jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == np.bool_)
-        and not x.any()
-    )

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 
 from optfn.core import leafwise, tree
 from optfn.core.types import Leaf, LeafKind, Params, Updates
-from optfn.leaves import mismatch
 
 
 def apply_updates(params: Params, updates: Updates) -> Params:
@@ -28,8 +27,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         if tree.is_masked(p) or tree.is_float0(u):
             return p
         p = jnp.asarray(p)
-        if tree.is_masked(u) or mismatch.shape_of(u) != p.shape:
-            came = f"has shape {mismatch.shape_of(u)}" if not tree.is_masked(u) else "is missing"
+        if tree.is_masked(u) or tree.shape_of(u) != p.shape:
+            came = f"has shape {tree.shape_of(u)}" if not tree.is_masked(u) else "is missing"
             raise ValueError(
                 f"apply_updates: the update of leaf {place!r} {came}; "
                 f"the parameter has shape {p.shape}"

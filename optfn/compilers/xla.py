@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optfn.compilers.groups import map_groups, varying_axes
 from optfn.core import tree
 from optfn.core.numerics import abs_squared
 from optfn.core.types import Leaf, PyTree
-from optfn.leaves.groups import map_groups, varying_axes
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import optax
 
-from optfn.core import checks, tree
+from optfn.core import checks, leafwise, tree
 from optfn.core.types import LeafKind, OptState, Params, PyTree, Updates
-from optfn.leaves import row_sparse
+from optfn.leaves.nodes import Stacked
 
 
 def accepted(argument: str, tx: Any, factory: str) -> optax.GradientTransformation:
@@ -64,7 +64,7 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         def update_dense() -> PyTree:
-            return tx.update(row_sparse.to_dense(updates), state, params, **extra)
+            return tx.update(leafwise.densify_rows(updates), state, params, **extra)
 
         try:
             result: tuple[Updates, OptState] = tx.update(updates, state, params, **extra)
@@ -85,7 +85,7 @@ def _without_stacked(params: Params) -> Params:
     """Return `params` with the trees inside `Stacked` nodes; itself where there are none."""
 
     def is_stacked(x: object) -> bool:
-        return tree.is_transparent(x) and tree.describes_leaves(x)
+        return isinstance(x, Stacked)
 
     if not any(map(is_stacked, jax.tree.leaves(params, is_leaf=is_stacked))):
         return params

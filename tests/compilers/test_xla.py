@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from optfn.leaves import xla
+from optfn.compilers import xla
 
 N = 1 << 18
 
