@@ -17,7 +17,7 @@ import optax
 from jax import lax
 
 from optfn.collectives.axes import Axes, axis_size, checked_axes, joined, vary
-from optfn.collectives.devices import Group
+from optfn.collectives.devices import Devices
 from optfn.collectives.gathers import Gathered, all_gather
 from optfn.collectives.means import zeros_of_mean
 from optfn.compression.agreement import is_compressible
@@ -51,7 +51,7 @@ class Options:
     min_size: int
     momentum_masking: bool
     wire: str
-    group: Group | None = None
+    group: Devices | None = None
 
     @property
     def all_axes(self) -> Axes:

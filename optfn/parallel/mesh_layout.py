@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, Division, axes, is_spec, joined, restricted, without
-from optfn.collectives.devices import Group
+from optfn.collectives.devices import Devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -224,20 +224,17 @@ class Layout:
 
         return map_padded(without_padding, state)
 
-    def group_of(self, params: Params) -> Group | None:
+    def group_of(self, params: Params) -> Devices | None:
         """Return the devices of a worker, which divide gradients; None if it is one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.gradient_specs(params))
-        return Group(
-            self.mesh,
-            self.inner_axes,
-            {
-                str(k): restricted(spec, self.inner_axes)
-                for k, x, spec in specs
-                if not tree.is_masked(x)
-            },
-        )
+        by_path = [
+            (str(place), restricted(spec, self.inner_axes))
+            for place, x, spec in specs
+            if not tree.is_masked(x)
+        ]
+        return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def bound_specs(self, specs: PyTree) -> PyTree:
         """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
@@ -325,7 +322,7 @@ class Layout:
             state, group = init(params), self.group_of(params)
             if group is None:  # each worker is one device
                 return state
-            rows, owners = group.rows, self._specs_by_path(params)
+            rows, owners = group.flatten_shards, self._specs_by_path(params)
 
             def shape(entry: Entry, x: Leaf) -> Leaf:
                 if entry.param is None or entry.kept != "per_worker":

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from optfn import core
+from optfn.collectives.devices import Devices
 from optfn.core import checks, leafwise
 from optfn.core.traits import traits
 from optfn.core.types import Params, Updates
@@ -18,7 +19,7 @@ from optfn.jaxprs.equations import Environment, bindings
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.lookups import LossOfTables
-from optfn.sparse.tables import Owners
+from optfn.sparse.tables import send_gradients
 
 
 @traits(link="pass")
@@ -42,7 +43,7 @@ def value_and_grad(
     *,
     has_aux: bool = False,
     transform: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    owners: Owners | None = None,
+    owners: Devices | None = None,
 ) -> Callable[..., Any]:
     """Return a function that computes a loss and its gradients, which are row-sparse for tables.
 
@@ -104,7 +105,7 @@ def value_and_grad(
         )([known[v] for v in dense], rows)
         found: Environment = loss.gradients(ids, row_grads) | bindings(dense, grads)
         if owners is not None:
-            found |= {v: owners.send(found[v]) for v in loss.tables}
+            found |= {v: send_gradients(owners, found[v]) for v in loss.tables}
         return value, jax.tree.unflatten(structure, [found[v] for v in loss.inputs])
 
     return value_and_rows

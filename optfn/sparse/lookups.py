@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from optfn.collectives.devices import Devices
 from optfn.core import tree
 from optfn.core.types import Leaf, Params
 from optfn.jaxprs.equations import Atom, Environment, Equation, Equations, read, type_of, variables
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
 from optfn.sparse.rows import Rows
-from optfn.sparse.tables import Owners
+from optfn.sparse.tables import lookup_rows, num_rows_of
 
 
 @jax.tree_util.register_pytree_node_class
@@ -116,7 +117,7 @@ class LossOfTables:
         loss_fn: Callable[[Params], Any],
         params: Params,
         pattern: Pattern,
-        owners: Owners | None,
+        owners: Devices | None,
     ) -> None:
         paths = patterns.match_names(pattern, params, "tables")
 
@@ -127,7 +128,7 @@ class LossOfTables:
             _check_table(path, x)
             if owners is not None:
                 # In a shard, negative ids would count from its end.
-                x = jax.ShapeDtypeStruct((owners.num_rows(x), *x.shape[1:]), x.dtype)
+                x = jax.ShapeDtypeStruct((num_rows_of(owners, x), *x.shape[1:]), x.dtype)
             return Table(x, path)
 
         self._program = Equations(loss_fn, tree.map_named(enter, params))
@@ -171,14 +172,16 @@ _Lookup = tuple[Equation, jax.Array, jax.Array]
 
 
 def _fetch_rows(
-    equation: Equation, owners: Owners, shard: jax.Array, starts: jax.Array
+    equation: Equation, owners: Devices, shard: jax.Array, starts: jax.Array
 ) -> list[jax.Array]:
     """Return the results of a lookup, fetched from the workers that keep the rows."""
     ids, rows = starts[..., 0], shard.shape[1:]
-    count = owners.num_rows(shard)
+    count = num_rows_of(owners, shard)
     # A gather reads the nearest row for an id out of range, unless its mode is FILL_OR_DROP.
     inside = jnp.clip(ids, 0, count - 1)
-    found = owners.lookup(shard, inside.reshape(-1).astype(jnp.int32)).reshape(*ids.shape, *rows)
+    found = lookup_rows(owners, shard, inside.reshape(-1).astype(jnp.int32)).reshape(
+        *ids.shape, *rows
+    )
     if equation.params["mode"] == GatherScatterMode.FILL_OR_DROP:
         fill = equation.params["fill_value"]
         is_inside = (ids == inside).reshape(*ids.shape, *[1] * len(rows))

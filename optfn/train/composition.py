@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.collectives.axes import Axes
+from optfn.collectives.devices import Devices
 from optfn.core.types import Batch, LossFn
 from optfn.optimizers.sgd import sgd
 from optfn.parallel import data_parallel as parallel
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Sharded
-from optfn.sparse.tables import Owners
 from optfn.train.local_steps import LocalSteps
 from optfn.train.loss_form import Form
 from optfn.train.microbatches import split_objective
@@ -109,7 +109,7 @@ def make_objective(
     gathers_once = isinstance(options.shard, Sharded) and options.shard.gathers_once
     owners = None
     if layout is not None and layout.tables is not None:
-        owners = Owners(layout.mesh, layout.shard_axes)
+        owners = Devices(layout.mesh, layout.shard_axes)
 
     def in_microbatches(gather: Gather | None) -> Objective:
         if options.value_and_grad is not None:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from optfn import sparse
 from optfn.autodiff.named_segments import recompute_function
 from optfn.collectives import mesh as meshes
-from optfn.collectives.devices import Workers
+from optfn.collectives.devices import Devices, Workers
 from optfn.collectives.means import mean_of_all, mean_or_first, mean_over_workers
 from optfn.core import errors, leafwise, numerics, tree
 from optfn.core.types import Leaf, LeafKind, LossFn, Params, PyTree, Updates
@@ -33,7 +33,6 @@ from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import whole
 from optfn.parallel.shards import mean_gradients
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
-from optfn.sparse.tables import Owners
 from optfn.train.loss_form import Form, Inputs, Values
 from optfn.train.scaled_loss import check_unscaled, scale_gradient
 
@@ -79,7 +78,7 @@ def differentiate(
     gather: Gather | None = None,
     *,
     tables: Pattern | None = None,
-    owners: Owners | None = None,
+    owners: Devices | None = None,
     recompute: Sequence[str] | None = None,
 ) -> Objective:
     """Make the objective of a loss function by `jax.value_and_grad`; tables get rows as gradients.

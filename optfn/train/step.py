@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from optfn.collectives.devices import Devices
 from optfn.core import checks
 from optfn.core.types import Batch, Leaf, Params, PyTree
 from optfn.leaves.nodes import is_packed
@@ -35,7 +36,6 @@ from optfn.sparse.sharded_table import (
     natural,
     unwrap_tables,
 )
-from optfn.sparse.tables import Owners
 from optfn.state import reports
 from optfn.train.composition import compose_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
@@ -131,7 +131,7 @@ class TrainStep:
             return replicate_counters(copy_repeated(state))
         params = self.layout.put(natural(params))
         if self.layout.tables is not None:
-            owners = Owners(self.layout.mesh, self.layout.shard_axes)
+            owners = Devices(self.layout.mesh, self.layout.shard_axes)
             params = divide_tables(params, self.layout.is_table(params), owners)
         opt_state = self.layout.init((self.local or self.tx).init, params)
         check_rows(opt_state)
