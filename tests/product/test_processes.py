@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_worker
-from grids import thinned
+from grids import nightly
 
 import optfn
 
@@ -102,7 +102,7 @@ def test_sharded_processes_train_as_one_device(tmp_path):
             np.testing.assert_array_equal(restored.params[name], np.float32(found[name]))
 
 
-@pytest.mark.parametrize("devices", thinned([2, 4]))
+@pytest.mark.parametrize("devices", [2, nightly(4)])
 def test_two_levels_are_those_of_one_process(devices, tmp_path):
     """Two processes of several devices each train as one process with all of them.
 
