@@ -51,7 +51,7 @@ properties: $(VENV)/.test ## test 5,400 drawn cases
 
 # ONLY="sigterm_one disk_full" tries these; links and disks need root, and ip, tc, unshare and mount.
 faults: $(VENV)/.test ## try kills, links, disks and files, in 20 minutes; ONLY="disk_full" chooses
-	$(BIN)/python tests/faults $(if $(ONLY),--only $(ONLY))
+	PYTHONPATH=tests $(BIN)/python -m faults $(if $(ONLY),--only $(ONLY))
 
 soak: $(VENV)/.demo ## train 10,000 steps: memory and objects stay as they are
 	$(BIN)/python -m benchmarks.studies.soak

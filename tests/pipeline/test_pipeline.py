@@ -727,7 +727,7 @@ print("exact", flush=True)
 """
 
 
-@pytest.mark.nightly  # test_processes.py and faults.py have real processes without a pipeline
+@pytest.mark.nightly  # test_processes.py and faults/ have real processes without a pipeline
 def test_two_processes():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

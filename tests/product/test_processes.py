@@ -66,7 +66,7 @@ def test_replicas_are_the_same_bits(tmp_path):
     assert [workers for _, workers in found[0]] == ["3", "3"]
 
 
-@pytest.mark.nightly  # tests/faults.py has the same with two workers after it
+@pytest.mark.nightly  # tests/faults/ has the same with two workers after it
 def test_a_worker_that_dies(tmp_path):
     """The others stop with an error in bounded time; one of them goes on from its checkpoint."""
     results = launch(tmp_path, 2, 8, "dgc", "dies")
