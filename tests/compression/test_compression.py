@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from simulation import follow, one_step, stacked
 
 import optfn
+from optfn.compression.bytes_sent import ramp_step
 from optfn.compression.dgc import DeepGradientCompressionState
-from optfn.compression.dgc_phases import ramp_step
 from optfn.distributed import deep_gradient_compression
 from optfn.sparse.rows import Rows
 from optfn.state.per_worker import PerWorker
