@@ -170,7 +170,7 @@ def _compressor(argument: str, compressor: Any) -> BaseCompressor:
     return BaseCompressor.completing(compressor)
 
 
-def chosen(
+def choose_compressors(
     choice: Mapping[Any, BaseCompressor | None], params: Params
 ) -> list[BaseCompressor | None]:
     """Return the compressor of each leaf of a tree: the first whose pattern matches its path.

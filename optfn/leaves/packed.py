@@ -298,5 +298,7 @@ def _merged_elements(buffer: BufferLayout, chosen: frozenset[int], new: Leaf, wh
     for is_chosen, size in _spans(buffer, chosen):
         array, at = (new, new_start) if is_chosen else (whole, start)
         pieces.append(array[at : at + size])
-        start, new_start = start + size, new_start + size * is_chosen
+        start += size
+        if is_chosen:
+            new_start += size
     return jnp.concatenate(pieces)

@@ -128,7 +128,7 @@ def scale_by_catch_up_adam(
         )
 
     def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
-        step = late_steps.advanced(state.step)
+        step = late_steps.advance(state.step)
         own = late_steps.by_leaf(lambda t: {"step": t}, step, updates)
         updates, mu, nu, last = leafwise.apply(
             partial(catch_up_adam_rule, b1=b1, b2=b2, eps=eps, eps_hat=eps_hat),
@@ -156,7 +156,7 @@ def caught_up(state: ScaleByCatchUpAdamState) -> ScaleByCatchUpAdamState:
     def now(place: tree.Place, m: Leaf, v: Leaf, last: Leaf) -> tuple[Leaf, ...]:
         if tree.is_masked(m):
             return m, v, last
-        step = late_steps.shared(state.step) - begun.get(str(place), 0)
+        step = late_steps.global_count(state.step) - begun.get(str(place), 0)
         moments = catch_up(m, v, step - last, b1=state.b1, b2=state.b2)
         return *moments, jnp.full_like(last, step)
 
