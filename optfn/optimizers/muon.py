@@ -40,7 +40,7 @@ def muon(
     regularization: optax.GradientTransformation | None = None,
     param_attrs: ParamAttrs | None = None,
     multi_precision: bool | int = False,
-) -> list[core.Rule]:
+) -> list[core.Unchecked]:
     """Muon: update matrices by their orthogonalized momentum, and the rest by adamw.
 
         v = μv + g;  m = g + μv with nesterov, else v;  O = orthogonalized(m)
@@ -85,7 +85,7 @@ def muon(
     2502.16982.
     """
     pattern = patterns.check_pattern("matrices", matrices)
-    direction = scale_by_muon.rule(
+    direction = scale_by_muon.unchecked(
         momentum,
         nesterov=nesterov,
         coefficients=coefficients,
@@ -95,15 +95,17 @@ def muon(
         moment_dtype=moment_dtype,
     )
     ends = (
-        add_decayed_weights.rule(weight_decay, exclude=exclude),
-        scale_by_learning_rate.rule(learning_rate),
+        add_decayed_weights.unchecked(weight_decay, exclude=exclude),
+        scale_by_learning_rate.unchecked(learning_rate),
     )
-    links = dense_rows.rule("muon"), direction
+    links = dense_rows.unchecked("muon"), direction
     if others is None:
         adam = scale_by_adam_in(0.9, 0.999, 1e-8, False, moment_dtype, False)
-        return [_apart(core.chained(links), adam, matrices=pattern), *ends]
+        return [_apart(core.chain_unchecked(links), adam, matrices=pattern), *ends]
     others = core.check_transform("others", others, "optfn.adamw")
-    return [_apart(core.chained([*links, *ends]), core.rule_of(others), matrices=pattern)]
+    return [
+        _apart(core.chain_unchecked([*links, *ends]), core.strip_boundary(others), matrices=pattern)
+    ]
 
 
 @traits(labels="*")
@@ -114,7 +116,7 @@ class MatricesAndOthers(NamedTuple):
     others: OptState
 
 
-def _apart(*rules: core.Rule, matrices: Pattern | None) -> core.Rule:
+def _apart(*rules: core.Unchecked, matrices: Pattern | None) -> core.Unchecked:
     """Apply one rule to the leaves that `matrices` selects, and another to the rest."""
 
     def selections(values: PyTree) -> tuple[Selection, Selection]:
@@ -145,4 +147,4 @@ def _apart(*rules: core.Rule, matrices: Pattern | None) -> core.Rule:
 
     needs_params, decays = any(r.needs_params for r in rules), any(r.decays for r in rules)
     real_only = rules[0].real_only or rules[1].real_only
-    return core.Rule(init, update, needs_params, real_only, True, rules, decays, "_apart")
+    return core.Unchecked(init, update, needs_params, real_only, True, rules, decays, "_apart")

@@ -145,7 +145,7 @@ def scale_by_muon(
     eps: Number = 1e-7,
     compute_dtype: str | None = None,
     moment_dtype: str | None = None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Orthogonalize the velocity of each matrix; other leaves pass through unchanged.
 
         v = μv + g;  m = g + μv with nesterov, else v
@@ -213,4 +213,4 @@ def scale_by_muon(
         chosen = tensors.map_tensors(orthogonalize, chosen)
         return selection.fill(chosen, updates), ScaleByMuonState(after)
 
-    return core.Rule(init, update, real_only=velocity.real_only)
+    return core.Unchecked(init, update, real_only=velocity.real_only)

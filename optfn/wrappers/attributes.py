@@ -138,7 +138,7 @@ def limit_to(
 
     If `tx` takes no complex leaves, only the selected ones must be real.
     """
-    rule = core.rule_of(tx)
+    rule = core.strip_boundary(tx)
 
     def selection(updates: Updates) -> Selection:
         attrs = resolve(param_attrs, updates)
@@ -159,7 +159,7 @@ def limit_to(
         selected, inner = rule.update(selected, state.inner_state, selected_params, **extra)
         return chosen.fill(selected, updates), optax.MaskedState(inner)
 
-    return core.Transform(init, update, rule=core.Rule(init, update, rule.needs_params))
+    return core.Transform(init, update, unchecked=core.Unchecked(init, update, rule.needs_params))
 
 
 def attributed(
