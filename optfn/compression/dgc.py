@@ -74,7 +74,7 @@ def deep_gradient_compression(
     min_size: int = 16384,
     momentum_masking: bool = True,
     wire: str = "float32",
-) -> core.Rule:
+) -> core.Unchecked:
     """Exchange only the largest entries of the accumulated gradients, and keep the rest for later.
 
     With N workers, each with the mean gradient g of its examples, and steps counted from 0:
@@ -158,7 +158,7 @@ def deep_gradient_compression(
             "rampup_step times the length of sparsity must fit in an int32; "
             f"got {rampup_step} times {len(options.sparsity)}"
         )
-    return core.Rule(partial(_state_of_zeros, options), partial(_accumulate_and_send, options))
+    return core.Unchecked(partial(_state_of_zeros, options), partial(_accumulate_and_send, options))
 
 
 def _check_sparsity(sparsity: Sequence[float]) -> tuple[float, ...]:

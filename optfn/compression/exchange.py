@@ -197,7 +197,7 @@ def exchange(
         tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
     else:
         init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
-        tx = core.with_boundary("exchange", core.Rule(init, update, real_only="exchange"))
+        tx = core.with_boundary("exchange", core.Unchecked(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
 
 
