@@ -20,26 +20,26 @@ class Axes(tuple[Any, ...]):
     """The names of mesh axes, in order."""
 
 
-def axes(axis_name: AxisName) -> Axes:
+def to_axes(axis_name: AxisName) -> Axes:
     """Return the names of the axes in `axis_name`: one, several or, for None, no axis."""
     if axis_name is None:
         return Axes()
     return Axes(axis_name if isinstance(axis_name, tuple | list) else (axis_name,))
 
 
-def without(axis_name: AxisName, excluded: Collection[Any]) -> Axes:
+def exclude_axes(axis_name: AxisName, excluded: Collection[Any]) -> Axes:
     """Return the axes in `axis_name` that are not `excluded`."""
-    return Axes(axis for axis in axes(axis_name) if axis not in excluded)
+    return Axes(axis for axis in to_axes(axis_name) if axis not in excluded)
 
 
-def joined(*axis_names: AxisName) -> Axes:
+def join_axes(*axis_names: AxisName) -> Axes:
     """Return the axes of all arguments, each once."""
-    return Axes(dict.fromkeys(axis for names in axis_names for axis in axes(names)))
+    return Axes(dict.fromkeys(axis for names in axis_names for axis in to_axes(names)))
 
 
-def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
+def restrict_spec(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
     """Return a PartitionSpec with only those of its axes that are among these."""
-    kept = [tuple(a for a in axes(entry) if a in names) for entry in spec]
+    kept = [tuple(a for a in to_axes(entry) if a in names) for entry in spec]
     return PartitionSpec(*(entry or None for entry in kept))
 
 
@@ -55,14 +55,14 @@ class Division(NamedTuple):
     axes: Axes
 
 
-def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> Axes:
+def check_axis_names(argument: str, axis_name: AxisName, *, optional: bool = False) -> Axes:
     """Return the axes in `axis_name`, the name of one or several; None only if `optional`.
 
     Raises:
       TypeError: it is not.
       ValueError: an axis is named twice.
     """
-    names = axes(axis_name)
+    names = to_axes(axis_name)
     are_names = all(isinstance(x, Hashable) and not isinstance(x, _NO_NAMES) for x in names)
     if not are_names or not (names or optional):
         raise TypeError(
@@ -74,7 +74,7 @@ def check_names(argument: str, axis_name: AxisName, *, optional: bool = False) -
     return names
 
 
-def bound_axes() -> set[Any]:
+def manual_axes() -> set[Any]:
     """Return the axes over which a `shard_map` encloses this place in a program."""
     return set(jax.sharding.get_abstract_mesh().manual_axes)
 
@@ -84,18 +84,18 @@ def axis_size(names: Axes) -> int:
     return int(np.prod([lax.axis_size(axis) for axis in names], dtype=np.int64))
 
 
-def vary(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
+def mark_varying(x: jax.Array, over: Iterable[Hashable]) -> jax.Array:
     """Return `x` marked as varying over these axes too, so that the types of branches agree."""
     missing = tuple(sorted(set(over) - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def checked_axes(names: Axes) -> Axes:
+def vma_axes(names: Axes) -> Axes:
     """Return the axes over which JAX tracks variation: all axes, or none."""
     return Axes(a for a in names if a in varying_axes(lax.axis_index(a)))
 
 
-def check_axis(name: str, names: Axes) -> None:
+def check_axes_bound(name: str, names: Axes) -> None:
     """Raise a ValueError unless all mesh axes of `axis_name` are bound here."""
     for axis in names:
         try:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Axes, AxisName, check_axis, joined
+from optfn.collectives.axes import Axes, AxisName, check_axes_bound, join_axes
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, PyTree
 
@@ -62,7 +62,7 @@ class Devices:
 
     def axes_of(self, place: object) -> Axes:
         """Return the axes over which the leaf at a path is divided; none if it is whole."""
-        return joined(*self._spec_of_path.get(str(place), P()))
+        return join_axes(*self._spec_of_path.get(str(place), P()))
 
     def flatten_shards(self, values: PyTree) -> PyTree:
         """Reshape each divided leaf to (devices, n), with a row for each device that has a shard.
@@ -93,7 +93,7 @@ class Devices:
         self, fn: Callable[..., Any], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., Any]:
         """Return a function of whole arrays that runs `fn` on each device's shards of them."""
-        return meshes.mapped(fn, self.mesh, self.axes, in_specs, out_specs)
+        return meshes.shard_map(fn, self.mesh, self.axes, in_specs, out_specs)
 
 
 class Workers(NamedTuple):
@@ -129,7 +129,7 @@ class Workers(NamedTuple):
 ONE_WORKER = Workers()
 
 
-def joined_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> Workers:
+def join_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> Workers:
     """Return the workers that a wrapper agrees with: those of the step, and those it is told of.
 
     Args:
@@ -141,6 +141,6 @@ def joined_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> 
       ValueError: an axis is not bound.
     """
     given: Workers = extra.get("workers", ONE_WORKER)
-    workers = given._replace(axes=joined(axis_name, given.axes))
-    check_axis(name, workers.axes)
+    workers = given._replace(axes=join_axes(axis_name, given.axes))
+    check_axes_bound(name, workers.axes)
     return workers

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn.collectives import torus
-from optfn.collectives.axes import Axes, axis_size, checked_axes, vary
+from optfn.collectives.axes import Axes, axis_size, mark_varying, vma_axes
 from optfn.compilers import xla
 from optfn.compilers.groups import varying_axes
 from optfn.core.types import PyTree
@@ -19,24 +19,24 @@ Adder = Callable[[list[jax.Array], PyTree, float], list[jax.Array]]
 
 def all_gather(x: jax.Array, names: Axes) -> jax.Array:
     """Return the x of every worker, (N, *shape), the same array on all workers."""
-    checked = checked_axes(names)
+    checked = vma_axes(names)
     # Of flat arrays a TPU makes a flat one, without padding that a copy would have to take out.
-    rows = vary(x if x.ndim else x[None], checked)
+    rows = mark_varying(x if x.ndim else x[None], checked)
     to = "invarying" if checked else "varying"
-    gathered = torus.gather_along(rows, names, 0, to=to)
+    gathered = torus.all_gather_along(rows, names, 0, to=to)
     return gathered.reshape(axis_size(names), *x.shape)
 
 
-def gather_in_one(x: PyTree, names: Axes) -> PyTree:
+def all_gather_leaves(x: PyTree, names: Axes) -> PyTree:
     """Return a tree of the arrays of all workers, (N, *shape) each, by one all-gather per dtype.
 
     All dtypes of 32 bits share one all-gather.
     """
-    buckets, restored = buckets_of(jax.tree.map(lambda array: array[None], x))
+    buckets, restored = fill_buckets(jax.tree.map(lambda array: array[None], x))
     return restored([all_gather(bucket[0], names) for bucket in buckets])
 
 
-def all_to_all_in_one(x: PyTree, names: Axes) -> PyTree:
+def all_to_all_leaves(x: PyTree, names: Axes) -> PyTree:
     """Return the rows that all workers have for this one, (N, …), by one all-to-all per dtype.
 
     All dtypes of 32 bits share one all-to-all.
@@ -45,11 +45,11 @@ def all_to_all_in_one(x: PyTree, names: Axes) -> PyTree:
       x: a tree of arrays (N, …), with a row for each worker.
       names: the mesh axes of the workers.
     """
-    buckets, restored = buckets_of(x)
+    buckets, restored = fill_buckets(x)
     return restored([lax.all_to_all(bucket, names, 0, 0) for bucket in buckets])
 
 
-def buckets_of(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+def fill_buckets(x: PyTree) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
     """Return arrays of rows side by side, and the function from such buckets to a tree like x.
 
     Args:
@@ -85,7 +85,7 @@ def _bits(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-class Gathered(NamedTuple):
+class GatheredPackets(NamedTuple):
     """The packets of all workers, as one all-gather per dtype brings them.
 
     buckets: arrays (N, size), of all packets side by side.
@@ -96,9 +96,9 @@ class Gathered(NamedTuple):
     restored: Callable[[Sequence[jax.Array]], PyTree]
 
     @classmethod
-    def of(cls, packet: PyTree, axis_name: Axes) -> "Gathered":
+    def of(cls, packet: PyTree, axis_name: Axes) -> "GatheredPackets":
         """Gather the packet of each worker, a tree of arrays."""
-        buckets, restored = buckets_of(jax.tree.map(lambda x: x[None], packet))
+        buckets, restored = fill_buckets(jax.tree.map(lambda x: x[None], packet))
         return cls([all_gather(x[0], axis_name) for x in buckets], restored)
 
     @property
@@ -134,6 +134,6 @@ class Gathered(NamedTuple):
             return add(means, packet, 1 / workers)
 
         varying = frozenset().union(*map(varying_axes, self.buckets))
-        start = [vary(x, varying) for x in zeros]
+        start = [mark_varying(x, varying) for x in zeros]
         means: list[jax.Array] = lax.fori_loop(0, workers, add_worker, start)
         return means

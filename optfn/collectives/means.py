@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import torus
-from optfn.collectives.axes import Axes, Division, axis_size, joined, vary, without
+from optfn.collectives.axes import Axes, Division, axis_size, exclude_axes, join_axes, mark_varying
 from optfn.collectives.devices import Workers
-from optfn.collectives.packets import Compressor, coded_mean_shard
+from optfn.collectives.packets import Compressor, mean_scatter_packets
 from optfn.compilers import xla
 from optfn.compilers.groups import map_groups, varying_axes
 from optfn.core import tree
@@ -25,7 +25,7 @@ def pmean(x: jax.Array, names: Axes) -> jax.Array:
     return mean
 
 
-def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
+def pmean_leaves(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     """Return the means over workers, with one all-reduce for all arrays of one dtype.
 
     If JAX tracks variation, arrays that vary over further axes have a separate all-reduce.
@@ -39,12 +39,12 @@ def mean_in_one(g: Sequence[jax.Array], names: Axes) -> list[jax.Array]:
     return map_groups(means, g, lambda x: (x.dtype, varying_axes(x)))
 
 
-def zeros_of_mean(x: jax.Array, names: Axes) -> jax.Array:
+def zeros_like_mean(x: jax.Array, names: Axes) -> jax.Array:
     """Return zeros like the mean of x over workers, for the branch of a cond that has no mean."""
-    return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
+    return mark_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x) - set(names))
 
 
-def mean_of_all(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
+def mean_over_shard_groups(x: Updates, metrics: PyTree, workers: Workers) -> tuple[Updates, PyTree]:
     """Return the means over workers of a tree like the params and of metrics.
 
     Of an array that the devices of a worker divide, each device sends its shard.
@@ -95,7 +95,7 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
             return pmean(leaf, axis_name)
         return lax.psum(leaf.astype(sum_dtype(leaf)), axis_name)
 
-    means = dict(zip(small, mean_in_one(list(small.values()), axis_name), strict=True))
+    means = dict(zip(small, pmean_leaves(list(small.values()), axis_name), strict=True))
     found = [means[i] if i in means else reduce(leaf) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(structure, found)
 
@@ -123,7 +123,7 @@ def mean_or_first(x: PyTree, axis_name: Axes) -> PyTree:
     return jax.tree.map(reduce, x)
 
 
-def mean_shard(
+def mean_scatter(
     x: jax.Array,
     divisions: Sequence[Division],
     names: Axes,
@@ -145,21 +145,21 @@ def mean_shard(
     """
     for dimension, along in divisions:
         if codec is None:
-            x = _mean_along(x, dimension, along, mesh)
+            x = _mean_scatter_along(x, dimension, along, mesh)
         else:
-            x = coded_mean_shard(x, dimension, along, codec, step)
-    remaining = without(names, joined(*(along for _, along in divisions)))
+            x = mean_scatter_packets(x, dimension, along, codec, step)
+    remaining = exclude_axes(names, join_axes(*(along for _, along in divisions)))
     return pmean(x, remaining) if remaining else x
 
 
-def _mean_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
+def _mean_scatter_along(x: jax.Array, dimension: int, names: Axes, mesh: Mesh) -> jax.Array:
     """Return a device's shard along one dimension of the mean over the axes `names`."""
     count = axis_size(names)
     if x.shape[dimension] % count:
         missing = -x.shape[dimension] % count
         x = jnp.pad(x, [(0, missing if d == dimension else 0) for d in range(x.ndim)])
     if not _is_gloo(mesh, names):
-        total = torus.sum_scatter(xla.reducible(x), names, dimension)
+        total = torus.reduce_scatter_along(xla.reducible(x), names, dimension)
         mean: jax.Array = (total / count).astype(x.dtype)
         return mean
     # Between CPU processes the reduce-scatter is wrong (jax issue 40830).

@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optfn.collectives import torus
-from optfn.collectives.axes import bound_axes, check_names
+from optfn.collectives.axes import check_axis_names, manual_axes
 from optfn.core import checks
 
 
-def mapped(
+def shard_map(
     fn: Callable[..., Any], mesh: Mesh, names: Iterable[Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Return `jax.shard_map` of a function over these axes of a mesh, which it then has bound.
@@ -22,11 +22,11 @@ def mapped(
     The remaining axes are left to the compiler. Inside a `shard_map` over some of these, the mesh
     is that of the context.
     """
-    bound = bound_axes()
+    bound = manual_axes()
 
     @functools.wraps(fn)
     def run(*arguments: Any) -> Any:
-        with torus.tracing_for(mesh):
+        with torus.follow_torus_of(mesh):
             return fn(*arguments)
 
     return jax.shard_map(
@@ -51,10 +51,10 @@ def are_in_order(mesh: Mesh, outer: Collection[Any], inner: Collection[Any]) -> 
     return all(last < places[name] for name in inner)
 
 
-def constrained(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+def constrain_sharding(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """Return an array with a sharding constraint, by a PartitionSpec."""
     # Inside a shard_map the mesh is that of the context.
-    placement = spec if bound_axes() else NamedSharding(mesh, spec)
+    placement = spec if manual_axes() else NamedSharding(mesh, spec)
     laid_out: jax.Array = lax.with_sharding_constraint(x, placement)
     return laid_out
 
@@ -73,7 +73,7 @@ def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) 
     return result
 
 
-def sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
+def named_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     """Return the sharding of an array of `ndim` axes, as a jitted function returns it.
 
     Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for
@@ -104,7 +104,7 @@ def data_mesh(
     >>> data_mesh(1).shape["data"]
     1
     """
-    check_names("axis_name", axis_name)
+    check_axis_names("axis_name", axis_name)
     found = list(jax.devices() if devices is None else devices)
     if not found or not all(isinstance(device, jax.Device) for device in found):
         raise TypeError(f"devices must be a sequence of jax.Device; got {devices!r}")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optfn.collectives.axes import Axes, axis_size
-from optfn.collectives.gathers import all_to_all_in_one, gather_in_one
+from optfn.collectives.gathers import all_gather_leaves, all_to_all_leaves
 from optfn.core.checks import shown, warn
 from optfn.core.types import PyTree
 
@@ -57,7 +57,7 @@ class Compressor(Protocol):
         """Return the bytes of the packet for a leaf of this shape."""
 
 
-def check_codec(argument: str, codec: object) -> Compressor:
+def check_compressor(argument: str, codec: object) -> Compressor:
     """Return a compressor after checking that it can send slices of an array.
 
     Raises:
@@ -84,14 +84,14 @@ def check_codec(argument: str, codec: object) -> Compressor:
 _MOST_BIAS = 0.01
 
 
-def check_gather(argument: str, codec: object) -> Compressor:
+def check_param_compressor(argument: str, codec: object) -> Compressor:
     """Return a compressor after checking that it can send params, of which each entry counts.
 
     Raises:
       TypeError: it is not a compressor.
       ValueError: it cannot send slices of an array, or leaves out entries.
     """
-    checked = check_codec(argument, codec)
+    checked = check_compressor(argument, codec)
     num_entries = getattr(checked, "num_entries", lambda size: None)(MIN_SIZE)
     if num_entries is not None:
         raise ValueError(
@@ -102,14 +102,14 @@ def check_gather(argument: str, codec: object) -> Compressor:
     return checked
 
 
-def check_reduce(argument: str, codec: object) -> Compressor:
+def check_gradient_compressor(argument: str, codec: object) -> Compressor:
     """Return a compressor after checking that it can send gradients; warn if it is biased.
 
     Raises:
       TypeError: it is not a compressor.
       ValueError: it cannot send slices of an array.
     """
-    checked = check_codec(argument, codec)
+    checked = check_compressor(argument, codec)
     if getattr(checked, "bias", 0.0) >= _MOST_BIAS:
         warn(
             f"{argument}={codec!r} is wrong in the mean, and gradients that are reduced to shards "
@@ -120,7 +120,7 @@ def check_reduce(argument: str, codec: object) -> Compressor:
     return checked
 
 
-def _state_at(codec: Compressor, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
+def _init_at(codec: Compressor, shape: tuple[int, ...], step: jax.Array | None) -> PyTree:
     """Return the first state of a compressor, with the step added to its integers."""
     state = codec.init(shape)
     if step is None:
@@ -133,7 +133,7 @@ def _state_at(codec: Compressor, shape: tuple[int, ...], step: jax.Array | None)
     return jax.tree.map(counted, state)
 
 
-def mean_at_owners(
+def mean_scatter_slices(
     slices: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
     """Return the mean of the slice that a worker owns, its packets, and the states of `encode`.
@@ -147,7 +147,7 @@ def mean_at_owners(
       names: the mesh axes of the workers.
     """
     packets, states = encode(slices)
-    received, workers = all_to_all_in_one(packets, names), axis_size(names)
+    received, workers = all_to_all_leaves(packets, names), axis_size(names)
 
     def decode_slice(worker: jax.Array | int) -> PyTree:
         return decode(jax.tree.map(lambda x: x[worker], received))
@@ -159,7 +159,7 @@ def mean_at_owners(
     return lax.fori_loop(1, workers, add_slice, first), packets, states
 
 
-def all_from_owners(
+def all_gather_slices(
     owned: PyTree, encode: Encode, decode: Decode, names: Axes
 ) -> tuple[PyTree, PyTree, Any]:
     """Return the slices of all workers, (N, …), the worker's packets, and the states of `encode`.
@@ -173,10 +173,10 @@ def all_from_owners(
       names: the mesh axes of the workers.
     """
     packets, states = encode(owned)
-    return jax.vmap(decode)(gather_in_one(packets, names)), packets, states
+    return jax.vmap(decode)(all_gather_leaves(packets, names)), packets, states
 
 
-def coded_mean_shard(
+def mean_scatter_packets(
     x: jax.Array, dimension: int, names: Axes, codec: Compressor, step: jax.Array | None
 ) -> jax.Array:
     """Return a device's shard, along one dimension, of the mean of an array, sent as packets.
@@ -193,38 +193,40 @@ def coded_mean_shard(
         x.reshape(*x.shape[:dimension], -1, size, *x.shape[dimension + 1 :]), dimension, 0
     )
     shape = slices.shape[1:]
-    state = _state_at(codec, shape, step)
+    state = _init_at(codec, shape, step)
 
     def encode(slices: jax.Array) -> tuple[PyTree, None]:
         return jax.vmap(lambda x: codec.encode(x, state)[0])(slices), None
 
-    mean, _, _ = mean_at_owners(slices.astype(jnp.float32), encode, _decoding(codec, shape), names)
+    mean, _, _ = mean_scatter_slices(
+        slices.astype(jnp.float32), encode, _decoder(codec, shape), names
+    )
     return jnp.astype(mean, x.dtype)
 
 
-def coded_gather(
+def all_gather_packets(
     shard: jax.Array, dimension: int, names: Axes, codec: Compressor, step: jax.Array | None
 ) -> jax.Array:
     """Return a whole array, decoded from packets of its shards along one dimension.
 
-    The arguments are those of `coded_mean_shard`.
+    The arguments are those of `mean_scatter_packets`.
     """
 
     def encode(x: jax.Array) -> tuple[PyTree, None]:
-        return codec.encode(x, _state_at(codec, x.shape, step))[0], None
+        return codec.encode(x, _init_at(codec, x.shape, step))[0], None
 
-    decode = _decoding(codec, shard.shape)
-    shards, _, _ = all_from_owners(shard.astype(jnp.float32), encode, decode, names)
+    decode = _decoder(codec, shard.shape)
+    shards, _, _ = all_gather_slices(shard.astype(jnp.float32), encode, decode, names)
     side_by_side = jnp.moveaxis(shards, 0, dimension)
     whole = side_by_side.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :])
     return jnp.astype(whole, shard.dtype)
 
 
-def _decoding(codec: Compressor, shape: tuple[int, ...]) -> Decode:
+def _decoder(codec: Compressor, shape: tuple[int, ...]) -> Decode:
     return lambda packet: codec.decode(packet, shape).reshape(shape)
 
 
-def coded_bytes(
+def packet_bytes(
     codec: Compressor | None, size: int, shards: int, exact: float, times: int = 1
 ) -> float:
     """Return the bytes that a device sends to gather an array, or to reduce it to shards.

@@ -17,7 +17,14 @@ from typing import TypeAlias
 import jax
 from jax import lax
 
-from optfn.collectives.axes import Axes, AxisName, check_axis, check_names, checked_axes, vary
+from optfn.collectives.axes import (
+    Axes,
+    AxisName,
+    check_axes_bound,
+    check_axis_names,
+    mark_varying,
+    vma_axes,
+)
 from optfn.core.types import PyTree
 
 # (x, axes) -> x
@@ -38,10 +45,10 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: f.
     """
-    names = check_names("axis_name", axis_name)
-    check_axis("copy_to", names)
-    if checked_axes(names):
-        return jax.tree.map(lambda leaf: vary(leaf, names), x)
+    names = check_axis_names("axis_name", axis_name)
+    check_axes_bound("copy_to", names)
+    if vma_axes(names):
+        return jax.tree.map(lambda leaf: mark_varying(leaf, names), x)
     return _copy_to(names, x)
 
 
@@ -63,9 +70,9 @@ def sum_over(x: PyTree, axis_name: AxisName) -> PyTree:
 
     Source: Shoeybi et al. 2019, arXiv 1909.08053, §3: g.
     """
-    names = check_names("axis_name", axis_name)
-    check_axis("sum_over", names)
-    if checked_axes(names):
+    names = check_axis_names("axis_name", axis_name)
+    check_axes_bound("sum_over", names)
+    if vma_axes(names):
         return lax.psum(x, names)
     return _sum_over(names, x)
 

@@ -43,7 +43,7 @@ _mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
 @contextlib.contextmanager
-def tracing_for(mesh: Mesh) -> Iterator[None]:
+def follow_torus_of(mesh: Mesh) -> Iterator[None]:
     """Let collectives in this context follow the torus of the devices of a mesh."""
     token = _mesh.set(mesh)
     try:
@@ -52,7 +52,7 @@ def tracing_for(mesh: Mesh) -> Iterator[None]:
         _mesh.reset(token)
 
 
-def gather_along(
+def all_gather_along(
     x: jax.Array, names: Sequence[Hashable], dimension: int, to: str = "varying"
 ) -> jax.Array:
     """Return the arrays of all devices along some axes, side by side along a dimension.
@@ -76,7 +76,7 @@ def gather_along(
     return x
 
 
-def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.Array:
+def reduce_scatter_along(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.Array:
     """Return a device's slice, along a dimension, of the sum over the devices along some axes.
 
     Args:
@@ -88,13 +88,13 @@ def sum_scatter(x: jax.Array, names: Sequence[Hashable], dimension: int) -> jax.
         pieces, along = _split_dimension(x, names[:i], dimension)
         for number, phase in enumerate(phases(name, _SCATTERED)):
             is_minor = along == pieces.ndim - 1
-            scattered = _scattered_minor if number and is_minor else _scattered
+            scattered = _reduce_scatter_minor if number and is_minor else _reduce_scatter
             pieces = scattered(pieces, phase, along)
         x = lax.collapse(pieces, dimension, along + 1)
     return x
 
 
-def _scattered(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+def _reduce_scatter(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
     axis, groups = phase
     slice_: jax.Array = lax.psum_scatter(
         x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=groups
@@ -102,8 +102,8 @@ def _scattered(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Ar
     return slice_
 
 
-def _scattered_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
-    """Return `_scattered` along the last dimension, with the slices one behind the other.
+def _reduce_scatter_minor(x: jax.Array, phase: PhaseOfCollective, dimension: int) -> jax.Array:
+    """Return `_reduce_scatter` along the last dimension, with the slices one behind the other.
 
     Of slices side by side XLA for TPUs makes an all-reduce, if the columns of x stay its minor
     dimension, and it may not move them: so of the rows of an embedding.

@@ -16,10 +16,10 @@ import numpy as np
 import optax
 from jax import lax
 
-from optfn.collectives.axes import Axes, axis_size, checked_axes, joined, vary
+from optfn.collectives.axes import Axes, axis_size, join_axes, mark_varying, vma_axes
 from optfn.collectives.devices import Devices
-from optfn.collectives.gathers import Gathered, all_gather
-from optfn.collectives.means import zeros_of_mean
+from optfn.collectives.gathers import GatheredPackets, all_gather
+from optfn.collectives.means import zeros_like_mean
 from optfn.compression.agreement import is_compressible
 from optfn.compression.k_largest import SampleSearch, num_selected
 from optfn.compression.packets import PacketFormat
@@ -56,12 +56,12 @@ class Options:
     @property
     def all_axes(self) -> Axes:
         """The axes over which gradients are exchanged or averaged."""
-        return joined(self.axis_name, self.reduce_axis_name)
+        return join_axes(self.axis_name, self.reduce_axis_name)
 
     @property
     def agreeing_axes(self) -> Axes:
         """The axes of all devices that take part in a step."""
-        return joined(self.all_axes, self.group and self.group.axes)
+        return join_axes(self.all_axes, self.group and self.group.axes)
 
     def compresses(self, p: Leaf) -> bool:
         """Tell whether a leaf is compressed."""
@@ -159,9 +159,9 @@ def update_compressed(
     """
     sizes = tuple(leaf.residual.size for leaf in leaves)
     ramp = Ramp(options, sizes, row_updates, axis_size(options.axis_name))
-    checked = checked_axes(options.axis_name)
+    checked = vma_axes(options.axis_name)
     flat = [
-        DgcLeaf(leaf.direction.reshape((-1,)), *(vary(x, checked) for x in leaf[1:]))
+        DgcLeaf(leaf.direction.reshape((-1,)), *(mark_varying(x, checked) for x in leaf[1:]))
         for leaf in leaves
     ]
     phases = [partial(skip_nonfinite_step, ramp), partial(compressed_step, ramp, step)]
@@ -183,7 +183,7 @@ def skip_nonfinite_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
     if ramp.gives_rows:
         return _redirected(leaves, _empty_rows(ramp.formats[0], ramp.workers))
     axes = ramp.options.axis_name
-    return _redirected(leaves, [zeros_of_mean(leaf.direction, axes) for leaf in leaves])
+    return _redirected(leaves, [zeros_like_mean(leaf.direction, axes) for leaf in leaves])
 
 
 def _redirected(leaves: list[DgcLeaf], directions: Sequence[jax.Array | Rows]) -> list[DgcLeaf]:
@@ -200,7 +200,7 @@ def dense_momentum_step(ramp: Ramp, leaves: list[DgcLeaf]) -> list[DgcLeaf]:
         direction, u = momentum_rule(
             mean, leaf.velocity, momentum=options.momentum, nesterov=options.nesterov
         )
-        if checked_axes(axes):
+        if vma_axes(axes):
             # In this phase u is the same on all workers, but JAX cannot know that.
             direction = lax.pmax(direction, axes)
         return DgcLeaf(direction, u, leaf.residual)
@@ -261,7 +261,7 @@ def _exchanged_entries(
     packet = packet_format.encode(sent, index)
     if ramp.gives_rows:
         return _redirected(kept, _rows_of_packets(packet, packet_format, axes))
-    return _redirected(kept, Gathered.of(packet, axes).mean(zeros, packet_format.add_to))
+    return _redirected(kept, GatheredPackets.of(packet, axes).mean(zeros, packet_format.add_to))
 
 
 def _without_entries(

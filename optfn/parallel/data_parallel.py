@@ -15,17 +15,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Axes, joined, without
+from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.collectives.devices import Workers
-from optfn.collectives.means import mean_of_all
-from optfn.collectives.mesh import sharding
+from optfn.collectives.means import mean_over_shard_groups
+from optfn.collectives.mesh import named_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
 from optfn.state.per_worker import Exchanged, exchanged_axes, exchanges, nodes_of
 from optfn.state.placement import num_workers, specs_of
 
 
-def step_of_all_workers(
+def shard_map_step(
     step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
     """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
@@ -42,8 +42,8 @@ def step_of_all_workers(
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
         # An exchange may be over axes along which the batch is not split.
-        names = joined(data_axis, *(x.axes for x in nodes_of(Exchanged, state.opt_state)))
-        run = meshes.mapped(step, mesh, names, in_specs, out_specs)
+        names = join_axes(data_axis, *(x.axes for x in nodes_of(Exchanged, state.opt_state)))
+        run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
         return result
 
@@ -61,7 +61,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
             return tree.map_key_data(place, leaf)
-        return placed_copy(leaf, sharding(mesh, P(), jnp.ndim(leaf)))
+        return copy_to_devices(leaf, named_sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)
 
@@ -96,12 +96,12 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
             return x
         if isinstance(x, jax.Array) and placement.is_fully_addressable:
             return jax.device_put(x, placement)
-        return placed_copy(x, placement)
+        return copy_to_devices(x, placement)
 
     return tree.map_named(placed, batch)
 
 
-def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
+def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
     """Return a copy of an array on all devices of `placement`, in this process or another."""
     if checks.is_traced(x):
         traced: jax.Array = x
@@ -114,7 +114,7 @@ def placed_copy(x: Leaf, placement: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, placement, lambda index: host[index].copy())
 
 
-def optimizer_inputs(
+def reduce_gradients(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
     """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
@@ -125,8 +125,8 @@ def optimizer_inputs(
     """
     axes = workers.axes
     if not axes or not exchanges(opt_state):
-        return *mean_of_all(grads, metrics, workers), {}
-    remaining = [without(axes, done) for done in exchanged_axes(opt_state, grads)]
+        return *mean_over_shard_groups(grads, metrics, workers), {}
+    remaining = [exclude_axes(axes, done) for done in exchanged_axes(opt_state, grads)]
     for names in dict.fromkeys([axes, *remaining]):
 
         def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:
@@ -134,7 +134,7 @@ def optimizer_inputs(
 
         some = tree.map_named(select, grads)
         of_all = metrics if names == axes else None
-        means, of_all = mean_of_all(some, of_all, workers._replace(axes=names))
+        means, of_all = mean_over_shard_groups(some, of_all, workers._replace(axes=names))
         metrics = of_all if names == axes else metrics
         grads = tree.map(lambda g, mean: g if mean is None else mean, grads, means)
     return grads, metrics, {"workers": workers}

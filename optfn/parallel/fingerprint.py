@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import Axes, joined, without
+from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.compilers import xla
 from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
@@ -142,7 +142,7 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
         if isinstance(x, jax.Array)
         and isinstance(x.sharding, NamedSharding)
         and x.sharding.device_set == set(mesh.devices.flat)
-        and _copied_over(x.sharding.spec, mesh)
+        and _replica_axes(x.sharding.spec, mesh)
     ]
     if not copied:
         return
@@ -155,8 +155,8 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
         )
 
 
-def _copied_over(spec: P, mesh: Mesh) -> Axes:
-    return without(mesh.axis_names, joined(*spec))
+def _replica_axes(spec: P, mesh: Mesh) -> Axes:
+    return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -166,7 +166,7 @@ def _differ(arrays: tuple[jax.Array, ...], specs: tuple[P, ...], mesh: Mesh) -> 
     def compare(*shards: jax.Array) -> jax.Array:
         groups: dict[Axes, list[int]] = {}
         for i, spec in enumerate(specs):
-            groups.setdefault(_copied_over(spec, mesh), []).append(i)
+            groups.setdefault(_replica_axes(spec, mesh), []).append(i)
         differ = jnp.zeros(len(specs), jnp.int32)
         for axes, members in groups.items():
             sums = jnp.stack([fingerprint(shards[i]) for i in members])

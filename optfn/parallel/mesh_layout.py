@@ -21,14 +21,22 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives import mesh as meshes
-from optfn.collectives.axes import Axes, Division, axes, is_spec, joined, restricted, without
+from optfn.collectives.axes import (
+    Axes,
+    Division,
+    exclude_axes,
+    is_spec,
+    join_axes,
+    restrict_spec,
+    to_axes,
+)
 from optfn.collectives.devices import Devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import patterns
 from optfn.leaves.patterns import Pattern
-from optfn.parallel.data_parallel import placed_copy, replicate
+from optfn.parallel.data_parallel import copy_to_devices, replicate
 from optfn.state import names as state_names
 from optfn.state.padded import Padded, cut, map_padded, padded
 from optfn.state.per_worker import Exchanged, PerWorker, map_divided, nodes_of
@@ -65,12 +73,12 @@ class Layout:
     @property
     def data_axes(self) -> Axes:
         """The axes over which the batch is split, worker axes first."""
-        return joined(self.worker_axes, self.shard_axes)
+        return join_axes(self.worker_axes, self.shard_axes)
 
     @property
     def inner_axes(self) -> Axes:
         """The axes of the devices of one worker."""
-        return without(self.mesh.axis_names, self.worker_axes)
+        return exclude_axes(self.mesh.axis_names, self.worker_axes)
 
     @property
     def divides(self) -> bool:
@@ -138,7 +146,7 @@ class Layout:
             #    over = P(worker axes); or once, (d, …), the same for all workers, with over = P().
             # 2. The array of a `Divided` has a row for each device of a worker, (devices, N·n).
             if len(over) == 2:
-                return P(joined(*spec), over[1])
+                return P(join_axes(*spec), over[1])
             # 3. One worker has an array of `shape`, (d, …), and a gradient of shape `padded`, which
             #    its devices divide by `spec`.
             shape = _worker_shape(jnp.shape(x), over, self.mesh)
@@ -199,8 +207,8 @@ class Layout:
 
     def divisions(self, spec: P) -> list[Division]:
         """Return the dimensions of an array that are divided over shard axes."""
-        entries = enumerate(restricted(spec, self.shard_axes))
-        return [Division(d, axes(entry)) for d, entry in entries if entry is not None]
+        entries = enumerate(restrict_spec(spec, self.shard_axes))
+        return [Division(d, to_axes(entry)) for d, entry in entries if entry is not None]
 
     def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return the shape of an array, padded so that all shards have one size."""
@@ -232,7 +240,7 @@ class Layout:
 
         def without_padding(x: Padded) -> jax.Array:
             spec = P(*[None] * x.axis, self.shard_axes)
-            return meshes.constrained(cut(x), self.mesh, spec)
+            return meshes.constrain_sharding(cut(x), self.mesh, spec)
 
         return map_padded(without_padding, state)
 
@@ -242,7 +250,7 @@ class Layout:
             return None
         specs = tree.items(params, self.gradient_specs(params))
         by_path = [
-            (str(place), restricted(spec, self.inner_axes))
+            (str(place), restrict_spec(spec, self.inner_axes))
             for place, x, spec in specs
             if not tree.is_masked(x)
         ]
@@ -251,12 +259,12 @@ class Layout:
     def bound_specs(self, specs: PyTree) -> PyTree:
         """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
         names = self.shard_axes
-        return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+        return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
         """Return the sharding of each of some arrays, as a step returns it."""
         return jax.tree.map(
-            lambda spec, x: meshes.sharding(self.mesh, spec, jnp.ndim(x)),
+            lambda spec, x: meshes.named_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
         )  # fmt: skip
 
@@ -274,7 +282,7 @@ class Layout:
     def put(self, params: Params) -> Params:
         """Return copies of params, placed by their specs."""
         placements = self.shardings(self.param_specs(params), params)
-        return jax.tree.map(lambda placement, x: placed_copy(x, placement), placements, params)
+        return jax.tree.map(lambda placement, x: copy_to_devices(x, placement), placements, params)
 
     def replicate(self, x: PyTree) -> PyTree:
         """Return copies of arrays on every device."""
@@ -309,7 +317,7 @@ class Layout:
 
     def _check_axes_of_exchanges(self, state: OptState) -> None:
         """Raise a ValueError if a transform exchanges gradients over axes that have no workers."""
-        over = joined(*(node.axes for node in nodes_of(Exchanged, state)))
+        over = join_axes(*(node.axes for node in nodes_of(Exchanged, state)))
         divided = [axis for axis in over if axis in self.shard_axes]
         if divided:
             raise ValueError(
@@ -358,7 +366,7 @@ def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of the array of one worker; `over` is its spec over the workers."""
-    return (shape[0] // num_workers(mesh, axes(over[0])), *shape[1:]) if any(over) else shape
+    return (shape[0] // num_workers(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
 def _over_both(over: P, spec: P) -> P:
@@ -366,7 +374,7 @@ def _over_both(over: P, spec: P) -> P:
     if not any(over):
         return spec
     first, *remaining = spec or (None,)
-    return P(joined(over[0], first), *remaining)
+    return P(join_axes(over[0], first), *remaining)
 
 
 def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument: str) -> None:
@@ -375,7 +383,7 @@ def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument:
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
         )
     for dimension, entry in enumerate(spec):
-        count = num_workers(mesh, axes(entry))
+        count = num_workers(mesh, to_axes(entry))
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "

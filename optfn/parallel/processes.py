@@ -13,26 +13,26 @@ from optfn import _version
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, Params, PyTree
 
-# The number of bytes that `send` passes at once.
+# The number of bytes that `broadcast_bytes` passes at once.
 _PIECE = 1 << 26
 
 
-def share(mesh: Mesh | None) -> bool:
+def is_on_all_processes(mesh: Mesh | None) -> bool:
     """Tell whether there are several processes, and a mesh has devices of each."""
     if mesh is None or jax.process_count() == 1:
         return False
-    return _are_of_all(mesh.devices.flat)
+    return _include_all_processes(mesh.devices.flat)
 
 
-def share_state(state: PyTree) -> bool:
+def has_state_on_all_processes(state: PyTree) -> bool:
     """Tell whether there are several processes, and the arrays of a state lie on all of them."""
     if jax.process_count() == 1:
         return False
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    return _are_of_all(device for x in arrays for device in x.sharding.device_set)
+    return _include_all_processes(device for x in arrays for device in x.sharding.device_set)
 
 
-def _are_of_all(devices: Iterable[Any]) -> bool:
+def _include_all_processes(devices: Iterable[Any]) -> bool:
     return {device.process_index for device in devices} == set(range(jax.process_count()))
 
 
@@ -52,7 +52,7 @@ def gather_texts(text: str) -> list[str]:
     return [row[:size].tobytes().decode() for row, size in zip(found, sizes, strict=True)]
 
 
-def send(source: int, content: bytes) -> bytes:
+def broadcast_bytes(source: int, content: bytes) -> bytes:
     """Return in every process the content that process `source` passes. All must call it."""
     high, low = map(int, gather_values(divmod(len(content), _PIECE))[source])
     is_source = jax.process_index() == source
@@ -85,7 +85,7 @@ def compare_params(params: Params) -> None:
     for i in np.flatnonzero(np.any(digests != digests[0], axis=0)):
         raise ValueError(
             f"processes must start from the same params, but {names[i]!r} in process "
-            f"{_differing(digests[:, [i]])} differs from that in process 0"
+            f"{_list_different(digests[:, [i]])} differs from that in process 0"
         )
 
 
@@ -107,12 +107,12 @@ def _check_same(noun: str, text: str) -> None:
     digests = gather_values([_digest(text.encode())])
     if np.any(digests != digests[0]):
         raise ValueError(
-            f"processes must have the same {noun}, but those of process {_differing(digests)} "
+            f"processes must have the same {noun}, but those of process {_list_different(digests)} "
             f"differ from those of process 0. This process, {jax.process_index()}, has {text}"
         )
 
 
-def _differing(digests: np.ndarray) -> str:
+def _list_different(digests: np.ndarray) -> str:
     different = np.flatnonzero(np.any(digests != digests[0], axis=1))
     return ", ".join(map(str, different))
 

@@ -16,14 +16,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import Division, is_spec, joined
+from optfn.collectives.axes import Division, is_spec, join_axes
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, bindings, read
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.shards import gather_shard, slices_of
+from optfn.parallel.shards import compiler_slices, gather_shard
 from optfn.state.placement import num_workers
 
 
@@ -44,7 +44,7 @@ class _Shard(NamedTuple):
         """The step, or None if the array is sent as it is: without compressors, and if small."""
         if self.layout.gather is None and self.layout.reduce is None:
             return None
-        names = joined(*(names for _, names in self.divisions))
+        names = join_axes(*(names for _, names in self.divisions))
         size = self.array.size * num_workers(self.layout.mesh, names)
         return self.step if size >= MIN_SIZE else None
 
@@ -77,11 +77,13 @@ class _Shard(NamedTuple):
 
 
 # From the id of a gathered array to the shard it came from, while a loss is traced.
-_known: ContextVar[Mapping[int, _Shard]] = ContextVar("known", default=MappingProxyType({}))
+_shard_of_gathered: ContextVar[Mapping[int, _Shard]] = ContextVar(
+    "known", default=MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
-def whole(
+def gather_params(
     params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
 ) -> Iterator[Params]:
     """Gather whole params from a device's shards, while a loss is traced in this context.
@@ -102,17 +104,17 @@ def whole(
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        shard = _Shard(x, divisions, slices_of(spec, layout), layout, step)
+        shard = _Shard(x, divisions, compiler_slices(spec, layout), layout, step)
         gathered = shard.whole()
         found[id(gathered)] = shard
         return gathered
 
     whole_params = jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
-    token = _known.set(found)
+    token = _shard_of_gathered.set(found)
     try:
         yield whole_params
     finally:
-        _known.reset(token)
+        _shard_of_gathered.reset(token)
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
@@ -144,8 +146,8 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
-    leaves, structure = jax.tree.flatten(_unmarked(stacked))
-    found = [x and x.divide_layers() for x in map(_known.get().get, map(id, leaves))]
+    leaves, structure = jax.tree.flatten(_unwrap_stacked(stacked))
+    found = [x and x.divide_layers() for x in map(_shard_of_gathered.get().get, map(id, leaves))]
     shards = [leaf if x is None else x.array for leaf, x in zip(leaves, found, strict=True)]
     if len({np.shape(x)[:1] for x in shards}) > 1:
         shapes = ", ".join(str(np.shape(x)) for x in shards)
@@ -161,12 +163,12 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
     apply = fn
     if any(x is not None for x in found):
-        apply = functools.partial(_recomputed_once, fn)
+        apply = functools.partial(_recompute_once, fn)
         body = jax.checkpoint(body, prevent_cse=False)
     return lax.scan(body, x, shards)[0]
 
 
-def _recomputed_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
+def _recompute_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
     """Return fn(layer, x), without a `jax.checkpoint` around fn, whose layer is recomputed anyway.
 
     It would keep the arguments of fn together: all gathers would end before the first product.
@@ -181,10 +183,10 @@ def _recomputed_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: P
     return jax.tree.unflatten(program.structure, read(values, program.outputs))
 
 
-def _unmarked(stacked: PyTree) -> PyTree:
+def _unwrap_stacked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
     def unmarked(x: PyTree) -> PyTree:
-        return _unmarked(tree.inside(x)) if tree.is_transparent(x) else x
+        return _unwrap_stacked(tree.inside(x)) if tree.is_transparent(x) else x
 
     return jax.tree.map(unmarked, stacked, is_leaf=tree.is_transparent)

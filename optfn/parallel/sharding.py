@@ -14,16 +14,23 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
-from optfn.collectives.axes import Axes, AxisName, axes, check_names, joined, without
+from optfn.collectives.axes import (
+    Axes,
+    AxisName,
+    check_axis_names,
+    exclude_axes,
+    join_axes,
+    to_axes,
+)
 from optfn.collectives.means import SMALL_BYTES
 from optfn.collectives.mesh import are_in_order
-from optfn.collectives.packets import Compressor, check_gather, check_reduce
+from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout, Replicated
-from optfn.parallel.whole import axes_of_layers, check_whole
+from optfn.parallel.whole import check_whole, find_layer_axes
 from optfn.state.placement import num_workers
 
 
@@ -100,10 +107,10 @@ def sharded(
     >>> sharded("params", axis="fast").axis
     ('fast',)
     """
-    names = check_names("sharded: axis", axis, optional=True)
+    names = check_axis_names("sharded: axis", axis, optional=True)
     codecs = {
-        "gather": gather and check_gather("sharded: gather", gather),
-        "reduce": reduce and check_reduce("sharded: reduce", reduce),
+        "gather": gather and check_param_compressor("sharded: gather", gather),
+        "reduce": reduce and check_gradient_compressor("sharded: reduce", reduce),
     }
     if any(codecs.values()) and (isinstance(kind, Mapping) or whole is not None):
         raise ValueError(
@@ -141,8 +148,8 @@ class ShardState(Layout):
     def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
         """Return specs; by_layers(path, number of layers) tells whether a leaf is divided so."""
         stacked = contents.stacked_axes(params)
-        axes_of = axes_of_layers(self.whole, self.tables, params, self.num_shards)
-        small = small_leaves(params, self.num_shards)
+        axes_of = find_layer_axes(self.whole, self.tables, params, self.num_shards)
+        small = find_small_leaves(params, self.num_shards)
 
         def divided(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
@@ -166,7 +173,7 @@ class ShardState(Layout):
         return True
 
 
-def small_leaves(params: Params, count: int) -> set[int]:
+def find_small_leaves(params: Params, count: int) -> set[int]:
     """Return the numbers of the leaves that are too small to be divided over `count` devices.
 
     They have at most 64 KB, or that much a layer: the time of a collective is then latency. With
@@ -243,7 +250,7 @@ def init_state(
     """
     num_workers(mesh, axis_name)  # it has these axes
     init = core.check_transform("init_state: tx", tx).init
-    return Replicated(mesh, axes(axis_name), Axes()).init(init, params)
+    return Replicated(mesh, to_axes(axis_name), Axes()).init(init, params)
 
 
 KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams}
@@ -264,16 +271,16 @@ def layout_of(
     divides = shard is not None or tables is not None
     specs = dict(way.kind) if isinstance(way.kind, Mapping) else {}
     _check_shard(specs, mesh)
-    along = Axes(way.axis or axes(data_axis)) if divides else Axes()
+    along = Axes(way.axis or to_axes(data_axis)) if divides else Axes()
     if specs and way.axis is None and tables is None:
-        named = joined(*itertools.chain.from_iterable(specs.values()))
+        named = join_axes(*itertools.chain.from_iterable(specs.values()))
         along = Axes(name for name in along if name in named)
-    unknown = without(along, axes(data_axis))
+    unknown = exclude_axes(along, to_axes(data_axis))
     if unknown:
         raise ValueError(
-            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*axes(data_axis),)}"
+            f"sharded: axis {unknown[0]!r} must be one of data_axis, {(*to_axes(data_axis),)}"
         )
-    workers = without(data_axis, along)
+    workers = exclude_axes(data_axis, along)
     _check_workers_are_whole(specs, workers)
     _check_order(mesh, workers, along)
     if divides and not isinstance(mesh, AbstractMesh):
@@ -300,7 +307,7 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
             raise TypeError(
                 f"shard must map patterns of paths to PartitionSpecs; got {pattern!r}: {spec!r}"
             )
-        names = [a for entry in spec for a in axes(entry)]
+        names = [a for entry in spec for a in to_axes(entry)]
         missing = [a for a in names if a not in mesh.shape]
         if len(set(names)) < len(names):
             raise ValueError(f"shard: {spec} for {pattern!r} must not name a mesh axis twice")
@@ -313,7 +320,7 @@ def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:
 
 def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
     """Raise a ValueError if XLA would end the process, since it cannot nest these axes."""
-    others = without(mesh.axis_names, (*workers, *along))
+    others = exclude_axes(mesh.axis_names, (*workers, *along))
     aborts = jax.__version_info__ >= (0, 11, 2) and not are_in_order(mesh, workers, along)
     if others and aborts:
         raise ValueError(
@@ -326,7 +333,7 @@ def _check_order(mesh: Mesh, workers: Axes, along: Axes) -> None:
 def _check_workers_are_whole(specs: Mapping[str, P], workers: Axes) -> None:
     """Raise a ValueError if a spec divides a leaf over the axes of workers."""
     for pattern, spec in specs.items():
-        over_workers = [name for name in joined(*spec) if name in workers]
+        over_workers = [name for name in join_axes(*spec) if name in workers]
         if over_workers:
             raise ValueError(
                 f"shard: {spec} for {pattern!r} divides over {over_workers[0]!r}, but along that "

@@ -14,23 +14,23 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives.axes import (
     Axes,
     Division,
-    axes,
-    bound_axes,
+    exclude_axes,
     is_spec,
-    joined,
-    restricted,
-    without,
+    join_axes,
+    manual_axes,
+    restrict_spec,
+    to_axes,
 )
-from optfn.collectives.means import mean_over_workers, mean_shard
-from optfn.collectives.mesh import are_in_order, mapped
-from optfn.collectives.packets import MIN_SIZE, coded_gather
-from optfn.collectives.torus import gather_along
+from optfn.collectives.means import mean_over_workers, mean_scatter
+from optfn.collectives.mesh import are_in_order, shard_map
+from optfn.collectives.packets import MIN_SIZE, all_gather_packets
+from optfn.collectives.torus import all_gather_along
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.mesh_layout import Layout
 
 
-def _on_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def _map_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Return a function (array, step), run by each device on its slice of the array.
 
     Otherwise the compiler joins slices along the axes that are left to it before each collective.
@@ -40,23 +40,23 @@ def _on_slices(spec: P, layout: Layout, fn: Callable[..., jax.Array]) -> Callabl
       layout: how params are divided.
       fn: the function.
     """
-    names = joined(*spec)
+    names = join_axes(*spec)
     if not names:
         return fn
-    if not are_in_order(layout.mesh, bound_axes(), names):
+    if not are_in_order(layout.mesh, manual_axes(), names):
         names = Axes(layout.mesh.axis_names)  # fn is the same along axes that divide no slice
-    return mapped(fn, layout.mesh, names, (spec, P()), spec)
+    return shard_map(fn, layout.mesh, names, (spec, P()), spec)
 
 
-def slices_of(spec: P, layout: Layout) -> P:
+def compiler_slices(spec: P, layout: Layout) -> P:
     """Return how an array is divided into slices over the axes that no `shard_map` binds.
 
     A dimension that data axes divide as well stays whole: gathered slice by slice along the data
     axes, its blocks would stand in another order.
     """
-    left = without(layout.mesh.axis_names, layout.data_axes)
-    is_mixed = [any(a in layout.data_axes for a in axes(entry)) for entry in spec]
-    return P(*(None if x else e for x, e in zip(is_mixed, restricted(spec, left), strict=True)))
+    left = exclude_axes(layout.mesh.axis_names, layout.data_axes)
+    is_mixed = [any(a in layout.data_axes for a in to_axes(entry)) for entry in spec]
+    return P(*(None if x else e for x, e in zip(is_mixed, restrict_spec(spec, left), strict=True)))
 
 
 def gather_shard(
@@ -71,7 +71,7 @@ def gather_shard(
     Args:
       shard: this device's shard of the array.
       divisions: how the array is divided.
-      slices: how it is divided over axes that are left to the compiler; see `slices_of`.
+      slices: how it is divided over axes that are left to the compiler; see `compiler_slices`.
       layout: how params are divided.
       step: the number of the training step, for the packets that the compressors of the layout
         make; None if the array is sent as it is.
@@ -79,18 +79,18 @@ def gather_shard(
     forward, reduce = (None, None) if step is None else (layout.gather, layout.reduce)
 
     @jax.custom_vjp
-    @functools.partial(_on_slices, slices, layout)
+    @functools.partial(_map_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
         for dimension, names in divisions:
             if forward is None:
-                x = gather_along(x, names, dimension)
+                x = all_gather_along(x, names, dimension)
             else:
-                x = coded_gather(x, dimension, names, forward, step)
+                x = all_gather_packets(x, dimension, names, forward, step)
         return x
 
-    @functools.partial(_on_slices, slices, layout)
+    @functools.partial(_map_slices, slices, layout)
     def reduced(x: jax.Array, step: jax.Array | None) -> jax.Array:
-        return mean_shard(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
+        return mean_scatter(x, divisions, layout.shard_axes, layout.mesh, reduce, step)
 
     def backward(step: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, None]:
         return reduced(cotangent, step), None
@@ -134,16 +134,16 @@ def mean_gradients(
         divisions = layout.divisions(gradient_spec)
 
         def shard_of(g: jax.Array, step: jax.Array) -> jax.Array:
-            return mean_shard(g, divisions, layout.shard_axes, layout.mesh, codec, step)
+            return mean_scatter(g, divisions, layout.shard_axes, layout.mesh, codec, step)
 
-        slices = slices_of(gradient_spec, layout)
-        return _on_slices(slices, layout, shard_of)(g, step)
+        slices = compiler_slices(gradient_spec, layout)
+        return _map_slices(slices, layout, shard_of)(g, step)
 
     means = mean_over_workers(tree.map(undivided, grads, gradient_specs), layout.shard_axes)
     return tree.map(reduced, grads, means, params, specs, gradient_specs)
 
 
-def gather_updated(params: Params, layout: Layout | None) -> Params:
+def gather_new_params(params: Params, layout: Layout | None) -> Params:
     """Return new params, gathered if they are whole although their updates are divided.
 
     Outside of `shard_map`; left to the compiler, a TPU would gather them by an all-reduce.
@@ -163,7 +163,7 @@ def gather_updated(params: Params, layout: Layout | None) -> Params:
 
     def gathered(spec: P, of_update: P, x: Leaf) -> Leaf:
         for dimension, names in layout.divisions(of_update) if of_update != spec else ():
-            x = gather_along(x, names, dimension)
+            x = all_gather_along(x, names, dimension)
         return x
 
     def run(params: Params) -> Params:
@@ -171,5 +171,5 @@ def gather_updated(params: Params, layout: Layout | None) -> Params:
 
     in_specs, out_specs = (layout.bound_specs(x) for x in (before, specs))
     names = layout.shard_axes
-    whole: Params = mapped(run, layout.mesh, names, (in_specs,), out_specs)(params)
+    whole: Params = shard_map(run, layout.mesh, names, (in_specs,), out_specs)(params)
     return whole

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from optfn.collectives.axes import Axes, axis_size, without
+from optfn.collectives.axes import Axes, axis_size, exclude_axes
 from optfn.core import tree
 from optfn.core.checks import warn
 from optfn.core.types import LeafKind, OptState, Updates
@@ -49,7 +49,7 @@ def traffic_metrics(
       axis_name: the mesh axes of the workers.
     """
     leaves = tree.leaves(grads)
-    states = list(zip(_exchanging(before), _exchanging(after), strict=True))
+    states = list(zip(_find_exchanges(before), _find_exchanges(after), strict=True))
     is_known = len(states) == len(nodes_of(Exchanged, after)) and all(
         new.exchanged.traffic != () for _, new in states
     )
@@ -58,7 +58,7 @@ def traffic_metrics(
     total = jnp.zeros((), jnp.float32)
     for g, done in zip(leaves, exchanged_axes(before, grads), strict=True):
         if not tree.is_masked(g) and tree.is_inexact(g):
-            workers = axis_size(without(axis_name, done))
+            workers = axis_size(exclude_axes(axis_name, done))
             total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
     for old, new in states:
         workers = axis_size(new.exchanged.axes)
@@ -67,7 +67,7 @@ def traffic_metrics(
     return {"bytes_sent": total}
 
 
-def packets_sent(state: OptState, mesh: Mesh) -> float:
+def exchange_bytes(state: OptState, mesh: Mesh) -> float:
     """Return the bytes of the packets that a worker sends in the last phase of each exchange.
 
     Exchanges that do not give their traffic are not counted.
@@ -76,12 +76,12 @@ def packets_sent(state: OptState, mesh: Mesh) -> float:
       state: the state of an optimizer, arrays or their shapes.
       mesh: the mesh of the workers; only the sizes of its axes are read.
     """
-    late, marks = jnp.int32(2**30), [x.exchanged for x in _exchanging(state)]
+    late, marks = jnp.int32(2**30), [x.exchanged for x in _find_exchanges(state)]
     known = [x for x in marks if x.traffic != ()]
     return sum(float(x.traffic.bytes_sent(late, num_workers(mesh, x.axes))) for x in known)
 
 
-def warn_of_uncompressed(state: OptState) -> None:
+def warn_if_nothing_compressed(state: OptState) -> None:
     """Warn of a transform that compresses no leaf, because all are smaller than its `min_size`."""
     if any(getattr(x.traffic, "compresses_nothing", False) for x in nodes_of(Exchanged, state)):
         warn(
@@ -90,7 +90,7 @@ def warn_of_uncompressed(state: OptState) -> None:
         )
 
 
-def _exchanging(state: OptState) -> list[Any]:
+def _find_exchanges(state: OptState) -> list[Any]:
     """Return the states of transforms that exchange gradients themselves and count exchanges."""
 
     def is_one(x: Any) -> bool:

@@ -19,7 +19,7 @@ def check_whole(whole: Pattern | None, kind: object) -> Pattern | None:
     return patterns.check_pattern("sharded: whole", whole)
 
 
-def axes_of_layers(
+def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
     """Return the axis of layers along which each leaf that `whole` selects is divided, by path.

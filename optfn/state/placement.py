@@ -75,7 +75,7 @@ def map_state(
             return jax.tree.map(lambda x: per_worker(x, node.axes), node)
         if count is None or not _counts_workers(node):
             return shared(node)
-        axes = meshes.joined(*(x.axes for x in nodes_of(PerWorker, node)))
+        axes = meshes.join_axes(*(x.axes for x in nodes_of(PerWorker, node)))
         fields = {
             name: jax.tree.map(lambda x: count(x, axes), child)
             if name == "num_workers"
@@ -96,7 +96,7 @@ def specs_of(opt_state: OptState, axis_name: AxisName = "data") -> PyTree:
     check_wrappers("the optimizer", opt_state)
 
     return map_state(
-        lambda x, axes: P(meshes.axes(axes or axis_name)),
+        lambda x, axes: P(meshes.to_axes(axes or axis_name)),
         lambda x: P(),
         opt_state,
         divided=lambda node: node.mapped(lambda x, n: P(*[None] * (x.ndim - 1), node.axes)),
@@ -121,7 +121,7 @@ def state_specs(
         to be correct there.
     """
     tx = core.check_transform("state_specs: tx", tx)
-    meshes.check_names("axis_name", axis_name, optional=True)
+    meshes.check_axis_names("axis_name", axis_name, optional=True)
     return specs_of(jax.eval_shape(tx.init, params), axis_name)
 
 
@@ -176,14 +176,14 @@ def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
             f"got {checks.shown(mesh)}"
         )
-    meshes.check_names("axis_name", axis_name, optional=True)
-    missing = [axis for axis in meshes.axes(axis_name) if axis not in mesh.shape]
+    meshes.check_axis_names("axis_name", axis_name, optional=True)
+    missing = [axis for axis in meshes.to_axes(axis_name) if axis not in mesh.shape]
     if missing:
         raise ValueError(
             f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}. Name those of "
             "the workers: data_axis= of a training step, axis_name= elsewhere"
         )
-    return math.prod(mesh.shape[axis] for axis in meshes.axes(axis_name))
+    return math.prod(mesh.shape[axis] for axis in meshes.to_axes(axis_name))
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:
