@@ -24,6 +24,7 @@ from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import (
     Axes,
     Division,
+    divisions_of,
     exclude_axes,
     is_spec,
     join_axes,
@@ -207,8 +208,7 @@ class Layout:
 
     def divisions(self, spec: P) -> list[Division]:
         """Return the dimensions of an array that are divided over shard axes."""
-        entries = enumerate(restrict_spec(spec, self.shard_axes))
-        return [Division(d, to_axes(entry)) for d, entry in entries if entry is not None]
+        return divisions_of(spec, self.shard_axes)
 
     def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
         """Return the shape of an array, padded so that all shards have one size."""

@@ -21,10 +21,10 @@ from optfn.collectives.axes import (
     restrict_spec,
     to_axes,
 )
+from optfn.collectives.gathers import all_gather_shards
 from optfn.collectives.means import mean_over_workers, mean_scatter
 from optfn.collectives.mesh import are_in_order, shard_map
 from optfn.collectives.packets import MIN_SIZE, all_gather_packets
-from optfn.collectives.torus import all_gather_along
 from optfn.core import tree
 from optfn.core.types import Leaf, LeafKind, Params, PyTree, Updates
 from optfn.parallel.mesh_layout import Layout
@@ -81,11 +81,10 @@ def gather_shard(
     @jax.custom_vjp
     @functools.partial(_map_slices, slices, layout)
     def gather(x: jax.Array, step: jax.Array | None) -> jax.Array:
+        if forward is None:
+            return all_gather_shards(x, divisions)
         for dimension, names in divisions:
-            if forward is None:
-                x = all_gather_along(x, names, dimension)
-            else:
-                x = all_gather_packets(x, dimension, names, forward, step)
+            x = all_gather_packets(x, dimension, names, forward, step)
         return x
 
     @functools.partial(_map_slices, slices, layout)
@@ -162,9 +161,7 @@ def gather_new_params(params: Params, layout: Layout | None) -> Params:
         return params
 
     def gathered(spec: P, of_update: P, x: Leaf) -> Leaf:
-        for dimension, names in layout.divisions(of_update) if of_update != spec else ():
-            x = all_gather_along(x, names, dimension)
-        return x
+        return x if of_update == spec else all_gather_shards(x, layout.divisions(of_update))
 
     def run(params: Params) -> Params:
         return jax.tree.map(gathered, specs, before, params, is_leaf=is_spec)

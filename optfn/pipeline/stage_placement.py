@@ -18,14 +18,15 @@ from jax.sharding import PartitionSpec as P
 from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import (
     Division,
+    divisions_of,
     exclude_axes,
     is_spec,
     join_axes,
     restrict_spec,
     to_axes,
 )
+from optfn.collectives.gathers import all_gather_shards
 from optfn.collectives.means import mean_scatter
-from optfn.collectives.torus import all_gather_along
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
@@ -148,13 +149,10 @@ class StackedStages(StagePlacement):
         if self.param_specs is None or self.data_axis is None:
             return weights
 
-        def gathered(x: jax.Array, spec: P) -> jax.Array:
-            dimension = self._data_dimension(spec)
-            if dimension is None:
-                return x
-            return all_gather_along(x, to_axes(self.data_axis), dimension)
+        def gather(x: jax.Array, spec: P) -> jax.Array:
+            return all_gather_shards(x, self._data_divisions(spec))
 
-        return jax.tree.map(gathered, weights, self.param_specs)
+        return jax.tree.map(gather, weights, self.param_specs)
 
     def mean_over_data(self, weights: Params, gradients: list[jax.Array]) -> list[jax.Array]:
         """Return a device's shards of the means of gradients (v, …) over the data axis.
@@ -166,15 +164,19 @@ class StackedStages(StagePlacement):
         if self.param_specs is None:
             return list(lax.pmean(gradients, self.data_axis))
         names = to_axes(self.data_axis)
-        dimensions = map(self._data_dimension, self._inexact_specs(weights, self.param_specs))
+        specs = self._inexact_specs(weights, self.param_specs)
         return [
-            mean_scatter(g, [] if d is None else [Division(d, names)], names, self.mesh)
-            for g, d in zip(gradients, dimensions, strict=True)
+            mean_scatter(g, self._data_divisions(spec), names, self.mesh)
+            for g, spec in zip(gradients, specs, strict=True)
         ]
 
-    def _data_dimension(self, spec: P) -> int | None:
-        """Return which axis of a leaf (v, …) is divided over the data axis."""
-        return next((1 + d for d, e in enumerate(spec) if self.data_axis in to_axes(e)), None)
+    def _data_divisions(self, spec: P) -> list[Division]:
+        """Return the dimension of a leaf (v, …) that the data axis divides, if it divides one.
+
+        `spec` is the PartitionSpec of the leaf in a stage, without v.
+        """
+        divisions = divisions_of(spec, to_axes(self.data_axis))
+        return [Division(1 + dimension, names) for dimension, names in divisions]
 
     def weights(self, stages: Params) -> Params:
         """Return the leaves of stacked params as (v, p, …)."""
