@@ -1,4 +1,4 @@
-"""The devices that divide an array, and the workers of a step: reductions over them."""
+"""The workers of a step, and the devices that divide the arrays of a worker."""
 
 import dataclasses
 import math
@@ -99,11 +99,11 @@ class Devices:
 class Workers(NamedTuple):
     """Workers with a private gradient each. A step passes them to `update` as `workers=`.
 
-    Where the gradient is already that of all workers, there is one worker, without axes, and each
-    method returns its argument.
+    Where the gradient is already the mean over all workers, there is one worker without axes, and
+    each method returns its argument.
 
-    axes: the mesh axes along which workers differ; bound where a method is called.
-    group: the devices of each worker; None if a worker is one device.
+    axes: the mesh axes along which workers differ. A method must be called where they are bound.
+    group: the shard group, the devices of each worker; None if a worker is one device.
     """
 
     axes: Axes = Axes()
@@ -130,12 +130,13 @@ ONE_WORKER = Workers()
 
 
 def join_workers(name: str, axis_name: AxisName, extra: Mapping[str, Any]) -> Workers:
-    """Return the workers that a wrapper agrees with: those of the step, and those it is told of.
+    """Return the workers that a wrapper must agree with: along its own axes and the step's.
 
     Args:
       name: the name of the wrapper in errors.
-      axis_name: the argument of the wrapper, axes that it is told.
-      extra: the extra arguments of its update, with the step's workers as `workers`.
+      axis_name: the axes that the caller gave the wrapper; None for none.
+      extra: the extra arguments of its update. `workers` are the workers of the step; without it,
+        there is one worker.
 
     Raises:
       ValueError: an axis is not bound.

@@ -1,14 +1,14 @@
-"""The two functions that tensor-parallel layers are made of: f and g of Megatron-LM.
+"""The two collectives of a tensor-parallel layer: f and g of Megatron-LM.
 
-If the weights of a layer are divided over a mesh axis, the layer begins with `copy_to`, computes
-its shard, and ends with `sum_over`:
+A mesh axis divides the weights of such a layer. The layer begins with `copy_to`, each device
+computes with its shard, and the layer ends with `sum_over`:
 
     h = copy_to(x, "model")            # x is the same on all devices
     y = relu(h @ w_in) @ w_out         # columns of w_in, rows of w_out
     return sum_over(y, "model")        # the same on all devices again
 
-A plain `jax.lax.psum` would have the wrong derivative where JAX does not track which arrays vary
-(`shard_map(check_vma=False)`, pmap): it sums cotangents that are the same on all devices.
+Where JAX does not track which arrays vary (`shard_map(check_vma=False)`, pmap), a plain
+`jax.lax.psum` would have the wrong derivative: it sums cotangents that are the same on all devices.
 """
 
 from collections.abc import Callable
@@ -47,6 +47,7 @@ def copy_to(x: PyTree, axis_name: AxisName) -> PyTree:
     """
     names = check_axis_names("axis_name", axis_name)
     check_axes_bound("copy_to", names)
+    # Where JAX tracks variation, its own transpose of the mark is the sum.
     if vma_axes(names):
         return jax.tree.map(lambda leaf: mark_varying(leaf, names), x)
     return _copy_to(names, x)

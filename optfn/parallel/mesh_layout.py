@@ -166,7 +166,7 @@ class Layout:
                 return _over_both(over, P(*spec[: len(shape)]))
             # 7. x has another shape, such as a number per column: if the gradient is divided, so is
             #    x, along any dimension that fits; else it is whole on each device of a worker.
-            return _over_both(over, self.divided(shape)) if self.divisions(spec) else over
+            return _over_both(over, self.spec_of_shape(shape)) if self.divisions(spec) else over
 
         return self._map_state(divided_spec, lambda x, over: over, state, params)
 
@@ -196,11 +196,11 @@ class Layout:
 
         return jax.tree.unflatten(jax.tree.structure(state), map(mapped, entries, worker_specs))
 
-    def divided(self, shape: tuple[int, ...], stacked: int = 0) -> P:
-        """Return the spec that divides an array along the first dimension that N divides.
+    def spec_of_shape(self, shape: tuple[int, ...], stacked: int = 0) -> P:
+        """Return the spec that divides the first dimension that N, the number of shards, divides.
 
-        N is the number of shards. Axes that count stacked layers come last, so that each device has
-        a shard of each layer. An array without such a dimension is whole on every device.
+        The leading `stacked` axes, which count layers, come last, so that each device has a shard
+        of each layer. An array without such a dimension gets P(): it is whole on every device.
         """
         order = [*range(stacked, len(shape)), *range(stacked)]
         fitting = [d for d in order if shape[d] and shape[d] % self.num_shards == 0]

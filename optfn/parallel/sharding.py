@@ -1,11 +1,14 @@
-"""The ways of sharding: which shards of params and state each device of a mesh keeps."""
+"""The ways of sharding: which shards of params and state each device of a mesh keeps.
+
+A way of sharding is a class below with a `name`, listed in `KINDS`. Nothing else knows the names.
+"""
 
 import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,7 @@ from optfn.core.types import Leaf, OptState, Params, PyTree
 from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout, Replicated
-from optfn.parallel.whole import check_whole, find_layer_axes
+from optfn.parallel.whole import find_layer_axes
 from optfn.state.placement import num_workers
 
 
@@ -47,8 +50,14 @@ class Sharded:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether the params that a loss sees are gathered once in a step."""
-        return self.gather_once or (self.kind == "state" and self.gather is not None)
+        """Whether the params that a loss sees are gathered once in a step.
+
+        Params that are sent in packets are exact only in the shards that devices keep. So a kind
+        whose params would be whole on each device divides them too, and gathers them once.
+        """
+        if self.gather is None or not isinstance(self.kind, str) or self.kind not in KINDS:
+            return self.gather_once
+        return self.gather_once or KINDS[self.kind].keeps_params
 
 
 def sharded(
@@ -108,18 +117,25 @@ def sharded(
     ('fast',)
     """
     names = check_axis_names("sharded: axis", axis, optional=True)
-    codecs = {
+    compressors = {
         "gather": gather and check_param_compressor("sharded: gather", gather),
         "reduce": reduce and check_gradient_compressor("sharded: reduce", reduce),
     }
-    if any(codecs.values()) and (isinstance(kind, Mapping) or whole is not None):
+    if any(compressors.values()) and (isinstance(kind, Mapping) or whole is not None):
         raise ValueError(
-            'sharded: gather and reduce need the kind "state" or "params", without whole=. With '
+            f"sharded: gather and reduce need the kind {_list_kinds(' or ')}, without whole=. With "
             "PartitionSpecs the compiler sends arrays along other axes too, and layers that whole= "
             "keeps together may be padded"
         )
     once = checks.flag("sharded: gather_once", gather_once)
-    return Sharded(kind, names or None, check_whole(whole, kind), once, **codecs)
+    if whole is not None and (isinstance(kind, Mapping) or kind not in KINDS):
+        raise ValueError(
+            f"sharded: whole= needs the kind {_list_kinds(' or ')}, which choose how leaves are "
+            f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
+            "axis of layers, as P('data') does"
+        )
+    patterns.check_pattern("sharded: whole", whole)
+    return Sharded(kind, names or None, whole, once, **compressors)
 
 
 # "state", "params", PartitionSpecs of params by patterns of paths, or the result of `sharded`.
@@ -130,40 +146,51 @@ Kind: TypeAlias = str | Mapping[str, P] | Sharded
 class ShardState(Layout):
     """Params are whole on every device; gradients and state are divided (ZeRO-1).
 
+    name: the name of the way of sharding, as the `shard` of a step.
+    keeps_params: whether each device keeps whole params.
     whole: the leaves that are divided along an axis of layers, so that each matrix stays whole.
     """
+
+    name: ClassVar[str] = "state"
+    keeps_params: ClassVar[bool] = True
 
     whole: Pattern | None = None
 
     def dense_gradients(self, params: Params) -> PyTree:
-        """Return specs that divide each floating-point leaf along one dimension, if possible.
+        """Return specs that divide each floating-point leaf along one dimension.
 
-        A leaf that `whole` selects is divided by layers, even if it needs padding for that.
+        A leaf that `whole` selects is divided by layers, even if it needs padding. Integers, small
+        leaves, and leaves without a dimension that the shards divide stay whole.
 
         Raises:
           ValueError: a leaf needs padding, and there are worker axes.
         """
-        return self._divided(params, self._check_padding)
+        return self._divide_leaves(params, self._check_padding)
 
-    def _divided(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
-        """Return specs; by_layers(path, number of layers) tells whether a leaf is divided so."""
+    def _divide_leaves(self, params: Params, by_layers: Callable[[str, int], bool]) -> PyTree:
+        """Return the spec of each leaf, along one dimension or P(); masked leaves stay masked.
+
+        by_layers(path, number of layers) tells whether a leaf that `whole` selects is divided by
+        layers. Otherwise it is divided as any other leaf.
+        """
         stacked = contents.stacked_axes(params)
         axes_of = find_layer_axes(self.whole, self.tables, params, self.num_shards)
         small = find_small_leaves(params, self.num_shards)
 
-        def divided(place: tree.Place, x: Leaf) -> Leaf:
+        def choose_spec(place: tree.Place, x: Leaf) -> Leaf:
             if tree.is_masked(x):
                 return x
             axis = axes_of.get(str(place))
             if axis is not None and by_layers(str(place), x.shape[axis]):
                 return P(*[None] * axis, self.shard_axes)
-            is_whole = place.number in small or not tree.is_inexact(x)
-            return P() if is_whole else self.divided(jnp.shape(x), stacked[place.number])
+            if place.number in small or not tree.is_inexact(x):
+                return P()
+            return self.spec_of_shape(jnp.shape(x), stacked[place.number])
 
-        return tree.map_named(divided, params)
+        return tree.map_named(choose_spec, params)
 
     def _check_padding(self, path: str, layers: int) -> bool:
-        """Return True, or raise a ValueError if layers need padding and cannot be padded."""
+        """Return True; raise a ValueError if the layers need padding and there are worker axes."""
         if layers % self.num_shards and self.worker_axes:
             raise ValueError(
                 f"whole: the {layers} layers of leaf {path!r} must be divisible by the "
@@ -174,11 +201,11 @@ class ShardState(Layout):
 
 
 def find_small_leaves(params: Params, count: int) -> set[int]:
-    """Return the numbers of the leaves that are too small to be divided over `count` devices.
+    """Return the numbers of the leaves that are too small to divide over `count` devices.
 
-    They have at most 64 KB, or that much a layer: the time of a collective is then latency. With
-    all of them a device keeps at most a hundredth more than its shards, or, with more than 100
-    devices, a ten-thousandth of params; the smallest come first.
+    A small leaf has at most 64 KB, or at most 64 KB a layer: the time of its collective would be
+    latency. The smallest leaves are chosen first, until they take a hundredth of a device's shards,
+    or, with more than 100 devices, a ten-thousandth of params.
     """
     stacked = contents.stacked_axes(params)
     sizes: dict[int, int] = {}
@@ -191,6 +218,8 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
     chosen = [n for n in sizes if sizes[n] <= SMALL_BYTES * layers[n]]
     chosen.sort(key=lambda number: sizes[number])
     totals = itertools.accumulate(sizes[number] for number in chosen)
+    # S bytes of params give shards of S/N, so the limit is S/N/100. From N = 100 on it is S/10,000,
+    # or on a large mesh nothing would stay whole.
     most = sum(sizes.values()) / min(count, 100) / 100
     return {number for number, total in zip(chosen, totals, strict=True) if total <= most}
 
@@ -198,13 +227,17 @@ def find_small_leaves(params: Params, count: int) -> set[int]:
 class ShardParams(ShardState):
     """Params, gradients and state are divided in the same way (FSDP).
 
-    Params are never padded. A leaf whose number of layers N does not divide is divided along
-    another dimension, and in each update it is sent to the devices of its layers and back.
+    Params are never padded. If N does not divide the layers of a leaf that `whole` selects, the
+    leaf is divided along another dimension, and each update sends it to the devices of its layers
+    and back.
     """
+
+    name = "params"
+    keeps_params = False
 
     def dense_params(self, params: Params) -> PyTree:
         """Return the specs of gradients, except for leaves that would need padding."""
-        return self._divided(params, lambda path, n: n % self.num_shards == 0)
+        return self._divide_leaves(params, lambda path, n: n % self.num_shards == 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,7 +255,7 @@ class ShardBySpec(Layout):
         return True
 
     def dense_params(self, params: Params) -> PyTree:
-        """Return the spec of the first pattern that matches each leaf."""
+        """Return the spec of the first pattern that matches each leaf; P() if none does."""
         specs = super().dense_params(params)
         for paths, spec in patterns.first_matches(self.specs, params, "shard"):
             specs = self._replace_specs(spec, paths, specs, params)
@@ -253,7 +286,12 @@ def init_state(
     return Replicated(mesh, to_axes(axis_name), Axes()).init(init, params)
 
 
-KINDS: dict[str, type[ShardState]] = {"state": ShardState, "params": ShardParams}
+KINDS: dict[str, type[ShardState]] = {kind.name: kind for kind in (ShardState, ShardParams)}
+
+
+def _list_kinds(separator: str) -> str:
+    """Return the names of the ways of sharding, for errors."""
+    return separator.join(f'"{name}"' for name in KINDS)
 
 
 def layout_of(
@@ -292,13 +330,11 @@ def layout_of(
         return ShardBySpec(mesh, workers, along, tables, specs)
     if way.kind not in KINDS:
         raise TypeError(
-            'shard must be "state", "params", a mapping from patterns to PartitionSpecs, or '
+            f"shard must be {_list_kinds(', ')}, a mapping from patterns to PartitionSpecs, or "
             f"sharded(...) of one of these; got {way.kind!r}"
         )
-    # Params that are sent in packets are exact only in the shards that devices keep.
-    kind = "params" if way.gathers_once else way.kind
-    codecs = {"gather": way.gather, "reduce": way.reduce}
-    return KINDS[kind](mesh, workers, along, tables, way.whole, **codecs)
+    kind = ShardParams if way.gathers_once else KINDS[way.kind]
+    return kind(mesh, workers, along, tables, way.whole, gather=way.gather, reduce=way.reduce)
 
 
 def _check_shard(specs: Mapping[str, P], mesh: Mesh) -> None:

@@ -8,17 +8,6 @@ from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 
 
-def check_whole(whole: Pattern | None, kind: object) -> Pattern | None:
-    """Return the pattern `whole` of `sharded`, or raise a ValueError if `kind` is a mapping."""
-    if whole is not None and kind not in ("state", "params"):
-        raise ValueError(
-            'sharded: whole= needs the kind "state" or "params", which choose how leaves are '
-            f"divided; got {kind!r}. To keep matrices whole by a PartitionSpec, divide only the "
-            "axis of layers, as P('data') does"
-        )
-    return patterns.check_pattern("sharded: whole", whole)
-
-
 def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
