@@ -1,8 +1,8 @@
-"""A training step on several workers: the batch is split, the loss is the mean over workers.
+"""Data parallelism: the workers split the batch, and the loss is the mean over workers.
 
-The whole step runs in one `shard_map`. An optimizer gets the mean gradient, which is the same on
-all workers, unless its state says that it exchanges gradients itself (`per_worker.exchanges`): then
-it gets the gradient of each worker.
+The whole step runs in one `shard_map`. The optimizer gets the mean gradient, the same on all
+workers. If its state says that it exchanges gradients itself (`per_worker.exchanges`), it gets each
+worker's own gradient instead.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from optfn.state.placement import num_workers, specs_of
 def shard_map_step(
     step: Callable[[PyTree, Batch], tuple[PyTree, PyTree]], mesh: Mesh, data_axis: Axes
 ) -> Callable[[PyTree, Batch], tuple[PyTree, PyTree]]:
-    """Return the step of all workers, (state, batch) -> (state, metrics), from that of one worker.
+    """Return the step of all workers, (state, batch) -> (state, metrics), from one worker's step.
 
     Args:
       step: the step of one worker on its shard of the batch, run where the axes are bound.
@@ -41,7 +41,7 @@ def shard_map_step(
         placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
-        # An exchange may be over axes along which the batch is not split.
+        # An exchange may run over axes along which the batch is not split. They must be bound too.
         names = join_axes(data_axis, *(x.axes for x in nodes_of(Exchanged, state.opt_state)))
         run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
@@ -51,12 +51,12 @@ def shard_map_step(
 
 
 def batch_spec(x: Leaf, data_axis: Axes) -> P:
-    """Return the PartitionSpec of an array of a batch, which splits its leading axis, if any."""
+    """Return the spec that splits the leading axis of an array of a batch; P() for a scalar."""
     return P(data_axis) if jnp.ndim(x) else P()
 
 
 def replicate(x: PyTree, mesh: Mesh) -> PyTree:
-    """Return copies of arrays on every device of the mesh; all processes must pass the same."""
+    """Copy arrays to every device of the mesh. All processes must pass the same arrays."""
 
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
@@ -67,11 +67,12 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
 
 
 def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1) -> Batch:
-    """Return a batch on the mesh, split along its leading axis.
+    """Place a batch on the mesh, split along its leading axis; a scalar goes to all devices.
 
     Args:
-      batch: arrays of all examples, the same in every process; or global arrays, which are not
-        copied (`jax.make_array_from_process_local_data` makes one from the shard of each process).
+      batch: arrays of all examples, the same in every process. Global arrays are not copied
+        (`jax.make_array_from_process_local_data` makes one from the shard of each process), and
+        traced arrays pass through.
       mesh: the mesh of the workers.
       data_axis: the mesh axes over which it is split.
       local_steps: for how many steps each worker splits its shard evenly.
@@ -102,7 +103,10 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
-    """Return a copy of an array on all devices of `placement`, in this process or another."""
+    """Copy an array to all devices of `placement`, in this process or another.
+
+    A traced array passes through.
+    """
     if checks.is_traced(x):
         traced: jax.Array = x
         return traced
@@ -110,23 +114,28 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
         copied: jax.Array = jax.jit(jnp.copy, out_shardings=placement)(x)
         return copied
     host = np.asarray(x).astype(jnp.result_type(x), copy=False)
-    # Each device gets a copy of its shard, because the step overwrites it.
+    # JAX may share memory with a NumPy array, and the step overwrites its params in place. So each
+    # device gets a copy of its shard.
     return jax.make_array_from_callback(host.shape, placement, lambda index: host[index].copy())
 
 
 def reduce_gradients(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Return the gradients that the optimizer takes, the metrics, and arguments of its update.
+    """Average gradients over the worker axes, except those over which a transform exchanges a leaf.
 
-    If a transform exchanges a leaf itself, over some axes, that leaf is averaged only over the
-    remaining ones. Everything else is averaged over all worker axes. If there is an
-    exchange, the extra argument is `workers`, with whom wrappers such as `skip_nonfinite` agree.
+    Metrics are averaged over all worker axes.
+
+    Returns:
+      The gradients that the optimizer takes, the metrics, and extra arguments of its update: {}, or
+      with an exchange `workers`, with whom wrappers such as `skip_nonfinite` agree.
     """
     axes = workers.axes
     if not axes or not exchanges(opt_state):
         return *mean_over_shard_groups(grads, metrics, workers), {}
     remaining = [exclude_axes(axes, done) for done in exchanged_axes(opt_state, grads)]
+    # Leaves that are averaged over the same axes go together, so that small ones share an
+    # all-reduce.
     for names in dict.fromkeys([axes, *remaining]):
 
         def select(place: tree.Place, g: Leaf, names: Axes = names) -> Leaf:

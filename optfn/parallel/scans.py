@@ -28,8 +28,12 @@ from optfn.state.placement import num_workers
 
 
 class _Shard(NamedTuple):
-    """The shard of an array that a device keeps, and how the whole array is gathered.
+    """The shard of an array that a device keeps, and what is needed to gather the whole array.
 
+    array: the shard.
+    divisions: the dimensions that the shard axes divide.
+    slices: how the compiler's axes divide the array; see `compiler_slices`.
+    layout: how params are divided.
     step: the number of the training step, for packets.
     """
 
@@ -48,14 +52,16 @@ class _Shard(NamedTuple):
         size = self.array.size * num_workers(self.layout.mesh, names)
         return self.step if size >= MIN_SIZE else None
 
-    def whole(self) -> jax.Array:
-        """Return the whole array."""
+    def gather(self) -> jax.Array:
+        """Gather the whole array."""
         return gather_shard(self.array, self.divisions, self.slices, self.layout, self.packet_step)
 
     def divide_layers(self) -> "_Shard | None":
-        """Return the same array divided within each layer, if it is divided by layers.
+        """Return the same array divided within each layer, by an all-to-all if it was by layers.
 
-        The result is None if the number of shards divides no dimension of a layer that is whole.
+        A scan needs a shard of each layer. An array that is not divided by layers passes through.
+        The result is None if the number of shards divides no further dimension of a layer: the scan
+        then takes the whole array.
         """
         (dimension, names), *remaining = self.divisions
         if dimension > 0:
@@ -70,13 +76,14 @@ class _Shard(NamedTuple):
         array = lax.all_to_all(self.array, names, fitting[0], 0, tiled=True)
         return self._replace(array=array, divisions=[Division(fitting[0], names), *remaining])
 
-    def layer(self, shard: jax.Array) -> jax.Array:
-        """Return a whole layer, gathered from its shards on the devices."""
+    def gather_layer(self, shard: jax.Array) -> jax.Array:
+        """Gather a whole layer from its shards."""
         divisions = [Division(d - 1, names) for d, names in self.divisions]
         return gather_shard(shard, divisions, P(*self.slices[1:]), self.layout, self.packet_step)
 
 
-# From the id of a gathered array to the shard it came from, while a loss is traced.
+# While a loss is traced: the shard that each gathered array came from, by the id of the array.
+# `scan_layers` gets arrays from the loss, and can recognise them only by their identity.
 _shard_of_gathered: ContextVar[Mapping[int, _Shard]] = ContextVar(
     "known", default=MappingProxyType({})
 )
@@ -86,10 +93,11 @@ _shard_of_gathered: ContextVar[Mapping[int, _Shard]] = ContextVar(
 def gather_params(
     params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
 ) -> Iterator[Params]:
-    """Gather whole params from a device's shards, while a loss is traced in this context.
+    """Gather whole params from a device's shards, for a loss that is traced in this context.
 
-    `scan_layers` finds the shards of its stacked params, and gathers them layer by layer. Tables
-    are only looked up, so they remain divided.
+    In the context, `scan_layers` finds the shards of its stacked params and gathers them layer by
+    layer. XLA removes the gather of a whole array that nothing else uses. Tables stay divided,
+    because a loss only looks up their rows; leaves that the shard axes do not divide pass through.
 
     Args:
       params: the shards that a device keeps.
@@ -100,16 +108,16 @@ def gather_params(
     """
     found: dict[int, _Shard] = {}
 
-    def gathered(spec: P, is_table: bool, x: Leaf) -> Leaf:
+    def gather(spec: P, is_table: bool, x: Leaf) -> Leaf:
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
         shard = _Shard(x, divisions, compiler_slices(spec, layout), layout, step)
-        gathered = shard.whole()
+        gathered = shard.gather()
         found[id(gathered)] = shard
         return gathered
 
-    whole_params = jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
+    whole_params = jax.tree.map(gather, specs, tables, params, is_leaf=is_spec)
     token = _shard_of_gathered.set(found)
     try:
         yield whole_params
@@ -158,7 +166,7 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
     def body(x: PyTree, shards: list[jax.Array]) -> tuple[PyTree, None]:
         pairs = zip(shards, found, strict=True)
-        layer = [shard if known is None else known.layer(shard) for shard, known in pairs]
+        layer = [shard if known is None else known.gather_layer(shard) for shard, known in pairs]
         return apply(jax.tree.unflatten(structure, layer), x), None
 
     apply = fn
@@ -169,9 +177,10 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
 
 def _recompute_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
-    """Return fn(layer, x), without a `jax.checkpoint` around fn, whose layer is recomputed anyway.
+    """Return fn(layer, x), without a `jax.checkpoint` around fn; any other fn runs as it is.
 
-    It would keep the arguments of fn together: all gathers would end before the first product.
+    The layer is recomputed anyway. The checkpoint would tie the arguments of fn together, and all
+    gathers of a layer would have to end before its first product.
     """
     program = Equations(fn, layer, x)
     if [equation.primitive.name for equation in program.equations] != ["remat2"]:

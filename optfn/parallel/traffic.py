@@ -1,7 +1,7 @@
 """The number of bytes that a worker sends in a step, by formula.
 
 A transform that exchanges gradients itself gives this number by the `traffic` of the `Exchanged` in
-its state. This is an object that can be hashed:
+its state, a hashable object:
 
     @dataclasses.dataclass(frozen=True)
     class MyTraffic:
@@ -10,9 +10,9 @@ its state. This is an object that can be hashed:
         def bytes_sent(self, exchange, num_workers):
             return (num_workers - 1) * self.packet
 
-Here `exchange` is the number of the exchange, an array, which the `step` of the state counts, and
-`num_workers` is a Python number. If the object has the property `compresses_nothing`, and it is
-true, `TrainStep.init` warns.
+Here `exchange` is the number of the exchange, an array that the `step` of the state counts, and
+`num_workers` is a Python number. `TrainStep.init` warns if the object has a property
+`compresses_nothing` that is true.
 """
 
 from typing import Any
@@ -37,10 +37,10 @@ def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.A
 def traffic_metrics(
     grads: Updates, before: OptState, after: OptState, axis_name: Axes
 ) -> dict[str, jax.Array]:
-    """Return {"bytes_sent": the bytes that a worker sends for an update}; {} if not known.
+    """Return {"bytes_sent": the bytes that a worker sends for an update}; {} if they are not known.
 
-    Over the axes over which no transform exchanges them, leaves are averaged by an all-reduce. The
-    bytes are not known if a gradient is row-sparse, or if a transform does not give its traffic.
+    They are not known if a gradient is row-sparse, or if a transform does not give its traffic.
+    Over the axes without an exchange, an all-reduce averages each leaf.
 
     Args:
       grads: the gradients of one worker.
@@ -60,6 +60,7 @@ def traffic_metrics(
         if not tree.is_masked(g) and tree.is_inexact(g):
             workers = axis_size(exclude_axes(axis_name, done))
             total += all_reduce_bytes(g.size * g.dtype.itemsize, workers)
+    # A state that does not count on has exchanged nothing in this step.
     for old, new in states:
         workers = axis_size(new.exchanged.axes)
         sent = new.exchanged.traffic.bytes_sent(old.step, workers)
@@ -68,9 +69,9 @@ def traffic_metrics(
 
 
 def exchange_bytes(state: OptState, mesh: Mesh) -> float:
-    """Return the bytes of the packets that a worker sends in the last phase of each exchange.
+    """Return the bytes of the packets that a worker sends once each exchange has reached its end.
 
-    Exchanges that do not give their traffic are not counted.
+    That is after warm-ups and ramps. An exchange that does not give its traffic counts 0.
 
     Args:
       state: the state of an optimizer, arrays or their shapes.
@@ -82,7 +83,7 @@ def exchange_bytes(state: OptState, mesh: Mesh) -> float:
 
 
 def warn_if_nothing_compressed(state: OptState) -> None:
-    """Warn of a transform that compresses no leaf, because all are smaller than its `min_size`."""
+    """Warn if a transform compresses no leaf, because all are smaller than its `min_size`."""
     if any(getattr(x.traffic, "compresses_nothing", False) for x in nodes_of(Exchanged, state)):
         warn(
             "tx: gradients are sent as they are, although it has deep gradient compression: every "
@@ -91,9 +92,9 @@ def warn_if_nothing_compressed(state: OptState) -> None:
 
 
 def _find_exchanges(state: OptState) -> list[Any]:
-    """Return the states of transforms that exchange gradients themselves and count exchanges."""
+    """Return the states of transforms that exchange gradients themselves and count steps."""
 
-    def is_one(x: Any) -> bool:
+    def is_counting(x: Any) -> bool:
         return isinstance(getattr(x, "exchanged", None), Exchanged) and hasattr(x, "step")
 
-    return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
+    return [x for x in jax.tree.leaves(state, is_leaf=is_counting) if is_counting(x)]

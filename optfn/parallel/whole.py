@@ -1,4 +1,4 @@
-"""Matrices that are whole on one device each: their leaves are divided along an axis of layers."""
+"""The option `whole=` of sharding: a leaf is divided by layers, each matrix is on one device."""
 
 import jax.numpy as jnp
 
@@ -11,10 +11,10 @@ from optfn.leaves.patterns import Pattern
 def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
-    """Return the axis of layers along which each leaf that `whole` selects is divided, by path.
+    """Choose the axis of layers along which each leaf that `whole` selects is divided, by path.
 
-    It is the first axis of layers that `count` divides, or else the one that needs the least
-    padding.
+    The choice is the first axis of layers that `count` divides, or else the axis that needs the
+    least padding. Masked leaves and integers are left out.
 
     Args:
       whole: the pattern of the leaves.

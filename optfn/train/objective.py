@@ -31,7 +31,7 @@ from optfn.leaves.patterns import Pattern
 from optfn.parallel.data_parallel import batch_spec
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.scans import gather_params
-from optfn.parallel.shards import mean_gradients
+from optfn.parallel.shards import scatter_gradients
 from optfn.sparse.sharded_table import unwrap_tables, wrap_tables_like
 from optfn.train.loss_form import Form, Inputs, Values
 from optfn.train.scaled_loss import check_unscaled, scale_gradient
@@ -271,7 +271,7 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         def run(inputs: Inputs) -> tuple[Values, Updates]:
             values, grads = on_device(gather).value_and_grad(_fold_device(inputs, layout))
             params, step = inputs.params, inputs.step
-            grads = mean_gradients(grads, params, gather.specs, arriving, layout, step)
+            grads = scatter_gradients(grads, params, gather.specs, arriving, layout, step)
             # shard_map cannot return arrays of dtype float0.
             grads = tree.map_arrays(lambda g: g if tree.is_inexact(g) else None, grads)
             return _mean_values(values, layout), grads
