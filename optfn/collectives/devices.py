@@ -78,7 +78,7 @@ class Devices:
 
         return tree.map_named(flatten, values)
 
-    def flattened_specs(self, values: PyTree) -> PyTree:
+    def specs_of_flat_shards(self, values: PyTree) -> PyTree:
         """Return the PartitionSpecs of the arrays that `flatten_shards` returns."""
 
         def spec_of(place: tree.Place, x: Leaf) -> Any:

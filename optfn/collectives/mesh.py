@@ -75,7 +75,7 @@ def apply_to_whole_matrices(fn: Callable[[jax.Array], jax.Array], x: jax.Array) 
     return result
 
 
-def named_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
+def make_sharding(mesh: Mesh, spec: PartitionSpec, ndim: int) -> NamedSharding:
     """Return the NamedSharding that a jitted function would give an array of `ndim` dimensions.
 
     Along explicit axes JAX distinguishes P() from P(None, None), and would compile a step again for

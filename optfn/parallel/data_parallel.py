@@ -18,7 +18,7 @@ from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_over_shard_groups
-from optfn.collectives.mesh import named_sharding
+from optfn.collectives.mesh import make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
 from optfn.state.per_worker import Exchanged, exchanged_axes, exchanges, nodes_of
@@ -61,7 +61,7 @@ def replicate(x: PyTree, mesh: Mesh) -> PyTree:
     def place(leaf: Leaf) -> jax.Array:
         if tree.is_key(leaf):
             return tree.map_key_data(place, leaf)
-        return copy_to_devices(leaf, named_sharding(mesh, P(), jnp.ndim(leaf)))
+        return copy_to_devices(leaf, make_sharding(mesh, P(), jnp.ndim(leaf)))
 
     return jax.tree.map(place, x)
 
@@ -82,7 +82,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
     """
     workers = num_workers(mesh, data_axis)
 
-    def placed(place: tree.Place, x: Leaf) -> Leaf:
+    def put(place: tree.Place, x: Leaf) -> Leaf:
         if tree.is_masked(x):
             return x
         if jnp.ndim(x) and np.shape(x)[0] % (workers * local_steps):
@@ -99,7 +99,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
             return jax.device_put(x, placement)
         return copy_to_devices(x, placement)
 
-    return tree.map_named(placed, batch)
+    return tree.map_named(put, batch)
 
 
 def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:

@@ -264,7 +264,7 @@ class Layout:
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
         """Return the sharding of each of some arrays, as a step returns it."""
         return jax.tree.map(
-            lambda spec, x: meshes.named_sharding(self.mesh, spec, jnp.ndim(x)),
+            lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
         )  # fmt: skip
 

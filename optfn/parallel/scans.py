@@ -195,7 +195,7 @@ def _recompute_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: Py
 def _unwrap_stacked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
-    def unmarked(x: PyTree) -> PyTree:
+    def unwrap(x: PyTree) -> PyTree:
         return _unwrap_stacked(tree.inside(x)) if tree.is_transparent(x) else x
 
-    return jax.tree.map(unmarked, stacked, is_leaf=tree.is_transparent)
+    return jax.tree.map(unwrap, stacked, is_leaf=tree.is_transparent)
