@@ -1,7 +1,5 @@
 """Training on several devices: data parallelism, the compression of updates, and the pipeline."""
 
-from typing import NoReturn
-
 from optfn.collectives.mesh import data_mesh
 from optfn.collectives.tensor_parallel import copy_to, sum_over
 from optfn.compression.dgc import deep_gradient_compression
@@ -44,12 +42,3 @@ __all__ = [
     "top_k",
     "unstack_stages",
 ]
-
-
-def on_each_device(*args: object, **options: object) -> NoReturn:
-    """Raise the error that names the replacement of this function."""
-    raise TypeError(
-        "on_each_device is gone: give the mesh of the pipeline to the step, make_train_step(None, "
-        'tx, value_and_grad=f, mesh=mesh, shard={".*": PartitionSpec("stage")}), and leave '
-        "data_axis out of the pipeline"
-    )

@@ -35,11 +35,6 @@ from optfn.pipeline.stacking import PipelineParams, marked, unmarked
 from optfn.pipeline.stage import Leaves
 from optfn.pipeline.stage_placement import ListedStages, StackedStages
 
-_NO_MEAN_IS_GONE = (
-    "pipeline_value_and_grad: grad_reduce=None is gone. For an optimizer that exchanges gradients "
-    "itself leave out data_axis, and write make_train_step(None, tx, value_and_grad=f, mesh=mesh, "
-    'shard={".*": PartitionSpec("stage")})'
-)
 _STASHES = ("input", "residual")
 _WITH_INPUTS = object()  # the default of targets: inputs is the pair (inputs, targets)
 
@@ -148,8 +143,6 @@ def pipeline_value_and_grad(
     if stash is None:
         stash = pipeline_plan.default_stash
     checks.choice("stash", stash, _STASHES)
-    if grad_reduce is None:
-        raise ValueError(_NO_MEAN_IS_GONE)
     checks.choice("grad_reduce", grad_reduce, ("mean",))
     if param_specs is not None:
         _check_specs(param_specs, mesh, axis_name)

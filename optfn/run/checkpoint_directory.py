@@ -28,11 +28,12 @@ from optfn.run.directory_arrays import read_arrays
 from optfn.run.finiteness import params_of
 from optfn.run.storage import ASIDE, NONFINITE, Arrays, is_remote, sync
 from optfn.sparse.sharded_table import natural, unwrap_tables
+from optfn.state.names import named_leaves
 from optfn.state.per_worker import Divided, PerWorker
 from optfn.state.placement import PER_WORKER_KEY
 from optfn.train.loading import ABOUT
 from optfn.train.packed_state import unpack_state
-from optfn.train.state_dict import VERSION, leaves_by_name, named_leaves, per_worker_names
+from optfn.train.state_dict import VERSION, leaves_by_name, per_worker_names
 
 # The names of the entries that are not arrays of the state.
 ENTRIES = _HEADER, _CHECKSUMS = "about", "checksums"
@@ -154,11 +155,9 @@ class OrbaxDirectory:
         saved = read_arrays(path, templates, lambda name: name in always or is_read(name))
         about = json.loads(bytes(saved[_HEADER]))
         names = [name for name in about["names"] if is_read(name)]
-        # Directories of earlier versions have checksums of the arrays of the state alone.
-        known = {_HEADER, _CHECKSUMS, *names}
-        extra = about.get("beside", [name for name in saved if name not in known])
+        extra = about["beside"]
         beside = [_HEADER, *extra]
-        sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict="beside" in about)
+        sums = zip([*about["names"], *beside], saved[_CHECKSUMS], strict=True)
         found = dict(zip(names, fingerprints([saved[name] for name in names]), strict=True))
         found |= zip(beside, _digests(saved[name] for name in beside), strict=True)
         damaged = [k for k, x in sums if k in found and not np.array_equal(x, found[k])]

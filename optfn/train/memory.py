@@ -26,7 +26,7 @@ from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.sharding import Kind, Sharded, layout_of
 from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
-from optfn.state.names import whole_matrices
+from optfn.state.inventory import whole_matrices
 from optfn.state.per_worker import Exchanged, exchanged_axes
 from optfn.state.placement import num_workers
 from optfn.train.local_steps import LocalSteps

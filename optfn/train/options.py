@@ -189,13 +189,6 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
         num_workers(mesh, data_axis)
 
 
-# Arguments of the last version, and how to write without them.
-RETIRED = {
-    "update_in_backward": "to save the memory of gradients, use microbatches= or shard=",
-    "compare_replicas_every": "call optfn.distributed.compare_replicas(state, mesh) in a callback",
-}
-
-
 def taking(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
     """Decorate a function of one record of arguments: it is called with the arguments themselves.
 
@@ -208,8 +201,6 @@ def taking(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Cal
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for gone in RETIRED.keys() & kwargs.keys():
-                raise TypeError(f"{name}: {gone}= is gone: {RETIRED[gone]}")
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:

@@ -19,7 +19,8 @@ from optfn.core import checks, tree
 from optfn.core.traits import traits_of
 from optfn.core.types import OptState, Params
 from optfn.leaves import contents
-from optfn.state.names import entries_by_param, is_state, named_entries, state_word
+from optfn.state.inventory import inventory
+from optfn.state.names import is_state, state_word
 from optfn.train import forms
 from optfn.transforms import learning_rate as rates
 from optfn.transforms.rates import largest
@@ -209,8 +210,7 @@ class _Walk:
 
     def _leaves_of(self, state: OptState) -> set[str]:
         """Return the paths of the leaves of which a state has arrays."""
-        entries = entries_by_param(named_entries(state), self.paths)
-        return {path for path, _ in entries if path is not None}
+        return {entry.param for entry in inventory(state, self.paths) if entry.param is not None}
 
     def _through_unknown(self, state: OptState, before: Updates) -> Updates:
         """Judge the states inside an unknown one by themselves; what it gives is unknown.

@@ -21,7 +21,7 @@ class ScaleByAsgdState(NamedTuple):
     gradients: Params
 
 
-@traits(link="pass", retired=("step", "gradients"))
+@traits(link="pass")
 class WithoutGradientsState(ScaleByAsgdState):
     """State of `scale_by_asgd(1)`: masked leaves."""
 

@@ -343,9 +343,9 @@ def test_tensor_parallel_axes_are_left_to_the_compiler():
 
 
 def _named(state):
-    from optfn.state.names import named_entries
+    from optfn.state.names import named_leaves
 
-    return list(named_entries(state.opt_state))
+    return list(named_leaves(state.opt_state))
 
 
 @pytest.mark.parametrize("shard", ["state", "params"])
