@@ -31,27 +31,27 @@ from optfn.train.objective import (
 )
 from optfn.train.options import StepArguments
 from optfn.train.state import StepFn, TrainState
-from optfn.train.worker_step import keys_of, worker_step
+from optfn.train.worker_step import make_key_of, make_worker_step
 
 
-def composed(
+def compose_step(
     loss_fn: LossFn | None,
     tx: optax.GradientTransformationExtraArgs,
     options: StepArguments,
     layout: Layout | None,
     local: LocalSteps | None,
 ) -> StepFn:
-    """Return the step of all devices.
+    """Compose the step of all devices, (state, batch) -> (state, metrics); it is not yet compiled.
 
     Args:
-      loss_fn: the argument of `make_train_step`.
-      tx: likewise.
+      loss_fn: the argument of `make_train_step`; None if options have `value_and_grad`.
+      tx: the optimizer; with local steps, the workers' own.
       options: the remaining arguments.
-      layout: how params lie on a mesh; None without one.
-      local: the round, or None.
+      layout: how params lie on a mesh; None without a mesh.
+      local: the round of local steps; None if a call is one step.
     """
     workers = Axes() if layout is None else layout.worker_axes
-    key_of = keys_of(options.rng, workers)
+    key_of = make_key_of(options.rng, workers)
     averaged = workers if local is None else Axes()
 
     # From the innermost function to the outermost one, with the arrays that each takes:
@@ -62,24 +62,24 @@ def composed(
     if options.has_aux and (layout is not None or options.microbatches > 1):
         objective = refuse_aux_of_examples(objective)
     # 2. The step takes the state as one worker has it. Gradients become means over the workers,
-    #    except in a round, where each worker trains apart; new params are again those of a worker.
-    step = worker_step(objective, tx, key_of, averaged, layout)
+    #    except in a round, where each worker trains apart; it returns the worker's new state.
+    step = make_worker_step(objective, tx, key_of, averaged, layout)
     # 3. A round takes the batch of H steps. Inside it, params and inner state differ between
     #    workers; the params that it returns are equal again.
     if local is not None:
         step = local.round(step)
-    # 4. Here the batch is that of all workers, split along its leading axis. Params are equal on
-    #    all workers, and per-worker arrays are joined along their first axis.
+    # 4. From here on the batch has the examples of all workers along its leading axis. Params are
+    #    equal on all workers, and per-worker arrays are joined along their first axis.
     if layout is not None and workers:
         step = parallel.shard_map_step(step, layout.mesh, workers)
     # 5. The state comes and goes as it is stored between steps: divided and padded.
     if layout is not None and layout.divides:
-        step = _placed(step, layout)
+        step = _place_state(step, layout)
     return step
 
 
-def _placed(step: StepFn, layout: Layout) -> StepFn:
-    """Return a step whose new state is placed as the layout says."""
+def _place_state(step: StepFn, layout: Layout) -> StepFn:
+    """Wrap a step, so that its state comes and goes as it is stored: divided and padded."""
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         old = state._replace(opt_state=layout.unpadded(state.opt_state))
@@ -91,7 +91,10 @@ def _placed(step: StepFn, layout: Layout) -> StepFn:
 
 
 def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
-    """Return the PartitionSpec of each array of a state, as it is stored between steps."""
+    """Return the PartitionSpec of each array of a stored state.
+
+    Those of params and optimizer state are the layout's; all other arrays are replicated.
+    """
     return jax.tree.map(lambda x: P(), state)._replace(
         params=layout.param_specs(state.params),
         opt_state=layout.state_specs(state.opt_state, state.params),
@@ -101,7 +104,7 @@ def specs_of_state(state: TrainState, layout: Layout) -> TrainState:
 def make_objective(
     loss_fn: LossFn | None, options: StepArguments, layout: Layout | None
 ) -> Objective:
-    """Return the objective of one device, or of all devices that divide params."""
+    """Return the objective of one device; or of all devices that divide params, if some do."""
     form = Form(options.model_state, options.has_aux)
     gathers_once = isinstance(options.shard, Sharded) and options.shard.gathers_once
     owners = None
@@ -132,10 +135,14 @@ def make_objective(
     return objective if owners is None else wrap_tables_of_objective(objective)
 
 
-def local_rounds(
+def make_local_steps(
     options: StepArguments, tx: optax.GradientTransformationExtraArgs, layout: Layout | None
 ) -> LocalSteps | None:
-    """Return the rounds that the options ask for; None if a call is one step."""
+    """Return the round of local steps that the options ask for; None if a call is one step.
+
+    Raises:
+      ValueError: params or state are divided over all data axes, so that no worker has all of them.
+    """
     if options.local_steps == 1 or layout is None:
         return None
     if not layout.worker_axes:

@@ -1,4 +1,4 @@
-"""Preparation of a batch: arrays of other libraries become NumPy arrays, and text is an error."""
+"""A batch before a step: arrays of other libraries become NumPy arrays, and text is an error."""
 
 from typing import Protocol, TypeGuard, runtime_checkable
 
@@ -11,11 +11,11 @@ from optfn.core.types import Batch, Leaf
 _KNOWN = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, str, bytes)
 
 
-def numeric_batch(batch: Batch) -> Batch:
-    """Return a batch of arrays and numbers.
+def convert_batch(batch: Batch) -> Batch:
+    """Convert arrays of other libraries in a batch to NumPy's; arrays of JAX and NumPy stay.
 
-    Arrays of other libraries in the memory of the host, such as tensors of torch or TensorFlow, are
-    converted by `np.asarray`, which does not copy them.
+    Others are in the memory of the host, such as tensors of torch or TensorFlow, and `np.asarray`
+    takes them without a copy.
 
     Raises:
       TypeError: a leaf is text, which cannot be put on a device, or `np.asarray` cannot convert it.
@@ -23,7 +23,7 @@ def numeric_batch(batch: Batch) -> Batch:
     """
     leaves = jax.tree.leaves(batch)
     if any(map(_is_tensor, leaves)):
-        batch = tree.map_named(_converted, batch)
+        batch = tree.map_named(_convert_leaf, batch)
         leaves = jax.tree.leaves(batch)
     for i, x in enumerate(leaves):
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in "USO"):
@@ -31,7 +31,7 @@ def numeric_batch(batch: Batch) -> Batch:
             raise TypeError(
                 f"the batch must consist of arrays and numbers; leaf {path!r} is {checks.shown(x)}"
             )
-        if _would_be_cut(x):
+        if _has_wide_integers(x):
             path = tree.array_paths(batch)[i]
             where = f"leaf {path!r} of the batch" if path else "the batch"
             raise ValueError(
@@ -42,7 +42,7 @@ def numeric_batch(batch: Batch) -> Batch:
     return batch
 
 
-def _would_be_cut(x: Leaf) -> bool:
+def _has_wide_integers(x: Leaf) -> bool:
     """Tell whether an array has integers that do not fit into the 32 bits that JAX keeps."""
     if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or not x.size:
         return False
@@ -64,7 +64,8 @@ def _is_tensor(x: Leaf) -> TypeGuard[_Convertible]:
     return not isinstance(x, _KNOWN) and isinstance(x, _Convertible)
 
 
-def _converted(place: tree.Place, x: Leaf) -> Leaf:
+def _convert_leaf(place: tree.Place, x: Leaf) -> Leaf:
+    """Return a tensor of another library as a NumPy array; any other leaf as it is."""
     if not _is_tensor(x):
         return x
     try:

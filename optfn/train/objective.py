@@ -1,12 +1,12 @@
 """The loss of a training step and its gradients, for all forms of loss functions.
 
-An objective is made from inside to outside (`composition.make_objective`):
+`composition.make_objective` builds an objective from the inside to the outside:
 
-    loss_fn        whole params, the batch of one device
-    gather         a device's shards of params -> the whole params that the loss sees
-    differentiate  gradients with respect to the params before this line
-    split          the batch of one device -> microbatches            microbatches.py
-    shard          whole arrays, divided over devices -> shards
+    loss_fn          takes whole params and a batch
+    Gather.call      takes a device's shards of params, and gathers the params that the loss sees
+    differentiate    adds the gradients with respect to these shards
+    split_objective  takes the batch of a device, and splits it into microbatches (microbatches.py)
+    shard_objective  takes whole arrays, and gives each device its shards and its examples
 """
 
 import contextlib
@@ -63,9 +63,10 @@ class Gather(NamedTuple):
     layout: Layout
 
     def call(self, fn: Callable[[Inputs], T], inputs: Inputs) -> T:
-        """Return fn(inputs) with whole params in the place of the shards in `inputs`.
+        """Return fn(inputs) with whole params instead of the shards in `inputs`.
 
-        The derivative of a gathered param is this device's shard of the mean gradient.
+        A gradient with respect to a shard is this device's shard of the mean gradient. Tables stay
+        divided. `scan_layers` inside `fn` gathers its params layer by layer instead.
         """
         with gather_params(
             inputs.params, self.specs, self.tables, self.layout, inputs.step
@@ -82,7 +83,9 @@ def differentiate(
     owners: Devices | None = None,
     recompute: Sequence[str] | None = None,
 ) -> Objective:
-    """Return the objective of a loss function; its gradients are those of `jax.value_and_grad`.
+    """Make the objective of a loss function by `jax.value_and_grad`; tables get rows as gradients.
+
+    The loss factor in the inputs multiplies the gradients, but not the loss.
 
     Args:
       loss_fn: (params, batch) -> loss, or another form.
@@ -95,15 +98,15 @@ def differentiate(
     """
 
     def value_at_whole_params(inputs: Inputs) -> Values:
-        returned = loss_fn(inputs.params, *form.arguments(inputs))
-        return form.values("loss_fn", returned, inputs.model_state)
+        returned = loss_fn(inputs.params, *form.list_arguments(inputs))
+        return form.check_result("loss_fn", returned, inputs.model_state)
 
     def value(inputs: Inputs) -> Values:
         if gather is None:
             return value_at_whole_params(inputs)
         return gather.call(value_at_whole_params, inputs)
 
-    def scaled_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
+    def scale_loss(params: Params, inputs: Inputs) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
         loss, *rest = value(inputs._replace(params=params))
         return scale_gradient(loss, inputs.loss_factor), tuple(rest)
 
@@ -112,10 +115,10 @@ def differentiate(
         transform = functools.partial(recompute_function, names=recompute, argument="recompute")
     if tables is not None:
         differentiated = sparse.value_and_grad(
-            scaled_loss, tables, has_aux=True, transform=transform, owners=owners
+            scale_loss, tables, has_aux=True, transform=transform, owners=owners
         )
     else:
-        function = scaled_loss if transform is None else transform(scaled_loss)
+        function = scale_loss if transform is None else transform(scale_loss)
         differentiated = jax.value_and_grad(function, has_aux=True, allow_int=True)
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
@@ -131,21 +134,21 @@ def differentiate(
 def wrap_value_and_grad(
     function: Callable[..., Any], form: Form, gather: Gather | None
 ) -> Objective:
-    """Return the objective of a user's function (params, batch) -> (loss, gradients).
+    """Make an objective of a user's function (params, batch) -> (loss, gradients).
 
-    The function gets whole params, and the objective returns its gradients of these as they are.
+    The function gets whole params, and its gradients are checked, but not reduced to shards.
     """
 
     def value_and_grad(inputs: Inputs) -> tuple[Values, Updates]:
         check_unscaled("value_and_grad", inputs.loss_factor)
-        result = function(inputs.params, *form.arguments(inputs))
+        result = function(inputs.params, *form.list_arguments(inputs))
         if not (isinstance(result, tuple | list) and len(result) == 2):
             raise TypeError(
                 f"value_and_grad must return a pair, ({form.result}, gradients); got a value of "
                 f"type {type(result).__name__}"
             )
         returned, grads = result
-        values = form.values("the value of value_and_grad", returned, inputs.model_state)
+        values = form.check_result("the value of value_and_grad", returned, inputs.model_state)
         errors.check_params("value_and_grad", grads, "", "gradient")
         # Elsewhere the optimizer checks them: one that simulates workers takes a gradient of each.
         if gather is not None:
@@ -157,9 +160,9 @@ def wrap_value_and_grad(
 
 
 def gather_once(objective: Objective, gather: Gather | None) -> Objective:
-    """Return an objective that gathers params before all else; without `gather`, the objective.
+    """Make an objective gather all params before it runs; without `gather`, leave it as it is.
 
-    Its gradients are with respect to the gathered params, so they have not been reduced.
+    Its gradients are with respect to whole params, so each device still has its own.
     """
     if gather is None:
         return objective
@@ -170,12 +173,12 @@ def gather_once(objective: Objective, gather: Gather | None) -> Objective:
 
 
 def pack_objective(objective: Objective) -> Objective:
-    """Return the objective as a function of packed params, with packed gradients."""
+    """Make an objective take packed params and return packed gradients."""
     return _convert_params(objective, unpack, lambda packed, grads: pack_like(packed.layout, grads))
 
 
 def wrap_tables_of_objective(objective: Objective) -> Objective:
-    """Return the objective as a function of params with ShardedTables, and gradients to match."""
+    """Make an objective take params with ShardedTables, and return gradients of the same kind."""
     return _convert_params(objective, unwrap_tables, wrap_tables_like)
 
 
@@ -184,7 +187,7 @@ def _convert_params(
     convert: Callable[[Params], Params],
     convert_back: Callable[[Params, Updates], Updates],
 ) -> Objective:
-    """Return the objective as a function of params in another form, with gradients in that form.
+    """Make an objective take params in another form, and return gradients in that form.
 
     Args:
       objective: the objective.
@@ -204,7 +207,10 @@ def _convert_params(
 
 
 def refuse_aux_of_examples(objective: Objective) -> Objective:
-    """Return an objective whose aux is averaged: an entry for each example would lose its meaning.
+    """Make an objective refuse aux that is averaged although it has an entry for each example.
+
+    Each device and microbatch has other examples, so their mean entry by entry has no meaning. To
+    find such an array, we trace the loss for twice the examples, and see whether the array grows.
 
     Raises:
       ValueError: an array in aux grows with the batch.
@@ -214,22 +220,23 @@ def refuse_aux_of_examples(objective: Objective) -> Objective:
         values, grads = objective.value_and_grad(inputs)
         if any(map(jnp.ndim, jax.tree.leaves(values.aux))):
             twice = values.aux
-            with contextlib.suppress(Exception):  # a loss may take batches of one size only
+            # A loss that takes batches of one size only fails here: then aux passes.
+            with contextlib.suppress(Exception):
                 double = inputs._replace(batch=jax.tree.map(_shape_of_twice, inputs.batch))
                 twice = jax.eval_shape(objective.value, double).aux
-            _check_aux(values.aux, twice)
+            _check_aux_shapes(values.aux, twice)
         return values, grads
 
     return Objective(objective.value, value_and_grad)
 
 
 def _shape_of_twice(x: Leaf) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array of a batch with twice the examples."""
+    """Return the shape of an array of a batch with twice the examples; a scalar stays a scalar."""
     shape = jnp.shape(x)
     return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]) if shape else (), jnp.result_type(x))
 
 
-def _check_aux(aux: PyTree, twice: PyTree) -> None:
+def _check_aux_shapes(aux: PyTree, twice: PyTree) -> None:
     """Raise a ValueError if an array of aux has another shape for twice the examples."""
     for (path, x), (_, y) in zip(
         tree.arrays_with_paths(aux), tree.arrays_with_paths(twice), strict=True
@@ -245,13 +252,14 @@ def _check_aux(aux: PyTree, twice: PyTree) -> None:
 
 
 def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) -> Objective:
-    """Return the objective of all devices that divide params: a function of whole sharded arrays.
+    """Make the objective of all devices that divide params from the objective of one device.
 
-    Loss and gradients are means over these devices. Each device gathers the params that its
-    loss needs, and gets its shards of the gradients.
+    It takes whole arrays, and returns means over the devices. Inside, each device has its shards of
+    params, which it gathers for the loss, its examples of the batch, and a key of its own. It keeps
+    its shards of the mean gradients.
 
     Args:
-      on_device: returns the objective of one device.
+      on_device: returns the objective of one device, which gathers params by its argument.
       layout: how params are divided.
     """
 
@@ -279,12 +287,14 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
         out_specs = P(), layout.bound_specs(arriving)
         values, grads = _run_on_devices(run, inputs, gather, out_specs)
 
+        # Gradients leave the devices padded, and divided like the params; the update takes them
+        # without padding, and divided as the layout divides gradients.
         def place(p: Leaf, g: Leaf, arrived: P | None, spec: P) -> Leaf:
             if arrived is None:
                 return numerics.float0_zeros(jnp.shape(p))
             if isinstance(g, LeafKind) or (g.shape == p.shape and arrived == spec):
                 return g
-            g = lax.slice(g, [0] * p.ndim, p.shape)  # without padding
+            g = lax.slice(g, [0] * p.ndim, p.shape)
             return meshes.constrain_sharding(g, layout.mesh, spec)
 
         return values, jax.tree.map(place, inputs.params, grads, arriving, specs)
@@ -293,15 +303,15 @@ def shard_objective(on_device: Callable[[Gather], Objective], layout: Layout) ->
 
 
 def _gather_of(params: Params, layout: Layout) -> Gather:
-    """Return how devices gather these params."""
+    """Return how devices gather whole params that the layout divides."""
     return Gather(layout.param_specs(params), layout.is_table(params), layout)
 
 
 def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -> PyTree:
-    """Return the PartitionSpecs of gradients as devices compute them; None for integer leaves.
+    """Return the PartitionSpecs with which gradients leave the devices; None for integer leaves.
 
-    Gradients of divided params arrive with the PartitionSpecs of the params, all others with those
-    of the gradients.
+    The gradient of a divided param leaves divided like the param, because the gather of the param
+    has reduced it so. Any other gradient leaves as the layout divides gradients.
     """
 
     def spec_of(p: Leaf, spec: P, gradient_spec: P) -> P | None:
@@ -313,7 +323,7 @@ def _specs_of_arriving(params: Params, gather: Gather, gradient_specs: PyTree) -
 
 
 def _fold_device(inputs: Inputs, layout: Layout) -> Inputs:
-    """Fold the number of the device into the key, if there is one, so that keys differ."""
+    """Fold the number of the device into the key, so that keys differ; a key of None stays None."""
     if inputs.key is None:
         return inputs
     device = lax.axis_index(layout.shard_axes)
@@ -321,7 +331,7 @@ def _fold_device(inputs: Inputs, layout: Layout) -> Inputs:
 
 
 def _mean_values(values: Values, layout: Layout) -> Values:
-    """Return means over the devices; integers of the model state are those of the first device."""
+    """Return means over the devices; integers of the model state are the first device's."""
     names = layout.shard_axes
     loss, aux = mean_over_workers((values.loss, values.aux), names)
     return Values(loss, mean_or_first(values.model_state, names), aux)
@@ -345,13 +355,18 @@ def _run_on_devices(
     return meshes.shard_map(function, layout.mesh, names, (specs,), out_specs)(inputs)
 
 
-def value_fn(objective: Objective, workers: Workers, inputs: Inputs) -> Callable[..., jax.Array]:
-    """Return params -> loss on the batch of a step, which line searches call.
+def make_value_fn(
+    objective: Objective, workers: Workers, inputs: Inputs
+) -> Callable[..., jax.Array]:
+    """Make the function params -> mean loss on the batch of a step, for line searches.
+
+    Its gradient is the objective's, since JAX cannot differentiate a user's `value_and_grad`. Rows
+    become dense arrays, and an integer leaf has no gradient.
 
     Args:
       objective: the objective of the step.
       workers: the workers over which loss and gradients are averaged.
-      inputs: those of the step, without a loss factor.
+      inputs: the inputs of the step, without a loss factor; only their params are replaced.
     """
 
     @jax.custom_vjp
@@ -365,12 +380,12 @@ def value_fn(objective: Objective, workers: Workers, inputs: Inputs) -> Callable
         return mean, grads
 
     def backward(grads: Updates, cotangent: jax.Array) -> tuple[Updates]:
-        def scaled(g: Leaf) -> Leaf:
+        def scale(g: Leaf) -> Leaf:
             if not tree.is_inexact(g):
                 return numerics.float0_zeros(jnp.shape(g))
             return cotangent.astype(g.dtype) * g
 
-        return (tree.map_arrays(scaled, leafwise.densify_rows(grads)),)
+        return (tree.map_arrays(scale, leafwise.densify_rows(grads)),)
 
     loss.defvjp(forward, backward)
 

@@ -1,4 +1,4 @@
-"""The options of a training step, those that each of them needs, and those that it excludes."""
+"""The options of a training step: which of them need or exclude each other, and their checks."""
 
 import dataclasses
 import functools
@@ -51,8 +51,8 @@ class StepOptions:
     Args:
       has_aux: whether `loss_fn` returns auxiliary data as well, which you find in metrics["aux"].
         On a mesh and with microbatches, floating-point numbers and arrays are averaged over workers
-        and microbatches, integers are summed, and of a boolean you get how many were true. An array
-        with an entry for each example is an error there.
+        and microbatches, integers are summed, and a boolean becomes the number of times that it was
+        true. An array with an entry for each example is an error there.
       mesh: the workers that share the work, such as `optfn.distributed.data_mesh()`. The leading
         axis of the batch is split over them, and the loss is their mean. Pass batches as host
         arrays of all examples, the same in every process, or as global arrays.
@@ -70,19 +70,20 @@ class StepOptions:
       rng: True, a seed or a key. `loss_fn` then gets a key as its last argument, a different one in
         each step and on each worker. True means the seed 0.
       value_and_grad: a function (params, batch) -> (loss, gradients) to use instead of the gradient
-        of `loss_fn`, such as that of a pipeline, whose batch is (inputs, targets). It takes and
-        returns model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh`
-        it is called inside `shard_map`, with a worker's slice of the batch.
+        of `loss_fn`, such as a pipeline, whose batch is (inputs, targets). It takes and returns
+        model state and aux as `loss_fn` does: ((loss, model_state), gradients). With `mesh` it is
+        called inside `shard_map`, with a worker's slice of the batch.
       microbatches: k. The loss is computed for k equal slices of a worker's batch, one after
         another, and the gradients are averaged. This saves memory, since only the activations of
-        one microbatch are kept at a time. Batch statistics are those of microbatches. With
-        `shard="params"` each of them gathers the params again; see `optfn.distributed.sharded`.
+        one microbatch are kept at a time. Batch statistics are taken over a microbatch. With
+        `shard="params"` each microbatch gathers the params again; see `optfn.distributed.sharded`.
       local_steps: H. With H > 1 a call is a round: each worker takes H steps of `tx` alone, with a
-        local state, on equal slices of its batch. Then `outer` gets the drift
-        θ_start − θ_end of each worker, in float32, as its gradient, and params become θ_start plus
-        its update, the same on all workers. Needs `mesh`; see docs/links.md.
-      outer: the optimizer of the rounds. It sees the mean drift, or that of each worker if it
-        exchanges gradients itself. None is sgd(1.0): params become the mean over workers.
+        local state, on equal slices of its batch. Then `outer` gets the pseudo-gradient
+        θ_start − θ_end, in float32, as its gradient, and params become θ_start plus its update, the
+        same on all workers. Needs `mesh`; see docs/links.md.
+      outer: the optimizer of the rounds. It gets the mean pseudo-gradient over workers, or each
+        worker's own if it exchanges gradients itself. None is sgd(1.0): params become the mean over
+        workers.
       shard: how params and state are divided over the devices of `mesh`, if they don't fit on one.
         None: every device has all of them. "state": each of the N devices along `data_axis` keeps
         1/N of the state; gradients are reduce-scattered, and new params are all-gathered.
@@ -90,8 +91,8 @@ class StepOptions:
         uses `optfn.distributed.scan_layers`. A mapping from patterns of paths to the
         PartitionSpecs of params: the state follows them, leaves without a pattern are whole on each
         device, and axes besides `data_axis` are left to the compiler. A leaf without a dimension
-        that N divides stays whole, and so do small ones, see `sharded`. The results are those of
-        one device.
+        that N divides stays whole, and so does a small leaf, see `sharded`. The results are the
+        same as on one device.
       shard_tables: whether each of the N devices of `mesh` keeps 1/N of the rows of the leaves that
         `tables` selects, and of their state. Row r is on device r mod N. Rows that a batch looks up
         are fetched from these devices, and gradients are sent back to them. In `TrainState.params`
@@ -131,7 +132,7 @@ class StepArguments(StepOptions):
         checks.count("local_steps", self.local_steps)
         checks.count("microbatches", self.microbatches)
         _check_mesh(self.mesh, self.data_axis)
-        _check_together(self.given())
+        _check_together(self.list_given())
         if self.packed and isinstance(self.shard, Sharded) and self.shard.whole is not None:
             raise ValueError(
                 "shard=sharded(..., whole=) cannot be combined with packed=True: a part of a "
@@ -149,36 +150,40 @@ class StepArguments(StepOptions):
                 "value_and_grad must be a function (params, batch) -> (loss, gradients); "
                 f"got {value_and_grad!r}"
             )
-        arguments = ["params", *["model_state"] * self.model_state, "batch"]
+        arguments = ["params", "model_state", "batch"] if self.model_state else ["params", "batch"]
         if value_and_grad is not None:
             checks.takes("value_and_grad", value_and_grad, arguments)
-        else:
-            checks.takes("loss_fn", loss_fn, arguments + ["key"] * (self.rng is not False))
+            return
+        if self.rng is not False:
+            arguments.append("key")
+        checks.takes("loss_fn", loss_fn, arguments)
 
-    def given(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults."""
+    def list_given(self) -> dict[str, Any]:
+        """Return the options that are not the default objects, by name."""
         options = [f for f in dataclasses.fields(self) if f.kw_only]
         values = {f.name: (getattr(self, f.name), f.default) for f in options}
         return {name: value for name, (value, default) in values.items() if value is not default}
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an option lacks another that it needs, or excludes a given one."""
     for option, needed, why in NEEDS:
         if option in given and needed not in given:
-            raise ValueError(f"{_shown(option, given)} needs {needed}: {why}")
+            raise ValueError(f"{_show_option(option, given)} needs {needed}: {why}")
     for option, excluded, why in EXCLUDES:
-        if {option, excluded} <= set(given):
-            raise ValueError(
-                f"{_shown(option, given)} cannot be combined with {_shown(excluded, given)}: {why}"
-            )
+        if option in given and excluded in given:
+            shown, other = _show_option(option, given), _show_option(excluded, given)
+            raise ValueError(f"{shown} cannot be combined with {other}: {why}")
 
 
-def _shown(option: str, given: Mapping[str, Any]) -> str:
+def _show_option(option: str, given: Mapping[str, Any]) -> str:
+    """Return "name=value" for numbers and words; only the name of an option with another value."""
     value = given[option]
     return f"{option}={value!r}" if isinstance(value, str | int) else option
 
 
 def _check_mesh(mesh: object, data_axis: AxisName) -> None:
+    """Raise unless `mesh` is None, or a Mesh that has all axes of `data_axis`."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(
             "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
@@ -189,11 +194,11 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
         num_workers(mesh, data_axis)
 
 
-def taking(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
-    """Decorate a function of one record of arguments: it is called with the arguments themselves.
+def accept_fields(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
+    """Decorate a function of one dataclass, so that callers pass the fields as its arguments.
 
-    The dataclass `record` has their order, types and defaults. In the docstring, a line `**Options`
-    stands for the arguments in the docstring of this base of `record`.
+    The dataclass `record` has their order, types and defaults. In the function's docstring, a line
+    `**Options` stands for the arguments in the docstring of the base class `Options` of `record`.
     """
 
     def decorate(function: Callable[[Record], R]) -> Callable[P, R]:
@@ -201,6 +206,7 @@ def taking(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Cal
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            # The error of the dataclass itself would name `__init__` instead of the function.
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
