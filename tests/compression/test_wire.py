@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import optfn
 from optfn.collectives.axes import Axes
-from optfn.collectives.gathers import Gathered
+from optfn.collectives.gathers import GatheredPackets
 from optfn.compression.dgc_phases import VALUES, Ramp
 from optfn.compression.packets import PacketFormat
 from optfn.compression.segments import Segments
@@ -94,7 +94,7 @@ def test_the_mean_of_packets(wire):
 
     def mean(values, indices):
         packet, zeros = packet_format.encode(values, indices), [jnp.zeros(5), jnp.zeros(3)]
-        return Gathered.of(packet, Axes(["data"])).mean(zeros, packet_format.add_to)
+        return GatheredPackets.of(packet, Axes(["data"])).mean(zeros, packet_format.add_to)
 
     first, second = jax.vmap(mean, axis_name="data")(values, indices)
     assert first[1].tolist() == [0.5, 5, 0, 0, 11] and second[0].tolist() == [0, 0, 16.5]
