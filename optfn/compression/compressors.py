@@ -125,7 +125,7 @@ class ShownAsCall(BaseCompressor):
         return self.call
 
 
-def showing_call(factory: Callable[P, C]) -> Callable[P, C]:
+def show_call(factory: Callable[P, C]) -> Callable[P, C]:
     """Decorate a factory, so that the `repr` of its compressors is the call that made them."""
 
     @functools.wraps(factory)

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 
 from optfn import core
-from optfn.collectives.axes import Axes, AxisName, axis_size, check_names, joined
+from optfn.collectives.axes import Axes, AxisName, axis_size, check_axis_names, join_axes
 from optfn.collectives.devices import ONE_WORKER, Devices, Workers
-from optfn.collectives.means import mean_of_all, zeros_of_mean
-from optfn.collectives.packets import check_codec
+from optfn.collectives.means import mean_over_shard_groups, zeros_like_mean
+from optfn.collectives.packets import check_compressor
 from optfn.compression.agreement import (
     agree,
     check_state_of_leaf,
@@ -84,7 +84,7 @@ class _Options(Sending):
     @property
     def all_axes(self) -> Axes:
         """The axes of all devices that take part in a step."""
-        return joined(self.axis_name, self.group and self.group.axes)
+        return join_axes(self.axis_name, self.group and self.group.axes)
 
     def compressor_of(self, params: Params) -> list[BaseCompressor | None]:
         """Return the compressor of each leaf, or None for a leaf that is exchanged densely."""
@@ -101,7 +101,7 @@ class _Options(Sending):
         rows = None
         if self.row_updates and self.route == "gather" and not self.warmup_steps:
             rows = empty_rows(compressor, g.shape, self.axis_name)
-        return zeros_of_mean(g, self.axis_name) if rows is None else rows
+        return zeros_like_mean(g, self.axis_name) if rows is None else rows
 
 
 @core.named
@@ -183,7 +183,7 @@ def exchange(
     options = _Options(
         compressors={} if compressor is None else check_choice(compressor),
         error_feedback=checks.number("error_feedback", error_feedback, checks.UNIT),
-        axis_name=check_names("axis_name", axis_name),
+        axis_name=check_axis_names("axis_name", axis_name),
         min_size=checks.count("min_size", min_size),
         warmup_steps=checks.count("warmup_steps", warmup_steps, low=0),
         route=checks.choice("route", route, ("gather", "parts")),
@@ -191,13 +191,13 @@ def exchange(
     if options.route == "parts":
         for codec in options.compressors.values():
             if codec is not None:
-                check_codec('exchange: with route="parts" compressor', codec)
+                check_compressor('exchange: with route="parts" compressor', codec)
     attrs = check_param_attrs(param_attrs)
     if compressor is None:
         tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
     else:
         init, update = partial(_residuals_of_zeros, options), partial(_mean_of_packets, options)
-        tx = core.with_boundary("exchange", core.Rule(init, update, real_only="exchange"))
+        tx = core.with_boundary("exchange", core.Unchecked(init, update, real_only="exchange"))
     return _hide_frozen(tx, attrs)
 
 
@@ -239,7 +239,7 @@ def _plain_mean(
     del params, extra
     errors.check_state("exchange", state, ExchangeDenseState)
     check_worker_gradients("exchange", leafwise.inexact(updates), options.axis_name)
-    return mean_of_all(updates, (), workers._replace(axes=options.axis_name))[0], state
+    return mean_over_shard_groups(updates, (), workers._replace(axes=options.axis_name))[0], state
 
 
 def _residuals_of_zeros(options: _Options, params: Params) -> ExchangeState:

@@ -16,20 +16,24 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from optfn.collectives.axes import Division, is_spec, joined
+from optfn.collectives.axes import Division, is_spec, join_axes
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
 from optfn.core.checks import shown
 from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, bindings, read
 from optfn.parallel.mesh_layout import Layout
-from optfn.parallel.shards import gather_shard, slices_of
+from optfn.parallel.shards import compiler_slices, gather_shard
 from optfn.state.placement import num_workers
 
 
 class _Shard(NamedTuple):
-    """The shard of an array that a device keeps, and how the whole array is gathered.
+    """The shard of an array that a device keeps, and what is needed to gather the whole array.
 
+    array: the shard.
+    divisions: the dimensions that the shard axes divide.
+    slices: how the compiler's axes divide the array; see `compiler_slices`.
+    layout: how params are divided.
     step: the number of the training step, for packets.
     """
 
@@ -44,18 +48,20 @@ class _Shard(NamedTuple):
         """The step, or None if the array is sent as it is: without compressors, and if small."""
         if self.layout.gather is None and self.layout.reduce is None:
             return None
-        names = joined(*(names for _, names in self.divisions))
+        names = join_axes(*(names for _, names in self.divisions))
         size = self.array.size * num_workers(self.layout.mesh, names)
         return self.step if size >= MIN_SIZE else None
 
-    def whole(self) -> jax.Array:
-        """Return the whole array."""
+    def gather(self) -> jax.Array:
+        """Gather the whole array."""
         return gather_shard(self.array, self.divisions, self.slices, self.layout, self.packet_step)
 
     def divide_layers(self) -> "_Shard | None":
-        """Return the same array divided within each layer, if it is divided by layers.
+        """Return the same array divided within each layer, by an all-to-all if it was by layers.
 
-        The result is None if the number of shards divides no dimension of a layer that is whole.
+        A scan needs a shard of each layer. An array that is not divided by layers passes through.
+        The result is None if the number of shards divides no further dimension of a layer: the scan
+        then takes the whole array.
         """
         (dimension, names), *remaining = self.divisions
         if dimension > 0:
@@ -70,24 +76,28 @@ class _Shard(NamedTuple):
         array = lax.all_to_all(self.array, names, fitting[0], 0, tiled=True)
         return self._replace(array=array, divisions=[Division(fitting[0], names), *remaining])
 
-    def layer(self, shard: jax.Array) -> jax.Array:
-        """Return a whole layer, gathered from its shards on the devices."""
+    def gather_layer(self, shard: jax.Array) -> jax.Array:
+        """Gather a whole layer from its shards."""
         divisions = [Division(d - 1, names) for d, names in self.divisions]
         return gather_shard(shard, divisions, P(*self.slices[1:]), self.layout, self.packet_step)
 
 
-# From the id of a gathered array to the shard it came from, while a loss is traced.
-_known: ContextVar[Mapping[int, _Shard]] = ContextVar("known", default=MappingProxyType({}))
+# While a loss is traced: the shard that each gathered array came from, by the id of the array.
+# `scan_layers` gets arrays from the loss, and can recognise them only by their identity.
+_shard_of_gathered: ContextVar[Mapping[int, _Shard]] = ContextVar(
+    "known", default=MappingProxyType({})
+)
 
 
 @contextlib.contextmanager
-def whole(
+def gather_params(
     params: Params, specs: PyTree, tables: PyTree, layout: Layout, step: jax.Array
 ) -> Iterator[Params]:
-    """Gather whole params from a device's shards, while a loss is traced in this context.
+    """Gather whole params from a device's shards, for a loss that is traced in this context.
 
-    `scan_layers` finds the shards of its stacked params, and gathers them layer by layer. Tables
-    are only looked up, so they remain divided.
+    In the context, `scan_layers` finds the shards of its stacked params and gathers them layer by
+    layer. XLA removes the gather of a whole array that nothing else uses. Tables stay divided,
+    because a loss only looks up their rows; leaves that the shard axes do not divide pass through.
 
     Args:
       params: the shards that a device keeps.
@@ -98,21 +108,21 @@ def whole(
     """
     found: dict[int, _Shard] = {}
 
-    def gathered(spec: P, is_table: bool, x: Leaf) -> Leaf:
+    def gather(spec: P, is_table: bool, x: Leaf) -> Leaf:
         divisions = layout.divisions(spec)
         if not divisions or is_table:
             return x
-        shard = _Shard(x, divisions, slices_of(spec, layout), layout, step)
-        gathered = shard.whole()
+        shard = _Shard(x, divisions, compiler_slices(spec, layout), layout, step)
+        gathered = shard.gather()
         found[id(gathered)] = shard
         return gathered
 
-    whole_params = jax.tree.map(gathered, specs, tables, params, is_leaf=is_spec)
-    token = _known.set(found)
+    whole_params = jax.tree.map(gather, specs, tables, params, is_leaf=is_spec)
+    token = _shard_of_gathered.set(found)
     try:
         yield whole_params
     finally:
-        _known.reset(token)
+        _shard_of_gathered.reset(token)
 
 
 def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTree) -> PyTree:
@@ -144,8 +154,8 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
             f"scan_layers: stacked is a list of {len(stacked)} layers; stack them into one tree: "
             "optfn.Stacked(jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))"
         )
-    leaves, structure = jax.tree.flatten(_unmarked(stacked))
-    found = [x and x.divide_layers() for x in map(_known.get().get, map(id, leaves))]
+    leaves, structure = jax.tree.flatten(_unwrap_stacked(stacked))
+    found = [x and x.divide_layers() for x in map(_shard_of_gathered.get().get, map(id, leaves))]
     shards = [leaf if x is None else x.array for leaf, x in zip(leaves, found, strict=True)]
     if len({np.shape(x)[:1] for x in shards}) > 1:
         shapes = ", ".join(str(np.shape(x)) for x in shards)
@@ -156,20 +166,21 @@ def scan_layers(fn: Callable[[PyTree, PyTree], PyTree], stacked: PyTree, x: PyTr
 
     def body(x: PyTree, shards: list[jax.Array]) -> tuple[PyTree, None]:
         pairs = zip(shards, found, strict=True)
-        layer = [shard if known is None else known.layer(shard) for shard, known in pairs]
+        layer = [shard if known is None else known.gather_layer(shard) for shard, known in pairs]
         return apply(jax.tree.unflatten(structure, layer), x), None
 
     apply = fn
     if any(x is not None for x in found):
-        apply = functools.partial(_recomputed_once, fn)
+        apply = functools.partial(_recompute_once, fn)
         body = jax.checkpoint(body, prevent_cse=False)
     return lax.scan(body, x, shards)[0]
 
 
-def _recomputed_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
-    """Return fn(layer, x), without a `jax.checkpoint` around fn, whose layer is recomputed anyway.
+def _recompute_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: PyTree) -> PyTree:
+    """Return fn(layer, x), without a `jax.checkpoint` around fn; any other fn runs as it is.
 
-    It would keep the arguments of fn together: all gathers would end before the first product.
+    The layer is recomputed anyway. The checkpoint would tie the arguments of fn together, and all
+    gathers of a layer would have to end before its first product.
     """
     program = Equations(fn, layer, x)
     if [equation.primitive.name for equation in program.equations] != ["remat2"]:
@@ -181,10 +192,10 @@ def _recomputed_once(fn: Callable[[PyTree, PyTree], PyTree], layer: PyTree, x: P
     return jax.tree.unflatten(program.structure, read(values, program.outputs))
 
 
-def _unmarked(stacked: PyTree) -> PyTree:
+def _unwrap_stacked(stacked: PyTree) -> PyTree:
     """Return a tree with each `Stacked` replaced by its contents."""
 
-    def unmarked(x: PyTree) -> PyTree:
-        return _unmarked(tree.inside(x)) if tree.is_transparent(x) else x
+    def unwrap(x: PyTree) -> PyTree:
+        return _unwrap_stacked(tree.inside(x)) if tree.is_transparent(x) else x
 
-    return jax.tree.map(unmarked, stacked, is_leaf=tree.is_transparent)
+    return jax.tree.map(unwrap, stacked, is_leaf=tree.is_transparent)

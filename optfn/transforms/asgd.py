@@ -27,7 +27,7 @@ class WithoutGradientsState(ScaleByAsgdState):
 
 
 @core.transform(complex_leaves=True)
-def scale_by_asgd(batch_num: int = 1) -> core.Rule:
+def scale_by_asgd(batch_num: int = 1) -> core.Unchecked:
     """Average the most recent gradients of the n batches of an epoch.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
@@ -67,4 +67,4 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
         )
         return updates, ScaleByAsgdState(step, gradients)
 
-    return core.Rule(init, update)
+    return core.Unchecked(init, update)

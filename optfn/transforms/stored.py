@@ -128,7 +128,7 @@ def quantize_moments(
     *,
     signed: Sequence[bool],
     of_step: Callable[[jax.Array], dict[str, Scalar]] = lambda step: {},
-) -> core.Rule:
+) -> core.Unchecked:
     """Return a rule whose moments are stored in 8 or 16 bits, stochastically rounded.
 
         moments = moments(g, *decode(state));  state = encode(moments)
@@ -177,4 +177,4 @@ def quantize_moments(
         )[0]
         return updates, state_type(step, *arrays)
 
-    return core.Rule(init, update, real_only=f"moment_dtype={moment_dtype!r}")
+    return core.Unchecked(init, update, real_only=f"moment_dtype={moment_dtype!r}")
