@@ -58,7 +58,7 @@ class BaseCompressor(Compressor):
     """A compressor with defaults for the methods that `exchange` calls besides the protocol.
 
     is_reduced: whether packets are averaged by all-reduces, in `reduced`, instead of gathered
-      together with those of all gathered leaves.
+      together with the packets of all gathered leaves.
     bias: how far the mean of a decoded entry may be from the entry, relative to the largest entry
       of the leaf; 0 if a compressor is exact in the mean, or does not say. Without error feedback,
       `sharded(reduce=)` warns from 1/100 on.

@@ -219,7 +219,7 @@ def is_average(x: object) -> bool:
 def read_average(state: OptState, params: Params) -> Params:
     """Return the average in `state`, in the structure and dtypes of `params`.
 
-    Leaves without an average, and all leaves before the first update, are copies of those of
+    Leaves without an average, and all leaves before the first update, are copies of the leaves of
     `params`, so the result shares no buffer with its arguments. Wrappers around leaves are kept.
     """
     if isinstance(state, ExponentialMovingAverageState):
