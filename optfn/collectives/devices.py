@@ -1,7 +1,6 @@
 """The workers of a step, and the devices that divide the arrays of a worker."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -38,7 +37,7 @@ class Devices:
     @property
     def size(self) -> int:
         """The number of the devices."""
-        return math.prod(self.mesh.shape[name] for name in self.axes)
+        return meshes.count_devices(self.mesh, self.axes)
 
     @cached_property
     def _spec_of_path(self) -> Mapping[str, P]:
@@ -74,7 +73,7 @@ class Devices:
             names = self.axes_of(place)
             if not names or tree.is_masked(x):
                 return x
-            return x.reshape(math.prod(self.mesh.shape[name] for name in names), -1)
+            return x.reshape(meshes.count_devices(self.mesh, names), -1)
 
         return tree.map_named(flatten, values)
 

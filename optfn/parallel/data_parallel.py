@@ -18,11 +18,11 @@ from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_over_shard_groups
-from optfn.collectives.mesh import make_sharding
+from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
 from optfn.state.per_worker import axes_of_exchanges, exchanged_axes, exchanges
-from optfn.state.placement import num_workers, specs_of
+from optfn.state.placement import specs_of
 
 
 def shard_map_step(
@@ -80,7 +80,7 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
     """
-    workers = num_workers(mesh, data_axis)
+    workers = count_devices(mesh, data_axis)
 
     def put(place: tree.Place, x: Leaf) -> Leaf:
         if tree.is_masked(x):

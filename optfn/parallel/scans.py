@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optfn.collectives.axes import Division, is_spec, join_axes
+from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import MIN_SIZE
 from optfn.core import tree
 from optfn.core.checks import shown
@@ -24,7 +25,6 @@ from optfn.core.types import Leaf, Params, PyTree
 from optfn.jaxprs.equations import Equations, bindings, read
 from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import compiler_slices, gather_shard
-from optfn.state.placement import num_workers
 
 
 class _Shard(NamedTuple):
@@ -49,7 +49,7 @@ class _Shard(NamedTuple):
         if self.layout.gather is None and self.layout.reduce is None:
             return None
         names = join_axes(*(names for _, names in self.divisions))
-        size = self.array.size * num_workers(self.layout.mesh, names)
+        size = self.array.size * count_devices(self.layout.mesh, names)
         return self.step if size >= MIN_SIZE else None
 
     def gather(self) -> jax.Array:
@@ -66,7 +66,7 @@ class _Shard(NamedTuple):
         (dimension, names), *remaining = self.divisions
         if dimension > 0:
             return self
-        count = num_workers(self.layout.mesh, names)
+        count = count_devices(self.layout.mesh, names)
         divided = {division.dimension for division in self.divisions}
         divided |= {d for d, entry in enumerate(self.slices) if entry is not None}
         sizes = enumerate(self.array.shape)

@@ -27,13 +27,13 @@ from optfn.collectives.axes import (
 )
 from optfn.collectives.gathers import all_gather_shards
 from optfn.collectives.means import mean_scatter
+from optfn.collectives.mesh import count_devices
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
-from optfn.state.placement import num_workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StagePlacement:
                 f"shape in a stage is {shape}"
             )
         for size, entry in zip(shape, spec, strict=False):
-            devices = num_workers(self.mesh, to_axes(entry))
+            devices = count_devices(self.mesh, to_axes(entry))
             if size % devices:
                 raise ValueError(
                     f"param_specs: {spec} at {path!r} cannot divide {size}, of a stage's shape "
