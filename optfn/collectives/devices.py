@@ -25,7 +25,7 @@ class Devices:
     owners of the rows of a table, where `specs` is empty.
 
     mesh: the mesh.
-    axes: the mesh axes along which the devices lie.
+    axes: the mesh axes of the devices.
     specs: the path of each leaf of params, and the PartitionSpec of its gradient over these axes. A
       tuple can be hashed, and so be the static part of a pytree.
     """
@@ -54,13 +54,15 @@ class Devices:
             if tree.is_masked(x):
                 return x
             if isinstance(x, LeafKind):
-                return P(x.divided_over)
+                return P(
+                    x.divided_over
+                )  # rows lie at their owners, whatever the layout of the leaf
             return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)
 
     def axes_of(self, place: object) -> Axes:
-        """Return the axes over which the leaf at a path is divided; none if it is whole."""
+        """Return the axes that divide the leaf at a path; none if it is whole."""
         return join_axes(*self._spec_of_path.get(str(place), P()))
 
     def flatten_shards(self, values: PyTree) -> PyTree:
@@ -101,7 +103,7 @@ class Workers(NamedTuple):
     Where the gradient is already the mean over all workers, there is one worker without axes, and
     each method returns its argument.
 
-    axes: the mesh axes along which workers differ. A method must be called where they are bound.
+    axes: the mesh axes that tell workers apart. A method must be called where they are bound.
     group: the shard group, the devices of each worker; None if a worker is one device.
     """
 
@@ -110,6 +112,7 @@ class Workers(NamedTuple):
 
     def any(self, flag: jax.Array) -> jax.Array:
         """Tell whether the flag of any worker is true."""
+        # A collective adds and compares numbers, not booleans.
         return self.max(flag.astype(jnp.int32)) > 0 if self.axes else flag
 
     def max(self, x: jax.Array) -> jax.Array:

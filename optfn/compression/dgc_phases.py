@@ -22,7 +22,7 @@ from optfn.collectives.gathers import GatheredPackets, all_gather
 from optfn.collectives.means import zeros_like_mean
 from optfn.compression.agreement import is_compressible
 from optfn.compression.k_largest import SampleSearch, num_selected
-from optfn.compression.packets import PacketFormat
+from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.core import numerics

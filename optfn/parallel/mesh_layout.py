@@ -49,8 +49,8 @@ class Layout:
     """How each leaf of a training run is divided over a mesh.
 
     mesh: the mesh.
-    worker_axes: the data axes along which each shard group has a private gradient.
-    shard_axes: the data axes over which params or state are divided.
+    worker_axes: the data axes of the workers, each a shard group with a private gradient.
+    shard_axes: the data axes that divide params or state.
     tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
     gather, reduce: compressors for the params that are gathered, and for the gradients that are
       reduced, over the shard axes; None sends arrays as they are.
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def data_axes(self) -> Axes:
-        """The axes over which the batch is split, worker axes first."""
+        """The axes that split the batch, worker axes first."""
         return join_axes(self.worker_axes, self.shard_axes)
 
     @property

@@ -75,7 +75,7 @@ def sharded(
 
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
-      axis: the mesh axis, or axes, over which params or state are divided; some of `data_axis`.
+      axis: the mesh axis, or axes, that divide params or state; some of `data_axis`.
         None: all of them, or for a mapping those that its PartitionSpecs name. Along the
         remaining data axes each group of devices is a worker; workers average or exchange their
         gradients in each step or every `local_steps`.

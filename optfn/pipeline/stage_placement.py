@@ -222,7 +222,7 @@ class ListedStages(StagePlacement):
     """The placement of heterogeneous stages: their params are in buffers (v, p, longest).
 
     There is one buffer per dtype. If leaves are divided over further axes, each device has a buffer
-    of its shards, and a whole buffer is the concatenation of those of all devices.
+    of its shards, and a whole buffer is the concatenation of the buffers of all devices.
     """
 
     def weights(self, stages: Params) -> buffers.Buffers:
@@ -298,7 +298,7 @@ class ListedStages(StagePlacement):
 
     @property
     def _further_axes(self) -> tuple[str, ...]:
-        """The axes besides the data axis over which leaves are divided."""
+        """The axes besides the data axis that divide leaves."""
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
         names = {name for spec in specs for name in join_axes(*spec)} - {self.data_axis}
         return tuple(a for a in self.mesh.axis_names if a in names)
