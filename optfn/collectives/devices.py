@@ -54,9 +54,7 @@ class Devices:
             if tree.is_masked(x):
                 return x
             if isinstance(x, LeafKind):
-                return P(
-                    x.divided_over
-                )  # rows lie at their owners, whatever the layout of the leaf
+                return P(x.divided_over)  # rows lie at their owners, whatever the specs
             return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)

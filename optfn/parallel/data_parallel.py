@@ -122,7 +122,7 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 def reduce_gradients(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average gradients over the worker axes; a transform exchanges some leaves over some itself.
+    """Average gradients over the worker axes, except where a transform exchanges a leaf itself.
 
     Metrics are averaged over all worker axes.
 
