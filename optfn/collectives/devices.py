@@ -54,7 +54,8 @@ class Devices:
             if tree.is_masked(x):
                 return x
             if isinstance(x, LeafKind):
-                return P(x.divided_over)  # rows lie at their owners, whatever the specs
+                # The owners of rows keep them, whatever the spec of the leaf.
+                return P(x.divided_over)
             return self._spec_of_path.get(str(place), P()) if jnp.ndim(x) else P()
 
         return tree.map_named(spec_of, values)
