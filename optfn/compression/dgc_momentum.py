@@ -12,7 +12,7 @@ from optfn.core.checks import Number, Schedule
 from optfn.transforms.learning_rate import scale_by_learning_rate
 from optfn.wrappers.attributes import (
     ParamAttrs,
-    attributed,
+    apply_to_trained,
     check_param_attrs,
     refuse_decay_factors,
     regularizing,
@@ -107,8 +107,8 @@ def dgc_momentum(
         ),
         scale_by_learning_rate(learning_rate),
     )
-    tx = core.with_boundary("dgc_momentum", core.rule_of(chain))
-    return attributed("dgc_momentum", tx, attrs)
+    tx = core.with_boundary("dgc_momentum", core.strip_boundary(chain))
+    return apply_to_trained("dgc_momentum", tx, attrs)
 
 
 def _warn_of_dense_masking(momentum_masking: bool, sparsity: Sequence[float]) -> None:

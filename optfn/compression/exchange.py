@@ -43,7 +43,7 @@ from optfn.leaves import packed
 from optfn.leaves.nodes import is_packed
 from optfn.sparse.rows import Rows
 from optfn.state.per_worker import Divided, Exchanged, PerWorker, divided, exchanged, per_worker
-from optfn.wrappers.attributes import ParamAttr, ParamAttrs, attributed, check_param_attrs
+from optfn.wrappers.attributes import ParamAttr, ParamAttrs, apply_to_trained, check_param_attrs
 
 
 @traits(link="exchange", passes_rows=True)
@@ -199,7 +199,7 @@ def exchange(
         tx = core.Transform(partial(_mark_exchanged, options), partial(_plain_mean, options))
     else:
         init, update = partial(_residuals_of_zeros, options), partial(_compressed_mean, options)
-        tx = core.with_boundary("exchange", core.Rule(init, update, real_only="exchange"))
+        tx = core.with_boundary("exchange", core.Unchecked(init, update, real_only="exchange"))
     return _freezing(tx, attrs)
 
 
@@ -214,7 +214,7 @@ def _freezing(
         pattern: ParamAttr(trainable=attr.trainable and attr.learning_rate > 0)
         for pattern, attr in attrs.items()
     }
-    masking = attributed("exchange", tx, trained)
+    masking = apply_to_trained("exchange", tx, trained)
 
     def init(params: Params) -> Any:
         state = masking.init(params)

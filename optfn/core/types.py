@@ -14,6 +14,7 @@ PyTree: TypeAlias = Any
 Params: TypeAlias = PyTree  # parameters of a model
 Updates: TypeAlias = PyTree  # gradients or updates, structured like params
 OptState: TypeAlias = PyTree  # the state of a gradient transformation
+Stepped: TypeAlias = tuple[Updates, OptState]  # what `update` returns
 Batch: TypeAlias = PyTree  # the argument of a loss function after params
 Leaf: TypeAlias = Any  # one leaf of a tree: an array, Rows, or the mark of a masked leaf
 DType: TypeAlias = DTypeLike  # a dtype of NumPy or JAX, or its name

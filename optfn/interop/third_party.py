@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optfn.core import checks, leafwise, tree
-from optfn.core.types import LeafKind, OptState, Params, PyTree, Updates
+from optfn.core.types import LeafKind, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves.nodes import Stacked
 
 
@@ -60,9 +60,7 @@ def with_errors(argument: str, tx: optax.GradientTransformation) -> optax.Gradie
             raise
 
     @functools.wraps(tx.update)
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         def update_dense() -> PyTree:
             return tx.update(leafwise.densify_rows(updates), state, params, **extra)
 

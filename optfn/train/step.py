@@ -37,11 +37,7 @@ from optfn.sparse.sharded_table import (
     unwrap_tables,
 )
 from optfn.state import reports
-from optfn.train.composition import (
-    compose_step,
-    make_local_steps,
-    specs_of_state,
-)
+from optfn.train.composition import compose_step, make_local_steps, specs_of_state
 from optfn.train.ineffective import warn_of_frozen, warn_of_lazy, warn_of_unclipped
 from optfn.train.local_steps import check_rounds
 from optfn.train.numeric_batch import convert_batch

@@ -14,7 +14,7 @@ from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 
 # The count of steps of a state: int32, or counts by leaf (`optfn.transforms.late_steps`).
 Steps: TypeAlias = Any
@@ -99,7 +99,7 @@ def counting_steps(
     of_step: Callable[[jax.Array], dict[str, Scalar]],
     state_type: Callable[..., OptState],
     rows: str = "dense",
-) -> core.Rule:
+) -> core.Unchecked:
     """Return the rule that maps a rule on arrays over a gradient and two moments.
 
     Args:
@@ -109,15 +109,12 @@ def counting_steps(
       rows: as in `leafwise.apply`.
     """
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step, numbers = next_count(of_step, state.step, updates)
         updates, *moments = leafwise.apply(rule, updates, *state[1:], rows=rows, **numbers)
         return updates, state_type(step, *moments)
 
-    return core.Rule(partial(init_moments, state_type), update)
+    return core.Unchecked(partial(init_moments, state_type), update)
 
 
 @core.transform(complex_leaves=True)
@@ -129,7 +126,7 @@ def scale_by_adam(
     eps_hat: bool = True,
     bias_correction: bool = True,
     lazy: bool = False,
-) -> core.Rule:
+) -> core.Unchecked:
     """Divide the mean of the gradient by the root of the mean of its square.
 
         m = β₁m + (1 − β₁)g;  v = β₂v + (1 − β₂)|g|²

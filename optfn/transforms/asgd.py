@@ -9,7 +9,7 @@ import optax
 from optfn import core
 from optfn.core import checks, leafwise, numerics
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.transforms import late_steps
 
 
@@ -27,7 +27,7 @@ class WithoutGradientsState(ScaleByAsgdState):
 
 
 @core.transform(complex_leaves=True)
-def scale_by_asgd(batch_num: int = 1) -> core.Rule:
+def scale_by_asgd(batch_num: int = 1) -> core.Unchecked:
     """Average the most recent gradients of the n batches of an epoch.
 
         i = (t − 1) mod n;  y_i = g;  d = ∑_j y_j;  u = d/min(t, n)
@@ -51,12 +51,9 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
     def init(params: Params) -> ScaleByAsgdState:
         return ScaleByAsgdState(core.first_step(), leafwise.zeros_like(params, leading=(n,)))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step = late_steps.advanced(state.step)
-        place = late_steps.shared(state.step) % n
+        place = late_steps.global_count(state.step) % n
         counts = late_steps.by_leaf(lambda t: {"divisor": jnp.minimum(t, n)}, step, updates)
 
         def average(
@@ -70,4 +67,4 @@ def scale_by_asgd(batch_num: int = 1) -> core.Rule:
         )
         return updates, ScaleByAsgdState(step, gradients)
 
-    return core.Rule(init, update)
+    return core.Unchecked(init, update)

@@ -13,10 +13,10 @@ from optfn.collectives.mesh import apply_to_whole_matrices
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import DType, OptState, Params, PyTree, Updates
+from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.leaves import contents, patterns, tensors
 from optfn.leaves.patterns import Pattern
-from optfn.leaves.selection import Selection
+from optfn.leaves.selection import restrict
 from optfn.transforms.moment import velocity_rule
 
 # (a, b, c) of one step of the iteration.
@@ -109,11 +109,6 @@ def matrix_paths(matrices: Pattern | None, values: PyTree) -> frozenset[str]:
     return chosen
 
 
-def select_matrices(matrices: Pattern | None, values: PyTree) -> Selection:
-    """Return the selection of the leaves that `matrices` selects, see `matrix_paths`."""
-    return Selection(matrix_paths(matrices, values).__contains__, values)
-
-
 def check_coefficients(coefficients: str | Sequence[Any]) -> tuple[Triple, ...]:
     """Return the coefficients of each step: of a name, one triple five times, or as given."""
     if isinstance(coefficients, str):
@@ -145,7 +140,7 @@ def scale_by_muon(
     eps: Number = 1e-7,
     compute_dtype: str | None = None,
     moment_dtype: str | None = None,
-) -> core.Rule:
+) -> core.Unchecked:
     """Orthogonalize the velocity of each matrix; other leaves pass through unchanged.
 
         v = μv + g;  m = g + μv with nesterov, else v
@@ -200,17 +195,10 @@ def scale_by_muon(
         scaled = factor(*x.shape[-2:]) * apply_to_whole_matrices(direction, matrices)
         return scaled.reshape(x.shape)
 
-    def init(params: Params) -> ScaleByMuonState:
-        return ScaleByMuonState(velocity.init(select_matrices(matrices, params).keep(params)))
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
+        updates, state = velocity.update(leafwise.densify_rows(updates), state)
+        return tensors.map_tensors(orthogonalize, updates), state
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
-        selection = select_matrices(matrices, updates)
-        chosen = leafwise.densify_rows(selection.keep(updates))
-        chosen, after = velocity.update(chosen, state.momentum)
-        chosen = tensors.map_tensors(orthogonalize, chosen)
-        return selection.fill(chosen, updates), ScaleByMuonState(after)
-
-    return core.Rule(init, update, real_only=velocity.real_only)
+    return restrict(
+        velocity._replace(update=update), partial(matrix_paths, matrices), ScaleByMuonState
+    )

@@ -9,7 +9,7 @@ from optfn import core
 from optfn.core import checks, leafwise
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.transforms import learning_rate as rates
 
 
@@ -36,7 +36,7 @@ def reduce_on_plateau(
     threshold_mode: str = "rel",
     cooldown: int = 0,
     min_lr: float = 0.0,
-) -> core.Rule:
+) -> core.Unchecked:
     """Multiply updates by a rate that falls when a metric stops improving.
 
     Put it after an optimizer with rate 1, and before an average:
@@ -85,7 +85,6 @@ def reduce_on_plateau(
     )
 
     def init(params: Params) -> ReduceOnPlateauState:
-        del params
         return ReduceOnPlateauState(
             rate=rates.init_plateau(lr),
             best=jnp.asarray(jnp.inf, jnp.float32),
@@ -95,10 +94,7 @@ def reduce_on_plateau(
             cooldown=jnp.zeros((), jnp.int32),
         )
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         if "value" not in extra:
             raise ValueError(
                 "reduce_on_plateau needs the metric: call update(updates, state, params, "
@@ -108,7 +104,7 @@ def reduce_on_plateau(
         updates = leafwise.scale(updates, state.rate.learning_rate)
         return updates, plateau.with_value(state, extra["value"])
 
-    return core.Rule(init, update)
+    return core.Unchecked(init, update)
 
 
 class _Plateau(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from optfn import core
 from optfn.core import checks, leafwise, tree
 from optfn.core.checks import Scalar
-from optfn.core.types import DType, OptState, Params, PyTree, Updates
+from optfn.core.types import DType, OptState, Params, PyTree, Stepped, Updates
 from optfn.state.encoded import Encoded
 from optfn.transforms import codes, late_steps
 from optfn.transforms.in_place import in_passes
@@ -128,7 +128,7 @@ def stored(
     *,
     signed: Sequence[bool],
     of_step: Callable[[jax.Array], dict[str, Scalar]] = lambda step: {},
-) -> core.Rule:
+) -> core.Unchecked:
     """Return a rule whose moments are stored in 8 or 16 bits, stochastically rounded.
 
         moments = moments(g, *decode(state));  state = encode(moments)
@@ -164,17 +164,14 @@ def stored(
     def directed(g: jax.Array, *arrays: jax.Array, **scalars: Any) -> Arrays:
         return direction(g, *storage.decode(arrays), **scalars).astype(g.dtype), *arrays
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del params, extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         step, updates = late_steps.advanced(state.step), leafwise.densify_rows(updates)
         # In one program XLA on CPU would recompute the new moments where they are read, and for
         # that keep the old ones.
-        count = late_steps.shared(step)
+        count = late_steps.global_count(step)
         arrays = in_passes([advance], tuple(state[1:]), updates, count)
         scalars = late_steps.by_leaf(of_step, step, updates)
         updates = leafwise.apply(directed, updates, *arrays, shapes=storage.shapes, **scalars)[0]
         return updates, state_type(step, *arrays)
 
-    return core.Rule(init, update, real_only=f"moment_dtype={moment_dtype!r}")
+    return core.Unchecked(init, update, real_only=f"moment_dtype={moment_dtype!r}")

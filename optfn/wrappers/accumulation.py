@@ -12,7 +12,7 @@ from optfn import core
 from optfn.collectives.axes import join_axes
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, OptState, Params, PyTree, Updates
+from optfn.core.types import Leaf, OptState, Params, PyTree, Stepped, Updates
 from optfn.state.per_worker import PerWorker, exchanged_axes, per_worker
 from optfn.transforms.in_place import when
 
@@ -65,9 +65,7 @@ def accumulate(
         inner_state = inner.init(params)
         return AccumulateState(core.first_step(), *_totals(inner_state, params), inner_state)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("accumulate", state, AccumulateState)
         errors.check_shapes("accumulate", updates, "the state", state.total)
         if params is not None:

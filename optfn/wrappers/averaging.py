@@ -17,7 +17,7 @@ from optfn.compilers import xla
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number, Scalar
 from optfn.core.traits import traits
-from optfn.core.types import Leaf, OptState, Params, Updates
+from optfn.core.types import Leaf, OptState, Params, Stepped, Updates
 from optfn.core.updates import apply_updates
 from optfn.transforms.in_place import in_passes
 
@@ -99,10 +99,7 @@ def exponential_moving_average(
         p = _widen(p)
         return p, numerics.scalar(d, p) * e + numerics.scalar(complement, p) * p
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         errors.check_state("exponential_moving_average", state, ExponentialMovingAverageState)
         p = _next_params("exponential_moving_average", updates, params)
         d, complement = decay, 1 - decay
@@ -190,10 +187,7 @@ def model_average(
         sums = (leafwise.zeros_like(leafwise.inexact(params)) for _ in range(3))
         return ModelAverageState(*(core.first_step() for _ in range(3)), *sums)
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
-        del extra
+    def update(updates: Updates, state: OptState, params: Params = None, **_: Any) -> Stepped:
         errors.check_state("model_average", state, ModelAverageState)
         p = _next_params("model_average", updates, params)
         num_updates = core.next_step(state.num_updates)

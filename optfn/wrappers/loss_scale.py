@@ -11,7 +11,7 @@ from optfn.collectives.axes import AxisName
 from optfn.core import checks, errors, leafwise, numerics, tree
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
-from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.state.per_worker import nodes_of
 from optfn.wrappers.nonfinite import skip_nonfinite
 
@@ -79,9 +79,7 @@ def dynamic_loss_scale(
         scale = jnp.asarray(first, jnp.float32)
         return DynamicLossScaleState(scale, core.first_step(), guard.init(params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("dynamic_loss_scale", state, DynamicLossScaleState)
         if "grad" in extra:
             extra["grad"] = _unscaled(extra["grad"], state.scale)

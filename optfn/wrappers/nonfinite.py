@@ -11,7 +11,7 @@ from optfn.collectives.axes import AxisName, check_axis_names
 from optfn.collectives.devices import join_workers
 from optfn.core import checks, errors, tree
 from optfn.core.traits import Report, traits
-from optfn.core.types import Leaf, LeafKind, OptState, Params, Updates
+from optfn.core.types import Leaf, LeafKind, OptState, Params, Stepped, Updates
 from optfn.leaves import tensors
 
 
@@ -89,9 +89,7 @@ def skip_nonfinite(
         zero = core.first_step
         return SkipNonfiniteState(zero(), zero(), jnp.zeros((), jnp.bool_), inner.init(params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_nonfinite", state, SkipNonfiniteState)
         workers = join_workers("skip_nonfinite", axis_name, extra)
         bad = workers.any(~tensors.all_finite(updates))

@@ -13,7 +13,7 @@ from optfn.collectives.devices import join_workers
 from optfn.core import checks, errors, leafwise
 from optfn.core.checks import Number
 from optfn.core.traits import Report, traits
-from optfn.core.types import OptState, Params, Updates
+from optfn.core.types import OptState, Params, Stepped, Updates
 from optfn.wrappers.nonfinite import unless_skipped
 
 
@@ -88,9 +88,7 @@ def skip_spikes(
         ratio = jnp.zeros((), jnp.float32)
         return SkipSpikesState(zero(), zero(), ratio, norms, inner.init(params))
 
-    def update(
-        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, OptState]:
+    def update(updates: Updates, state: OptState, params: Params = None, **extra: Any) -> Stepped:
         errors.check_state("skip_spikes", state, SkipSpikesState)
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         norm = leafwise.global_norm(leafwise.merge_rows(leafwise.inexact(updates)))

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from arrays import weights
+from grids import suite
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from problems import normal
 
 import optfn
 from benchmarks import wire
@@ -134,8 +134,8 @@ def loss(params, batch):
 
 
 PARAMS = {
-    "table": normal(0, 64, 32),
-    "layers": optfn.Stacked({"in": normal(1, 3, 32, 64), "out": normal(2, 3, 64, 32)}),
+    "table": weights(0, 64, 32),
+    "layers": optfn.Stacked({"in": weights(1, 3, 32, 64), "out": weights(2, 3, 64, 32)}),
     "scale": np.ones(5, np.float32),
 }
 PACKETS = exchange(quantize(8, chunk=32), min_size=64)
@@ -168,7 +168,9 @@ def trained(mesh=(8,), tx=None, **options):
     return {k: v for k, v in found.items() if v.dtype.kind == "f"}, metrics["loss"]
 
 
-@pytest.mark.parametrize("way", thinned(WAYS))
+@pytest.mark.parametrize(
+    "way", suite(WAYS, "state", "packets", "params over two axes", "exchange", "rows divided")
+)
 def test_steps_in_phases_train_alike(request, way):
     expected = trained(**WAYS[way])
     request.getfixturevalue("in_phases")

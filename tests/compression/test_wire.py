@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grids import thinned
+from arrays import normal
+from grids import nightly
 from hlo import collectives
 from jax.sharding import PartitionSpec as P
 
@@ -17,10 +18,6 @@ from optfn.compression.segments import Segments
 from optfn.distributed import data_mesh
 
 N = 4
-
-
-def normal(shape, seed):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def of_leaves(sizes, k, wire):
@@ -40,7 +37,7 @@ def test_a_packet_comes_out_as_it_went_in(value_dtype):
         [65_535, 65_536],
     ]
     indices = np.concatenate(indices).astype(np.int32)
-    values = normal(sum(k), 0)
+    values = normal(0, sum(k))
     packet_format = of_leaves(sizes, k, value_dtype)
     sent = packet_format.rounded(values)
     packet = jax.jit(packet_format.encode)(sent, indices)
@@ -101,8 +98,8 @@ def test_the_mean_of_packets(wire):
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("check_vma", thinned([True, False]))
-@pytest.mark.parametrize(("value_dtype", "entry"), thinned([("bfloat16", 4), ("float32", 8)]))
+@pytest.mark.parametrize("check_vma", [True, nightly(False)])
+@pytest.mark.parametrize(("value_dtype", "entry"), [("bfloat16", 4), nightly("float32", 8)])
 def test_bytes_on_the_network(value_dtype, entry, check_vma):
     """The compiled sparse step gathers (N − 1)·k·b bytes within 5 %, and nothing dense."""
     params = {"w": jnp.zeros(400_000), "v": jnp.zeros((300, 100)), "b": jnp.zeros(10)}

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compilations import compilations
-from grids import thinned
-from problems import trained
+from grids import suite
+from problems import state_after
 
 import optfn
 from optfn.distributed import data_mesh, exchange, rescale_residuals, top_k
@@ -70,16 +70,13 @@ def made(name, packed, workers=4):
     return optfn.make_train_step(loss_fn, make(), mesh=mesh, packed=packed, **options)
 
 
-def run(step, state, batches):
-    return trained(step, state, batches)[0]
-
-
 @pytest.mark.parametrize(
-    ("name", "workers"), thinned(itertools.product(OF_THE_TREE, [4, 1]), 12, first=2)
+    ("name", "workers"),
+    suite(itertools.product(OF_THE_TREE, [4, 1]), ("local steps, an exchange outside", 4)),
 )
 def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, workers):
     tree, packed = (
-        optfn.state_dict(run(step, step.init(PARAMS), X[:3]))
+        optfn.state_dict(state_after(step, step.init(PARAMS), X[:3]))
         for step in (made(name, False, workers), made(name, True, workers))
     )
     np.testing.assert_array_equal(tree.pop("per_worker"), packed.pop("per_worker"))
@@ -91,24 +88,26 @@ def test_the_names_and_arrays_of_a_packed_run_are_those_of_the_tree(name, worker
         np.testing.assert_allclose(packed[key], x, rtol=2e-2, atol=1e-4, err_msg=key)
 
 
-@pytest.mark.parametrize(("name", "here", "there", "sharded"), thinned(WAYS, 48, first=5))
+@pytest.mark.parametrize(
+    ("name", "here", "there", "sharded"), suite(WAYS, ("local steps", True, False, True))
+)
 def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, tmp_path):
     """From packed params (`here`) or the tree into packed params (`there`) or the tree."""
     if sharded:
         pytest.importorskip("orbax.checkpoint")
     step, other = made(name, here), made(name, there)
-    state = run(step, step.init(PARAMS), X[:3])
+    state = state_after(step, step.init(PARAMS), X[:3])
     want = optfn.state_dict(state)
     optfn.save_checkpoint(tmp_path, state, sharded=sharded)
     template = other.init(PARAMS)
     lies = [x.sharding for x in jax.tree.leaves(template)]
-    run(other, other.init(PARAMS), X[:2])
+    state_after(other, other.init(PARAMS), X[:2])
     compiled = compilations(other)
     loaded, _ = optfn.restore_checkpoint(tmp_path, template)
     chex.assert_trees_all_equal(optfn.state_dict(loaded), want)
     assert [x.sharding for x in jax.tree.leaves(loaded)] == lies
     after, expected = (
-        optfn.unpack(run(a, b, X[3:5]).params) for a, b in ((other, loaded), (step, state))
+        optfn.unpack(state_after(a, b, X[3:5]).params) for a, b in ((other, loaded), (step, state))
     )
     chex.assert_trees_all_close(after, expected, rtol=2e-2, atol=1e-4)
     assert compilations(other) == compiled
@@ -116,13 +115,13 @@ def test_a_checkpoint_loads_into_either_and_goes_on(name, here, there, sharded, 
 
 @pytest.mark.parametrize(
     ("name", "sharded", "workers"),
-    thinned(itertools.product(RUNS, [False, True], [2, 1]), 28, first=3),
+    suite(itertools.product(RUNS, [False, True], [2, 1]), ("local steps", True, 1)),
 )
 def test_a_packed_run_goes_on_with_fewer_workers(name, sharded, workers, tmp_path):
     if sharded:
         pytest.importorskip("orbax.checkpoint")
     step = made(name, True)
-    state = run(step, step.init(PARAMS), X[:3])
+    state = state_after(step, step.init(PARAMS), X[:3])
     optfn.save_checkpoint(tmp_path, state, sharded=sharded)
     mapping = rescale_residuals(optfn.state_dict(state), workers)
     for packed in (False, True) if name in OF_THE_TREE else (True,):
