@@ -22,7 +22,7 @@ from optfn.core.types import DType, Leaf, LeafKind, PyTree, Updates
 def pmean(x: jax.Array, names: Axes) -> jax.Array:
     """Return the mean over workers, in the dtype of x.
 
-    `xla.reducible` says in which dtype the all-reduce adds.
+    `xla.reducible` says which dtype the all-reduce adds in.
     """
     mean: jax.Array = lax.pmean(xla.reducible(x), names).astype(x.dtype)
     return mean
@@ -112,7 +112,7 @@ def mean_over_workers(x: PyTree, axis_name: Axes) -> PyTree:
 
 
 def sum_dtype(x: jax.Array) -> DType:
-    """Return the dtype in which integers are summed: their own, or int32 if it has fewer bits."""
+    """Return the dtype for a sum of integers: their own, or int32 if theirs has fewer bits."""
     return x.dtype if x.dtype.itemsize >= 4 else jnp.int32
 
 
@@ -153,7 +153,7 @@ def mean_scatter(
     Args:
       x: the array of each device.
       divisions: how the mean is divided, over some of `names`.
-      names: the axes over which the mean is taken.
+      names: the axes of the mean.
       mesh: the mesh of these axes.
       compressor: what encodes the slices that are sent; None sends them as they are.
       step: the number of the training step, for the compressor.

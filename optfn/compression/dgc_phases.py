@@ -26,7 +26,7 @@ from optfn.compression.compressors import LeafInExchange
 from optfn.compression.gathering import padding_rows
 from optfn.compression.k_largest import SampleSearch, num_selected
 from optfn.compression.momentum_correction import MomentumCorrection
-from optfn.compression.packets import PacketFormat
+from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.values import BFLOAT16, FLOAT32
 from optfn.core.checks import Number

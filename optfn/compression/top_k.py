@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optfn.compression.compressors import ShownAsCall, show_call
 from optfn.compression.k_largest import num_selected, search_of
-from optfn.compression.packets import PacketFormat
+from optfn.compression.packet_format import PacketFormat
 from optfn.compression.segments import Segments
 from optfn.compression.values import BFLOAT16, FLOAT32, scaled
 from optfn.core import checks

@@ -18,11 +18,11 @@ from optfn.collectives import mesh as meshes
 from optfn.collectives.axes import Axes, exclude_axes, join_axes
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_over_shard_groups
-from optfn.collectives.mesh import make_sharding
+from optfn.collectives.mesh import count_devices, make_sharding
 from optfn.core import checks, tree
 from optfn.core.types import Batch, Leaf, OptState, PyTree, Updates
 from optfn.state.per_worker import axes_of_exchanges, exchanged_axes, exchanges
-from optfn.state.placement import num_workers, specs_of
+from optfn.state.placement import specs_of
 
 
 def shard_map_step(
@@ -33,7 +33,7 @@ def shard_map_step(
     Args:
       step: the step of one worker on its shard of the batch, run where the axes are bound.
       mesh: the mesh of the workers.
-      data_axis: the mesh axes of the workers, over which the batch is split.
+      data_axis: the mesh axes of the workers, which split the batch.
     """
 
     def global_step(state: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
@@ -41,7 +41,7 @@ def shard_map_step(
         placed = replicated._replace(opt_state=specs_of(state.opt_state, data_axis))
         split = jax.tree.map(lambda x: batch_spec(x, data_axis), batch)
         in_specs, out_specs = (placed, split), (placed, P())
-        # An exchange may run over axes along which the batch is not split. They must be bound too.
+        # An exchange may run over axes that do not split the batch. They must be bound too.
         names = join_axes(data_axis, axes_of_exchanges(state.opt_state))
         run = meshes.shard_map(step, mesh, names, in_specs, out_specs)
         result: tuple[PyTree, PyTree] = run(state, batch)
@@ -74,13 +74,13 @@ def split_batch(batch: Batch, mesh: Mesh, data_axis: Axes, local_steps: int = 1)
         (`jax.make_array_from_process_local_data` makes one from the shard of each process), and
         traced arrays pass through.
       mesh: the mesh of the workers.
-      data_axis: the mesh axes over which it is split.
+      data_axis: the mesh axes that split it.
       local_steps: for how many steps each worker splits its shard evenly.
 
     Raises:
       ValueError: a leading axis cannot be split evenly; the error names the leaf.
     """
-    workers = num_workers(mesh, data_axis)
+    workers = count_devices(mesh, data_axis)
 
     def put(place: tree.Place, x: Leaf) -> Leaf:
         if tree.is_masked(x):
@@ -122,7 +122,7 @@ def copy_to_devices(x: Leaf, placement: NamedSharding) -> jax.Array:
 def reduce_gradients(
     grads: Updates, opt_state: OptState, workers: Workers, metrics: PyTree = None
 ) -> tuple[Updates, PyTree, dict[str, Any]]:
-    """Average gradients over the worker axes, except those over which a transform exchanges a leaf.
+    """Average gradients over the worker axes, except where a transform exchanges a leaf itself.
 
     Metrics are averaged over all worker axes.
 

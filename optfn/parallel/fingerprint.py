@@ -23,7 +23,7 @@ from optfn.core import tree
 from optfn.core.types import Leaf, PyTree
 
 _GOLDEN = np.uint32(0x9E3779B1)
-# Odd multipliers of the two sums: those of MurmurHash3's finalizer.
+# Odd multipliers of the two sums, from MurmurHash3's finalizer.
 _MULTIPLIERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))
 
 
@@ -156,7 +156,7 @@ def compare_replicas(state: PyTree, mesh: Mesh) -> None:
 
 
 def _replica_axes(spec: P, mesh: Mesh) -> Axes:
-    """Return the axes along which devices hold copies of a shard: the spec leaves them out."""
+    """Return the axes of the devices that hold copies of a shard: the spec leaves them out."""
     return exclude_axes(mesh.axis_names, join_axes(*spec))
 
 

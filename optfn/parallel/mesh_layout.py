@@ -6,9 +6,9 @@ everything else (the training step, checkpoints, plans of memory) asks the layou
     mesh axes = data axes (the batch is split over them) + axes that are left to the compiler
     data axes = worker axes + shard axes (params or state are divided over them)
 
-Along the worker axes, each group of devices is a worker. It has a private gradient and, if the
-optimizer declares it (`optfn.state.per_worker`), a private state. The devices of a group lie along
-all remaining axes, and divide this gradient and state among them.
+Along the worker axes, each shard group is a worker. It has a private gradient and, if the optimizer
+declares it (`optfn.state.per_worker`), a private state. The devices of the group lie along all
+remaining axes, and divide this gradient and state among them.
 """
 
 import dataclasses
@@ -31,6 +31,7 @@ from optfn.collectives.axes import (
     to_axes,
 )
 from optfn.collectives.devices import Devices
+from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import Compressor
 from optfn.core import tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -40,7 +41,7 @@ from optfn.parallel.data_parallel import copy_to_devices, replicate
 from optfn.state.inventory import Entry, inventory, map_entries
 from optfn.state.padded import Padded, cut, map_padded, padded
 from optfn.state.per_worker import axes_of_exchanges, check_wrappers, map_divided
-from optfn.state.placement import num_workers, on_workers_of, spec_over_workers, specs_of
+from optfn.state.placement import on_workers_of, spec_over_workers, specs_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, so that jit can hash it
@@ -48,11 +49,11 @@ class Layout:
     """How each leaf of a training run is divided over a mesh.
 
     mesh: the mesh.
-    worker_axes: the data axes along which each group of devices has a private gradient.
-    shard_axes: the data axes over which params or state are divided.
+    worker_axes: the data axes of the workers, each a shard group with a private gradient.
+    shard_axes: the data axes that divide params or state.
     tables: the leaves whose rows are divided over the shard axes, whatever the way of sharding.
     gather, reduce: compressors for the params that are gathered, and for the gradients that are
-      reduced, over the shard axes; None sends them as they are.
+      reduced, over the shard axes; None sends arrays as they are.
     """
 
     mesh: Mesh
@@ -72,7 +73,7 @@ class Layout:
 
     @property
     def data_axes(self) -> Axes:
-        """The axes over which the batch is split, worker axes first."""
+        """The axes that split the batch, worker axes first."""
         return join_axes(self.worker_axes, self.shard_axes)
 
     @property
@@ -88,7 +89,7 @@ class Layout:
     @property
     def num_shards(self) -> int:
         """The number of devices that share a divided leaf: the product of the shard axes."""
-        return num_workers(self.mesh, self.shard_axes)
+        return count_devices(self.mesh, self.shard_axes)
 
     def param_specs(self, params: Params) -> PyTree:
         """Return the PartitionSpec of each leaf of params; masked leaves stay masked."""
@@ -99,14 +100,14 @@ class Layout:
         return self._add_tables(self.dense_gradients(params), params)
 
     def is_table(self, params: Params) -> PyTree:
-        """Tell for each leaf of params whether its rows are divided."""
+        """Return for each leaf of params whether it is a table; masked leaves stay masked."""
         paths = patterns.match_names(self.tables, params, "tables")
         return tree.map_named(
             lambda place, x: x if tree.is_masked(x) else str(place) in paths, params
         )
 
     def _add_tables(self, specs: PyTree, params: Params) -> PyTree:
-        """Return `specs`, with the leaves that are tables replaced by the specs of tables."""
+        """Replace the specs of tables, whose rows the shard axes divide; nothing without tables."""
         if self.tables is None:
             return specs
         paths = patterns.match_names(self.tables, params, "tables")
@@ -120,7 +121,7 @@ class Layout:
         params: Params,
         argument: str = "shard",
     ) -> PyTree:
-        """Return `specs`, with `spec` for the leaves at these paths."""
+        """Replace the specs of the leaves at these paths by `spec`; raise where it does not fit."""
 
         def chosen(place: tree.Place, x: Leaf, old: P) -> P:
             if tree.is_masked(x) or str(place) not in paths:
@@ -191,14 +192,14 @@ class Layout:
         return P(*[None] * fitting[0], self.shard_axes) if fitting else P()
 
     def divisions(self, spec: P) -> list[Division]:
-        """Return the dimensions of an array that are divided over shard axes."""
+        """Return the dimensions that a spec divides over shard axes, with these axes."""
         return divisions_of(spec, self.shard_axes)
 
     def padded_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
-        """Return the shape of an array, padded so that all shards have one size."""
+        """Return the shape of an array with padding, so that all shards have one size."""
         sizes = list(shape)
         for dimension, names in self.divisions(spec):
-            count = num_workers(self.mesh, names)
+            count = count_devices(self.mesh, names)
             sizes[dimension] = -(-shape[dimension] // count) * count
         return tuple(sizes)
 
@@ -233,7 +234,7 @@ class Layout:
         return map_padded(without_padding, state)
 
     def group_of(self, params: Params) -> Devices | None:
-        """Return the devices of a worker, which divide gradients; None if it is one device."""
+        """Return the shard group of a worker, which divides gradients; None for one device."""
         if not (self.worker_axes and self.inner_axes):
             return None
         specs = tree.items(params, self.gradient_specs(params))
@@ -245,12 +246,12 @@ class Layout:
         return Devices(self.mesh, self.inner_axes, tuple(by_path))
 
     def bound_specs(self, specs: PyTree) -> PyTree:
-        """Return specs restricted to the shard axes, as a `shard_map` over these takes them."""
+        """Keep only the shard axes in specs, as a `shard_map` over these axes takes them."""
         names = self.shard_axes
         return jax.tree.map(lambda spec: restrict_spec(spec, names), specs, is_leaf=is_spec)
 
     def shardings(self, specs: PyTree, arrays: PyTree) -> PyTree:
-        """Return the sharding of each of some arrays, as a step returns it."""
+        """Return the NamedSharding of each array, as a step returns it."""
         return jax.tree.map(
             lambda spec, x: meshes.make_sharding(self.mesh, spec, jnp.ndim(x)),
             specs, arrays, is_leaf=is_spec,
@@ -268,18 +269,18 @@ class Layout:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
     def put(self, params: Params) -> Params:
-        """Return copies of params, placed by their specs."""
+        """Copy params to the mesh, each divided by its spec."""
         placements = self.shardings(self.param_specs(params), params)
         return jax.tree.map(lambda placement, x: copy_to_devices(x, placement), placements, params)
 
     def replicate(self, x: PyTree) -> PyTree:
-        """Return copies of arrays on every device."""
+        """Copy arrays to every device."""
         return replicate(x, self.mesh)
 
     def init(self, init: Callable[[Params], OptState], params: Params) -> OptState:
         """Return the state of step 0, each leaf placed by its spec.
 
-        Divided leaves are made in shards: no device ever has a whole one.
+        Each device makes only its shards of divided leaves, so no device ever has a whole one.
 
         Args:
           init: returns the state of one worker.
@@ -346,7 +347,7 @@ class Layout:
 
 
 class Replicated(Layout):
-    """Params and state are whole on every device of a worker, but for the rows of tables."""
+    """Params and state are whole on every device of a worker; only rows of tables are divided."""
 
 
 def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
@@ -357,7 +358,7 @@ def _leading(shape: tuple[int, ...], of: tuple[int, ...]) -> int:
 
 def _worker_shape(shape: tuple[int, ...], over: P, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of the array of one worker; `over` is its spec over the workers."""
-    return (shape[0] // num_workers(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
+    return (shape[0] // count_devices(mesh, to_axes(over[0])), *shape[1:]) if any(over) else shape
 
 
 def _over_both(over: P, spec: P) -> P:
@@ -374,7 +375,7 @@ def _check_fit(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, argument:
             f"{argument}: {spec} has more entries than leaf {path!r} has axes; its shape is {shape}"
         )
     for dimension, entry in enumerate(spec):
-        count = num_workers(mesh, to_axes(entry))
+        count = count_devices(mesh, to_axes(entry))
         if shape[dimension] % count:
             raise ValueError(
                 f"{argument}: dimension {dimension} of leaf {path!r}, which has shape {shape}, "

@@ -26,7 +26,7 @@ from optfn.collectives.axes import (
     to_axes,
 )
 from optfn.collectives.means import SMALL_BYTES
-from optfn.collectives.mesh import are_in_order
+from optfn.collectives.mesh import are_in_order, count_devices
 from optfn.collectives.packets import Compressor, check_gradient_compressor, check_param_compressor
 from optfn.core import checks, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -34,7 +34,6 @@ from optfn.leaves import contents, patterns
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.mesh_layout import Layout, Replicated
 from optfn.parallel.whole import find_layer_axes
-from optfn.state.placement import num_workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,7 @@ def sharded(
 
     Args:
       kind: "state", "params", or a mapping from patterns of paths to PartitionSpecs of params.
-      axis: the mesh axis, or axes, over which params or state are divided; some of `data_axis`.
+      axis: the mesh axis, or axes, that divide params or state; some of `data_axis`.
         None: all of them, or for a mapping those that its PartitionSpecs name. Along the
         remaining data axes each group of devices is a worker; workers average or exchange their
         gradients in each step or every `local_steps`.
@@ -281,7 +280,7 @@ def init_state(
       mesh: a mesh, such as `data_mesh()`.
       axis_name: the mesh axes of the workers, for per-worker arrays that name none.
     """
-    num_workers(mesh, axis_name)  # it has these axes
+    count_devices(mesh, axis_name)  # it has these axes
     init = core.check_transform("init_state: tx", tx).init
     return Replicated(mesh, to_axes(axis_name), Axes()).init(init, params)
 

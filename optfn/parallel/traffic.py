@@ -22,11 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from optfn.collectives.axes import Axes, axis_size, exclude_axes
+from optfn.collectives.mesh import count_devices
 from optfn.core import tree
 from optfn.core.checks import warn
 from optfn.core.types import LeafKind, OptState, Updates
 from optfn.state.per_worker import Exchanged, exchanged_axes, nodes_of
-from optfn.state.placement import num_workers
 
 
 def all_reduce_bytes(size: float, num_workers: int | jax.Array) -> float | jax.Array:
@@ -79,7 +79,7 @@ def exchange_bytes(state: OptState, mesh: Mesh) -> float:
     """
     late, marks = jnp.int32(2**30), [x.exchanged for x in _find_exchanges(state)]
     known = [x for x in marks if x.traffic != ()]
-    return sum(float(x.traffic.bytes_sent(late, num_workers(mesh, x.axes))) for x in known)
+    return sum(float(x.traffic.bytes_sent(late, count_devices(mesh, x.axes))) for x in known)
 
 
 def warn_if_nothing_compressed(state: OptState) -> None:

@@ -11,7 +11,7 @@ from optfn.leaves.patterns import Pattern
 def find_layer_axes(
     whole: Pattern | None, tables: Pattern | None, params: Params, count: int
 ) -> dict[str, int]:
-    """Choose the axis of layers along which each leaf that `whole` selects is divided, by path.
+    """Choose the axis of layers that divides each leaf that `whole` selects, by path.
 
     The choice is the first axis of layers that `count` divides, or else the axis that needs the
     least padding. Masked leaves and integers are left out.
@@ -20,7 +20,7 @@ def find_layer_axes(
       whole: the pattern of the leaves.
       tables: the pattern of the leaves whose rows are divided.
       params: arrays or their shapes.
-      count: the number of devices over which a leaf is divided.
+      count: the number of devices that divide a leaf.
 
     Raises:
       ValueError: the pattern selects a leaf that is not stacked, does not consist of matrices, or

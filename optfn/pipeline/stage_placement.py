@@ -27,13 +27,13 @@ from optfn.collectives.axes import (
 )
 from optfn.collectives.gathers import all_gather_shards
 from optfn.collectives.means import mean_scatter
+from optfn.collectives.mesh import count_devices
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, Params, PyTree, Updates
 from optfn.jaxprs.pullback import inexact_leaves
 from optfn.pipeline import buffers
 from optfn.pipeline.plan import Plan
 from optfn.pipeline.stage import Leaves
-from optfn.state.placement import num_workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StagePlacement:
                 f"shape in a stage is {shape}"
             )
         for size, entry in zip(shape, spec, strict=False):
-            devices = num_workers(self.mesh, to_axes(entry))
+            devices = count_devices(self.mesh, to_axes(entry))
             if size % devices:
                 raise ValueError(
                     f"param_specs: {spec} at {path!r} cannot divide {size}, of a stage's shape "
@@ -222,7 +222,7 @@ class ListedStages(StagePlacement):
     """The placement of heterogeneous stages: their params are in buffers (v, p, longest).
 
     There is one buffer per dtype. If leaves are divided over further axes, each device has a buffer
-    of its shards, and a whole buffer is the concatenation of those of all devices.
+    of its shards, and a whole buffer is the concatenation of the buffers of all devices.
     """
 
     def weights(self, stages: Params) -> buffers.Buffers:
@@ -298,7 +298,7 @@ class ListedStages(StagePlacement):
 
     @property
     def _further_axes(self) -> tuple[str, ...]:
-        """The axes besides the data axis over which leaves are divided."""
+        """The axes besides the data axis that divide leaves."""
         specs = jax.tree.leaves(self.param_specs, is_leaf=is_spec)
         names = {name for spec in specs for name in join_axes(*spec)} - {self.data_axis}
         return tuple(a for a in self.mesh.axis_names if a in names)

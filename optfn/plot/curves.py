@@ -10,7 +10,7 @@ import numpy as np
 from optfn.compression.bytes_sent import ramp_step
 from optfn.core import checks
 from optfn.core.checks import Schedule
-from optfn.plot.axes import named_values, styled_axes
+from optfn.plot.figure import named_values, styled_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

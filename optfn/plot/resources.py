@@ -7,7 +7,7 @@ import numpy as np
 
 from optfn.core import checks
 from optfn.pipeline.plan import Plan
-from optfn.plot.axes import named_values, styled_axes
+from optfn.plot.figure import named_values, styled_axes
 from optfn.train.memory import MemoryPlan
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from optfn.core import checks
-from optfn.plot.axes import curve, named_values, scale_axis, styled_axes
+from optfn.plot.figure import curve, named_values, scale_axis, styled_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,6 @@ so that each worker sees the (n, …) of `tx.init`. An array of which each worke
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
+from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.tree import is_key, map_key_data
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -88,7 +88,7 @@ def on_workers_of(
     def widen(entry: Entry, x: Leaf) -> Leaf:
         if entry.kept == "replicated":
             return x
-        count = num_workers(mesh, entry.axes or axis_name)
+        count = count_devices(mesh, entry.axes or axis_name)
         if entry.kept == "per_worker":
             return jnp.tile(x, (count, *[1] * (x.ndim - 1)))
         if entry.kept == "sliced":
@@ -109,28 +109,6 @@ def padded_to_multiple(x: Leaf, size: int, count: int) -> Leaf:
     numpy = np if isinstance(x, np.ndarray) else jnp
     missing = -size % count
     return numpy.pad(x[..., :size], [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-
-
-def num_workers(mesh: Mesh, axis_name: AxisName) -> int:
-    """Return the number of workers: the product of the sizes of axes of a mesh.
-
-    Raises:
-      TypeError: `mesh` is not a mesh, or `axis_name` not a name.
-      ValueError: the mesh has no such axis.
-    """
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh such as optfn.distributed.data_mesh(); "
-            f"got {checks.shown(mesh)}"
-        )
-    meshes.check_axis_names("axis_name", axis_name, optional=True)
-    missing = [axis for axis in meshes.to_axes(axis_name) if axis not in mesh.shape]
-    if missing:
-        raise ValueError(
-            f"the mesh has no axis {missing[0]!r}; its axes are {mesh.axis_names}. Name those of "
-            "the workers: data_axis= of a training step, axis_name= elsewhere"
-        )
-    return math.prod(mesh.shape[axis] for axis in meshes.to_axes(axis_name))
 
 
 def rescale_residuals(opt_state: OptState, num_workers: int) -> OptState:

@@ -17,6 +17,7 @@ import optax
 
 from optfn.collectives.devices import Workers
 from optfn.collectives.means import mean_or_first, mean_over_workers
+from optfn.collectives.mesh import count_devices
 from optfn.core import checks, leafwise, numerics, tree
 from optfn.core.traits import traits, traits_of
 from optfn.core.types import Batch, Leaf, OptState, Params, PyTree, Updates
@@ -29,7 +30,6 @@ from optfn.parallel.mesh_layout import Layout
 from optfn.parallel.shards import gather_new_params
 from optfn.state import reports
 from optfn.state.per_worker import PerWorker, exchanges, has_own_state
-from optfn.state.placement import num_workers
 from optfn.state.reports import over_round
 from optfn.train.microbatches import combine_microbatches, scan_batch
 from optfn.train.state import StepFn, TrainState
@@ -172,7 +172,7 @@ def check_rounds(opt_state: OptState, local: LocalSteps | None, layout: Layout |
     if local is None or layout is None or not _can_be_read(opt_state.inner.num_workers):
         return
     found = int(np.asarray(opt_state.inner.num_workers))
-    workers = num_workers(layout.mesh, layout.worker_axes)
+    workers = count_devices(layout.mesh, layout.worker_axes)
     if found != workers and has_own_state(opt_state.inner):
         raise ValueError(
             f"the state was made for {found} workers, but the step has {workers}. Convert it by "

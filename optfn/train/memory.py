@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from optfn import core
 from optfn.collectives.axes import Axes, AxisName, exclude_axes, is_spec, join_axes, restrict_spec
+from optfn.collectives.mesh import count_devices
 from optfn.collectives.packets import packet_bytes
 from optfn.core import numerics, tree
 from optfn.core.types import Leaf, OptState, Params, PyTree
@@ -28,7 +29,6 @@ from optfn.parallel.traffic import all_reduce_bytes, exchange_bytes
 from optfn.sparse.tables import bytes_of_round, num_arrived
 from optfn.state.inventory import whole_matrices
 from optfn.state.per_worker import Exchanged, exchanged_axes
-from optfn.state.placement import num_workers
 from optfn.train.local_steps import LocalSteps
 
 
@@ -123,7 +123,7 @@ def plan_memory(
     tx = core.check_transform("plan_memory: tx", tx)
     check_split("plan_memory", params)
     mesh = cast("Mesh", mesh)  # only the sizes of its axes are read
-    num_workers(mesh, data_axis)  # raises unless the mesh has these axes
+    count_devices(mesh, data_axis)  # raises unless the mesh has these axes
     params = jax.eval_shape(pack if packed else lambda x: x, params)
     divided_tables = tables if shard is not None or shard_tables else None
     layout = layout_of(shard, mesh, data_axis, divided_tables)
@@ -143,7 +143,7 @@ def plan_memory(
         whole = _count_bytes(p, undivided, mesh)
         # `exchange_bytes` has counted the workers of an exchange; rows go to all workers.
         done = Axes() if str(place) in as_rows else exchanged[place.number]
-        workers = num_workers(mesh, exclude_axes(layout.worker_axes, done))
+        workers = count_devices(mesh, exclude_axes(layout.worker_axes, done))
         if str(place) in rows:
             sent += looked_up.count_sent(whole, p.shape[0], workers)
             continue
@@ -371,6 +371,6 @@ def _count_bytes(values: PyTree, specs: PyTree, mesh: Mesh) -> int:
 
     def size(spec: P, x: Leaf) -> int:
         whole = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-        return whole // num_workers(mesh, join_axes(*spec))
+        return whole // count_devices(mesh, join_axes(*spec))
 
     return sum(jax.tree.leaves(jax.tree.map(size, specs, values, is_leaf=is_spec)))

@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from optfn import core
 from optfn.collectives import axes as meshes
 from optfn.collectives.axes import AxisName
+from optfn.collectives.mesh import count_devices
 from optfn.core import checks
 from optfn.core.types import LossFn, Updates
 from optfn.leaves.patterns import Pattern
 from optfn.parallel.sharding import Kind, Sharded
-from optfn.state.placement import num_workers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -191,7 +191,7 @@ def _check_mesh(mesh: object, data_axis: AxisName) -> None:
         )
     meshes.check_axis_names("data_axis", data_axis)
     if mesh is not None:
-        num_workers(mesh, data_axis)
+        count_devices(mesh, data_axis)
 
 
 def accept_fields(record: Callable[P, Record]) -> Callable[[Callable[[Record], R]], Callable[P, R]]:
